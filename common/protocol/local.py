@@ -1,0 +1,341 @@
+"""Messages inside one server: frontend <-> scheduler <-> workers. Grouped by receiver.
+
+Knows nothing of sockets. Every message is a tagged struct; `codec.py` turns it into bytes and back.
+Ids: `request_id` is unique in one server process; `peer` is "<incarnation>" of the other server;
+`transfer_id` is random per transfer attempt.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.request import (
+    Bootstrap,
+    FinishReason,
+    RequestTrace,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A tagged struct, told apart by its class name."""
+
+
+# ---- to the scheduler, from the frontend ---------------------------------------------------------
+
+
+class Submit(_Message, frozen=True):
+    """A validated request. budget_s: seconds it may still take. bootstrap: None for a plain one."""
+
+    request_id: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    budget_s: float
+    bootstrap: Bootstrap | None = None
+
+
+class Cancel(_Message, frozen=True):
+    """The client went away, aborted, or a stop string matched. Unknown ids are ignored."""
+
+    request_id: int
+    reason: str = "aborted by the client"
+
+
+class FlushCache(_Message, frozen=True):
+    call_id: int
+
+
+class GetState(_Message, frozen=True):
+    """Asks for a `State`: gauges for /metrics and /server_info."""
+
+    call_id: int
+
+
+# ---- to the frontend, from the scheduler ---------------------------------------------------------
+
+
+class Tokens(_Message, frozen=True):
+    """New output tokens of a request; the last one carries `finish` and `trace`.
+
+    token_ids: only the new ones. logprobs: one entry per new token if asked for.
+    prompt_logprobs: once, with the first token, if asked for.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_token_count: int = 0
+    finish: FinishReason | None = None
+    trace: RequestTrace | None = None
+
+
+class Failed(_Message, frozen=True):
+    """The request ended in one typed error. status: the HTTP status it maps to."""
+
+    request_id: int
+    status: int
+    kind: str
+    message: str
+    trace: RequestTrace | None = None
+
+
+class Traced(_Message, frozen=True):
+    """A request that this server's frontend never saw has ended (plain hand-overs on prefill)."""
+
+    trace: RequestTrace
+
+
+class FlushDone(_Message, frozen=True):
+    call_id: int
+    is_flushed: bool
+    message: str
+
+
+class PeerState(_Message, frozen=True):
+    """One peer as this server sees it. state: connecting, refused, connected, lost."""
+
+    address: str
+    incarnation: str
+    state: str
+    detail: str = ""
+    transports: list[str] = []
+    tp_size: int = 0
+    pp_size: int = 0
+    page_size: int = 0
+    in_flight_count: int = 0
+
+
+class PageGroupState(_Message, frozen=True):
+    """Pages of one page group. total excludes the scratch page; used + free + quarantined = total.
+
+    cached: used by nobody but kept for prefix hits; part of free.
+    """
+
+    name: str
+    page_items: int
+    page_nbytes: int
+    total: int
+    free: int
+    used: int
+    cached: int
+    quarantined: int
+
+
+class State(_Message, frozen=True):
+    """Answer to GetState. queues: queue name -> depth; counters: name -> value since start."""
+
+    call_id: int
+    is_ready: bool
+    queues: dict[str, int]
+    counters: dict[str, float]
+    page_groups: list[PageGroupState]
+    peers: list[PeerState]
+    step_count: int = 0
+    workers: list[dict[str, str]] = []
+
+
+class ServerInfo(_Message, frozen=True):
+    """Sent once to the frontend when all workers are ready (is_ready may still wait for a peer)."""
+
+    token_capacity: int
+    request_token_max: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    fingerprint: dict[str, str]
+    workers: list[dict[str, str]]
+
+
+# ---- to a worker, from the scheduler -------------------------------------------------------------
+
+
+class NewSequence(_Message, frozen=True):
+    """A request the worker does not know yet.
+
+    token_ids: the prompt and whatever was generated elsewhere; prompt_count of them are the prompt.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    prompt_count: int
+    sampling: SamplingParams
+
+
+class PageGrant(_Message, frozen=True):
+    """Pages of one group for a sequence, at logical page indices first_index, first_index + 1, ..."""
+
+    request_id: int
+    group: int
+    first_index: int
+    page_ids: list[int]
+
+
+class PrefillChunk(_Message, frozen=True):
+    """Compute tokens [start, stop) of a sequence; sample the next token if is_last."""
+
+    request_id: int
+    start: int
+    stop: int
+    is_last: bool
+
+
+class Step(_Message, frozen=True):
+    """One forward pass: apply new sequences and page grants, run chunks and decodes, then forget.
+
+    decode: sequences that compute the KV of their latest token and sample the next one.
+    retired: sequences to forget before anything else is applied.
+    """
+
+    step_id: int
+    new: list[NewSequence] = []
+    grants: list[PageGrant] = []
+    chunks: list[PrefillChunk] = []
+    decode: list[int] = []
+    retired: list[int] = []
+
+
+class OpenPeer(_Message, frozen=True):
+    """Make a place that this peer incarnation may write through; answered by PeerOpened."""
+
+    peer: str
+
+
+class RankDescriptor(msgspec.Struct, frozen=True):
+    """How to write into one rank: its UCX worker address and its regions, one per page group.
+
+    regions: (name, base address, nbytes, packed memory key).
+    """
+
+    rank: int
+    worker_address: bytes
+    regions: list[tuple[str, int, int, bytes]]
+
+
+class ConnectPeer(_Message, frozen=True):
+    """Connect to the target ranks of a peer; answered by PeerConnected or PeerFailed.
+
+    layout: the peer's ServerLayout, msgpack as in the handshake.
+    """
+
+    peer: str
+    layout: bytes
+    ranks: list[RankDescriptor]
+
+
+class ClosePeer(_Message, frozen=True):
+    """Drop the connection to a peer and destroy what it writes through; answered by PeerClosed."""
+
+    peer: str
+
+
+class Send(_Message, frozen=True):
+    """Hand over items of one request to one peer, from this rank to every target rank.
+
+    send_id: unique per transfer attempt and piece; answered by exactly one SendSettled.
+    token_start, token_stop: the token range whose streamable items leave now.
+    is_final: also send what is only final after `token_stop` tokens (windows, tails, slots).
+    source_pages, target_pages: per page group (first logical page index, page ids).
+    """
+
+    send_id: int
+    transfer_id: int
+    peer: str
+    token_start: int
+    token_stop: int
+    is_final: bool
+    source_pages: list[tuple[int, list[int]]]
+    target_pages: list[tuple[int, list[int]]]
+
+
+class CancelSends(_Message, frozen=True):
+    """Stop issuing puts of a transfer. Each Send still settles, and only that proves quiet."""
+
+    transfer_id: int
+
+
+class Shutdown(_Message, frozen=True):
+    """End the worker after its current step."""
+
+
+# ---- to the scheduler, from a worker -------------------------------------------------------------
+
+
+class WorkerReady(_Message, frozen=True):
+    """Weights are loaded, pools are warm.
+
+    page_counts: pages per group without the scratch page. fingerprint: what both sides must share.
+    layout: this server's ServerLayout, msgpack. describe: for /server_info.
+    """
+
+    rank: int
+    page_counts: list[int]
+    layout: bytes
+    fingerprint: dict[str, str]
+    vocab_size: int
+    context_length: int
+    eos_token_ids: list[int]
+    describe: dict[str, str]
+
+
+class StepDone(_Message, frozen=True):
+    """Tokens sampled in a step, in the order chunks-that-were-last, then decode.
+
+    logprobs: by request id, where asked for. prompt_logprobs: of the chunk's prompt tokens.
+    failed: request id -> reason, for sequences whose logits were not finite.
+    """
+
+    step_id: int
+    request_ids: list[int]
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    failed: dict[int, str] = {}
+    seconds: float = 0.0
+
+
+class PeerOpened(_Message, frozen=True):
+    peer: str
+    rank: int
+    descriptor: RankDescriptor
+
+
+class PeerConnected(_Message, frozen=True):
+    peer: str
+    rank: int
+    transports: str
+
+
+class PeerFailed(_Message, frozen=True):
+    """The connection to a peer could not be made or broke."""
+
+    peer: str
+    rank: int
+    reason: str
+
+
+class PeerClosed(_Message, frozen=True):
+    """Nothing of this peer can reach this rank any more, nor this rank the peer."""
+
+    peer: str
+    rank: int
+
+
+class SendSettled(_Message, frozen=True):
+    """Every operation of a Send has returned. error "" means its bytes are final at the target."""
+
+    send_id: int
+    transfer_id: int
+    rank: int
+    error: str
+    nbytes: int
+    run_count: int
+    seconds: float
+
+
+FrontendToScheduler = Submit | Cancel | FlushCache | GetState
+SchedulerToFrontend = Tokens | Failed | Traced | FlushDone | State | ServerInfo
+SchedulerToWorker = Step | OpenPeer | ConnectPeer | ClosePeer | Send | CancelSends | Shutdown
+WorkerToScheduler = (
+    WorkerReady | StepDone | PeerOpened | PeerConnected | PeerFailed | PeerClosed | SendSettled
+)

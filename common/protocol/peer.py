@@ -1,0 +1,171 @@
+"""Messages between the scheduler of a decode server and the scheduler of a prefill server.
+
+The decode server dials; the prefill server's bootstrap port answers. Order of a connection:
+
+    decode                          prefill
+    Hello  ------------------------>            versions, fingerprint, layout
+           <------------------------ Welcome    or Refuse with every difference
+    Attach ------------------------>            where to write: addresses and memory keys
+           <------------------------ Attached   every prefill rank reached every decode rank
+    Heartbeat <--------------------> Heartbeat  both ways from then on
+
+and of a hand-over: TransferRequest -> TransferDone | TransferFailed; Abort -> Quiesced.
+TransferDone, TransferFailed and Quiesced are each terminal for their transfer id: sent after every
+operation of every writer has returned, so the target's pages are quiet from then on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.protocol.local import RankDescriptor
+from common.request import HandOverTrace, SamplingParams, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+PROTOCOL_VERSION_MIN = 1
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A tagged struct, told apart by its class name."""
+
+
+class Hello(_Message, frozen=True):
+    """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack."""
+
+    version_min: int
+    version_max: int
+    role: str
+    incarnation: str
+    fingerprint: dict[str, str]
+    layout: bytes
+
+
+class Welcome(_Message, frozen=True):
+    """version: the one both sides speak from here on. load: queued prompt tokens."""
+
+    version: int
+    incarnation: str
+    fingerprint: dict[str, str]
+    layout: bytes
+    request_token_max: int
+
+
+class Refuse(_Message, frozen=True):
+    """differences: every reason, each naming the field and both values. Neither side stops."""
+
+    incarnation: str
+    differences: list[str]
+
+
+class Attach(_Message, frozen=True):
+    """Where each decode rank can be written by this prefill incarnation."""
+
+    incarnation: str
+    peer_incarnation: str
+    ranks: list[RankDescriptor]
+
+
+class Attached(_Message, frozen=True):
+    """Every writer is connected. transports: what UCX chose, per (prefill rank, decode rank)."""
+
+    incarnation: str
+    peer_incarnation: str
+    transports: list[str]
+
+
+class Detached(_Message, frozen=True):
+    """The writers of this connection are gone or never came; the decode server dials again."""
+
+    incarnation: str
+    peer_incarnation: str
+    reason: str
+
+
+class Heartbeat(_Message, frozen=True):
+    """progress: counter of finished engine steps. is_busy: a step is running or work is queued.
+
+    load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
+    """
+
+    incarnation: str
+    sequence: int
+    progress: int
+    is_busy: bool
+    load_tokens: int = 0
+    echo_sequence: int = 0
+
+
+class TransferRequest(_Message, frozen=True):
+    """A reservation: the decode server's pages are waiting for this request's cache.
+
+    peer_incarnation: the prefill process it is meant for; another one ignores it.
+    room: what a router gave both sides, or None; then token_ids and sampling are sent along.
+    token_count: tokens whose cache is wanted; both sides count positions from it.
+    pages: per page group (first logical page index, page ids) for the live items.
+    writers: ranks of the prefill server that the decode server expects to hear of.
+    budget_ms: how long this may still take.
+    """
+
+    transfer_id: int
+    incarnation: str
+    peer_incarnation: str
+    token_count: int
+    pages: list[tuple[int, list[int]]]
+    budget_ms: int
+    writers: list[int]
+    room: int | None = None
+    token_ids: list[int] = []
+    prompt_count: int = 0
+    sampling: SamplingParams | None = None
+
+
+class TransferDone(_Message, frozen=True):
+    """The cache is complete and flushed at the target; here is the first token.
+
+    writers: ranks that wrote (or had nothing to write), to compare with the expected set.
+    """
+
+    transfer_id: int
+    peer_incarnation: str
+    token_count: int
+    first_token: int
+    writers: list[int]
+    trace: HandOverTrace
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+
+
+class TransferFailed(_Message, frozen=True):
+    """The hand-over ended without a result. is_retryable: another prefill server may try.
+
+    status: the HTTP status it maps to if nobody else tries.
+    """
+
+    transfer_id: int
+    peer_incarnation: str
+    kind: str
+    message: str
+    status: int
+    is_retryable: bool
+
+
+class Abort(_Message, frozen=True):
+    """The decode server gave up. Answered by Quiesced, whether or not the id is known."""
+
+    transfer_id: int
+    incarnation: str
+    peer_incarnation: str
+    reason: str
+
+
+class Quiesced(_Message, frozen=True):
+    """No operation of this transfer is outstanding, and none will start."""
+
+    transfer_id: int
+    peer_incarnation: str
+
+
+DecodeToPrefill = Hello | Attach | TransferRequest | Abort | Heartbeat | Detached
+PrefillToDecode = (
+    Welcome | Refuse | Attached | Detached | TransferDone | TransferFailed | Quiesced | Heartbeat
+)

@@ -1,0 +1,81 @@
+"""What a scheduler core is told and what it asks for. Values only; the loop around it does the I/O.
+
+A core is driven by two calls: `handle(event, now)` and `schedule(now)`, both returning effects, with
+`now` in seconds of a monotonic clock. The same events give the same effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.protocol.local import (
+    FrontendToScheduler,
+    SchedulerToFrontend,
+    SchedulerToWorker,
+    WorkerToScheduler,
+)
+from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+
+PeerMessage = DecodeToPrefill | PrefillToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class FromFrontend:
+    message: FrontendToScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    message: WorkerToScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """link: the decode server's name for an address it dialled, or the prefill server's name for a
+    connection it accepted. A link says nothing of who is behind it; incarnation ids do."""
+
+    link: str
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; deadlines are looked at."""
+
+
+Event = FromFrontend | FromWorker | FromPeer | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class ToFrontend:
+    message: SchedulerToFrontend
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorkers:
+    """The same message to every worker."""
+
+    message: SchedulerToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    link: str
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Open a link to a prefill server's bootstrap address "host:port"; the link bears that name."""
+
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Close a dialled link for good."""
+
+    link: str
+
+
+Effect = ToFrontend | ToWorkers | ToPeer | Dial | HangUp
