@@ -1,7 +1,7 @@
 """What a scheduler core is told and what it asks for. Values only; the loop around it does the I/O.
 
-A core is driven by two calls: `handle(event, now)` and `schedule(now)`, both returning effects, with
-`now` in seconds of a monotonic clock. The same events give the same effects.
+A core is driven by two calls: `handle(event, now)` and `schedule(now)`, both returning effects,
+with `now` in seconds of a monotonic clock. The same events give the same effects.
 """
 
 from __future__ import annotations

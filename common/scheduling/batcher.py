@@ -1,0 +1,273 @@
+"""Which sequences compute in the next step, and what a finished step means. Continuous batching.
+
+Knows nothing of clients or peers: the two schedulers add sequences and take outcomes. One step is in
+flight at a time. A step holds every sequence that decodes and, within a token budget, chunks of
+prompts that are still being computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.protocol.local import NewSequence, PrefillChunk, Step, StepDone
+from common.request import FinishKind, FinishReason, TokenLogprobs
+from common.scheduling.sequence import PageAccount, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
+    sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less)."""
+
+    chunk_token_max: int
+    running_max: int
+    sequence_token_max: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """Tokens [start, stop) of a prompt are computed."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    is_last: bool
+    prompt_logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDone:
+    """A sequence has a new token at its end; `finish` says whether it was the last one."""
+
+    sequence: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step brought. Order: chunks first, then tokens, as the worker computed them."""
+
+    chunks: list[ChunkDone] = field(default_factory=list)
+    tokens: list[TokenDone] = field(default_factory=list)
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """The step to run, if any, and who had to give their pages back for it."""
+
+    step: Step | None
+    retracted: list[Sequence] = field(default_factory=list)
+    overgrown: list[Sequence] = field(default_factory=list)
+
+
+class Batcher:
+    """Sequences that compute on this server's workers."""
+
+    def __init__(self, account: PageAccount, limits: BatchLimits) -> None:
+        self._account = account
+        self.limits = limits
+        self._prompts: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        self._retired: list[int] = []
+        self._leaving: list[Sequence] = []
+        self._in_flight: Step | None = None
+        self._next_step_id = 1
+        self.step_count = 0
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def is_computing(self) -> bool:
+        return self._in_flight is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence may compute."""
+        return len(self._running) + len(self._prompts) < self.limits.running_max
+
+    @property
+    def uncomputed_token_count(self) -> int:
+        """Prompt tokens that are waiting for their chunk."""
+        return sum(len(s.token_ids) - s.computed_count for s in self._prompts.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """Start computing. A sequence whose cache lacks only its last token decodes at once."""
+        assert sequence.request_id not in self._running
+        assert sequence.request_id not in self._prompts
+        if sequence.output_count > 0 and sequence.computed_count == len(sequence.token_ids) - 1:
+            self._running[sequence.request_id] = sequence
+        else:
+            self._prompts[sequence.request_id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Stop computing and close the sequence once no step can touch its pages any more."""
+        self._prompts.pop(sequence.request_id, None)
+        self._running.pop(sequence.request_id, None)
+        if sequence.is_known:
+            self._retired.append(sequence.request_id)
+        if self._is_in_flight(sequence):
+            self._leaving.append(sequence)
+        else:
+            self._account.close(sequence)
+
+    def detach(self, sequence: Sequence) -> None:
+        """Stop computing but leave the pages to the caller. The sequence is in no step."""
+        assert not self._is_in_flight(sequence)
+        self._prompts.pop(sequence.request_id, None)
+        self._running.pop(sequence.request_id, None)
+        if sequence.is_known:
+            self._retired.append(sequence.request_id)
+
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether the step that is running may still write this sequence's pages."""
+        return self._is_in_flight(sequence)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        step = self._in_flight
+        if step is None:
+            return False
+        request_id = sequence.request_id
+        return request_id in step.decode or any(c.request_id == request_id for c in step.chunks)
+
+    # ---- planning --------------------------------------------------------------------------------
+
+    def plan_step(self) -> PlannedStep:
+        """The next step; none while one is in flight or if nobody has anything to compute."""
+        if self._in_flight is not None:
+            return PlannedStep(None)
+        planned = PlannedStep(None)
+        self._make_room(planned)
+        chunks = self._plan_chunks()
+        decode = list(self._running)
+        if not chunks and not decode:
+            return planned
+        computing = [self._prompts[chunk.request_id] for chunk in chunks]
+        computing += self._running.values()
+        new: list[NewSequence] = []
+        grants = []
+        for sequence in computing:
+            if not sequence.is_known:
+                sequence.is_known = True
+                new.append(_introduce(sequence))
+            grants += sequence.take_grants()
+        retired, self._retired = self._retired, []
+        step = Step(self._next_step_id, new, grants, chunks, decode, retired)
+        self._next_step_id += 1
+        self._in_flight = step
+        planned.step = step
+        return planned
+
+    def _make_room(self, planned: PlannedStep) -> None:
+        """Give every decoding sequence the page of its next token; retract the cheapest until all
+        the others have one. The last one left is never retracted: it ends, grown too long."""
+        for request_id in list(self._running):
+            sequence = self._running.get(request_id)
+            while sequence is not None and not self._account.grow(
+                sequence, len(sequence.token_ids)
+            ):
+                if len(self._running) == 1 and not self._prompts:
+                    planned.overgrown.append(sequence)
+                    self.remove(sequence)
+                    break
+                victim = self._cheapest()
+                planned.retracted.append(victim)
+                self.remove(victim)
+                sequence = self._running.get(request_id)
+
+    def _cheapest(self) -> Sequence:
+        """Whoever costs least to bring back: fewest tokens, latest arrival first among equals."""
+        candidates = [*self._running.values(), *self._prompts.values()]
+        return min(candidates, key=lambda s: (len(s.token_ids), -s.request_id))
+
+    def _plan_chunks(self) -> list[PrefillChunk]:
+        """First come, first served, within the token budget that the decodes leave."""
+        budget = max(1, self.limits.chunk_token_max - len(self._running))
+        chunks: list[PrefillChunk] = []
+        for sequence in self._prompts.values():
+            if budget == 0:
+                break
+            start = sequence.computed_count
+            stop = min(len(sequence.token_ids), start + budget)
+            is_last = stop == len(sequence.token_ids)
+            chunks.append(PrefillChunk(sequence.request_id, start, stop, is_last))
+            budget -= stop - start
+        return chunks
+
+    # ---- a finished step -------------------------------------------------------------------------
+
+    def apply_done(self, done: StepDone) -> StepOutcome:
+        """Take a finished step in. Sequences that left meanwhile give their pages back now."""
+        step = self._in_flight
+        assert step is not None and step.step_id == done.step_id
+        self._in_flight = None
+        self.step_count += 1
+        for sequence in self._leaving:
+            self._account.close(sequence)
+        self._leaving = []
+
+        outcome = StepOutcome()
+        for chunk in step.chunks:
+            self._finish_chunk(chunk, done, outcome)
+        for request_id in step.decode:
+            decoding = self._running.get(request_id)
+            if decoding is not None:
+                decoding.computed_count = len(decoding.token_ids)
+        for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
+            sampled = self._running.get(request_id)
+            if sampled is None:
+                continue
+            if request_id in done.failed:
+                outcome.failed.append((sampled, done.failed[request_id]))
+                continue
+            sampled.token_ids.append(token_id)
+            finish = self.finish_of(sampled)
+            logprobs = done.logprobs.get(request_id)
+            outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
+        return outcome
+
+    def _finish_chunk(self, chunk: PrefillChunk, done: StepDone, outcome: StepOutcome) -> None:
+        sequence = self._prompts.get(chunk.request_id)
+        if sequence is None:
+            return
+        sequence.computed_count = chunk.stop
+        if chunk.is_last:
+            del self._prompts[chunk.request_id]
+            self._running[chunk.request_id] = sequence
+        prompt_logprobs = done.prompt_logprobs.get(chunk.request_id, [])
+        outcome.chunks.append(
+            ChunkDone(sequence, chunk.start, chunk.stop, chunk.is_last, prompt_logprobs)
+        )
+
+    def finish_of(self, sequence: Sequence) -> FinishReason | None:
+        """Whether the last token of a sequence ends it."""
+        sampling = sequence.sampling
+        token_id = sequence.token_ids[-1]
+        if sequence.output_count > sampling.min_new_tokens or sampling.min_new_tokens == 0:
+            if token_id in sampling.stop_token_ids:
+                return FinishReason(FinishKind.STOP, matched=token_id)
+            if not sampling.ignore_eos and token_id in self.limits.eos_token_ids:
+                return FinishReason(FinishKind.STOP, matched=token_id)
+        if sequence.output_count >= sampling.max_new_tokens:
+            return FinishReason(FinishKind.LENGTH)
+        if len(sequence.token_ids) >= self.limits.sequence_token_max:
+            return FinishReason(FinishKind.LENGTH)
+        return None
+
+
+def _introduce(sequence: Sequence) -> NewSequence:
+    return NewSequence(
+        sequence.request_id,
+        list(sequence.token_ids),
+        sequence.prompt_count,
+        sequence.sampling,
+    )

@@ -1,0 +1,198 @@
+"""One request as the workers see it: its tokens and the pages that hold their cache.
+
+Knows nothing of HTTP or peers. Tokens and pages of a sequence, page size 4:
+
+    tokens     a b c d | e f g h | i j            10 known
+    computed   ------------------------           9: cache of tokens 0..8 is in pages
+    pages      [ 7 ]     [ 3 ]     [ 12 ]         logical page indices 0, 1, 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+
+from common.layout.cache_layout import PageGroup
+from common.protocol.local import PageGrant
+from common.request import SamplingParams
+from common.scheduling.page_pool import PagePool
+from common.scheduling.prefix_cache import CacheNode, PrefixCache
+
+
+@dataclass(slots=True)
+class PageSpan:
+    """Pages of one group at logical indices first_index, first_index + 1, ...
+
+    granted_count: how many of them the workers have been told of.
+    """
+
+    first_index: int
+    page_ids: list[int]
+    granted_count: int = 0
+
+    @property
+    def end_index(self) -> int:
+        return self.first_index + len(self.page_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, sampling and pages of one request on this server.
+
+    computed_count: tokens whose cache is in the pages. nodes: pages at the head of group 0 that
+    belong to the prefix cache and are only read.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    prompt_count: int
+    sampling: SamplingParams
+    spans: list[PageSpan]
+    computed_count: int = 0
+    nodes: list[CacheNode] = field(default_factory=list)
+    is_known: bool = False
+
+    @property
+    def output_count(self) -> int:
+        return len(self.token_ids) - self.prompt_count
+
+    def take_grants(self) -> list[PageGrant]:
+        """What the workers have not been told of the pages yet."""
+        grants: list[PageGrant] = []
+        for group, span in enumerate(self.spans):
+            if span.granted_count < len(span.page_ids):
+                grants.append(
+                    PageGrant(
+                        self.request_id,
+                        group,
+                        span.first_index + span.granted_count,
+                        span.page_ids[span.granted_count :],
+                    )
+                )
+                span.granted_count = len(span.page_ids)
+        return grants
+
+    def page_lists(self) -> list[tuple[int, list[int]]]:
+        """Per group (first logical index, page ids), as Send and TransferRequest carry them."""
+        return [(span.first_index, list(span.page_ids)) for span in self.spans]
+
+
+def page_end(group: PageGroup, token_count: int) -> int:
+    """Logical index behind the last page that `token_count` tokens need."""
+    if not group.live.is_paged:
+        return 1
+    items_end = group.live.items(token_count).stop
+    return -(-items_end // group.page_items)
+
+
+class PageAccount:
+    """Gives pages to sequences and takes them back; evicts cached prefixes when it must."""
+
+    def __init__(
+        self, groups: List[PageGroup], page_counts: List[int], *, has_prefix_cache: bool
+    ) -> None:
+        self.groups = tuple(groups)
+        self.pool = PagePool(page_counts)
+        self.cache: PrefixCache | None = None
+        if has_prefix_cache and len(groups) == 1 and groups[0].live.is_streamable:
+            self.cache = PrefixCache(self.pool, 0, groups[0].page_items)
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that fit if one request had the whole pool."""
+        capacities = [
+            count * group.page_items * max(1, group.live.size)
+            for group, count in zip(self.groups, self.pool.page_counts, strict=True)
+            if group.live.is_streamable
+        ]
+        return min(capacities, default=0)
+
+    def available_count(self, group: int) -> int:
+        """Free pages and those that eviction would free."""
+        evictable = self.cache.evictable_count if self.cache is not None and group == 0 else 0
+        return self.pool.free_count(group) + evictable
+
+    def needs(self, spans: List[PageSpan], token_count: int) -> list[int]:
+        """New pages per group for a sequence with these spans to hold `token_count` tokens."""
+        return [
+            max(0, page_end(group, token_count) - span.end_index)
+            for group, span in zip(self.groups, spans, strict=True)
+        ]
+
+    def can_allocate(self, needs: List[int], headroom: int = 0) -> bool:
+        return all(
+            need + headroom <= self.available_count(group) for group, need in enumerate(needs)
+        )
+
+    def allocate(self, needs: List[int]) -> list[list[int]]:
+        """Pages per group, evicting cached prefixes if needed. The caller has asked can_allocate."""
+        missing = self.pool.shortfall(needs)
+        if self.cache is not None and missing[0]:
+            self.cache.evict(missing[0])
+        return [self.pool.allocate(group, need) for group, need in enumerate(needs)]
+
+    def grow(self, sequence: Sequence, token_count: int) -> bool:
+        """Add the pages that `token_count` tokens need; False, and nothing changed, if there are
+        not enough."""
+        needs = self.needs(sequence.spans, token_count)
+        if not any(needs):
+            return True
+        if not self.can_allocate(needs):
+            return False
+        for span, pages in zip(sequence.spans, self.allocate(needs), strict=True):
+            span.page_ids.extend(pages)
+        return True
+
+    def spans_for_prompt(self, token_count: int) -> list[PageSpan]:
+        """Empty spans that start at the first live page of each group."""
+        return [
+            PageSpan(group.page_indices(group.live.items(token_count)).start, [])
+            for group in self.groups
+        ]
+
+    def open(
+        self, request_id: int, token_ids: list[int], prompt_count: int, sampling: SamplingParams
+    ) -> Sequence | None:
+        """A sequence to be computed here, with pages for all its tokens; None if they are not
+        there now. A cached prefix is reused, but at least one token is left to compute."""
+        nodes: list[CacheNode] = []
+        if self.cache is not None:
+            reusable = len(token_ids) - 1
+            if sampling.logprob_start_len >= 0:
+                reusable = min(reusable, sampling.logprob_start_len)
+            nodes = self.cache.match(token_ids, reusable)
+            self.cache.lock(nodes)
+        spans = [PageSpan(0, []) for _ in self.groups]
+        spans[0].page_ids = [node.page for node in nodes]
+        sequence = Sequence(request_id, token_ids, prompt_count, sampling, spans, nodes=nodes)
+        sequence.computed_count = len(nodes) * self.groups[0].page_items
+        if not self.grow(sequence, len(token_ids)):
+            if self.cache is not None:
+                self.cache.unlock(nodes)
+            return None
+        return sequence
+
+    def remember(self, sequence: Sequence) -> None:
+        """Offer the full computed pages of a sequence to the prefix cache."""
+        if self.cache is None or sequence.spans[0].first_index != 0:
+            return
+        tokens = sequence.token_ids[: sequence.computed_count]
+        sequence.nodes += self.cache.insert(tokens, sequence.spans[0].page_ids, sequence.nodes)
+
+    def close(self, sequence: Sequence) -> None:
+        """Take all pages of a sequence back. Nothing may be writing or reading them."""
+        for group, span in enumerate(sequence.spans):
+            owned = span.page_ids[len(sequence.nodes) :] if group == 0 else span.page_ids
+            self.pool.release(group, owned)
+            span.page_ids = []
+        if self.cache is not None:
+            self.cache.unlock(sequence.nodes)
+        sequence.nodes = []
+
+    def flush_cache(self) -> bool:
+        """Forget cached prefixes; True if nothing is left of them."""
+        if self.cache is None:
+            return True
+        while self.cache.evict(self.cache.evictable_count):
+            pass
+        return self.cache.node_count == 0
