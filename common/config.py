@@ -1,0 +1,128 @@
+"""What one server was asked to be: the checked settings of a prefill or a decode server.
+
+Every process of a server gets the same `ServerConfig`, as a JSON file in the server's private
+runtime directory. How settings are written on a command line or in a file is `flags.py`'s business;
+nothing here reads flags.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from common.errors import ConfigError
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class EngineType(StrEnum):
+    """The `engine_type` label of every metric; unified is a decode server without prefill peers."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one server, checked by `flags.parse_args`; None means: decided at start.
+
+    model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
+    prefill: "host:port" of the prefill servers' bootstrap ports; empty: the server serves alone.
+    dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
+    chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
+    max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
+        weights and pool may take where max_total_tokens is not given.
+    transport: which UCX transports may be used. ucx: which libucp is loaded: "auto", "wheel",
+        "system", or a directory.
+    request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
+        waits for open requests.
+    runtime_dir: private directory (0700) of the local sockets and of this file, made by the
+        supervisor; "" until then.
+    """
+
+    role: Role
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    port: int
+    host: str = "127.0.0.1"
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
+    prefill: tuple[str, ...] = ()
+    device: str = "cpu"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    page_size: int = 16
+    chunked_prefill_size: int = 2048
+    max_running_requests: int = 256
+    max_queued_requests: int = 1024
+    max_total_tokens: int | None = None
+    mem_fraction_static: float = 0.85
+    context_length: int | None = None
+    load_format: str = "auto"
+    log_level: str = "info"
+    log_requests: bool = False
+    random_seed: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    layer_group_count: int = 1
+    disable_radix_cache: bool = False
+    transport: str = "auto"
+    ucx: str = "auto"
+    request_timeout_s: float = 600.0
+    max_body_nbytes: int = 32 << 20
+    drain_timeout_s: float = 30.0
+    runtime_dir: str = ""
+
+    @property
+    def engine_type(self) -> EngineType:
+        if self.role is Role.PREFILL:
+            return EngineType.PREFILL
+        return EngineType.DECODE if self.prefill else EngineType.UNIFIED
+
+    @property
+    def rank_count(self) -> int:
+        """Workers of this server, one per (pipeline stage, tensor parallel rank)."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def scheduler_ipc_path(self) -> str:
+        """File system path of the scheduler's local socket."""
+        return str(self._in_runtime_dir("scheduler.sock"))
+
+    @property
+    def scheduler_ipc(self) -> str:
+        """The scheduler's local socket as ZMQ spells it."""
+        return f"ipc://{self.scheduler_ipc_path}"
+
+    @property
+    def config_path(self) -> str:
+        """Where the supervisor leaves this record for the other processes."""
+        return str(self._in_runtime_dir("config.json"))
+
+    def _in_runtime_dir(self, name: str) -> Path:
+        assert self.runtime_dir, "the supervisor sets runtime_dir before any process starts"
+        return Path(self.runtime_dir) / name
+
+
+def write_config(config: ServerConfig) -> None:
+    """Write `config` to its `config_path`, readable by this user only."""
+    path = Path(config.config_path)
+    path.touch(mode=0o600, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+
+
+def read_config(path: str) -> ServerConfig:
+    """Raises: ConfigError if the file can't be read or is not a ServerConfig."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=ServerConfig)
+    except OSError as exc:
+        raise ConfigError(f"config file {path!r} can't be read: {exc.strerror}") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"config file {path!r} is not a server's settings: {exc}") from exc

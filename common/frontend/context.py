@@ -1,0 +1,59 @@
+"""What every route of the frontend works with. Made once at start, never replaced.
+
+Knows nothing of routes. The routes own no state but what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.config import ServerConfig
+from common.frontend.scheduler_client import RequestHandle, SchedulerClient
+from common.metrics import ServerMetrics
+from common.request import Bootstrap, SamplingParams
+
+
+class TokenizerHandle(Protocol):
+    """The part of a tokenizer that the routes outside the generate APIs need."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendContext:
+    """monotonic: seconds that only grow, for durations. wall: seconds since 1970."""
+
+    config: ServerConfig
+    scheduler: SchedulerClient
+    metrics: ServerMetrics
+    tokenizer: TokenizerHandle
+    monotonic: Callable[[], float]
+    wall: Callable[[], float]
+    started_at: float
+
+    def submit(
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        rid: str,
+        bootstrap: Bootstrap | None = None,
+        is_streaming: bool = False,
+    ) -> RequestHandle:
+        """Send a validated request with the configured time budget.
+
+        Raises: RequestError, see `SchedulerClient.submit`. The limits that a request is checked
+        against are in `scheduler.server_info`.
+        """
+        return self.scheduler.submit(
+            token_ids,
+            sampling,
+            budget_s=self.config.request_timeout_s,
+            rid=rid,
+            bootstrap=bootstrap,
+            is_streaming=is_streaming,
+        )
