@@ -1,7 +1,7 @@
 """What a request asks for and what is told of it afterwards. Plain values that cross processes.
 
-Knows nothing of HTTP bodies, pages or peers. Stop *strings* never come here: the frontend, which owns
-the tokenizer, matches them and cancels the request.
+Knows nothing of HTTP bodies, pages or peers. Stop *strings* never come here: the frontend, which
+owns the tokenizer, matches them and cancels the request.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FinishReason(msgspec.Struct, frozen=True):
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """Where a router told both servers to meet. room: 0 .. 2**63 - 1, or None for a plain request."""
+    """Where a router told both servers to meet. room: 0 .. 2**63 - 1."""
 
     host: str
     port: int
@@ -81,9 +81,9 @@ class Bootstrap(msgspec.Struct, frozen=True):
 class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     """The prefill server's account of one hand-over; durations in seconds on its own clock.
 
-    queue_s: reservation arrived to first chunk scheduled. prefill_s: to last chunk computed and first
-    token sampled. transfer_s: from there to the last flush (what was not hidden behind compute).
-    wire_s: sum over batches of the time from submit to flush.
+    queue_s: reservation arrived to first chunk scheduled. prefill_s: to last chunk computed and
+    first token sampled. transfer_s: from there to the last flush (what was not hidden behind
+    compute). wire_s: sum over batches of the time from submit to flush.
     """
 
     queue_s: float = 0.0

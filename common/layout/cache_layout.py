@@ -1,13 +1,14 @@
 """Where every cached byte lies on a rank: page groups, page envelopes and the cells inside them.
 
-Pure geometry, computed alike on both sides from a `ServerLayout`; only page ids and memory keys ever
-cross the wire. All components of a page group share one allocation, and one page is one envelope:
+Pure geometry, computed alike on both sides from a `ServerLayout`; only page ids and memory keys
+ever cross the wire. All components of a page group share one allocation, and one page is one
+envelope:
 
     [page][layer group][unit class][unit][layer in group][plane][item in page][payload]
 
-A *plane* is one segment of one component. A *unit class* holds the planes of a group whose units are
-cut alike (same shard rule and unit count), so K and V of one head lie side by side and a whole page, any
-head range of a page, and any layer range inside a head are each one run.
+A *plane* is one segment of one component. A *unit class* holds the planes of a group whose units
+are cut alike (same shard rule and unit count), so K and V of one head lie side by side and a whole
+page, any head range of a page, and any layer range inside a head are each one run.
 Page id 0 is a scratch page for padding and is never handed over.
 """
 
@@ -61,7 +62,8 @@ class ServerLayout:
         layers = component.layers
         if list(layers) != sorted(set(layers)) or (layers and not 0 <= layers[-1] < layer_count):
             raise LayoutError(
-                f"component {component.name!r}: layers {layers} must be ascending in 0..{layer_count - 1}"
+                f"component {component.name!r}: layers {layers} must be ascending "
+                f"in 0..{layer_count - 1}"
             )
         if component.live.size < 0 or component.live.back < 0:
             raise LayoutError(f"component {component.name!r}: negative live rule {component.live}")

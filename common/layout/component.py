@@ -1,9 +1,9 @@
 """What one family caches, as data: which tensors, how they grow, how they are cut.
 
-Knows nothing of ranks, pages or memory. An *item* is one row along a component's growing axis (a token,
-a compressed block, a tail row, or the single item of a slot); a *unit* is the only thing tensor
-parallelism may cut (a KV head, a state head, a convolution's head-channels); the payload of one unit
-of one item is contiguous and never cut.
+Knows nothing of ranks, pages or memory. An *item* is one row along a component's growing axis (a
+token, a compressed block, a tail row, or the single item of a slot); a *unit* is the only thing
+tensor parallelism may cut (a KV head, a state head, a convolution's head-channels); the payload of
+one unit of one item is contiguous and never cut.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Shard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Units that are cut together: `unit_count` in the whole model, `unit_nbytes` per unit and item."""
+    """Units cut together: `unit_count` in the whole model, `unit_nbytes` per unit and item."""
 
     name: str
     unit_count: int

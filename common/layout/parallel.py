@@ -29,8 +29,8 @@ def check_units(segment: Segment, shard: Shard, tp_size: int) -> None:
         return
     if segment.unit_count % tp_size != 0 and tp_size % segment.unit_count != 0:
         raise LayoutError(
-            f"tp_size={tp_size}: {segment.unit_count} units of {segment.name!r} can neither be divided "
-            f"over the ranks nor replicated on them; one must divide the other"
+            f"tp_size={tp_size}: {segment.unit_count} units of {segment.name!r} can neither be "
+            f"divided over the ranks nor replicated on them; one must divide the other"
         )
 
 

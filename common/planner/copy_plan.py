@@ -1,4 +1,7 @@
-"""The byte ranges of one hand-over between two ranks, as arrays. Knows nothing of pages, layers or families."""
+"""The byte ranges of one hand-over between two ranks, as arrays.
+
+Knows nothing of pages, layers or families.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """`run_count` copies: `nbytes[i]` bytes from (source region, offset) to (target region, offset).
+    """`run_count` copies of `nbytes[i]` bytes: (source region, offset) -> (target region, offset).
 
     A region is an index into the list of memory regions that a rank announced at the handshake;
     offsets are in bytes from the start of that region. All five arrays are int64[run].

@@ -163,7 +163,7 @@ class NewSequence(_Message, frozen=True):
 
 
 class PageGrant(_Message, frozen=True):
-    """Pages of one group for a sequence, at logical page indices first_index, first_index + 1, ..."""
+    """Pages of one group for a sequence, at logical indices first_index, first_index + 1, ..."""
 
     request_id: int
     group: int
