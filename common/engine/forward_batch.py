@@ -1,0 +1,170 @@
+"""What one forward pass computes, as tensors: which tokens, at which positions, into which pages.
+
+Knows nothing of requests, sampling or steps. Sequences lie one after the other ("ragged"): the
+tokens of sequence b are rows query_starts[b] .. query_starts[b + 1] of everything indexed by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """Consecutive new tokens of one sequence.
+
+    start: position of token_ids[0], which is also the number of tokens already in the cache.
+    page_ids: per page group, the page of every logical page index from 0 on; 0 stands for a page
+        that is not read any more.
+    logits_offsets: indexes into token_ids of the tokens whose logits are wanted.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    page_ids: Sequence[Sequence[int]]
+    logits_offsets: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T new tokens of B sequences; every tensor is on the model's device.
+
+    token_ids, positions: int64[T].
+    query_starts: int32[B + 1], rows of each sequence; query_lengths is its difference, on the CPU.
+    kv_lengths: int32[B], tokens in the cache after this pass, the new ones included;
+        kv_length_list holds the same numbers on the CPU.
+    page_tables: one int32[B, pages] per page group, padded with 0, the scratch page. A table has to
+        cover kv_lengths of its sequence and may be wider.
+    token_pages, token_rows: one int64[T] per page group: the page id and the row in the page that
+        receive the K and V of each token.
+    logits_rows: int64[R], rows of T whose logits are wanted, in the order they are returned.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_starts: Tensor
+    kv_lengths: Tensor
+    page_tables: tuple[Tensor, ...]
+    token_pages: tuple[Tensor, ...]
+    token_rows: tuple[Tensor, ...]
+    logits_rows: Tensor
+    query_lengths: tuple[int, ...]
+    kv_length_list: tuple[int, ...]
+
+    @property
+    def token_count(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self.query_lengths)
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every sequence has exactly one new token."""
+        return self.token_count == self.sequence_count
+
+    @staticmethod
+    def build(
+        chunks: Sequence[SequenceChunk], *, page_items: Sequence[int], device: torch.device | str
+    ) -> ForwardBatch:
+        """The batch of some chunks, from plain lists.
+
+        page_items: items per page of each page group, as `PageGroup.page_items`.
+        Bugs are asserted: an empty batch or chunk, a page list that does not cover the chunk.
+        """
+        assert chunks, "a forward pass needs at least one sequence"
+        query_lengths = [len(chunk.token_ids) for chunk in chunks]
+        kv_lengths = [c.start + n for c, n in zip(chunks, query_lengths, strict=True)]
+        logits_rows: list[int] = []
+        first_row = 0
+        for chunk, query_length in zip(chunks, query_lengths, strict=True):
+            assert all(0 <= offset < query_length for offset in chunk.logits_offsets), chunk
+            logits_rows.extend(first_row + offset for offset in chunk.logits_offsets)
+            first_row += query_length
+        return ForwardBatch.from_tensors(
+            token_ids=_to_device([t for c in chunks for t in c.token_ids], torch.int64, device),
+            positions=_to_device(
+                [p for c, end in zip(chunks, kv_lengths, strict=True) for p in range(c.start, end)],
+                torch.int64,
+                device,
+            ),
+            query_lengths=query_lengths,
+            kv_lengths=kv_lengths,
+            page_tables=[
+                _page_table([chunk.page_ids[group] for chunk in chunks], kv_lengths, items, device)
+                for group, items in enumerate(page_items)
+            ],
+            page_items=page_items,
+            logits_rows=_to_device(logits_rows, torch.int64, device),
+        )
+
+    @staticmethod
+    def from_tensors(
+        *,
+        token_ids: Tensor,
+        positions: Tensor,
+        query_lengths: Sequence[int],
+        kv_lengths: Sequence[int],
+        page_tables: Sequence[Tensor],
+        page_items: Sequence[int],
+        logits_rows: Tensor,
+    ) -> ForwardBatch:
+        """The batch of tensors that the caller maintains; no Python work per sequence or token.
+
+        token_ids, positions, logits_rows: int64 on the device. page_tables: int32[B, pages] each,
+        row b for sequence b. query_lengths, kv_lengths: one number per sequence.
+        """
+        device = token_ids.device
+        sequence_count = len(query_lengths)
+        assert len(kv_lengths) == sequence_count, (len(kv_lengths), sequence_count)
+        assert sum(query_lengths) == token_ids.shape[0] == positions.shape[0], query_lengths
+        lengths = torch.tensor(query_lengths, dtype=torch.int64)
+        query_starts = torch.zeros(sequence_count + 1, dtype=torch.int32)
+        query_starts[1:] = torch.cumsum(lengths, 0)
+        if token_ids.shape[0] == sequence_count:
+            sequence_of_token = torch.arange(sequence_count, device=device)
+        else:
+            sequence_of_token = torch.repeat_interleave(torch.arange(sequence_count), lengths)
+            sequence_of_token = sequence_of_token.to(device)
+        token_pages: list[Tensor] = []
+        token_rows: list[Tensor] = []
+        for table, items in zip(page_tables, page_items, strict=True):
+            assert table.shape[0] == sequence_count and table.dtype == torch.int32, table.shape
+            page_index = torch.div(positions, items, rounding_mode="floor")
+            token_pages.append(table[sequence_of_token, page_index].to(torch.int64))
+            token_rows.append(positions - page_index * items)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            query_starts=query_starts.to(device),
+            kv_lengths=torch.tensor(kv_lengths, dtype=torch.int32, device=device),
+            page_tables=tuple(page_tables),
+            token_pages=tuple(token_pages),
+            token_rows=tuple(token_rows),
+            logits_rows=logits_rows,
+            query_lengths=tuple(query_lengths),
+            kv_length_list=tuple(kv_lengths),
+        )
+
+
+def _to_device(values: list[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+def _page_table(
+    page_ids: list[Sequence[int]],
+    kv_lengths: list[int],
+    page_items: int,
+    device: torch.device | str,
+) -> Tensor:
+    """int32[B, pages], rows padded with the scratch page."""
+    for pages, kv_length in zip(page_ids, kv_lengths, strict=True):
+        assert len(pages) * page_items >= kv_length, (len(pages), page_items, kv_length)
+    width = max(len(pages) for pages in page_ids)
+    rows = [[*pages, *[0] * (width - len(pages))] for pages in page_ids]
+    return torch.tensor(rows, dtype=torch.int32).to(device)
