@@ -111,6 +111,48 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return Path(self.runtime_dir) / name
 
 
+def check_config(config: ServerConfig) -> None:
+    """What one setting alone can't tell: settings that go together, and files that must exist.
+
+    Raises: ConfigError naming the flag, the value and what is allowed.
+    """
+    if config.chunked_prefill_size % config.page_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {config.chunked_prefill_size}: must be a multiple of "
+            f"--page-size {config.page_size}"
+        )
+    if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
+        raise ConfigError(
+            f"--max-total-tokens {config.max_total_tokens}: must be at least one page, "
+            f"--page-size {config.page_size}"
+        )
+    if config.role is Role.PREFILL and config.port == config.bootstrap_port:
+        raise ConfigError(
+            f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"
+        )
+    _check_model(Path(config.model_path))
+    tokenizer = Path(config.tokenizer_path)
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"--tokenizer-path {config.tokenizer_path}: must be a directory with a tokenizer.json"
+        )
+
+
+def _check_model(directory: Path) -> None:
+    path = directory / "config.json"
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+    except OSError as exc:
+        raise ConfigError(
+            f"--model-path {directory}: must be a local directory with a readable config.json "
+            f"({exc.strerror})"
+        ) from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"--model-path {directory}: config.json is not JSON: {exc}") from exc
+    if not isinstance(document, dict):
+        raise ConfigError(f"--model-path {directory}: config.json must hold a JSON object")
+
+
 def write_config(config: ServerConfig) -> None:
     """Write `config` to its `config_path`, readable by this user only."""
     path = Path(config.config_path)

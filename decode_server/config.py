@@ -1,0 +1,52 @@
+"""The decode server's settings: the common ones and the prefill servers it sends prompts to.
+
+Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.config import Role, ServerConfig
+from common.errors import ConfigError
+from common.flags import COMMON_FLAGS, Flag, address, parse_settings, to_config
+
+ALONE = "none"  # what --prefill says when this server is to compute prompts itself
+
+
+def prefill_addresses(value: str) -> tuple[str, ...]:
+    """The "host:port" list of --prefill; empty for `none`. Raises: ValueError."""
+    if value == ALONE:
+        return ()
+    addresses = tuple(address(part.strip()) for part in value.split(","))
+    if len(set(addresses)) != len(addresses):
+        raise ValueError("must name every prefill server once")
+    return addresses
+
+
+FLAGS = (
+    *COMMON_FLAGS,
+    Flag(
+        "prefill",
+        ("prefill",),
+        prefill_addresses,
+        "host:port,... of prefill servers' bootstrap ports, or `none` to compute prompts here",
+    ),
+)
+
+
+def parse_args(argv: Sequence[str]) -> ServerConfig:
+    """Raises: ConfigError, one line that names the flag, the value and what is allowed."""
+    settings = parse_settings(
+        "baton-decode",
+        "Receives a prompt's KV cache from a prefill server and generates the rest.",
+        FLAGS,
+        argv,
+        host="127.0.0.1",
+        port=30001,
+    )
+    if "prefill" not in settings:
+        raise ConfigError(
+            f"--prefill is required: host:port of prefill servers, comma separated, or `{ALONE}`"
+        )
+    return to_config(settings | {"role": Role.DECODE})

@@ -1,0 +1,25 @@
+"""`python -m prefill_server`, `baton-prefill`: read the settings and hand them to the supervisor.
+
+Exit code 2 and one line on stderr if the settings can't be used.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from common.errors import ConfigError
+from common.runtime import supervisor
+from prefill_server.config import parse_args
+
+
+def main() -> int:
+    try:
+        config = parse_args(sys.argv[1:])
+    except ConfigError as exc:
+        sys.stderr.write(f"baton-prefill: {exc}\n")
+        return 2
+    return supervisor.run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The prefill server's settings: the common ones and the port its decode servers dial.
+
+Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.config import DEFAULT_BOOTSTRAP_PORT, Role, ServerConfig
+from common.flags import COMMON_FLAGS, Flag, parse_settings, port, to_config
+
+FLAGS = (
+    *COMMON_FLAGS,
+    Flag(
+        "bootstrap_port",
+        ("bootstrap-port", "disaggregation-bootstrap-port"),
+        port,
+        "where decode servers dial",
+    ),
+)
+
+
+def parse_args(argv: Sequence[str]) -> ServerConfig:
+    """Raises: ConfigError, one line that names the flag, the value and what is allowed."""
+    settings = parse_settings(
+        "baton-prefill",
+        "Computes a prompt's KV cache and first token, and puts the cache into a decode server.",
+        FLAGS,
+        argv,
+        host="127.0.0.1",
+        port=30000,
+        bootstrap_port=DEFAULT_BOOTSTRAP_PORT,
+    )
+    return to_config(settings | {"role": Role.PREFILL})
