@@ -1,0 +1,285 @@
+"""Draws one token per row of logits, for all requests of a step at once.
+
+Order: repetition, frequency and presence penalties, logit bias, stop tokens held back by
+min_new_tokens; then either the largest logit (temperature 0) or temperature, top_k, top_p among
+the kept, min_p, and a Gumbel draw. Filters run one after the other, each on what the one before
+left. Log-probabilities are those of the raw logits. Rows that need nothing of all this pay an
+argmax only.
+
+Knows nothing of pages, models or messages; the noise of a row depends on its request's seed and
+its position alone (`noise.py`), and no computation of a row depends on what the others ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.logprobs import token_logprobs
+from common.engine.noise import gumbel, row_keys
+from common.engine.sampling_table import Feature, SamplingTable
+from common.request import SamplingParams, TokenLogprobs
+
+CANDIDATE_COUNT = 1024
+"""Tokens sorted first for top_k and top_p. A full sort of a large vocabulary costs ten times as
+much, and a nucleus is rarely larger; rows that need more are sorted in full."""
+
+NOISE_BLOCK_ELEMENTS = 1 << 22
+"""Noise made at a time; bounds the extra memory to 64 MiB at any batch and vocabulary."""
+
+NOT_FINITE = "the model's logits are not finite"
+ALL_MASKED = "every token is masked"
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one call drew. Row r of everything is row r of the logits.
+
+    tokens: int64[R] on the device; token_ids: the same on the host. A failed row's token is
+    meaningless. logprobs: by row, for rows whose request wants them.
+    """
+
+    tokens: Tensor
+    token_ids: list[int]
+    failed: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class Sampler:
+    """Sampling parameters and penalty counts of the running requests, by slot, and the draw.
+
+    One writer: the thread that runs the model. Slots are small integers chosen by the caller.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self._table = SamplingTable(vocab_size, eos_token_ids, device)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+
+    def add(self, slot: int, params: SamplingParams, token_ids: Tensor, prompt_count: int) -> None:
+        """Start a request: int64[n] token ids so far on the host, `prompt_count` of them prompt."""
+        self._table.add(slot, params, token_ids, prompt_count)
+
+    def remove(self, slot: int) -> None:
+        self._table.remove(slot)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, slots: Slots, positions: NDArray[np.int64]) -> Sampled:
+        """Draw the token at `positions[r]` of the request in `slots[r]` from `logits[r]`.
+
+        Args:
+            logits: float32[R, vocab]; overwritten.
+            slots: int64[R], distinct: one row per request.
+            positions: int64[R], absolute: how many tokens precede the drawn one.
+        """
+        assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots))
+        low, high = torch.aminmax(logits, dim=-1)
+        is_usable = torch.isfinite(low) & torch.isfinite(high)
+        features = self._table.features[slots]
+        union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
+        raw = _raw_copy(logits, features, union)
+        self._shape(logits, slots, positions, features, union)
+        tokens = logits.argmax(dim=-1)
+        if union & (Feature.BIASED | Feature.HELD):
+            is_open = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
+        else:
+            is_open = torch.ones_like(is_usable)
+        if union & Feature.SAMPLED:
+            self._draw(logits, slots, positions, features, tokens)
+        # One copy to the host per step.
+        host = torch.stack((tokens, is_usable.long(), is_open.long())).cpu().numpy()
+        failed = {int(row): ALL_MASKED for row in np.flatnonzero(host[2] == 0)}
+        failed |= {int(row): NOT_FINITE for row in np.flatnonzero(host[1] == 0)}
+        if union & Feature.PENALISED:
+            self._count(tokens, slots, features)
+        logprobs = {} if raw is None else self._logprobs(raw, tokens, slots, features, failed)
+        return Sampled(tokens, host[0].tolist(), failed, logprobs)
+
+    def prompt_logprobs(self, logits: Tensor, slot: int, token_ids: Tensor) -> list[TokenLogprobs]:
+        """Of prompt tokens int64[R] on the device; raw `logits[r]` predicts `token_ids[r]`."""
+        top_count = self._table.top_logprobs.values[slot]
+        asked = self._table.asked_ids.get(slot)
+        row_count = len(token_ids)
+        return token_logprobs(
+            logits,
+            token_ids,
+            np.full(row_count, top_count),
+            {} if asked is None else dict.fromkeys(range(row_count), asked),
+        )
+
+    def _shape(
+        self,
+        logits: Tensor,
+        slots: Slots,
+        positions: NDArray[np.int64],
+        features: NDArray[np.uint8],
+        union: Feature,
+    ) -> None:
+        """Penalties, bias and held-back stop tokens, in place."""
+        if union & Feature.PENALISED:
+            self._penalise(logits, slots, _rows_with(features, Feature.PENALISED))
+        if union & Feature.BIASED:
+            biased = _rows_with(features, Feature.BIASED)
+            entries = [(int(row), *self._table.bias[int(slots[row])]) for row in biased]
+            rows = np.concatenate([np.full(len(ids), row) for row, ids, _ in entries])
+            ids = np.concatenate([ids for _, ids, _ in entries])
+            values = np.concatenate([values for _, _, values in entries])
+            index = (self._to_device(rows), self._to_device(ids))
+            logits.index_put_(index, torch.from_numpy(values).to(self._device), accumulate=True)
+        if union & Feature.HELD:
+            until = self._table.held_until.values[slots]
+            held = np.flatnonzero((features & Feature.HELD != 0) & (positions < until))
+            stops = [(int(row), self._table.stop_ids[int(slots[row])]) for row in held]
+            for row, ids in stops:
+                logits[row, self._to_device(ids)] = -torch.inf
+
+    def _penalise(self, logits: Tensor, slots: Slots, rows: NDArray[np.int64]) -> None:
+        table, own = self._table, slots[rows]
+        index = self._to_device(rows)
+        penalty_rows = self._to_device(table.penalty_row.values[own])
+        x = logits[index]
+        repetition = table.repetition.rows(own, self._device)
+        punished = torch.where(x < 0, x * repetition, x / repetition)
+        x = torch.where(table.seen[penalty_rows], punished, x)
+        counts = table.counts[penalty_rows]
+        x -= counts * table.frequency.rows(own, self._device)
+        x -= (counts > 0) * table.presence.rows(own, self._device)
+        logits[index] = x
+
+    def _count(self, tokens: Tensor, slots: Slots, features: NDArray[np.uint8]) -> None:
+        rows = _rows_with(features, Feature.PENALISED)
+        penalty_rows = self._to_device(self._table.penalty_row.values[slots[rows]])
+        drawn = tokens[self._to_device(rows)]
+        self._table.counts[penalty_rows, drawn] += 1
+        self._table.seen[penalty_rows, drawn] = True
+
+    def _draw(
+        self,
+        logits: Tensor,
+        slots: Slots,
+        positions: NDArray[np.int64],
+        features: NDArray[np.uint8],
+        tokens: Tensor,
+    ) -> None:
+        """Replace the argmax in `tokens` where the temperature is above 0."""
+        is_filtered = features & Feature.FILTERED != 0
+        for rows, draw in (
+            (_rows_with(features, Feature.SAMPLED, but=is_filtered), self._draw_from_all),
+            (np.flatnonzero(is_filtered), self._draw_from_candidates),
+        ):
+            if len(rows) == 0:
+                continue
+            own, index = slots[rows], self._to_device(rows)
+            x = logits[index] / self._table.temperature.rows(own, self._device)
+            seeds = self._to_device(self._table.seed.values[own])
+            keys = row_keys(seeds, self._to_device(positions[rows]))
+            tokens[index] = draw(x, own, keys)
+
+    def _draw_from_all(self, x: Tensor, slots: Slots, keys: Tensor) -> Tensor:
+        """Rows without top_k and top_p. x: float32[r, vocab], overwritten; returns int64[r]."""
+        min_p = self._table.min_p.values[slots]
+        if min_p.any():
+            floor = x.amax(dim=-1, keepdim=True) + self._table.min_p.rows(slots, self._device).log()
+            x.masked_fill_(x < floor, -torch.inf)
+        block = max(1, NOISE_BLOCK_ELEMENTS // self._vocab_size)
+        for first in range(0, len(slots), block):
+            rows = slice(first, first + block)
+            x[rows] += gumbel(keys[rows], self._vocab_ids)
+        return x.argmax(dim=-1)
+
+    def _draw_from_candidates(self, x: Tensor, slots: Slots, keys: Tensor) -> Tensor:
+        """Rows with top_k or top_p. x: float32[r, vocab]; returns int64[r].
+
+        How many candidates a row sorts is its own affair, not the largest need in the batch:
+        rounding at the border of a nucleus may depend on it.
+        """
+        count = min(CANDIDATE_COUNT, self._vocab_size)
+        tokens, is_contained = self._draw_from_top(x, slots, keys, count)
+        if count == self._vocab_size:
+            return tokens
+        is_short = self._table.top_k.values[slots] > count
+        if is_short.any():
+            spilled = np.flatnonzero(is_short & ~is_contained.cpu().numpy())
+            if len(spilled):
+                index = self._to_device(spilled)
+                tokens[index], _ = self._draw_from_top(
+                    x[index], slots[spilled], keys[index], self._vocab_size
+                )
+        return tokens
+
+    def _draw_from_top(
+        self, x: Tensor, slots: Slots, keys: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draw among the `count` largest of each row.
+
+        Returns: int64[r] tokens, and bool[r]: whether a row without top_k ends its nucleus here.
+        """
+        table = self._table
+        top = x.topk(count, dim=-1, sorted=True)
+        values = top.values
+        top_k = table.top_k.rows(slots, self._device)
+        rank = torch.arange(count, device=self._device)
+        is_open = top_k == self._vocab_size
+        values.masked_fill_(rank >= top_k, -torch.inf)
+        # Over all tokens if the row has no top_k, else over those that top_k left.
+        total = torch.where(
+            is_open,
+            x.logsumexp(dim=-1, keepdim=True),
+            values.logsumexp(dim=-1, keepdim=True),
+        )
+        probs = (values - total).exp()
+        cumulative = probs.cumsum(dim=-1)
+        top_p = table.top_p.rows(slots, self._device)
+        is_cut = (cumulative - probs >= top_p) & (rank > 0)
+        floor = values[:, :1] + table.min_p.rows(slots, self._device).log()
+        values.masked_fill_(is_cut | (values < floor), -torch.inf)
+        noise = gumbel(keys, top.indices.to(torch.int32))
+        picked = (values + noise).argmax(dim=-1, keepdim=True)
+        tokens = top.indices.gather(1, picked).squeeze(1)
+        return tokens, (is_open & (cumulative[:, -1:] >= top_p)).squeeze(1)
+
+    def _logprobs(
+        self,
+        raw: Tensor,
+        tokens: Tensor,
+        slots: Slots,
+        features: NDArray[np.uint8],
+        failed: dict[int, str],
+    ) -> dict[int, TokenLogprobs]:
+        rows = _rows_with(features, Feature.LOGPROBS)
+        asked = self._table.asked_ids
+        entries = token_logprobs(
+            raw,
+            tokens[self._to_device(rows)],
+            self._table.top_logprobs.values[slots[rows]],
+            {i: asked[int(s)] for i, s in enumerate(slots[rows]) if int(s) in asked},
+        )
+        pairs = zip(rows.tolist(), entries, strict=True)
+        return {row: entry for row, entry in pairs if row not in failed}
+
+    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _raw_copy(logits: Tensor, features: NDArray[np.uint8], union: Feature) -> Tensor | None:
+    """The rows whose log-probabilities are wanted, before anything changes them."""
+    if not union & Feature.LOGPROBS:
+        return None
+    rows = _rows_with(features, Feature.LOGPROBS)
+    return logits[torch.from_numpy(rows).to(logits.device)]
+
+
+def _rows_with(
+    features: NDArray[np.uint8], feature: Feature, *, but: NDArray[np.bool_] | None = None
+) -> NDArray[np.int64]:
+    is_chosen = features & feature != 0
+    if but is not None:
+        is_chosen &= ~but
+    return np.flatnonzero(is_chosen)

@@ -1,0 +1,206 @@
+"""What the sampler remembers of each running request, as arrays indexed by slot.
+
+Numbers that steer a step lie in numpy arrays on the host, so that a step reads them with one gather
+and decides without asking the device. Token counts for penalties lie on the device and exist only
+for the requests that asked for a penalty. Knows nothing of pages, logits or messages.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntFlag
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.noise import wrap_seed
+from common.request import SamplingParams
+
+Number = TypeVar("Number", np.float32, np.int64)
+
+SLOT_COUNT_START = 16
+"""Slots and penalty rows that exist at first; both double when they run out."""
+
+
+class Feature(IntFlag):
+    """What a slot needs beyond an argmax; a step looks at the union over its rows."""
+
+    SAMPLED = 1  # temperature above 0
+    FILTERED = 2  # top_k or top_p
+    MIN_P = 4
+    PENALISED = 8
+    BIASED = 16
+    HELD = 32  # min_new_tokens
+    LOGPROBS = 64
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
+    """Why these parameters can't be drawn with, or None. The frontend is stricter; this guards the
+    device against a peer's values."""
+    ranges = (
+        ("temperature", params.temperature, 0.0, math.inf),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("repetition_penalty", params.repetition_penalty, 0.0, math.inf),
+        ("presence_penalty", params.presence_penalty, -math.inf, math.inf),
+        ("frequency_penalty", params.frequency_penalty, -math.inf, math.inf),
+    )
+    for name, value, low, high in ranges:
+        if not (math.isfinite(value) and low <= value <= high):
+            return f"{name}={value}: must be finite and in {low:g}..{high:g}"
+    if params.repetition_penalty == 0.0 or params.top_p == 0.0:
+        return "repetition_penalty and top_p: must be above 0"
+    if params.top_k < -1 or params.top_k == 0:
+        return f"top_k={params.top_k}: must be -1 (all) or at least 1"
+    for token_id, bias in params.logit_bias.items():
+        if not (0 <= token_id < vocab_size and math.isfinite(bias)):
+            return f"logit_bias[{token_id}]={bias}: ids are 0..{vocab_size - 1}, values finite"
+    for token_id in params.token_ids_logprob:
+        if not 0 <= token_id < vocab_size:
+            return f"token_ids_logprob {token_id}: must be in 0..{vocab_size - 1}"
+    if params.top_logprobs_num < 0:
+        return f"top_logprobs_num={params.top_logprobs_num}: must be at least 0"
+    return None
+
+
+class SamplingTable:
+    """Sampling state of the running requests. One writer: the thread that runs the model.
+
+    features: uint8[S], a union of `Feature` per slot; the columns hold one number per slot.
+    counts: int32[P, vocab] of output tokens; seen: bool[P, vocab] of prompt and output tokens; of
+    P penalty rows, given to slots by `penalty_row`.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._eos_token_ids = eos_token_ids
+        self.features: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+        self.temperature = _Column(np.float32)
+        self.top_p = _Column(np.float32)
+        self.min_p = _Column(np.float32)
+        self.repetition = _Column(np.float32)
+        self.presence = _Column(np.float32)
+        self.frequency = _Column(np.float32)
+        self.top_k = _Column(np.int64)
+        self.seed = _Column(np.int64)
+        self.held_until = _Column(np.int64)
+        self.penalty_row = _Column(np.int64)
+        self.top_logprobs = _Column(np.int64)
+        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self.stop_ids: dict[int, NDArray[np.int64]] = {}
+        self.asked_ids: dict[int, NDArray[np.int64]] = {}
+        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._free_penalty_rows: list[int] = []
+
+    def add(self, slot: int, params: SamplingParams, token_ids: Tensor, prompt_count: int) -> None:
+        """Start a request in a slot.
+
+        token_ids: int64[n] on the host: the prompt, then what was generated elsewhere.
+        The caller checked `params` with `check_sampling` and the ids against the vocabulary.
+        """
+        self._grow(slot)
+        features = _features_of(params, self.vocab_size)
+        self.features[slot] = features
+        self.temperature.values[slot] = params.temperature if params.temperature > 0 else 1.0
+        # Rounding must not let top_p 1 cut a tail: a sum of probabilities can reach 1 early.
+        self.top_p.values[slot] = params.top_p if params.top_p < 1.0 else math.inf
+        self.min_p.values[slot] = params.min_p
+        self.repetition.values[slot] = params.repetition_penalty
+        self.presence.values[slot] = params.presence_penalty
+        self.frequency.values[slot] = params.frequency_penalty
+        has_top_k = 0 < params.top_k < self.vocab_size
+        self.top_k.values[slot] = params.top_k if has_top_k else self.vocab_size
+        self.seed.values[slot] = wrap_seed(params.seed)
+        self.held_until.values[slot] = prompt_count + params.min_new_tokens
+        self.top_logprobs.values[slot] = min(params.top_logprobs_num, self.vocab_size)
+        if features & Feature.BIASED:
+            ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
+            values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+            self.bias[slot] = (ids, values)
+        if features & Feature.HELD:
+            stops = sorted({*self._eos_token_ids, *params.stop_token_ids})
+            inside = [token_id for token_id in stops if 0 <= token_id < self.vocab_size]
+            self.stop_ids[slot] = np.array(inside, dtype=np.int64)
+        if params.token_ids_logprob:
+            self.asked_ids[slot] = np.array(params.token_ids_logprob, dtype=np.int64)
+        if features & Feature.PENALISED:
+            self._count_tokens(slot, token_ids, prompt_count)
+
+    def remove(self, slot: int) -> None:
+        if self.features[slot] & Feature.PENALISED:
+            self._free_penalty_rows.append(int(self.penalty_row.values[slot]))
+        self.features[slot] = 0
+        self.bias.pop(slot, None)
+        self.stop_ids.pop(slot, None)
+        self.asked_ids.pop(slot, None)
+
+    def _count_tokens(self, slot: int, token_ids: Tensor, prompt_count: int) -> None:
+        if not self._free_penalty_rows:
+            self._grow_penalty_rows()
+        row = self._free_penalty_rows.pop()
+        self.penalty_row.values[slot] = row
+        ids = token_ids.to(self.device)
+        self.seen[row] = False
+        self.seen[row, ids] = True
+        output = torch.bincount(ids[prompt_count:], minlength=self.vocab_size)
+        self.counts[row] = output.to(torch.int32)
+
+    def _grow_penalty_rows(self) -> None:
+        old = len(self.counts)
+        new = max(2 * old, SLOT_COUNT_START)
+        counts = torch.zeros((new, self.vocab_size), dtype=torch.int32, device=self.device)
+        seen = torch.zeros((new, self.vocab_size), dtype=torch.bool, device=self.device)
+        counts[:old], seen[:old] = self.counts, self.seen
+        self.counts, self.seen = counts, seen
+        self._free_penalty_rows.extend(range(new - 1, old - 1, -1))
+
+    def _grow(self, slot: int) -> None:
+        if slot < len(self.features):
+            return
+        count = max(slot + 1, 2 * len(self.features), SLOT_COUNT_START)
+        self.features = np.pad(self.features, (0, count - len(self.features)))
+        reals = (self.temperature, self.top_p, self.min_p)
+        penalties = (self.repetition, self.presence, self.frequency)
+        for real in (*reals, *penalties):
+            real.grow(count)
+        integers = (self.top_k, self.seed, self.held_until, self.penalty_row, self.top_logprobs)
+        for integer in integers:
+            integer.grow(count)
+
+
+class _Column(Generic[Number]):
+    """One number per slot on the host, and its gather for a step on the device."""
+
+    def __init__(self, dtype: type[Number]) -> None:
+        self.values: NDArray[Number] = np.zeros(0, dtype=dtype)
+
+    def grow(self, count: int) -> None:
+        self.values = np.pad(self.values, (0, count - len(self.values)))
+
+    def rows(self, slots: NDArray[np.int64], device: torch.device) -> Tensor:
+        """The column at these slots, as a device tensor [len(slots), 1]."""
+        return torch.from_numpy(self.values[slots]).to(device, non_blocking=True).unsqueeze(1)
+
+
+def _features_of(params: SamplingParams, vocab_size: int) -> Feature:
+    features = Feature(0)
+    if params.temperature > 0:
+        features |= Feature.SAMPLED
+        if 0 < params.top_k < vocab_size or params.top_p < 1.0:
+            features |= Feature.FILTERED
+        if params.min_p > 0.0:
+            features |= Feature.MIN_P
+    if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0):
+        features |= Feature.PENALISED
+    if params.logit_bias:
+        features |= Feature.BIASED
+    if params.min_new_tokens > 0:
+        features |= Feature.HELD
+    if params.return_logprob:
+        features |= Feature.LOGPROBS
+    return features
