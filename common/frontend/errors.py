@@ -1,0 +1,67 @@
+"""How a failed request is told to its client: status, headers and body, in SGLang's or OpenAI's shape.
+
+Knows nothing of why it failed. Bad input is always 400: routers retry 422 and 429 as failures of the
+server, five times and on both servers of a pair.
+"""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import Response
+
+from common.errors import RequestError
+from common.protocol.local import Failed
+
+RETRY_AFTER_S = 1  # a queue drains in steps; a client that waits longer only idles the server
+
+
+class FailedRequest(RequestError):
+    """The scheduler's `Failed` as the error of its request. kind: what a client may switch on."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message, status=failed.status)
+        self.kind = failed.kind
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def error_response(path: str, error: RequestError) -> Response:
+    """The answer to a request for `path` that ended in `error`."""
+    response = json_response(error_body(path, error), error.status)
+    if error.status == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def error_body(path: str, error: RequestError) -> dict[str, object]:
+    """OpenAI's shape for routes under /v1, SGLang's for all others. Also used inside streams."""
+    if not path.startswith("/v1/"):
+        return {"error": {"message": error.message}}
+    return {
+        "error": {
+            "message": error.message,
+            "type": _openai_type(error.status),
+            "param": error.field,
+            "code": _openai_code(error),
+        }
+    }
+
+
+def _openai_type(status: int) -> str:
+    match status:
+        case 503:
+            return "service_unavailable_error"
+        case _ if status >= 500:
+            return "server_error"
+        case _:
+            return "invalid_request_error"
+
+
+def _openai_code(error: RequestError) -> str | None:
+    if isinstance(error, FailedRequest):
+        return error.kind
+    if error.status == 404 and error.field == "model":
+        return "model_not_found"
+    return None
