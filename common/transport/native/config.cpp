@@ -1,0 +1,70 @@
+#include "config.hpp"
+
+#include <ucs/debug/log_def.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+namespace baton {
+
+void check(ucs_status_t status, const std::string& what) {
+    if (status != UCS_OK) {
+        throw UcxError(what + ": " + ucs_status_string(status));
+    }
+}
+
+namespace {
+
+// UCX logs to stdout by default, which would corrupt any protocol spoken there.
+ucs_log_func_rc_t log_to_stderr(const char* file, unsigned line, const char*, ucs_log_level_t level,
+                                const ucs_log_component_config_t*, const char* message, va_list ap) {
+    char text[1024];
+    std::vsnprintf(text, sizeof(text), message, ap);
+    const char* base = std::strrchr(file, '/');
+    std::fprintf(stderr, "UCX %s %s:%u %s\n", ucs_log_level_names[level], base ? base + 1 : file, line,
+                 text);
+    return UCS_LOG_FUNC_RC_STOP;
+}
+
+struct ConfigOwner {
+    ucp_config_t* config = nullptr;
+    ~ConfigOwner() { ucp_config_release(config); }
+};
+
+void set(ucp_config_t* config, const char* name, const std::string& value) {
+    check(ucp_config_modify(config, name, value.c_str()), std::string("UCX setting ") + name + "=" + value);
+}
+
+}  // namespace
+
+Context::Context(const EngineSettings& settings) {
+    static std::once_flag log_handler_installed;
+    std::call_once(log_handler_installed, [] { ucs_log_push_handler(log_to_stderr); });
+
+    // The user's UCX_* variables are read here; what follows is ours and wins.
+    ConfigOwner owner;
+    check(ucp_config_read(nullptr, nullptr, &owner.config), "ucp_config_read");
+    set(owner.config, "TLS", settings.tls);
+    set(owner.config, "NET_DEVICES", settings.net_devices);
+    // Peer error handling demands lanes that can invalidate remote keys as long as rendezvous is
+    // possible; tcp and cma have none, and UCX would emulate puts in software instead.
+    set(owner.config, "RNDV_THRESH", "inf");
+    // Shared memory is refused under peer error handling unless this is set.
+    set(owner.config, "MM_ERROR_HANDLING", "y");
+    // An emulated put may abort() this process when its peer dies. Fail the put instead.
+    set(owner.config, "PROTO_EMULATION_ENABLE", "n");
+    set(owner.config, "KEEPALIVE_INTERVAL", std::to_string(settings.keepalive_s) + "s");
+
+    ucp_params_t params{};
+    params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME | UCP_PARAM_FIELD_MT_WORKERS_SHARED;
+    params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
+    params.name = "baton";
+    params.mt_workers_shared = 0;
+    check(ucp_init(&params, owner.config, &handle_), "ucp_init with TLS=" + settings.tls);
+}
+
+Context::~Context() { ucp_cleanup(handle_); }
+
+}  // namespace baton

@@ -1,0 +1,42 @@
+// UCX configuration of this process: what we set in code, and why. Knows nothing of peers.
+#pragma once
+
+#include <ucp/api/ucp.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace baton {
+
+// UCX refused something. The text says what was asked and UCX's own words.
+struct UcxError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+void check(ucs_status_t status, const std::string& what);
+
+struct EngineSettings {
+    std::string tls;            // explicit list, for example "posix,tcp"
+    std::string net_devices;    // "all" or a list of UCX device names
+    double keepalive_s = 2.0;
+    int spin_us = 0;
+    int cuda_device = -1;       // -1: this process owns no CUDA memory
+    bool copies_mapped = true;  // see RemoteRegion::mapped in peer.hpp
+};
+
+// Owns the ucp_context_h. Shared by the engine and by every region, because memory that Python still
+// looks at may outlive the engine and must be unmapped before the context goes.
+class Context {
+public:
+    explicit Context(const EngineSettings& settings);
+    ~Context();
+    Context(const Context&) = delete;
+    Context& operator=(const Context&) = delete;
+    ucp_context_h handle() const { return handle_; }
+
+private:
+    ucp_context_h handle_ = nullptr;
+};
+
+}  // namespace baton

@@ -1,0 +1,38 @@
+#include "copy.hpp"
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstring>
+
+namespace baton {
+
+void copy_mapped(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
+
+void publish_copies() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+void populate_mapping(void* start, size_t nbytes) {
+    constexpr uint64_t page_nbytes = 4096;
+    constexpr int madv_populate_write = 23;  // Linux 5.14; absent from older headers
+    const uint64_t begin = reinterpret_cast<uint64_t>(start) & ~(page_nbytes - 1);
+    const uint64_t end = reinterpret_cast<uint64_t>(start) + nbytes;
+    if (madvise(reinterpret_cast<void*>(begin), end - begin, madv_populate_write) == 0) {
+        return;
+    }
+    // An atomic add of nothing is a write access that leaves the owner's bytes alone, even while the
+    // owner writes them.
+    auto* bytes = static_cast<unsigned char*>(start);
+    for (uint64_t offset = 0; offset < nbytes; offset += page_nbytes) {
+        __atomic_fetch_add(bytes + offset, 0, __ATOMIC_RELAXED);
+    }
+}
+
+void copy_runs(char* target, const char* source, const int64_t* target_offsets,
+               const int64_t* source_offsets, const int64_t* nbytes, size_t run_count) {
+    for (size_t run = 0; run < run_count; ++run) {
+        std::memcpy(target + target_offsets[run], source + source_offsets[run],
+                    static_cast<size_t>(nbytes[run]));
+    }
+}
+
+}  // namespace baton

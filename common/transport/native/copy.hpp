@@ -1,0 +1,23 @@
+// Copies between mappings of this process. Knows nothing of UCX.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace baton {
+
+// Copies `nbytes` from memory of this process to a peer's segment that is mapped here.
+void copy_mapped(void* target, const void* source, size_t nbytes);
+
+// Every byte copied so far is visible to whoever hears of it from this thread afterwards.
+void publish_copies();
+
+// Enters the pages of a mapped segment into this process's page table without changing a byte: the
+// first put through a fresh mapping would otherwise run at page-fault speed.
+void populate_mapping(void* start, size_t nbytes);
+
+// The reference of the benchmark: one memcpy per run.
+void copy_runs(char* target, const char* source, const int64_t* target_offsets,
+               const int64_t* source_offsets, const int64_t* nbytes, size_t run_count);
+
+}  // namespace baton

@@ -1,0 +1,340 @@
+#include "engine.hpp"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+#include "cuda.hpp"
+
+namespace baton {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Force-closing an endpoint takes milliseconds; a close that takes longer than this is given up, and
+// destroying the worker ends it.
+constexpr auto CLOSE_PATIENCE = std::chrono::seconds(5);
+constexpr int EPOLL_EVENTS_MAX = 64;
+const char* const ENGINE_CLOSED = "the transport is closed";
+
+}  // namespace
+
+Engine::Engine(const EngineSettings& settings)
+    : spin_us_(settings.spin_us), copies_mapped_(settings.copies_mapped) {
+    std::promise<void> started;
+    std::future<void> outcome = started.get_future();
+    thread_ = std::thread([this, settings, promise = std::move(started)]() mutable {
+        run(settings, std::move(promise));
+    });
+    try {
+        outcome.get();
+    } catch (...) {
+        thread_.join();
+        throw;
+    }
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        is_closed_ = true;
+    }
+    commands_.post([this] { is_stopping_ = true; });
+    if (thread_.joinable()) {
+        thread_.join();
+    }
+}
+
+// Commands, called on Python's threads ---------------------------------------------------------------
+
+void Engine::post(CommandQueue::Command command) {
+    const std::lock_guard lock(mutex_);
+    if (is_closed_) {
+        throw UcxError(ENGINE_CLOSED);
+    }
+    commands_.post(std::move(command));
+}
+
+template <typename Result>
+Result Engine::call(std::function<Result()> work) {
+    auto task = std::make_shared<std::packaged_task<Result()>>(std::move(work));
+    std::future<Result> result = task->get_future();
+    post([task = std::move(task)] { (*task)(); });
+    try {
+        return result.get();
+    } catch (const std::future_error&) {
+        throw UcxError(ENGINE_CLOSED);
+    }
+}
+
+size_t Engine::allocate(uint64_t nbytes) {
+    return call<size_t>([this, nbytes] { return add_region(Memory::allocate(context_, nbytes)); });
+}
+
+size_t Engine::enroll(uint64_t address, uint64_t nbytes, ucs_memory_type_t type) {
+    return call<size_t>([this, address, nbytes, type] {
+        return add_region(Memory::enroll(context_, address, nbytes, type));
+    });
+}
+
+size_t Engine::add_region(std::shared_ptr<Memory> memory) {
+    const std::lock_guard lock(mutex_);
+    regions_.push_back(std::move(memory));
+    return regions_.size() - 1;
+}
+
+std::shared_ptr<Memory> Engine::region(size_t index) const {
+    const std::lock_guard lock(mutex_);
+    return regions_.at(index);
+}
+
+std::string Engine::open_target(uint64_t id) {
+    return call<std::string>([this, id] {
+        auto worker = std::make_unique<Worker>(context_);
+        std::string address = worker->address();
+        watch(worker->event_fd(), worker.get());
+        target_workers_[id] = std::move(worker);
+        return address;
+    });
+}
+
+void Engine::close_target(uint64_t id) {
+    call<bool>([this, id] { return target_workers_.erase(id) == 1; });
+}
+
+void Engine::connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
+                     RemoteRegionSpec probe) {
+    std::vector<TargetExtent> extents;
+    for (const RemoteRegionSpec& region : regions) {
+        extents.push_back({region.address, region.nbytes});
+    }
+    {
+        const std::lock_guard lock(mutex_);
+        open_targets_[id] = std::move(extents);
+    }
+    post([this, id, address = std::move(worker_address), regions = std::move(regions),
+          probe = std::move(probe)]() mutable {
+        peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, copies_mapped_,
+                                                std::move(regions), std::move(probe)));
+        peers_.back()->connect(address);
+    });
+}
+
+void Engine::disconnect(uint64_t id) {
+    post([this, id] {
+        if (Peer* peer = find_peer(id)) {
+            peer->disconnect();
+        }  // else it has failed meanwhile, and that event is its last
+    });
+}
+
+void Engine::submit(uint64_t id, uint64_t tag, const PlanArrays& plan) {
+    std::vector<std::shared_ptr<Memory>> sources;
+    std::vector<TargetExtent> targets;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto entry = open_targets_.find(id);
+        if (entry == open_targets_.end()) {
+            settle_gone(tag);
+            return;
+        }
+        sources = regions_;
+        targets = entry->second;
+    }
+    auto batch = std::make_shared<std::unique_ptr<Batch>>(
+        std::make_unique<Batch>(tag, plan, sources, targets));
+    post([this, id, tag, batch] {
+        if (Peer* peer = find_peer(id)) {
+            peer->submit(std::move(*batch));
+        } else {
+            settle_gone(tag);
+        }
+    });
+}
+
+// The peer was lost after the caller had submitted, or before it could know.
+void Engine::settle_gone(uint64_t tag) {
+    events_.push(Event{EventKind::transfer_settled, tag, "the connection is gone"});
+}
+
+void Engine::cancel(uint64_t tag) {
+    post([this, tag] {
+        for (const auto& peer : peers_) {
+            peer->cancel(tag);
+        }
+    });
+}
+
+// The progress thread --------------------------------------------------------------------------------
+
+void Engine::run(const EngineSettings& settings, std::promise<void> started) {
+    pthread_setname_np(pthread_self(), "baton-ucx");
+    try {
+        start(settings);
+    } catch (...) {
+        release();
+        started.set_exception(std::current_exception());
+        return;
+    }
+    started.set_value();
+    try {
+        loop();
+    } catch (const std::exception& error) {
+        // The machine refuses to let this thread wait. Every peer is lost, and says so.
+        for (const auto& peer : peers_) {
+            peer->fail(error.what());
+        }
+    }
+    release();
+}
+
+void Engine::start(const EngineSettings& settings) {
+    if (settings.cuda_device >= 0) {
+        use_primary_cuda_context(settings.cuda_device);
+    }
+    context_ = std::make_shared<Context>(settings);
+    probe_bytes_.resize(Peer::PROBE_NBYTES_MAX);
+    probe_ = Memory::enroll(context_, reinterpret_cast<uint64_t>(probe_bytes_.data()),
+                            probe_bytes_.size(), UCS_MEMORY_TYPE_HOST);
+    initiator_ = std::make_unique<Worker>(context_);
+    epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
+    if (epoll_fd_ < 0) {
+        throw UcxError("epoll_create1: " + std::generic_category().message(errno));
+    }
+    watch(commands_.fd(), nullptr);
+    watch(initiator_->event_fd(), initiator_.get());
+}
+
+void Engine::watch(int fd, Worker* worker) const {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.ptr = worker;
+    if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+        throw UcxError("epoll_ctl: " + std::generic_category().message(errno));
+    }
+}
+
+void Engine::loop() {
+    auto busy_until = Clock::now();
+    auto close_until = Clock::time_point::max();
+    while (true) {
+        bool is_busy = run_commands();
+        is_busy |= turn_peers();
+        is_busy |= progress_workers();
+        if (is_stopping_ && close_until == Clock::time_point::max()) {
+            close_until = Clock::now() + CLOSE_PATIENCE;
+            for (const auto& peer : peers_) {
+                peer->disconnect();
+            }
+        }
+        if (is_stopping_ && (peers_.empty() || Clock::now() > close_until)) {
+            return;
+        }
+        if (is_busy || has_news() || is_stopping_) {
+            busy_until = Clock::now() + std::chrono::microseconds(spin_us_);
+        } else if (spin_us_ == 0 || Clock::now() >= busy_until) {
+            sleep();
+        }
+    }
+}
+
+bool Engine::run_commands() {
+    const std::vector<CommandQueue::Command> commands = commands_.take();
+    for (const auto& command : commands) {
+        command();
+    }
+    return !commands.empty();
+}
+
+bool Engine::turn_peers() {
+    bool moved = false;
+    for (auto entry = peers_.begin(); entry != peers_.end();) {
+        moved |= (*entry)->turn();
+        if ((*entry)->is_gone()) {
+            const std::lock_guard lock(mutex_);
+            open_targets_.erase((*entry)->id());
+            entry = peers_.erase(entry);
+        } else {
+            ++entry;
+        }
+    }
+    return moved;
+}
+
+bool Engine::progress_workers() {
+    bool moved = initiator_->progress();
+    for (const auto& [id, worker] : target_workers_) {
+        moved |= worker->progress();
+    }
+    return moved;
+}
+
+bool Engine::has_news() const {
+    return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) { return peer->has_news(); });
+}
+
+void Engine::sleep() {
+    bool is_armed = initiator_->arm();
+    for (const auto& [id, worker] : target_workers_) {
+        is_armed &= worker->arm();
+    }
+    if (!is_armed || !commands_.begin_sleep()) {
+        return;
+    }
+    std::array<epoll_event, EPOLL_EVENTS_MAX> events;
+    const int ready = epoll_wait(epoll_fd_, events.data(), EPOLL_EVENTS_MAX, -1);
+    commands_.end_sleep();
+    if (ready < 0 && errno != EINTR) {
+        throw UcxError("epoll_wait: " + std::generic_category().message(errno));
+    }
+    for (int index = 0; index < ready; ++index) {
+        if (auto* worker = static_cast<Worker*>(events[index].data.ptr)) {
+            worker->touch();
+        }
+    }
+}
+
+Peer* Engine::find_peer(uint64_t id) {
+    for (const auto& peer : peers_) {
+        if (peer->id() == id) {
+            return peer.get();
+        }
+    }
+    return nullptr;
+}
+
+// The initiator's worker goes before its peers: destroying it ends whatever still calls back into them.
+void Engine::release() {
+    {
+        const std::lock_guard lock(mutex_);
+        is_closed_ = true;
+    }
+    commands_.take();  // an unanswered call gets std::future_error from its broken promise
+    initiator_.reset();
+    for (const auto& peer : peers_) {
+        peer->abandon();
+    }
+    peers_.clear();
+    target_workers_.clear();
+    {
+        const std::lock_guard lock(mutex_);
+        regions_.clear();
+    }
+    probe_.reset();
+    context_.reset();
+    if (epoll_fd_ >= 0) {
+        ::close(epoll_fd_);
+    }
+}
+
+}  // namespace baton

@@ -1,0 +1,108 @@
+// One connection to a peer we write to: its endpoint, the keys of its memory and its open batches.
+// Lives on the progress thread only.
+#pragma once
+
+#include <ucp/api/ucp.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "batch.hpp"
+#include "queues.hpp"
+#include "worker.hpp"
+
+namespace baton {
+
+// A region as the peer announced it.
+struct RemoteRegionSpec {
+    uint64_t address;
+    uint64_t nbytes;
+    std::string key;
+};
+
+class Peer {
+public:
+    using Sources = std::vector<std::shared_ptr<Memory>>;
+    static constexpr uint64_t PROBE_NBYTES_MAX = 16384;
+
+    // `probe` is scratch memory of the peer, written once while connecting.
+    Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources, bool copies_mapped,
+         std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe);
+    ~Peer();
+    Peer(const Peer&) = delete;
+    Peer& operator=(const Peer&) = delete;
+
+    void connect(const std::string& worker_address);
+    void submit(std::unique_ptr<Batch> batch);
+    void cancel(uint64_t tag);
+    void disconnect();
+    // Closes the connection in the next turn. The first reason wins.
+    void fail(const std::string& reason);
+    // The worker is destroyed already: settles what is left. The keys went with the worker.
+    void abandon();
+    // One turn: moves every batch a little. True if anything happened.
+    bool turn();
+    // A callback has come since the last turn.
+    bool has_news() const { return has_news_; }
+    bool is_gone() const { return state_ == State::gone; }
+    uint64_t id() const { return id_; }
+
+private:
+    enum class State { populating, probing, open, closing, gone };
+    struct RemoteRegion {
+        RemoteRegionSpec spec;
+        ucp_rkey_h key = nullptr;
+        // The peer's memory in our address space, if it is shared memory of this host. Runs into it
+        // are plain copies: the same stores that UCX's own shared-memory put would make, without the
+        // per-put protocol selection, and certain not to be carried by anything else.
+        char* mapped = nullptr;
+    };
+
+    void unpack_keys();
+    RemoteRegion unpack_key(RemoteRegionSpec spec, bool may_map) const;
+    bool populate_slice();
+    void probe();
+    bool finish_connecting();
+    bool begin_close();
+    bool finish_close();
+    bool pump();
+    bool advance(Batch& batch);
+    void issue_slice(Batch& batch);
+    bool copy_slice(Batch& batch, const Run& run, const RemoteRegion& region, uint64_t& budget);
+    void put(Batch& batch, const Run& run, const RemoteRegion& region);
+    void start_flush(Batch& batch);
+    void settle(const Batch& batch);
+    void push_last_event();
+    std::string transports() const;
+    void track(ucs_status_ptr_t request, const char* what);
+
+    static void on_endpoint_error(void* peer, ucp_ep_h, ucs_status_t status);
+    static void on_put(void* request, ucs_status_t status, void* batch);
+    static void on_flush(void* request, ucs_status_t status, void* batch);
+    static void on_own_request(void* request, ucs_status_t status, void* peer);
+    static void on_close(void* request, ucs_status_t status, void* peer);
+
+    const uint64_t id_;
+    Worker& worker_;
+    EventQueue& events_;
+    const Sources& sources_;
+    const bool copies_mapped_;
+    std::vector<RemoteRegionSpec> specs_;
+    RemoteRegionSpec probe_spec_;
+    std::vector<RemoteRegion> regions_;
+    RemoteRegion probe_;
+    ucp_ep_h endpoint_ = nullptr;
+    State state_ = State::populating;
+    size_t populate_region_ = 0;
+    uint64_t populate_offset_ = 0;
+    uint32_t own_outstanding_ = 0;  // probe, connecting flush and close
+    bool is_disconnect_ = false;
+    bool has_news_ = false;
+    std::string failure_;
+    std::deque<std::unique_ptr<Batch>> batches_;
+};
+
+}  // namespace baton

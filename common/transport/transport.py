@@ -1,0 +1,214 @@
+"""The transport contract: write byte runs into another process's memory and learn when they landed.
+
+A transport moves bytes between registered regions as a `CopyPlan` says. It knows nothing of pages,
+requests, layers or the protocol that carries its descriptors.
+
+Life of a connection, seen from the writer (`initiator`):
+
+    target:    open_target("p0") -> TargetDescriptor     sent to the writer by other means
+    initiator: connect("d0", descriptor)                 -> PeerConnected | PeerFailed
+    initiator: submit("d0", plan, tag)                   -> TransferSettled, exactly one per submit
+    initiator: disconnect("d0")                          -> PeerClosed
+    target:    close_target("p0")
+
+Outcomes are events; calls raise only for what the caller could have known. When a peer is lost, all
+its transfers settle with an error first and `PeerFailed` comes last; after either of `PeerFailed`
+and `PeerClosed` the name may be connected again.
+
+What a settled transfer proves. `error is None`: every byte is in the target's memory, visible to
+its owner. Otherwise some runs may have landed and some not, and `is_quiet` tells whether more may
+follow: if true, no byte of this transfer changes at the target any more; if false, the connection
+broke while bytes were under way, and only a fence at the target ends them (`is_fenced_by_close`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import TransportError
+from common.planner.copy_plan import CopyPlan
+
+MemoryType = Literal["host", "cuda"]
+
+TAG_MAX = 2**63 - 1
+
+CANCELLED = "cancelled"
+"""`TransferSettled.error` of a transfer that `cancel` stopped."""
+
+
+class UnknownPeer(TransportError):
+    """The name is neither connected nor connecting (or, for a target, not open)."""
+
+
+class PeerInUse(TransportError):
+    """The name is connected, connecting, or its last event has not been fetched yet."""
+
+
+class TagInUse(TransportError):
+    """A transfer with this tag has not settled yet."""
+
+
+class PlanOutOfBounds(TransportError):
+    """A run leaves its source or target region. Nothing of the plan was written."""
+
+
+class RegionRefused(TransportError):
+    """Memory can't be allocated or registered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Memory of this process that plans may name as source `index`, in order of registration."""
+
+    name: str
+    index: int
+    address: int
+    nbytes: int
+    memory_type: MemoryType
+    view: NDArray[np.uint8] | None  # uint8[nbytes], no copy; None if the caller owns the memory
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDescriptor:
+    """A region as its owner announces it to one writer. `key` is opaque."""
+
+    name: str
+    address: int
+    nbytes: int
+    memory_type: MemoryType
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDescriptor:
+    """All that a writer needs. Plain values, so that a protocol message can carry it.
+
+    A plan's target region is an index into `regions`. `probe` is scratch memory of the target that
+    connecting writes to, so that a connection that is up has already carried bytes.
+    """
+
+    worker_address: bytes
+    regions: tuple[RegionDescriptor, ...]
+    probe: RegionDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """`transports` names what carries the puts, comma separated: "posix", "tcp", "posix,tcp"."""
+
+    peer: str
+    transports: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The connection could not be made, or broke. All transfers of the peer have settled before."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """`disconnect` is complete. All transfers of the peer have settled before."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettled:
+    """The one outcome of a `submit`. See the head of this file for what it proves."""
+
+    peer: str
+    tag: int
+    error: str | None
+    is_quiet: bool
+    nbytes: int  # handed to the transport; the plan's total if error is None
+    run_count: int
+    seconds: float  # from submit to here
+    issue_cpu_seconds: float  # of the progress thread
+
+
+TransportEvent = PeerConnected | PeerFailed | PeerClosed | TransferSettled
+
+
+class Transport(Protocol):
+    """One per process, called from one thread. Only `wait` blocks, and never holds the GIL."""
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        """Zeroed host memory that other processes can write. Raises RegionRefused."""
+        ...
+
+    def register(self, name: str, address: int, nbytes: int, memory_type: MemoryType) -> Region:
+        """Memory of the caller, who keeps it alive until `close`. Raises RegionRefused."""
+        ...
+
+    def open_target(self, peer: str, regions: Sequence[str] | None = None) -> TargetDescriptor:
+        """Lets one incarnation of a peer write into the named regions, by default all.
+
+        Raises: PeerInUse, RegionRefused.
+        """
+        ...
+
+    def close_target(self, peer: str) -> None:
+        """Takes the way in away, and returns when it is gone. Raises UnknownPeer.
+
+        This is a fence for writers whose `PeerConnected.transports` satisfies `is_fenced_by_close`.
+        """
+        ...
+
+    def connect(self, peer: str, descriptor: TargetDescriptor) -> None:
+        """Starts connecting to a target. Raises PeerInUse."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Closes by force: open transfers settle with an error, then PeerClosed.
+
+        If the peer has failed meanwhile, its PeerFailed is the last event. Raises UnknownPeer.
+        """
+        ...
+
+    def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
+        """Copies every run of `plan`. Arrays are copied; source memory stays put until it settles.
+
+        Raises: UnknownPeer, TagInUse, PlanOutOfBounds; then nothing was written and no event comes.
+        """
+        ...
+
+    def cancel(self, tag: int) -> None:
+        """Stops issuing runs. The transfer settles as CANCELLED, unless it was done already."""
+        ...
+
+    def poll(self) -> list[TransportEvent]:
+        """What has happened since the last call, in order. Never blocks."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `poll` has something to return."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks without the GIL until `poll` has something to return; False on timeout."""
+        ...
+
+    def close(self) -> None:
+        """Ends every connection and the transport. Views of regions stay readable. Idempotent."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """What is in use, as plain values for a status page."""
+        ...
+
+
+def is_fenced_by_close(transports: str) -> bool:
+    """Whether `close_target` proves that a writer using `transports` can't write any more.
+
+    Over tcp the sockets belong to the target's worker and go with it. A shared-memory mapping stays
+    with the writing process: only its settled event or its death is proof.
+    """
+    return set(transports.split(",")) == {"tcp"}

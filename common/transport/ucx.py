@@ -1,0 +1,322 @@
+"""The transport contract over UCX: names and translates. native/ makes every UCX call."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import Bug, TransportError
+from common.planner.copy_plan import CopyPlan
+from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
+from common.transport.transport import (
+    TAG_MAX,
+    MemoryType,
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    PeerInUse,
+    PlanOutOfBounds,
+    Region,
+    RegionDescriptor,
+    RegionRefused,
+    TagInUse,
+    TargetDescriptor,
+    TransferSettled,
+    TransportEvent,
+    UnknownPeer,
+)
+
+if TYPE_CHECKING:
+    from common.transport import _ucx
+
+NativeEvent = tuple[int, int, str, bool, int, int, float, float]
+
+SHARED_MEMORY_DIRECTORY = "/dev/shm"
+NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class UcxSettings:
+    """How this process uses UCX.
+
+    tls: UCX transports, comma separated; one of them of the network, because UCX watches the peer
+        through it. `auto` is posix,tcp, with rc if there is an RDMA device and with CUDA's if
+        `cuda_device` is set.
+    net_devices: UCX device names, comma separated, or all.
+    ucx: auto, wheel, system, or a directory; see loader.py.
+    spin_us: how long the progress thread keeps looking before it sleeps. Spinning made small hosts
+        slower: it takes the core that the other side needs.
+    keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
+        at once over tcp; a stopped one only by the deadlines of the application.
+    cuda_device: ordinal of the device whose memory is registered, or None. Unverified: RDMA and
+        CUDA paths have not run on such hardware yet.
+    """
+
+    tls: str = "auto"
+    net_devices: str = "all"
+    ucx: str = "auto"
+    spin_us: int = 0
+    keepalive_s: float = 2.0
+    cuda_device: int | None = None
+
+
+class UcxTransport:
+    """See transport.Transport for what each call promises. Not for use from several threads."""
+
+    def __init__(self, settings: UcxSettings | None = None) -> None:
+        settings = settings or UcxSettings()
+        self._tls = resolve_tls(settings)
+        self._origin = load_ucx(settings.ucx)
+        from common.transport import _ucx  # only now: it needs the libraries loaded above
+
+        self._native = _ucx
+        self._engine = start_engine(self._tls, settings)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._regions: dict[str, Region] = {}
+        self._targets: dict[str, int] = {}
+        self._peers: dict[str, int] = {}
+        self._peer_names: dict[int, str] = {}
+        self._peer_transports: dict[str, str] = {}
+        self._transfer_peers: dict[int, str] = {}  # by tag, until settled
+        self._id_next = 1
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        self._check_region(name, nbytes)
+        is_shared = "posix" in self._tls.split(",")
+        if is_shared:
+            check_shared_memory_free(name, nbytes)
+        with self._translated(f"region {name}", RegionRefused):
+            index = self._engine.allocate(nbytes)
+        address, _, _ = self._engine.region(index)
+        if is_shared and not is_mapping_shared(address):
+            raise RegionRefused(
+                f"region {name}: UCX fell back to memory that no other process can write; look "
+                f"at the size and permissions of {SHARED_MEMORY_DIRECTORY}"
+            )
+        region = Region(name, index, address, nbytes, "host", self._engine.view(index))
+        self._regions[name] = region
+        return region
+
+    def register(self, name: str, address: int, nbytes: int, memory_type: MemoryType) -> Region:
+        self._check_region(name, nbytes)
+        if memory_type == "cuda" and "cuda" not in self._tls:
+            raise RegionRefused(
+                f"region {name}: CUDA memory needs cuda_copy,cuda_ipc in tls={self._tls}"
+            )
+        with self._translated(f"region {name}", RegionRefused):
+            index = self._engine.enroll(address, nbytes, memory_type)
+        region = Region(name, index, address, nbytes, memory_type, None)
+        self._regions[name] = region
+        return region
+
+    def open_target(self, peer: str, regions: Sequence[str] | None = None) -> TargetDescriptor:
+        if peer in self._targets:
+            raise PeerInUse(f"open_target {peer}: already open")
+        names = list(self._regions) if regions is None else list(regions)
+        for name in names:
+            if name not in self._regions:
+                raise RegionRefused(f"region {name}: must be one of {sorted(self._regions)}")
+        target_id = self._take_id()
+        with self._translated(f"open_target {peer}"):
+            worker_address = self._engine.open_target(target_id)
+        self._targets[peer] = target_id
+        probe_address, probe_nbytes, probe_key = self._engine.probe()
+        return TargetDescriptor(
+            worker_address=worker_address,
+            regions=tuple(self._describe_region(self._regions[name]) for name in names),
+            probe=RegionDescriptor("probe", probe_address, probe_nbytes, "host", probe_key),
+        )
+
+    def close_target(self, peer: str) -> None:
+        if peer not in self._targets:
+            raise UnknownPeer(f"close_target {peer}: must be one of {sorted(self._targets)}")
+        with self._translated(f"close_target {peer}"):
+            self._engine.close_target(self._targets.pop(peer))
+
+    def connect(self, peer: str, descriptor: TargetDescriptor) -> None:
+        if peer in self._peers:
+            raise PeerInUse(f"connect {peer}: already connected or connecting")
+        peer_id = self._take_id()
+        regions = [(region.address, region.nbytes, region.key) for region in descriptor.regions]
+        probe = descriptor.probe
+        probe_tuple = (probe.address, probe.nbytes, probe.key)
+        with self._translated(f"connect {peer}"):
+            self._engine.connect(peer_id, descriptor.worker_address, regions, probe_tuple)
+        self._peers[peer] = peer_id
+        self._peer_names[peer_id] = peer
+
+    def disconnect(self, peer: str) -> None:
+        with self._translated(f"disconnect {peer}"):
+            self._engine.disconnect(self._peer_id(peer))
+
+    def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
+        peer_id = self._peer_id(peer)
+        if not 0 <= tag <= TAG_MAX:
+            raise TransportError(f"tag={tag}: must be in 0..{TAG_MAX}")
+        if tag in self._transfer_peers:
+            raise TagInUse(f"tag={tag}: a transfer to {self._transfer_peers[tag]} has not settled")
+        try:
+            self._engine.submit(
+                peer_id,
+                tag,
+                plan.source_region,
+                plan.source_offset,
+                plan.target_region,
+                plan.target_offset,
+                plan.nbytes,
+            )
+        except self._native.PlanOutOfBoundsError as exc:
+            raise PlanOutOfBounds(f"transfer to {peer}: {exc}") from exc
+        except self._native.UcxError as exc:
+            raise TransportError(f"transfer to {peer}: {exc}") from exc
+        self._transfer_peers[tag] = peer
+
+    def cancel(self, tag: int) -> None:
+        with self._translated(f"cancel {tag}"):
+            if tag in self._transfer_peers:
+                self._engine.cancel(tag)
+
+    def poll(self) -> list[TransportEvent]:
+        return [self._translate(event) for event in self._engine.drain()]
+
+    def fileno(self) -> int:
+        return self._engine.fileno()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._engine.wait(timeout_s)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "transport": "ucx",
+            "ucx_version": self._native.version(),
+            "ucx_origin": self._origin.kind,
+            "ucx_directory": str(self._origin.directory),
+            "tls": self._tls,
+            "regions": {name: region.nbytes for name, region in self._regions.items()},
+            "targets": sorted(self._targets),
+            "peers": {name: self._peer_transports.get(name, "connecting") for name in self._peers},
+            "transfers_open_count": len(self._transfer_peers),
+        }
+
+    @contextmanager
+    def _translated(self, what: str, kind: type[TransportError] = TransportError) -> Iterator[None]:
+        try:
+            yield
+        except self._native.UcxError as exc:
+            raise kind(f"{what}: {exc}") from exc
+
+    def _take_id(self) -> int:
+        self._id_next += 1
+        return self._id_next - 1
+
+    def _peer_id(self, peer: str) -> int:
+        if peer not in self._peers:
+            raise UnknownPeer(f"peer {peer}: must be one of {sorted(self._peers)}")
+        return self._peers[peer]
+
+    def _forget_peer(self, peer_id: int) -> str:
+        peer = self._peer_names.pop(peer_id)
+        del self._peers[peer]
+        self._peer_transports.pop(peer, None)
+        return peer
+
+    def _check_region(self, name: str, nbytes: int) -> None:
+        if name in self._regions:
+            raise RegionRefused(f"region {name}: the name is taken")
+        if nbytes <= 0:
+            raise RegionRefused(f"region {name}: nbytes={nbytes} must be positive")
+
+    def _describe_region(self, region: Region) -> RegionDescriptor:
+        address, nbytes, key = self._engine.region(region.index)
+        return RegionDescriptor(region.name, address, nbytes, region.memory_type, key)
+
+    def _translate(self, event: NativeEvent) -> TransportEvent:
+        """The kinds are those of EventKind in native/queues.hpp."""
+        kind, identity, text, is_quiet, nbytes, run_count, seconds, issue_cpu_seconds = event
+        match kind:
+            case 0:
+                peer = self._peer_names[identity]
+                self._peer_transports[peer] = text
+                return PeerConnected(peer, text)
+            case 1:
+                return PeerFailed(self._forget_peer(identity), text)
+            case 2:
+                return PeerClosed(self._forget_peer(identity))
+            case 3:
+                peer = self._transfer_peers.pop(identity)
+                return TransferSettled(
+                    peer=peer,
+                    tag=identity,
+                    error=text or None,
+                    is_quiet=is_quiet,
+                    nbytes=nbytes,
+                    run_count=run_count,
+                    seconds=seconds,
+                    issue_cpu_seconds=issue_cpu_seconds,
+                )
+            case _:
+                raise Bug(f"native event of kind {kind}")
+
+
+def resolve_tls(settings: UcxSettings) -> str:
+    """The explicit UCX_TLS list. Raises: TransportError if it holds no network transport."""
+    if settings.tls != "auto":
+        names = settings.tls.split(",")
+        if not any(name in NETWORK_TRANSPORTS for name in names):
+            raise TransportError(
+                f"tls={settings.tls}: must hold one of {', '.join(NETWORK_TRANSPORTS)}, "
+                "without which UCX can't notice that a peer has died"
+            )
+        return settings.tls
+    names = ["posix", "tcp"]
+    if has_rdma_device():
+        names.insert(0, "rc")
+    if settings.cuda_device is not None:
+        names += ["cuda_copy", "cuda_ipc"]
+    return ",".join(names)
+
+
+def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:
+    from common.transport import _ucx
+
+    cuda_device = -1 if settings.cuda_device is None else settings.cuda_device
+    try:
+        return _ucx.Engine(
+            tls=tls,
+            net_devices=settings.net_devices,
+            keepalive_s=settings.keepalive_s,
+            spin_us=settings.spin_us,
+            cuda_device=cuda_device,
+            copies_mapped=True,
+        )
+    except _ucx.UcxError as exc:
+        raise UcxUnavailable(str(exc)) from exc
+
+
+def check_shared_memory_free(name: str, nbytes: int) -> None:
+    """UCX would fall back to private memory, or die of SIGBUS, when the file system is full."""
+    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
+    free = status.f_bavail * status.f_frsize
+    if nbytes > free:
+        raise RegionRefused(
+            f"region {name}: nbytes={nbytes} must fit in {SHARED_MEMORY_DIRECTORY}, which has "
+            f"{free} bytes free (in a container, raise its shm size)"
+        )
+
+
+def is_mapping_shared(address: int) -> bool:
+    """Whether `address` lies in a mapping that other processes can attach to."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        extent, permissions = line.split(maxsplit=2)[:2]
+        begin, end = (int(bound, 16) for bound in extent.split("-"))
+        if begin <= address < end:
+            return permissions[3] == "s"
+    return False
