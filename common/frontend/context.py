@@ -5,10 +5,11 @@ Knows nothing of routes. The routes own no state but what is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.clock import Clock
 from common.config import ServerConfig
 from common.frontend.scheduler_client import RequestHandle, SchedulerClient
 from common.metrics import ServerMetrics
@@ -25,15 +26,14 @@ class TokenizerHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FrontendContext:
-    """monotonic: seconds that only grow, for durations. wall: seconds since 1970."""
+    """started_wall_s: when this process started, in seconds since 1970."""
 
     config: ServerConfig
     scheduler: SchedulerClient
     metrics: ServerMetrics
     tokenizer: TokenizerHandle
-    monotonic: Callable[[], float]
-    wall: Callable[[], float]
-    started_at: float
+    clock: Clock
+    started_wall_s: float
 
     def submit(
         self,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Protocol, Self, assert_never
 
+from common.clock import Clock
 from common.errors import RequestError
 from common.frontend.liveness import SILENCE_MAX_S, Liveness
 from common.metrics import ServerMetrics
@@ -138,16 +139,14 @@ class SchedulerClient:
     server_info: None until every worker is ready. recent_traces: newest last.
     """
 
-    def __init__(
-        self, link: SchedulerLink, metrics: ServerMetrics, monotonic: Callable[[], float]
-    ) -> None:
+    def __init__(self, link: SchedulerLink, metrics: ServerMetrics, clock: Clock) -> None:
         self.server_info: ServerInfo | None = None
         self.recent_traces: deque[RequestTrace] = deque(maxlen=RECENT_TRACE_COUNT_MAX)
         self.late_message_count = 0
         self._link = link
         self._metrics = metrics
-        self._monotonic = monotonic
-        self._liveness = Liveness(monotonic())
+        self._clock = clock
+        self._liveness = Liveness(clock.now())
         self._ready = asyncio.Event()
         self._next_id = 1
         self._open: dict[int, RequestHandle] = {}
@@ -191,7 +190,7 @@ class SchedulerClient:
         if not (self._flush_unsent() and self._link.send(message)):
             raise RequestError("too many requests are queued", status=503)
         handle = RequestHandle(
-            self, request_id, rid, is_streaming=is_streaming, now=self._monotonic()
+            self, request_id, rid, is_streaming=is_streaming, now=self._clock.now()
         )
         self._open[request_id] = handle
         self._open_rids.add(rid)
@@ -265,7 +264,7 @@ class SchedulerClient:
 
     def trouble(self) -> str:
         """Why this server is not healthy, "" if it is; says nothing of start-up or peers."""
-        return self._liveness.trouble(self._monotonic())
+        return self._liveness.trouble(self._clock.now())
 
     # ---- the two tasks -----------------------------------------------------------------------
 
@@ -289,17 +288,18 @@ class SchedulerClient:
     async def watch_once(self) -> None:
         """One look at the scheduler; gives up on the open requests once it is gone."""
         self._flush_unsent()
+        self._metrics.measure_rate(self._clock.now())
         try:
             await self.get_state(timeout_s=SILENCE_MAX_S)
         except RequestError:
-            if self._liveness.is_gone(self._monotonic()):
+            if self._liveness.is_gone(self._clock.now()):
                 self._fail_open(self.trouble())
 
     # ---- what comes in -----------------------------------------------------------------------
 
     def handle(self, message: SchedulerToFrontend) -> None:
         """Take one message of the scheduler. One for nobody is counted, not an error."""
-        self._liveness.hear(self._monotonic())
+        self._liveness.hear(self._clock.now())
         match message:
             case Tokens():
                 self._handle_tokens(message)
@@ -309,7 +309,7 @@ class SchedulerClient:
                 self.recent_traces.append(trace)
                 self._metrics.observe_hand_over(trace)
             case State():
-                self._liveness.hear_state(message, self._monotonic())
+                self._liveness.hear_state(message, self._clock.now())
                 self._answer(message)
             case FlushDone():
                 self._answer(message)
@@ -324,11 +324,13 @@ class SchedulerClient:
         if handle is None:
             self._refuse_late(message.request_id, is_end=message.finish is not None)
             return
-        now = self._monotonic()
+        now = self._clock.now()
         if message.token_ids:
-            if handle.tokens_at is not None:
-                self._metrics.observe_tokens(len(message.token_ids), now - handle.tokens_at)
+            interval_s = None if handle.tokens_at is None else now - handle.tokens_at
             handle.tokens_at = now
+            self._metrics.observe_tokens(
+                len(message.token_ids), interval_s, is_streaming=handle.is_streaming
+            )
         if message.finish is not None:
             self._close(handle, message.trace)
         handle.deliver(message)
@@ -338,6 +340,8 @@ class SchedulerClient:
         if handle is None:
             self._refuse_late(message.request_id, is_end=True)
             return
+        if message.trace is None:
+            self._metrics.observe_failure(message.kind)
         self._close(handle, message.trace)
         handle.deliver(message)
 
@@ -369,6 +373,7 @@ class SchedulerClient:
     def _fail_open(self, reason: str) -> None:
         """Answer every open request in the scheduler's place."""
         for handle in list(self._open.values()):
+            self._metrics.observe_failure("scheduler_lost")
             self._close(handle, None)
             handle.deliver(
                 Failed(

@@ -1,0 +1,123 @@
+"""The HTTP application: routes put together, a limit on bodies, and every error answered as JSON.
+
+Knows nothing of what the routes do.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import RequestError
+from common.frontend import info, openai_api, page, sglang_api
+from common.frontend.context import FrontendContext
+from common.frontend.errors import error_response
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(context: FrontendContext) -> FastAPI:
+    """The application of one server; whoever serves it also runs `context.scheduler.run()`."""
+    app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
+    for router in (
+        info.build_router(context),
+        page.build_router(context),
+        sglang_api.build_router(context),
+        openai_api.build_router(context),
+    ):
+        app.include_router(router)
+    add_error_answers(app)
+    app.add_middleware(BodyLimit, nbytes_max=context.config.max_body_nbytes)
+    app.add_middleware(LastResort)
+    return app
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer whatever a route raises on purpose as JSON."""
+
+    @app.exception_handler(RequestError)
+    async def answer_request_error(request: Request, error: RequestError) -> Response:
+        return error_response(request.url.path, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def answer_invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        return error_response(
+            request.url.path, RequestError(f"{field}: {first['msg']}", field=field or None)
+        )
+
+    @app.exception_handler(HTTPException)
+    async def answer_http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        message = f"{request.method} {path}: {str(error.detail).lower()}"
+        response = error_response(path, RequestError(message, status=error.status_code))
+        response.headers.update(error.headers or {})
+        return response
+
+
+class BodyLimit:
+    """Answers 400 to a body of more than `nbytes_max` bytes, said or sent."""
+
+    def __init__(self, app: ASGIApp, nbytes_max: int) -> None:
+        self._app = app
+        self._nbytes_max = nbytes_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        said = Headers(scope=scope).get("content-length", "0")
+        if not said.isdecimal() or int(said) > self._nbytes_max:
+            response = error_response(scope["path"], self._too_large(f"{said} bytes"))
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        received_nbytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received_nbytes
+            message = await receive()
+            received_nbytes += len(message.get("body", b""))
+            if received_nbytes > self._nbytes_max:
+                raise self._too_large("more")
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _too_large(self, found: str) -> RequestError:
+        return RequestError(
+            f"the body has {found}; at most {self._nbytes_max} bytes are read (--max-body-bytes)"
+        )
+
+
+class LastResort:
+    """Turns an exception that nothing else took, a mistake of ours, into a 500 and one log line.
+
+    A response that has already begun is cut off instead, so that no client takes it for whole.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def send_watched(message: Message) -> None:
+            nonlocal is_started
+            is_started = is_started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_watched)
+        except Exception as exc:
+            if scope["type"] != "http" or is_started:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            error = RequestError(f"internal error: {type(exc).__name__}", status=500)
+            await error_response(scope["path"], error)(scope, receive, send)
