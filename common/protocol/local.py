@@ -205,11 +205,13 @@ class RankDescriptor(msgspec.Struct, frozen=True):
     """How to write into one rank: its UCX worker address and its regions, one per page group.
 
     regions: (name, base address, nbytes, packed memory key).
+    probe: scratch memory, described likewise, that connecting writes to.
     """
 
     rank: int
     worker_address: bytes
     regions: list[tuple[str, int, int, bytes]]
+    probe: tuple[str, int, int, bytes] = ("", 0, 0, b"")
 
 
 class ConnectPeer(_Message, frozen=True):
@@ -266,6 +268,7 @@ class WorkerReady(_Message, frozen=True):
 
     page_counts: pages per group without the scratch page. fingerprint: what both sides must share.
     layout: this server's ServerLayout, msgpack. describe: for /server_info.
+    host_id, pid: tell a peer on the same host which process writes into its memory.
     """
 
     rank: int
@@ -276,6 +279,8 @@ class WorkerReady(_Message, frozen=True):
     context_length: int
     eos_token_ids: list[int]
     describe: dict[str, str]
+    host_id: str = ""
+    pid: int = 0
 
 
 class StepDone(_Message, frozen=True):
@@ -322,7 +327,11 @@ class PeerClosed(_Message, frozen=True):
 
 
 class SendSettled(_Message, frozen=True):
-    """Every operation of a Send has returned. error "" means its bytes are final at the target."""
+    """Every operation of a Send has returned. error "" means its bytes are final at the target.
+
+    is_quiet: no byte of this Send changes at the target any more. False only with an error: the
+        connection broke while bytes were under way, and only a fence at the target ends them.
+    """
 
     send_id: int
     transfer_id: int
@@ -331,6 +340,7 @@ class SendSettled(_Message, frozen=True):
     nbytes: int
     run_count: int
     seconds: float
+    is_quiet: bool = True
 
 
 FrontendToScheduler = Submit | Cancel | FlushCache | GetState

@@ -41,13 +41,18 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """version: the one both sides speak from here on. load: queued prompt tokens."""
+    """version: the one both sides speak from here on. request_token_max: longest prompt it takes.
+
+    host_id, pids: the host and the processes that will write, for the proof that they are gone.
+    """
 
     version: int
     incarnation: str
     fingerprint: dict[str, str]
     layout: bytes
     request_token_max: int
+    host_id: str = ""
+    pids: list[int] = []
 
 
 class Refuse(_Message, frozen=True):

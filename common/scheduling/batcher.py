@@ -1,7 +1,7 @@
 """Which sequences compute in the next step, and what a finished step means. Continuous batching.
 
-Knows nothing of clients or peers: the two schedulers add sequences and take outcomes. One step is in
-flight at a time. A step holds every sequence that decodes and, within a token budget, chunks of
+Knows nothing of clients or peers: the two schedulers add sequences and take outcomes. One step is
+in flight at a time. A step holds every sequence that decodes and, within a token budget, chunks of
 prompts that are still being computed.
 """
 
@@ -61,7 +61,6 @@ class PlannedStep:
 
     step: Step | None
     retracted: list[Sequence] = field(default_factory=list)
-    overgrown: list[Sequence] = field(default_factory=list)
 
 
 class Batcher:
@@ -111,18 +110,14 @@ class Batcher:
 
     def remove(self, sequence: Sequence) -> None:
         """Stop computing and close the sequence once no step can touch its pages any more."""
-        self._prompts.pop(sequence.request_id, None)
-        self._running.pop(sequence.request_id, None)
-        if sequence.is_known:
-            self._retired.append(sequence.request_id)
-        if self._is_in_flight(sequence):
+        self.stop(sequence)
+        if self.is_in_flight(sequence):
             self._leaving.append(sequence)
         else:
             self._account.close(sequence)
 
-    def detach(self, sequence: Sequence) -> None:
-        """Stop computing but leave the pages to the caller. The sequence is in no step."""
-        assert not self._is_in_flight(sequence)
+    def stop(self, sequence: Sequence) -> None:
+        """Compute no further; the pages stay with the caller, who asks `is_in_flight`."""
         self._prompts.pop(sequence.request_id, None)
         self._running.pop(sequence.request_id, None)
         if sequence.is_known:
@@ -130,9 +125,6 @@ class Batcher:
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         """Whether the step that is running may still write this sequence's pages."""
-        return self._is_in_flight(sequence)
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
         step = self._in_flight
         if step is None:
             return False
@@ -169,16 +161,12 @@ class Batcher:
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Give every decoding sequence the page of its next token; retract the cheapest until all
-        the others have one. The last one left is never retracted: it ends, grown too long."""
+        that are left have one."""
         for request_id in list(self._running):
             sequence = self._running.get(request_id)
             while sequence is not None and not self._account.grow(
                 sequence, len(sequence.token_ids)
             ):
-                if len(self._running) == 1 and not self._prompts:
-                    planned.overgrown.append(sequence)
-                    self.remove(sequence)
-                    break
                 victim = self._cheapest()
                 planned.retracted.append(victim)
                 self.remove(victim)

@@ -1,4 +1,4 @@
-"""What a scheduler core is told and what it asks for. Values only; the loop around it does the I/O.
+"""What a scheduler core is told and what it asks for. Values only; the loop around it does I/O.
 
 A core is driven by two calls: `handle(event, now)` and `schedule(now)`, both returning effects,
 with `now` in seconds of a monotonic clock. The same events give the same effects.
@@ -43,7 +43,14 @@ class Tick:
     """Time passed; deadlines are looked at."""
 
 
-Event = FromFrontend | FromWorker | FromPeer | Tick
+@dataclass(frozen=True, slots=True)
+class ProcessesGone:
+    """Every process that could write for this peer incarnation is dead (seen through a pidfd)."""
+
+    incarnation: str
+
+
+Event = FromFrontend | FromWorker | FromPeer | Tick | ProcessesGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +85,12 @@ class HangUp:
     link: str
 
 
-Effect = ToFrontend | ToWorkers | ToPeer | Dial | HangUp
+@dataclass(frozen=True, slots=True)
+class WatchProcesses:
+    """Tell by `ProcessesGone` when these processes of this host have all ended."""
+
+    incarnation: str
+    pids: tuple[int, ...]
+
+
+Effect = ToFrontend | ToWorkers | ToPeer | Dial | HangUp | WatchProcesses

@@ -1,10 +1,10 @@
 """Full pages of earlier prompts, kept for prompts that begin alike. A tree of pages, least recently
 used leaves evicted first.
 
-Knows nothing of requests. It serves one page group whose items are plain tokens; families with state
-or windows do not use it. A page in the tree is *used* in the pool and owned by the tree; a node is
-locked while a sequence reads its page, and a locked node's ancestors are locked with it, so every
-unlocked node can be evicted sooner or later.
+Knows nothing of requests. It serves one page group whose items are plain tokens; families with
+state or windows do not use it. A page in the tree is *used* in the pool and owned by the tree; a
+node is locked while a sequence reads its page, and a locked node's ancestors are locked with it, so
+every unlocked node can be evicted sooner or later.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-from common.layout.cache_layout import PageGroup
-from common.protocol.local import PageGrant
+from common.layout.cache_layout import PageGroup, ServerLayout
+from common.protocol.local import PageGrant, PageGroupState
 from common.request import SamplingParams
 from common.scheduling.page_pool import PagePool
 from common.scheduling.prefix_cache import CacheNode, PrefixCache
@@ -39,8 +39,8 @@ class PageSpan:
 class Sequence:
     """Tokens, sampling and pages of one request on this server.
 
-    computed_count: tokens whose cache is in the pages. nodes: pages at the head of group 0 that
-    belong to the prefix cache and are only read.
+    computed_count: tokens whose cache is in the pages; cached_count of them came from the prefix
+    cache. nodes: pages at the head of group 0 that belong to it and are only read.
     """
 
     request_id: int
@@ -49,6 +49,7 @@ class Sequence:
     sampling: SamplingParams
     spans: list[PageSpan]
     computed_count: int = 0
+    cached_count: int = 0
     nodes: list[CacheNode] = field(default_factory=list)
     is_known: bool = False
 
@@ -112,6 +113,10 @@ class PageAccount:
         evictable = self.cache.evictable_count if self.cache is not None and group == 0 else 0
         return self.pool.free_count(group) + evictable
 
+    def end_index(self, group: int, token_count: int) -> int:
+        """Logical index behind the last page of a group that `token_count` tokens need."""
+        return page_end(self.groups[group], token_count)
+
     def needs(self, spans: List[PageSpan], token_count: int) -> list[int]:
         """New pages per group for a sequence with these spans to hold `token_count` tokens."""
         return [
@@ -125,7 +130,7 @@ class PageAccount:
         )
 
     def allocate(self, needs: List[int]) -> list[list[int]]:
-        """Pages per group, evicting cached prefixes if needed. The caller has asked can_allocate."""
+        """Pages per group, evicting cached prefixes if needed, after `can_allocate` said yes."""
         missing = self.pool.shortfall(needs)
         if self.cache is not None and missing[0]:
             self.cache.evict(missing[0])
@@ -165,7 +170,8 @@ class PageAccount:
         spans = [PageSpan(0, []) for _ in self.groups]
         spans[0].page_ids = [node.page for node in nodes]
         sequence = Sequence(request_id, token_ids, prompt_count, sampling, spans, nodes=nodes)
-        sequence.computed_count = len(nodes) * self.groups[0].page_items
+        sequence.cached_count = len(nodes) * self.groups[0].page_items
+        sequence.computed_count = sequence.cached_count
         if not self.grow(sequence, len(token_ids)):
             if self.cache is not None:
                 self.cache.unlock(nodes)
@@ -196,3 +202,23 @@ class PageAccount:
         while self.cache.evict(self.cache.evictable_count):
             pass
         return self.cache.node_count == 0
+
+    def states(self, layout: ServerLayout) -> list[PageGroupState]:
+        """What /metrics and /server_info tell of the pages; sizes are those of rank 0."""
+        states: list[PageGroupState] = []
+        for index, group in enumerate(self.groups):
+            cached = self.cache.evictable_count if self.cache is not None and index == 0 else 0
+            live = group.live
+            states.append(
+                PageGroupState(
+                    name=str(live.kind) + (f"-{live.size}" if live.size else ""),
+                    page_items=group.page_items,
+                    page_nbytes=layout.ranks[0].groups[index].page_nbytes,
+                    total=self.pool.page_counts[index],
+                    free=self.pool.free_count(index) + cached,
+                    used=self.pool.used_count(index) - cached,
+                    cached=cached,
+                    quarantined=self.pool.quarantined_count(index),
+                )
+            )
+        return states

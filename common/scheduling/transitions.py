@@ -28,7 +28,7 @@ class DecodeEvent(StrEnum):
     PEER_FAILED = "peer failed"
     QUIET = "quiet"
     RETRACTED = "retracted"
-    LAST_TOKEN = "last token"  # noqa: S105
+    LAST_TOKEN = "last token"
     CANCELLED = "cancelled"
 
 

@@ -1,0 +1,39 @@
+"""What a scheduler core is told at birth about its server. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.layout.cache_layout import ServerLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """incarnation: random per process start. page_counts: per page group, the least of all ranks.
+    sequence_token_max: context length. host_id, pids: of the worker processes."""
+
+    incarnation: str
+    layout: ServerLayout
+    layout_bytes: bytes
+    page_counts: tuple[int, ...]
+    fingerprint: dict[str, str]
+    sequence_token_max: int
+    eos_token_ids: frozenset[int]
+    host_id: str
+    pids: tuple[int, ...]
+    workers: tuple[dict[str, str], ...] = ()
+
+    @property
+    def rank_count(self) -> int:
+        return len(self.layout.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
+    queue_max: requests that may wait; more are answered 503 at once."""
+
+    chunk_token_max: int
+    running_max: int
+    queue_max: int
+    has_prefix_cache: bool = True

@@ -1,0 +1,186 @@
+"""Who is next, where its cache comes from, and whether its pages fit.
+
+Knows nothing of what happens to a request after it was admitted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import msgspec
+
+from common.protocol.peer import TransferRequest
+from common.scheduling.batcher import Batcher
+from common.scheduling.peers import Outbox
+from common.scheduling.sequence import PageAccount
+from common.scheduling.transitions import DecodeEvent, DecodeState
+from decode_server.prefill_peers import Phase, PrefillPeer, PrefillPeers
+from decode_server.receiver import Receiver
+from decode_server.request import DecodeRequest, Transfer
+
+# Tokens every active request is expected to grow by soon: admission leaves that much free, so that
+# a newcomer does not at once push somebody out.
+RESERVED_TOKENS = 64
+# A request that does not fit is passed over for smaller ones at most this long; then it is next.
+PASSED_OVER_MAX_S = 2.0
+TRANSFER_ID_BITS = 63
+
+
+class Admission:
+    """Moves requests out of the waiting queue."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        account: PageAccount,
+        batcher: Batcher,
+        peers: PrefillPeers,
+        receiver: Receiver,
+        outbox: Outbox,
+        *,
+        running_max: int,
+        seed: int,
+    ) -> None:
+        self._incarnation = incarnation
+        self._account = account
+        self._batcher = batcher
+        self._peers = peers
+        self._receiver = receiver
+        self._outbox = outbox
+        self._running_max = running_max
+        self._random = random.Random(seed)
+
+    @property
+    def active_count(self) -> int:
+        return (
+            self._batcher.running_count
+            + self._batcher.prompt_count
+            + self._receiver.under_way_count
+        )
+
+    def admit_here(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
+        """Requests whose prompt this server starts to compute itself."""
+        admitted: list[DecodeRequest] = []
+        for request in queue:
+            if self.active_count >= self._running_max:
+                break
+            tokens = request.token_ids
+            if not self._fits([0] * len(self._account.groups), len(tokens) + 1):
+                if now - request.waiting_since > PASSED_OVER_MAX_S:
+                    break
+                continue
+            sequence = self._account.open(
+                request.request_id, tokens, request.prompt_count, request.sampling
+            )
+            if sequence is None:
+                continue
+            request.sequence = sequence
+            request.requested_at = request.requested_at or now
+            request.advance(DecodeEvent.SCHEDULED_HERE)
+            self._batcher.add(sequence)
+            admitted.append(request)
+        return admitted
+
+    def admit_remote(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
+        """Requests for which a prefill server has just been asked."""
+        admitted: list[DecodeRequest] = []
+        for request in queue:
+            if self.active_count >= self._running_max:
+                break
+            peer = self._choose(request)
+            if peer is None:
+                continue
+            if not self._reserve(request, peer, now):
+                if now - request.waiting_since > PASSED_OVER_MAX_S:
+                    break
+                continue
+            admitted.append(request)
+        return admitted
+
+    def _choose(self, request: DecodeRequest) -> PrefillPeer | None:
+        """The prefill server of a request: the one its router named, else the least loaded."""
+        is_routed = request.bootstrap is not None
+        if request.bootstrap is not None:
+            link = f"{request.bootstrap.host}:{request.bootstrap.port}"
+            named = self._peers.ensure(link)
+            is_up = named is not None and named.phase is Phase.CONNECTED
+            if is_up or request.output_count == 0:
+                return named if is_up else None
+        candidates = [
+            peer
+            for peer in self._peers.connected()
+            if len(request.token_ids) <= peer.request_token_max
+        ]
+        if not candidates:
+            return None
+        fresh = [peer for peer in candidates if peer.link not in request.tried_links]
+        assert not is_routed or request.output_count > 0
+        return min(
+            fresh or candidates,
+            key=lambda p: p.liveness.load_tokens + self._receiver.tokens_from(p.link),
+        )
+
+    def _fits(self, ends: list[int], token_count: int) -> bool:
+        """Whether a newcomer's pages fit beside what the active requests are about to need."""
+        for group, page_group in enumerate(self._account.groups):
+            need = max(0, self._account.end_index(group, token_count) - ends[group])
+            per_request = -(-RESERVED_TOKENS // page_group.page_items)
+            headroom = self.active_count * per_request if page_group.live.is_paged else 0
+            if need + headroom > self._account.available_count(group):
+                return False
+        return True
+
+    def _reserve(self, request: DecodeRequest, peer: PrefillPeer, now: float) -> bool:
+        """Reserve pages for the whole cache and ask for it; False if they are not there."""
+        token_count = len(request.token_ids)
+        spans = self._account.spans_for_prompt(token_count)
+        if not self._fits([span.first_index for span in spans], token_count + 1):
+            return False
+        needs = self._account.needs(spans, token_count)
+        for span, pages in zip(spans, self._account.allocate(needs), strict=True):
+            span.page_ids.extend(pages)
+        transfer = Transfer(
+            transfer_id=self._random.getrandbits(TRANSFER_ID_BITS),
+            link=peer.link,
+            peer=peer.incarnation,
+            token_count=token_count,
+            spans=spans,
+            writers=peer.writers,
+            request=request,
+        )
+        self._receiver.add(transfer)
+        if request.state is DecodeState.WAITING:
+            request.advance(DecodeEvent.ADMITTED)
+        request.advance(DecodeEvent.RESERVED)
+        request.transfer = transfer
+        request.link = peer.link
+        request.peer = peer.link
+        request.attempt_count += 1
+        request.requested_at = request.requested_at or now
+        self._outbox.to_peer(peer.link, self._transfer_request(request, transfer, now))
+        return True
+
+    def _transfer_request(
+        self, request: DecodeRequest, transfer: Transfer, now: float
+    ) -> TransferRequest:
+        """A routed request that has produced nothing yet meets its other half by room; any other
+        brings its tokens along."""
+        is_by_room = request.bootstrap is not None and request.output_count == 0
+        sampling = request.sampling
+        if request.output_count > 0:
+            # Its prompt's log-probabilities have been told already.
+            sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
+        return TransferRequest(
+            transfer_id=transfer.transfer_id,
+            incarnation=self._incarnation,
+            peer_incarnation=transfer.peer,
+            token_count=transfer.token_count,
+            pages=[(span.first_index, list(span.page_ids)) for span in transfer.spans],
+            budget_ms=max(1, int(1000 * (request.deadline - now))),
+            writers=transfer.writers,
+            room=request.bootstrap.room if is_by_room and request.bootstrap is not None else None,
+            token_ids=[] if is_by_room else list(request.token_ids),
+            prompt_count=0 if is_by_room else request.prompt_count,
+            sampling=None if is_by_room else sampling,
+        )

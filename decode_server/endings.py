@@ -1,0 +1,104 @@
+"""How a request of the decode server ends: who is told what, and where its pages go.
+
+The client is answered at once. Pages that a remote writer may still reach go into quarantine, pages
+that a running step may still write are closed after it.
+"""
+
+from __future__ import annotations
+
+from common.protocol.local import Failed, Tokens
+from common.request import FinishReason, TokenLogprobs
+from common.scheduling.batcher import Batcher
+from common.scheduling.peers import Outbox
+from common.scheduling.sequence import PageAccount
+from common.scheduling.transitions import DecodeEvent, DecodeState
+from decode_server.receiver import Receiver
+from decode_server.request import DecodeRequest
+
+ENDED = (DecodeState.DRAINING, DecodeState.FINISHED, DecodeState.FAILED)
+
+
+class Endings:
+    """Owner of the table of live requests and of the waiting queue."""
+
+    def __init__(
+        self, account: PageAccount, batcher: Batcher, receiver: Receiver, outbox: Outbox
+    ) -> None:
+        self._account = account
+        self._batcher = batcher
+        self._receiver = receiver
+        self._outbox = outbox
+        self.requests: dict[int, DecodeRequest] = {}
+        self.queue: dict[int, DecodeRequest] = {}
+        self.counters = dict.fromkeys(
+            ("finished", "failed", "aborted", "timed_out", "transfer_failed", "retracted"), 0.0
+        )
+
+    def tell_token(
+        self,
+        request: DecodeRequest,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        finish: FinishReason | None,
+        now: float,
+    ) -> None:
+        """One new token to the client; the last one ends the request."""
+        is_first = request.first_token_at == 0.0
+        if is_first:
+            request.first_token_at = now
+        if finish is not None:
+            request.advance(DecodeEvent.LAST_TOKEN)
+            self._drop_sequence(request, remember=True)
+            self._forget(request)
+            self.counters["finished"] += 1
+        self._outbox.to_frontend(
+            Tokens(
+                request.request_id,
+                [token_id],
+                logprobs=[logprobs] if logprobs is not None else [],
+                prompt_logprobs=request.prompt_logprobs if is_first else [],
+                cached_token_count=request.hand_over.cached_token_count,
+                finish=finish,
+                trace=request.trace(now) if finish is not None else None,
+            )
+        )
+
+    def fail(
+        self, request: DecodeRequest, kind: str, message: str, status: int, now: float
+    ) -> None:
+        """Answer a request with one typed error. An ended request is left alone."""
+        if request.state in ENDED:
+            return
+        self.counters["failed"] += 1
+        if kind in self.counters:
+            self.counters[kind] += 1
+        trace = request.trace(now, status=kind, message=message)
+        self._outbox.to_frontend(Failed(request.request_id, status, kind, message, trace))
+        request.advance(DecodeEvent.CANCELLED)
+        if request.transfer is not None:
+            self._receiver.abandon(request.transfer, message)
+            request.transfer = None
+        self._drop_sequence(request, remember=False)
+        self._forget(request)
+
+    def wait_again(self, request: DecodeRequest, event: DecodeEvent, now: float) -> None:
+        """Back to the queue, ahead of those that have not begun."""
+        request.advance(event)
+        request.transfer = None
+        request.sequence = None
+        request.waiting_since = now
+        if event is DecodeEvent.RETRACTED:
+            request.retraction_count += 1
+            self.counters["retracted"] += 1
+        self.queue = {request.request_id: request, **self.queue}
+
+    def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:
+        if request.sequence is not None:
+            if remember:
+                self._account.remember(request.sequence)
+            self._batcher.remove(request.sequence)
+            request.sequence = None
+
+    def _forget(self, request: DecodeRequest) -> None:
+        self.requests.pop(request.request_id, None)
+        self.queue.pop(request.request_id, None)

@@ -1,0 +1,304 @@
+"""The prefill servers this decode server dials: handshake, connection, liveness, choice.
+
+    DIALING --Welcome--> OPENING --every rank opened--> ATTACHING --Attached--> CONNECTED
+       ^                     \\-----------\\--- failure or silence ---/
+       |                                              |
+       +------ every rank closed ------------------ CLOSING          REFUSED: asked again later
+
+Knows nothing of requests. What happened to a peer is told to the scheduler by return values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.protocol.handshake import (
+    compare_fingerprints,
+    compare_layouts,
+    expected_writers,
+)
+
+from common.errors import ProtocolError
+from common.layout.cache_layout import ServerLayout
+from common.protocol.codec import decode_layout
+from common.protocol.local import (
+    ClosePeer,
+    OpenPeer,
+    PeerOpened,
+    PeerState,
+    RankDescriptor,
+)
+from common.protocol.peer import (
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    Attach,
+    Attached,
+    Detached,
+    Heartbeat,
+    Hello,
+    Refuse,
+    Welcome,
+)
+from common.scheduling.facts import ServerFacts
+from common.scheduling.peers import (
+    HELLO_INTERVAL_S,
+    REFUSED_RETRY_S,
+    Liveness,
+    Outbox,
+    RankSet,
+)
+
+# Addresses that requests may name beyond the configured ones (a router's bootstrap_host).
+NAMED_PEER_COUNT_MAX = 64
+
+
+class Phase(StrEnum):
+    DIALING = "connecting"
+    REFUSED = "refused"
+    OPENING = "opening"
+    ATTACHING = "attaching"
+    CONNECTED = "connected"
+    CLOSING = "lost"
+
+
+@dataclass(slots=True)
+class PrefillPeer:
+    """One address and the prefill process that answers there now."""
+
+    link: str
+    is_configured: bool
+    liveness: Liveness
+    phase: Phase = Phase.DIALING
+    next_hello_at: float = 0.0
+    incarnation: str = ""
+    layout: ServerLayout | None = None
+    request_token_max: int = 0
+    writers: list[int] = field(default_factory=list)
+    pids: tuple[int, ...] = ()
+    is_same_host: bool = False
+    opened: dict[int, RankDescriptor] = field(default_factory=dict)
+    closed: RankSet = field(default_factory=lambda: RankSet(0))
+    transports: list[str] = field(default_factory=list)
+    detail: str = ""
+
+    @property
+    def is_fenced_by_close(self) -> bool:
+        """Whether destroying the worker it writes through keeps its late writes out.
+
+        Over tcp the data passes our worker; over shared memory the peer's own CPU stores it.
+        """
+        return all(transport == "tcp" for transport in self.transports)
+
+
+class PrefillPeers:
+    """Owner of every `PrefillPeer`."""
+
+    def __init__(self, facts: ServerFacts, links: list[str], outbox: Outbox) -> None:
+        self._facts = facts
+        self._outbox = outbox
+        self._peers: dict[str, PrefillPeer] = {}
+        for link in links:
+            self._add(link, is_configured=True)
+
+    def _add(self, link: str, *, is_configured: bool) -> PrefillPeer:
+        peer = PrefillPeer(link, is_configured, Liveness.start(0.0))
+        self._peers[link] = peer
+        self._outbox.dial(link)
+        return peer
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def get(self, link: str) -> PrefillPeer | None:
+        return self._peers.get(link)
+
+    def connected(self) -> list[PrefillPeer]:
+        return [peer for peer in self._peers.values() if peer.phase is Phase.CONNECTED]
+
+    def ensure(self, link: str) -> PrefillPeer | None:
+        """The peer at an address that a request names; None if there are too many of those."""
+        peer = self._peers.get(link)
+        if peer is not None:
+            return peer
+        named = [p for p in self._peers.values() if not p.is_configured]
+        if len(named) >= NAMED_PEER_COUNT_MAX:
+            idle = [p for p in named if p.phase in (Phase.DIALING, Phase.REFUSED)]
+            if not idle:
+                return None
+            del self._peers[idle[0].link]
+            self._outbox.hang_up(idle[0].link)
+        return self._add(link, is_configured=False)
+
+    # ---- handshake -------------------------------------------------------------------------------
+
+    def handle_welcome(self, link: str, welcome: Welcome, now: float) -> None:
+        peer = self._peers.get(link)
+        if peer is None or peer.phase not in (Phase.DIALING, Phase.REFUSED):
+            return
+        differences = compare_fingerprints(self._facts.fingerprint, welcome.fingerprint)
+        layout: ServerLayout | None = None
+        try:
+            layout = decode_layout(welcome.layout)
+            differences += compare_layouts(self._facts.layout, layout)
+        except ProtocolError as error:
+            differences.append(f"layout: {error}")
+        if differences or layout is None:
+            self._refuse(peer, differences, now)
+            return
+        peer.incarnation = welcome.incarnation
+        peer.layout = layout
+        peer.request_token_max = welcome.request_token_max
+        peer.writers = expected_writers(layout, self._facts.layout)
+        peer.is_same_host = bool(welcome.host_id) and welcome.host_id == self._facts.host_id
+        peer.pids = tuple(welcome.pids)
+        peer.liveness = Liveness.start(now)
+        peer.opened = {}
+        peer.transports = []
+        peer.detail = ""
+        peer.phase = Phase.OPENING
+        if peer.is_same_host and peer.pids:
+            self._outbox.watch_processes(peer.incarnation, peer.pids)
+        self._outbox.to_workers(OpenPeer(peer.incarnation))
+
+    def handle_refuse(self, link: str, refuse: Refuse, now: float) -> str | None:
+        """Returns the incarnation that must be closed, if we had opened something for it."""
+        peer = self._peers.get(link)
+        if peer is None:
+            return None
+        if peer.phase in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED):
+            return self.lose(link, "; ".join(refuse.differences))
+        self._refuse(peer, refuse.differences, now)
+        return None
+
+    def _refuse(self, peer: PrefillPeer, differences: list[str], now: float) -> None:
+        if peer.phase is Phase.CLOSING:
+            return
+        peer.phase = Phase.REFUSED
+        peer.detail = "; ".join(differences)
+        peer.next_hello_at = now + REFUSED_RETRY_S
+
+    def handle_opened(self, message: PeerOpened) -> None:
+        peer = self._of_incarnation(message.peer)
+        if peer is None or peer.phase is not Phase.OPENING:
+            return
+        peer.opened[message.rank] = message.descriptor
+        if len(peer.opened) == self._facts.rank_count:
+            peer.phase = Phase.ATTACHING
+            ranks = [peer.opened[rank] for rank in sorted(peer.opened)]
+            self._outbox.to_peer(
+                peer.link, Attach(self._facts.incarnation, peer.incarnation, ranks)
+            )
+
+    def handle_attached(self, link: str, attached: Attached, now: float) -> PrefillPeer | None:
+        """The peer, if it is connected from now on."""
+        peer = self._peers.get(link)
+        is_expected = (
+            peer is not None
+            and peer.phase is Phase.ATTACHING
+            and attached.incarnation == peer.incarnation
+            and attached.peer_incarnation == self._facts.incarnation
+        )
+        if peer is None or not is_expected:
+            return None
+        peer.phase = Phase.CONNECTED
+        peer.transports = list(attached.transports)
+        peer.liveness = Liveness.start(now)
+        return peer
+
+    # ---- liveness --------------------------------------------------------------------------------
+
+    def handle_heartbeat(self, link: str, beat: Heartbeat, now: float) -> None:
+        peer = self._peers.get(link)
+        if peer is not None and peer.incarnation == beat.incarnation:
+            peer.liveness.apply_heartbeat(beat, now)
+
+    def handle_detached(self, link: str, message: Detached) -> str | None:
+        if message.peer_incarnation != self._facts.incarnation:
+            return None
+        return self.lose(link, message.reason)
+
+    def lose_incarnation(self, incarnation: str, reason: str) -> str | None:
+        peer = self._of_incarnation(incarnation)
+        return self.lose(peer.link, reason) if peer is not None else None
+
+    def lose(self, link: str, reason: str) -> str | None:
+        """Close a peer; its incarnation, or None if there was nothing to close."""
+        peer = self._peers.get(link)
+        if peer is None or peer.phase not in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED):
+            return None
+        peer.detail = reason
+        peer.phase = Phase.CLOSING
+        peer.closed = RankSet(self._facts.rank_count)
+        self._outbox.to_peer(link, Detached(self._facts.incarnation, peer.incarnation, reason))
+        self._outbox.to_workers(ClosePeer(peer.incarnation))
+        return peer.incarnation
+
+    def handle_closed(self, incarnation: str, rank: int) -> str | None:
+        """Returns the incarnation once this alone proves that it can not write any more."""
+        peer = self._of_incarnation(incarnation)
+        if peer is None or peer.phase is not Phase.CLOSING or not peer.closed.add(rank):
+            return None
+        peer.phase = Phase.DIALING
+        peer.next_hello_at = 0.0
+        return incarnation if peer.is_fenced_by_close else None
+
+    def silent(self, now: float) -> list[str]:
+        """Links whose peer has not been heard for too long."""
+        return [
+            peer.link
+            for peer in self._peers.values()
+            if peer.phase in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED)
+            and peer.liveness.is_silent(now)
+        ]
+
+    def send_due(self, now: float, *, progress: int, is_busy: bool, load_tokens: int) -> None:
+        """Hellos to whoever has not answered, heartbeats to the others."""
+        for peer in self._peers.values():
+            if peer.phase in (Phase.DIALING, Phase.REFUSED):
+                if now >= peer.next_hello_at:
+                    peer.next_hello_at = now + HELLO_INTERVAL_S
+                    self._outbox.to_peer(peer.link, self._hello())
+            elif peer.phase is not Phase.CLOSING:
+                beat = peer.liveness.next_heartbeat(
+                    self._facts.incarnation,
+                    now,
+                    progress=progress,
+                    is_busy=is_busy,
+                    load_tokens=load_tokens,
+                )
+                if beat is not None:
+                    self._outbox.to_peer(peer.link, beat)
+
+    def _hello(self) -> Hello:
+        facts = self._facts
+        return Hello(
+            version_min=PROTOCOL_VERSION_MIN,
+            version_max=PROTOCOL_VERSION,
+            role="decode",
+            incarnation=facts.incarnation,
+            fingerprint=facts.fingerprint,
+            layout=facts.layout_bytes,
+        )
+
+    def _of_incarnation(self, incarnation: str) -> PrefillPeer | None:
+        for peer in self._peers.values():
+            if peer.incarnation == incarnation:
+                return peer
+        return None
+
+    def states(self, in_flight: dict[str, int]) -> list[PeerState]:
+        """For operators. in_flight: link -> hand-overs under way."""
+        return [
+            PeerState(
+                address=peer.link,
+                incarnation=peer.incarnation,
+                state=str(peer.phase),
+                detail=peer.detail,
+                transports=list(peer.transports),
+                tp_size=peer.layout.tp_size if peer.layout is not None else 0,
+                pp_size=len(peer.layout.stages) if peer.layout is not None else 0,
+                page_size=peer.layout.page_size if peer.layout is not None else 0,
+                in_flight_count=in_flight.get(peer.link, 0),
+            )
+            for peer in self._peers.values()
+        ]

@@ -1,0 +1,94 @@
+"""One request on the decode server, and one hand-over on its behalf.
+
+A hand-over (`Transfer`) can outlive its request: the client is answered at once, but the pages stay
+with the transfer until its writer is proved quiet. The scheduler is the only writer of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.request import Bootstrap, HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
+from common.scheduling.sequence import PageSpan, Sequence
+from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """token_ids: the prompt and everything generated so far. link: where its cache comes from.
+
+    attempt_count: hand-overs begun; tried_links: prefill servers that failed it.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    prompt_count: int
+    sampling: SamplingParams
+    bootstrap: Bootstrap | None
+    arrived_at: float
+    deadline: float
+    state: DecodeState = DecodeState.WAITING
+    link: str = ""
+    transfer: Transfer | None = None
+    sequence: Sequence | None = None
+    attempt_count: int = 0
+    retraction_count: int = 0
+    tried_links: set[str] = field(default_factory=set)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    waiting_since: float = 0.0
+    requested_at: float = 0.0
+    first_token_at: float = 0.0
+    hand_over: HandOverTrace = field(default_factory=HandOverTrace)
+    peer: str = ""
+
+    def advance(self, event: DecodeEvent) -> None:
+        self.state = next_decode_state(self.state, event)
+
+    @property
+    def output_count(self) -> int:
+        return len(self.token_ids) - self.prompt_count
+
+    def note_computed_here(self, sequence: Sequence, now: float) -> None:
+        """This server computed the prompt itself: there was no hand-over to account for."""
+        self.hand_over = HandOverTrace(
+            prefill_s=now - self.requested_at, cached_token_count=sequence.cached_count
+        )
+
+    def trace(self, now: float, *, status: str = "ok", message: str = "") -> RequestTrace:
+        """Stage times that add up to ttft_s; first_token_s is what nothing else explains."""
+        requested_at = self.requested_at or now
+        first_token_at = self.first_token_at or now
+        explained = self.hand_over.queue_s + self.hand_over.prefill_s + self.hand_over.transfer_s
+        return RequestTrace(
+            request_id=self.request_id,
+            peer=self.peer,
+            status=status,
+            message=message,
+            arrived_s=self.arrived_at,
+            prompt_token_count=self.prompt_count,
+            output_token_count=self.output_count,
+            cached_token_count=self.hand_over.cached_token_count,
+            retraction_count=self.retraction_count,
+            reserve_s=requested_at - self.arrived_at,
+            hand_over=self.hand_over,
+            first_token_s=max(0.0, first_token_at - requested_at - explained),
+            ttft_s=first_token_at - self.arrived_at,
+            decode_s=now - first_token_at,
+            e2e_s=now - self.arrived_at,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One attempt to get a cache. request is None once the client has been answered without it.
+
+    spans: the reserved pages, owned by the transfer until it settles.
+    """
+
+    transfer_id: int
+    link: str
+    peer: str
+    token_count: int
+    spans: list[PageSpan]
+    writers: list[int]
+    request: DecodeRequest | None

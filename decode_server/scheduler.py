@@ -1,0 +1,422 @@
+"""Every decision of the decode server: admission, hand-overs, decoding, retraction. A pure core.
+
+Events in, effects out, time passed in. It is the only writer of request, page and peer state here.
+Knows nothing of sockets, processes or tensors.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from common.protocol.local import (
+    Cancel,
+    Failed,
+    FlushCache,
+    FlushDone,
+    FrontendToScheduler,
+    GetState,
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    PeerOpened,
+    SendSettled,
+    State,
+    StepDone,
+    Submit,
+    WorkerReady,
+    WorkerToScheduler,
+)
+from common.protocol.peer import (
+    Attached,
+    Detached,
+    Heartbeat,
+    Quiesced,
+    Refuse,
+    TransferDone,
+    TransferFailed,
+    Welcome,
+)
+from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.deadlines import Deadlines
+from common.scheduling.events import (
+    Effect,
+    Event,
+    FromFrontend,
+    FromPeer,
+    FromWorker,
+    PeerMessage,
+    ProcessesGone,
+    Tick,
+)
+from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.peers import HEARTBEAT_INTERVAL_S, Outbox
+from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.transitions import DecodeEvent, DecodeState
+from decode_server.admission import Admission
+from decode_server.endings import Endings
+from decode_server.prefill_peers import PrefillPeers
+from decode_server.receiver import Receiver
+from decode_server.request import DecodeRequest, Transfer
+
+# How long a request waits for a prefill server when none is connected, before it is answered 503;
+# long enough for a restarted one to come back.
+PEER_WAIT_S = 10.0
+# Hand-overs that are tried for one request before its last failure is passed on.
+ATTEMPT_COUNT_MAX = 3
+
+
+class DecodeScheduler:
+    """The decode server's core. Call `handle` for every event and `schedule` after each.
+
+    links: addresses of prefill servers to dial. is_local: compute prompts here and dial nobody.
+    """
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        limits: SchedulerLimits,
+        links: list[str],
+        *,
+        is_local: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._facts = facts
+        self._limits = limits
+        self._is_local = is_local
+        self._outbox = Outbox()
+        self._peers = PrefillPeers(facts, links, self._outbox)
+        self.account = PageAccount(
+            facts.layout.groups,
+            facts.page_counts,
+            has_prefix_cache=is_local and limits.has_prefix_cache,
+        )
+        self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
+        batch_limits = BatchLimits(
+            limits.chunk_token_max, limits.running_max, self.request_token_max, facts.eos_token_ids
+        )
+        self._batcher = Batcher(self.account, batch_limits)
+        self._receiver = Receiver(facts.incarnation, self.account, self._outbox)
+        self._endings = Endings(self.account, self._batcher, self._receiver, self._outbox)
+        self._admission = Admission(
+            facts.incarnation,
+            self.account,
+            self._batcher,
+            self._peers,
+            self._receiver,
+            self._outbox,
+            running_max=limits.running_max,
+            seed=seed,
+        )
+        self._deadlines = Deadlines()
+        self._counters = dict.fromkeys(("requests", "stale_messages"), 0.0)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._endings.requests
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_local or bool(self._peers.connected())
+
+    # ---- the three calls -------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event in; the effects are to be carried out in order."""
+        match event:
+            case FromFrontend(message=message):
+                self._handle_frontend(message, now)
+            case FromWorker(message=reply):
+                self._handle_worker(reply, now)
+            case FromPeer(link=link, message=peer_message):
+                self._handle_peer(link, peer_message, now)
+            case ProcessesGone(incarnation=incarnation):
+                self._lose(self._peers.lose_incarnation(incarnation, "its processes ended"), now)
+                self._receiver.apply_gone(incarnation)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        return self._outbox.take()
+
+    def schedule(self, now: float) -> list[Effect]:
+        """Look at the time, admit what fits, and start the next step if none runs."""
+        self._expire(now)
+        waiting = list(self._endings.queue.values())
+        if self._is_local:
+            admitted = self._admission.admit_here(waiting, now)
+        else:
+            admitted = self._admission.admit_remote(waiting, now)
+        for request in admitted:
+            del self._endings.queue[request.request_id]
+        planned = self._batcher.plan_step()
+        for sequence in planned.retracted:
+            self._retract(sequence, now)
+        if planned.step is not None:
+            self._outbox.to_workers(planned.step)
+        self._peers.send_due(
+            now,
+            progress=self._batcher.step_count,
+            is_busy=self._batcher.is_computing,
+            load_tokens=self._batcher.running_count,
+        )
+        return self._outbox.take()
+
+    def next_wakeup(self, now: float) -> float:
+        """When `schedule` wants to be called even if nothing happens."""
+        deadline = self._deadlines.next_at
+        latest = now + HEARTBEAT_INTERVAL_S
+        return latest if deadline is None else min(deadline, latest)
+
+    # ---- frontend --------------------------------------------------------------------------------
+
+    def _handle_frontend(self, message: FrontendToScheduler, now: float) -> None:
+        match message:
+            case Submit():
+                self._handle_submit(message, now)
+            case Cancel():
+                request = self._endings.requests.get(message.request_id)
+                if request is not None:
+                    self._endings.fail(request, "aborted", message.reason, 499, now)
+            case FlushCache():
+                if self._endings.requests:
+                    text = f"{len(self._endings.requests)} requests are running"
+                    self._outbox.to_frontend(FlushDone(message.call_id, False, text))
+                else:
+                    is_flushed = self.account.flush_cache()
+                    self._outbox.to_frontend(FlushDone(message.call_id, is_flushed, ""))
+            case GetState():
+                self._outbox.to_frontend(self._state(message.call_id))
+            case _:
+                assert_never(message)
+
+    def _handle_submit(self, submit: Submit, now: float) -> None:
+        self._counters["requests"] += 1
+        token_count = len(submit.token_ids)
+        waiting_count = len(self._endings.queue)
+        if not 1 <= token_count < self.request_token_max:
+            limit = f"must be 1..{self.request_token_max - 1}"
+            self._refuse(submit, 400, "bad_request", f"prompt of {token_count} tokens: {limit}")
+        elif waiting_count >= self._limits.queue_max:
+            text = f"queue full: {waiting_count} requests are waiting"
+            self._refuse(submit, 503, "queue_full", text)
+        elif submit.bootstrap is not None and self._is_local:
+            text = "bootstrap_room: this server was started with --prefill none"
+            self._refuse(submit, 400, "bad_request", text)
+        else:
+            request = DecodeRequest(
+                request_id=submit.request_id,
+                token_ids=list(submit.token_ids),
+                prompt_count=token_count,
+                sampling=submit.sampling,
+                bootstrap=submit.bootstrap,
+                arrived_at=now,
+                deadline=now + submit.budget_s,
+                waiting_since=now,
+            )
+            self._endings.requests[request.request_id] = request
+            self._endings.queue[request.request_id] = request
+            self._deadlines.add(request.request_id, request.deadline)
+            self._deadlines.add(request.request_id, now + PEER_WAIT_S)
+
+    def _refuse(self, submit: Submit, status: int, kind: str, message: str) -> None:
+        self._outbox.to_frontend(Failed(submit.request_id, status, kind, message))
+
+    # ---- peers -----------------------------------------------------------------------------------
+
+    def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
+        match message:
+            case TransferDone():
+                self._handle_done(message, now)
+            case TransferFailed():
+                self._handle_failed(message, now)
+            case Quiesced():
+                if message.peer_incarnation == self._facts.incarnation:
+                    self._receiver.apply_quiet(message.transfer_id)
+            case Heartbeat():
+                self._peers.handle_heartbeat(link, message, now)
+            case Welcome():
+                self._peers.handle_welcome(link, message, now)
+            case Refuse():
+                self._lose(self._peers.handle_refuse(link, message, now), now)
+            case Attached():
+                peer = self._peers.handle_attached(link, message, now)
+                if peer is not None:
+                    self._receiver.repeat_aborts(peer.incarnation, link)
+            case Detached():
+                self._lose(self._peers.handle_detached(link, message), now)
+            case _:
+                self._counters["stale_messages"] += 1
+
+    def _take_transfer(self, transfer_id: int, peer_incarnation: str) -> Transfer | None:
+        """The transfer a terminal message belongs to; pages of an abandoned one come back."""
+        if peer_incarnation != self._facts.incarnation:
+            self._counters["stale_messages"] += 1
+            return None
+        transfer = self._receiver.take(transfer_id)
+        if transfer is None and not self._receiver.apply_quiet(transfer_id):
+            self._counters["stale_messages"] += 1
+        return transfer
+
+    def _handle_done(self, done: TransferDone, now: float) -> None:
+        transfer = self._take_transfer(done.transfer_id, done.peer_incarnation)
+        if transfer is None:
+            return
+        request = transfer.request
+        assert request is not None and request.transfer is transfer
+        if done.writers != transfer.writers or done.token_count != transfer.token_count:
+            text = (
+                f"prefill wrote {done.token_count} tokens from ranks {done.writers}, "
+                f"expected {transfer.token_count} from {transfer.writers}"
+            )
+            self._free(transfer)
+            request.transfer = None
+            self._endings.fail(request, "transfer_failed", text, 500, now)
+            return
+        if request.first_token_at == 0.0:
+            request.hand_over = done.trace
+            request.prompt_logprobs = done.prompt_logprobs
+        request.advance(DecodeEvent.DONE)
+        request.transfer = None
+        request.token_ids.append(done.first_token)
+        sequence = Sequence(
+            request.request_id,
+            request.token_ids,
+            request.prompt_count,
+            request.sampling,
+            transfer.spans,
+            computed_count=done.token_count,
+        )
+        request.sequence = sequence
+        self._batcher.add(sequence)
+        logprobs = done.logprobs[0] if done.logprobs else None
+        finish = self._batcher.finish_of(sequence)
+        self._endings.tell_token(request, done.first_token, logprobs, finish, now)
+
+    def _handle_failed(self, failed: TransferFailed, now: float) -> None:
+        transfer = self._take_transfer(failed.transfer_id, failed.peer_incarnation)
+        if transfer is None:
+            return
+        self._free(transfer)
+        request = transfer.request
+        assert request is not None
+        request.transfer = None
+        self._retry(request, failed.kind, failed.message, failed.status, now, failed.is_retryable)
+
+    def _free(self, transfer: Transfer) -> None:
+        for group, span in enumerate(transfer.spans):
+            self.account.pool.release(group, span.page_ids)
+
+    def _lose(self, incarnation: str | None, now: float) -> None:
+        """A peer is lost: its hand-overs go elsewhere, their pages wait for proof."""
+        if incarnation is None:
+            return
+        for request in self._receiver.abandon_peer(incarnation):
+            request.transfer = None
+            self._retry(request, "peer_lost", "the prefill server was lost", 503, now, True)
+
+    def _retry(
+        self,
+        request: DecodeRequest,
+        kind: str,
+        message: str,
+        status: int,
+        now: float,
+        is_retryable: bool,
+    ) -> None:
+        """Try another prefill server, unless a router's room binds the request to this one."""
+        is_bound = request.bootstrap is not None and request.output_count == 0
+        if not is_retryable or is_bound or request.attempt_count >= ATTEMPT_COUNT_MAX:
+            self._endings.fail(request, kind, message, status, now)
+            return
+        request.tried_links.add(request.link)
+        self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
+        self._deadlines.add(request.request_id, now + PEER_WAIT_S)
+
+    # ---- workers ---------------------------------------------------------------------------------
+
+    def _handle_worker(self, message: WorkerToScheduler, now: float) -> None:
+        match message:
+            case StepDone():
+                self._handle_step(message, now)
+            case PeerOpened():
+                self._peers.handle_opened(message)
+            case PeerFailed():
+                incarnation = self._peers.lose_incarnation(message.peer, message.reason)
+                self._lose(incarnation, now)
+            case PeerClosed():
+                gone = self._peers.handle_closed(message.peer, message.rank)
+                if gone is not None:
+                    self._receiver.apply_gone(gone)
+            case PeerConnected() | SendSettled() | WorkerReady():
+                self._counters["stale_messages"] += 1
+            case _:
+                assert_never(message)
+
+    def _handle_step(self, done: StepDone, now: float) -> None:
+        outcome = self._batcher.apply_done(done)
+        for chunk in outcome.chunks:
+            request = self._endings.requests[chunk.sequence.request_id]
+            if request.output_count == 0:
+                request.prompt_logprobs += chunk.prompt_logprobs
+            if chunk.is_last:
+                self.account.remember(chunk.sequence)
+                if request.output_count == 0:
+                    request.note_computed_here(chunk.sequence, now)
+        for sequence, reason in outcome.failed:
+            failing = self._endings.requests[sequence.request_id]
+            self._endings.fail(failing, "bad_logits", reason, 500, now)
+        for token in outcome.tokens:
+            decoding = self._endings.requests[token.sequence.request_id]
+            self._endings.tell_token(decoding, token.token_id, token.logprobs, token.finish, now)
+
+    def _retract(self, sequence: Sequence, now: float) -> None:
+        request = self._endings.requests[sequence.request_id]
+        self._endings.wait_again(request, DecodeEvent.RETRACTED, now)
+
+    # ---- time ------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for request_id in self._deadlines.take_expired(now):
+            request = self._endings.requests.get(request_id)
+            if request is None:
+                continue
+            if request.deadline <= now:
+                text = "the request's time budget is used up"
+                self._endings.fail(request, "timed_out", text, 504, now)
+            elif self._waits_for_peer(request, now):
+                text = f"no prefill server was connected for {PEER_WAIT_S:.0f} s"
+                self._endings.fail(request, "no_prefill_server", text, 503, now)
+        for link in self._peers.silent(now):
+            self._lose(self._peers.lose(link, "no heartbeat"), now)
+
+    def _waits_for_peer(self, request: DecodeRequest, now: float) -> bool:
+        if self._is_local or request.state is not DecodeState.WAITING:
+            return False
+        if now - request.waiting_since < PEER_WAIT_S:
+            return False
+        if request.bootstrap is not None and request.output_count == 0:
+            links = [f"{request.bootstrap.host}:{request.bootstrap.port}"]
+        else:
+            links = [peer.link for peer in self._peers.connected()]
+        return not any(peer.link in links for peer in self._peers.connected())
+
+    # ---- what others may know --------------------------------------------------------------------
+
+    def _state(self, call_id: int) -> State:
+        peers = self._peers.states(self._receiver.counts_by_link())
+        return State(
+            call_id=call_id,
+            is_ready=self.is_ready,
+            queues={
+                "waiting": len(self._endings.queue),
+                "prealloc": len(self._endings.queue) if not self._is_local else 0,
+                "transfer": self._receiver.under_way_count,
+                "running": self._batcher.running_count + self._batcher.prompt_count,
+                "draining": self._receiver.abandoned_count,
+            },
+            counters={**self._counters, **self._endings.counters},
+            page_groups=self.account.states(self._facts.layout),
+            peers=peers,
+            step_count=self._batcher.step_count,
+            workers=list(self._facts.workers),
+        )

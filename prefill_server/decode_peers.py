@@ -1,0 +1,247 @@
+"""The decode servers that dialled this prefill server: handshake, connection, liveness.
+
+    Hello -> WELCOMED -> Attach -> CONNECTING -> every rank connected -> CONNECTED
+                              any failure or silence -> CLOSING -> every rank closed -> forgotten
+
+Knows nothing of requests: it says which peer was lost, and the scheduler ends that peer's requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.protocol.handshake import (
+    announced_page_counts,
+    compare_fingerprints,
+    compare_layouts,
+    compare_versions,
+)
+
+from common.errors import ProtocolError
+from common.layout.cache_layout import ServerLayout
+from common.protocol.codec import decode_layout
+from common.protocol.local import ClosePeer, ConnectPeer, PeerConnected, PeerState
+from common.protocol.peer import (
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    Attach,
+    Attached,
+    Detached,
+    Heartbeat,
+    Hello,
+    Refuse,
+    Welcome,
+)
+from common.scheduling.facts import ServerFacts
+from common.scheduling.peers import Liveness, Outbox, RankSet
+
+# Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
+PEER_COUNT_MAX = 256
+
+
+class Phase(StrEnum):
+    WELCOMED = "connecting"
+    CONNECTING = "attaching"
+    CONNECTED = "connected"
+    CLOSING = "lost"
+
+
+@dataclass(slots=True)
+class DecodePeer:
+    """One decode process. page_counts: pages per group that its regions have room for."""
+
+    incarnation: str
+    link: str
+    layout: ServerLayout
+    layout_bytes: bytes
+    liveness: Liveness
+    phase: Phase = Phase.WELCOMED
+    connected: RankSet = field(default_factory=lambda: RankSet(0))
+    closed: RankSet = field(default_factory=lambda: RankSet(0))
+    transports: list[str] = field(default_factory=list)
+    page_counts: tuple[int, ...] = ()
+    detail: str = ""
+    transfer_count: int = 0
+
+
+class DecodePeers:
+    """Owner of every `DecodePeer`."""
+
+    def __init__(self, facts: ServerFacts, outbox: Outbox) -> None:
+        self._facts = facts
+        self._outbox = outbox
+        self._peers: dict[str, DecodePeer] = {}
+        self.refused_count = 0
+
+    def connected(self, incarnation: str) -> DecodePeer | None:
+        peer = self._peers.get(incarnation)
+        return peer if peer is not None and peer.phase is Phase.CONNECTED else None
+
+    def count_transfer(self, incarnation: str, change: int) -> None:
+        """Keep the number of a peer's transfers that are shown to operators."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.transfer_count += change
+
+    # ---- handshake -------------------------------------------------------------------------------
+
+    def handle_hello(self, link: str, hello: Hello, now: float) -> str | None:
+        """Welcome or refuse. Returns the incarnation of a peer that is lost by dialling anew."""
+        known = self._peers.get(hello.incarnation)
+        if known is not None and known.phase is Phase.WELCOMED:
+            known.link = link
+            self._send_welcome(known)
+            return None
+        if known is not None:
+            # It dropped what we are connected to: close our side; its next Hello starts afresh.
+            return hello.incarnation if self.lose(hello.incarnation, "it dialled anew") else None
+        differences, layout = self._differences(hello)
+        if len(self._peers) >= PEER_COUNT_MAX:
+            differences.append(f"peers: {PEER_COUNT_MAX} decode servers are connected already")
+        if differences or layout is None:
+            self.refused_count += 1
+            self._outbox.to_peer(link, Refuse(self._facts.incarnation, differences))
+            return None
+        peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
+        self._peers[hello.incarnation] = peer
+        self._send_welcome(peer)
+        return None
+
+    def _differences(self, hello: Hello) -> tuple[list[str], ServerLayout | None]:
+        facts = self._facts
+        differences = compare_versions(
+            (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION), (hello.version_min, hello.version_max)
+        )
+        if hello.role != "decode":
+            differences.append(f"role: expected decode, got {hello.role!r}")
+        differences += compare_fingerprints(facts.fingerprint, hello.fingerprint)
+        try:
+            layout = decode_layout(hello.layout)
+        except ProtocolError as error:
+            return [*differences, f"layout: {error}"], None
+        differences += compare_layouts(facts.layout, layout)
+        return differences, layout
+
+    def _send_welcome(self, peer: DecodePeer) -> None:
+        facts = self._facts
+        self._outbox.to_peer(
+            peer.link,
+            Welcome(
+                version=PROTOCOL_VERSION,
+                incarnation=facts.incarnation,
+                fingerprint=facts.fingerprint,
+                layout=facts.layout_bytes,
+                request_token_max=facts.sequence_token_max,
+                host_id=facts.host_id,
+                pids=list(facts.pids),
+            ),
+        )
+
+    def handle_attach(self, link: str, attach: Attach, now: float) -> None:
+        """Connect every rank to the ranks it announced, if the announcement holds together."""
+        peer = self._peers.get(attach.incarnation)
+        if attach.peer_incarnation != self._facts.incarnation or peer is None:
+            self.detach_unknown(link, attach.incarnation)
+            return
+        if peer.phase is not Phase.WELCOMED:
+            return
+        peer.link = link
+        peer.liveness.heard_at = now
+        try:
+            peer.page_counts = announced_page_counts(peer.layout, attach.ranks)
+        except ProtocolError as error:
+            self.refused_count += 1
+            self._outbox.to_peer(link, Refuse(self._facts.incarnation, [str(error)]))
+            del self._peers[peer.incarnation]
+            return
+        peer.phase = Phase.CONNECTING
+        peer.connected = RankSet(self._facts.rank_count)
+        self._outbox.to_workers(ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks))
+
+    def handle_connected(self, message: PeerConnected, now: float) -> None:
+        peer = self._peers.get(message.peer)
+        if peer is None or peer.phase is not Phase.CONNECTING:
+            return
+        peer.transports.append(message.transports)
+        if peer.connected.add(message.rank):
+            peer.phase = Phase.CONNECTED
+            peer.liveness = Liveness.start(now)
+            self._outbox.to_peer(
+                peer.link,
+                Attached(self._facts.incarnation, peer.incarnation, sorted(set(peer.transports))),
+            )
+
+    def detach_unknown(self, link: str, incarnation: str) -> None:
+        """Tell somebody who thinks we are connected that we are not."""
+        self._outbox.to_peer(link, Detached(self._facts.incarnation, incarnation, "not connected"))
+
+    # ---- liveness --------------------------------------------------------------------------------
+
+    def handle_heartbeat(self, link: str, beat: Heartbeat, now: float) -> None:
+        peer = self._peers.get(beat.incarnation)
+        if peer is None or peer.phase is Phase.CLOSING:
+            self.detach_unknown(link, beat.incarnation)
+            return
+        peer.link = link
+        peer.liveness.apply_heartbeat(beat, now)
+
+    def lose(self, incarnation: str, reason: str) -> bool:
+        """Close a peer; False if it was closing already or is unknown."""
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.phase is Phase.CLOSING:
+            return False
+        self._outbox.to_peer(peer.link, Detached(self._facts.incarnation, incarnation, reason))
+        peer.detail = reason
+        if peer.phase is Phase.WELCOMED:
+            del self._peers[incarnation]
+            return True
+        peer.phase = Phase.CLOSING
+        peer.closed = RankSet(self._facts.rank_count)
+        self._outbox.to_workers(ClosePeer(incarnation))
+        return True
+
+    def handle_closed(self, incarnation: str, rank: int) -> None:
+        peer = self._peers.get(incarnation)
+        if peer is not None and peer.phase is Phase.CLOSING and peer.closed.add(rank):
+            del self._peers[incarnation]
+
+    def silent(self, now: float) -> list[str]:
+        """Peers that have not been heard for too long."""
+        return [
+            peer.incarnation
+            for peer in self._peers.values()
+            if peer.phase is not Phase.CLOSING and peer.liveness.is_silent(now)
+        ]
+
+    def send_heartbeats(
+        self, now: float, *, progress: int, is_busy: bool, load_tokens: int
+    ) -> None:
+        for peer in self._peers.values():
+            if peer.phase is Phase.CLOSING:
+                continue
+            beat = peer.liveness.next_heartbeat(
+                self._facts.incarnation,
+                now,
+                progress=progress,
+                is_busy=is_busy,
+                load_tokens=load_tokens,
+            )
+            if beat is not None:
+                self._outbox.to_peer(peer.link, beat)
+
+    def states(self) -> list[PeerState]:
+        return [
+            PeerState(
+                address=peer.link,
+                incarnation=peer.incarnation,
+                state=str(peer.phase),
+                detail=peer.detail,
+                transports=sorted(set(peer.transports)),
+                tp_size=peer.layout.tp_size,
+                pp_size=len(peer.layout.stages),
+                page_size=peer.layout.page_size,
+                in_flight_count=peer.transfer_count,
+            )
+            for peer in self._peers.values()
+        ]

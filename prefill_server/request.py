@@ -1,0 +1,102 @@
+"""One request on the prefill server: where it stands, and what is still on its way to the target.
+
+The scheduler is its only writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.protocol.peer import TransferRequest
+from common.request import HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
+from common.scheduling.sequence import Sequence
+from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages of a decode server that wait for a cache, and the link they were announced on."""
+
+    link: str
+    peer: str
+    message: TransferRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request ended. is_retryable: another prefill server may do better."""
+
+    kind: str
+    message: str
+    status: int
+    is_retryable: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """client_id: the frontend's id, or None if only the decode server knows of the request.
+
+    sends_open: send id -> worker ranks that have not settled it yet.
+    """
+
+    request_id: int
+    client_id: int | None
+    token_ids: list[int]
+    prompt_count: int
+    sampling: SamplingParams
+    arrived_at: float
+    deadline: float
+    room: int | None = None
+    state: PrefillState = PrefillState.WAITING
+    reservation: Reservation | None = None
+    sequence: Sequence | None = None
+    sends_open: dict[int, set[int]] = field(default_factory=dict)
+    writers_settled: set[int] = field(default_factory=set)
+    sent_token_count: int = 0
+    first_token: int | None = None
+    first_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    failure: Failure | None = None
+    is_abort_asked: bool = False
+    queued_at: float = 0.0
+    scheduled_at: float = 0.0
+    computed_at: float = 0.0
+    wire_s: float = 0.0
+    nbytes: int = 0
+    run_count: int = 0
+    chunk_count: int = 0
+    cached_token_count: int = 0
+
+    def advance(self, event: PrefillEvent) -> None:
+        self.state = next_prefill_state(self.state, event)
+
+    def hand_over_trace(self, now: float) -> HandOverTrace:
+        scheduled_at = self.scheduled_at or now
+        computed_at = self.computed_at or now
+        return HandOverTrace(
+            queue_s=scheduled_at - (self.queued_at or now),
+            prefill_s=computed_at - scheduled_at,
+            transfer_s=now - computed_at,
+            wire_s=self.wire_s,
+            nbytes=self.nbytes,
+            run_count=self.run_count,
+            chunk_count=self.chunk_count,
+            cached_token_count=self.cached_token_count,
+        )
+
+    def trace(self, now: float) -> RequestTrace:
+        queued_at = self.queued_at or now
+        return RequestTrace(
+            request_id=self.client_id if self.client_id is not None else self.request_id,
+            peer=self.reservation.peer if self.reservation is not None else "",
+            status=self.failure.kind if self.failure is not None else "ok",
+            message=self.failure.message if self.failure is not None else "",
+            arrived_s=self.arrived_at,
+            prompt_token_count=len(self.token_ids),
+            output_token_count=0 if self.first_token is None else 1,
+            cached_token_count=self.cached_token_count,
+            reserve_s=queued_at - self.arrived_at,
+            hand_over=self.hand_over_trace(now),
+            ttft_s=now - self.arrived_at,
+            e2e_s=now - self.arrived_at,
+        )

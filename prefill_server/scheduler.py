@@ -1,0 +1,421 @@
+"""Every decision of the prefill server: pairing, admission, chunks, sends, ends. A pure core.
+
+Events in, effects out, time passed in. It is the only writer of request, page and peer state here.
+Knows nothing of sockets, processes or tensors.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from common.protocol.handshake import check_transfer_request
+
+from common.protocol.local import (
+    Cancel,
+    Failed,
+    FlushCache,
+    FlushDone,
+    FrontendToScheduler,
+    GetState,
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    PeerOpened,
+    SendSettled,
+    State,
+    StepDone,
+    Submit,
+    WorkerReady,
+    WorkerToScheduler,
+)
+from common.protocol.peer import (
+    Abort,
+    Attach,
+    Detached,
+    Heartbeat,
+    Hello,
+    Quiesced,
+    TransferRequest,
+)
+from common.scheduling.batcher import Batcher, BatchLimits, ChunkDone, TokenDone
+from common.scheduling.events import (
+    Effect,
+    Event,
+    FromFrontend,
+    FromPeer,
+    FromWorker,
+    PeerMessage,
+    ProcessesGone,
+    Tick,
+)
+from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.peers import HEARTBEAT_INTERVAL_S, Outbox
+from common.scheduling.sequence import PageAccount
+from common.scheduling.transitions import PrefillEvent, PrefillState
+from prefill_server.decode_peers import DecodePeers
+from prefill_server.endings import Endings
+from prefill_server.rendezvous import Rendezvous
+from prefill_server.request import Failure, PrefillRequest, Reservation
+from prefill_server.requests import RequestTable
+from prefill_server.sender import Sender
+
+# A request that does not fit is passed over for smaller ones at most this long; then it is next.
+PASSED_OVER_MAX_S = 2.0
+
+
+class PrefillScheduler:
+    """The prefill server's core. Call `handle` for every event and `schedule` after each."""
+
+    def __init__(self, facts: ServerFacts, limits: SchedulerLimits) -> None:
+        self._facts = facts
+        self._limits = limits
+        self._outbox = Outbox()
+        self._peers = DecodePeers(facts, self._outbox)
+        self._rendezvous = Rendezvous()
+        self._sender = Sender(facts.rank_count, self._outbox)
+        self._table = RequestTable()
+        self.account = PageAccount(
+            facts.layout.groups, facts.page_counts, has_prefix_cache=limits.has_prefix_cache
+        )
+        self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
+        batch_limits = BatchLimits(
+            limits.chunk_token_max,
+            limits.running_max,
+            self.request_token_max + 1,
+            facts.eos_token_ids,
+        )
+        self._batcher = Batcher(self.account, batch_limits)
+        self._endings = Endings(
+            self._table,
+            self.account,
+            self._batcher,
+            self._sender,
+            self._rendezvous,
+            self._peers,
+            self._outbox,
+        )
+        self._counters = dict.fromkeys(("requests", "stale_messages"), 0.0)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._table
+
+    # ---- the three calls -------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event in; the effects are to be carried out in order."""
+        match event:
+            case FromFrontend(message=message):
+                self._handle_frontend(message, now)
+            case FromWorker(message=reply):
+                self._handle_worker(reply, now)
+            case FromPeer(link=link, message=peer_message):
+                self._handle_peer(link, peer_message, now)
+            case Tick() | ProcessesGone():
+                pass
+            case _:
+                assert_never(event)
+        return self._outbox.take()
+
+    def schedule(self, now: float) -> list[Effect]:
+        """Look at the time, admit what fits, and start the next step if none runs."""
+        self._expire(now)
+        self._admit(now)
+        planned = self._batcher.plan_step()
+        assert not planned.retracted, "a prompt's pages are all there before it is computed"
+        if planned.step is not None:
+            self._outbox.to_workers(planned.step)
+        self._peers.send_heartbeats(
+            now,
+            progress=self._batcher.step_count,
+            is_busy=self._batcher.is_computing,
+            load_tokens=self._load_tokens(),
+        )
+        return self._outbox.take()
+
+    def next_wakeup(self, now: float) -> float:
+        """When `schedule` wants to be called even if nothing happens."""
+        times = [self._table.deadlines.next_at, self._rendezvous.next_at]
+        return min([now + HEARTBEAT_INTERVAL_S, *(time for time in times if time is not None)])
+
+    # ---- frontend --------------------------------------------------------------------------------
+
+    def _handle_frontend(self, message: FrontendToScheduler, now: float) -> None:
+        match message:
+            case Submit():
+                self._handle_submit(message, now)
+            case Cancel():
+                request = self._table.of_client(message.request_id)
+                if request is not None:
+                    self._endings.fail(request, Failure("aborted", message.reason, 499), now)
+            case FlushCache():
+                if self._table:
+                    text = f"{len(self._table)} requests are running"
+                    self._outbox.to_frontend(FlushDone(message.call_id, False, text))
+                else:
+                    is_flushed = self.account.flush_cache()
+                    self._outbox.to_frontend(FlushDone(message.call_id, is_flushed, ""))
+            case GetState():
+                self._outbox.to_frontend(self._state(message.call_id))
+            case _:
+                assert_never(message)
+
+    def _handle_submit(self, submit: Submit, now: float) -> None:
+        self._counters["requests"] += 1
+        room = submit.bootstrap.room if submit.bootstrap is not None else None
+        token_count = len(submit.token_ids)
+        if room is None:
+            self._refuse(submit, 400, "a prefill server needs bootstrap_room in the request")
+        elif not 1 <= token_count <= self.request_token_max:
+            limit = f"must be 1..{self.request_token_max}"
+            self._refuse(submit, 400, f"prompt of {token_count} tokens: {limit}")
+        elif len(self._table) >= self._limits.queue_max:
+            self._refuse(submit, 503, f"queue full: {len(self._table)} requests")
+        elif self._table.of_room(room) is not None:
+            self._refuse(submit, 400, f"bootstrap_room={room}: already in use")
+        else:
+            request = self._table.add(
+                client_id=submit.request_id,
+                token_ids=submit.token_ids,
+                prompt_count=token_count,
+                sampling=submit.sampling,
+                budget_s=submit.budget_s,
+                room=room,
+                now=now,
+            )
+            reservation = self._rendezvous.offer(room, request, now)
+            if reservation is not None:
+                self._pair(request, reservation, now)
+
+    def _refuse(self, submit: Submit, status: int, message: str) -> None:
+        kind = "queue_full" if status == 503 else "bad_request"
+        self._outbox.to_frontend(Failed(submit.request_id, status, kind, message))
+
+    # ---- peers -----------------------------------------------------------------------------------
+
+    def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
+        match message:
+            case Hello():
+                lost = self._peers.handle_hello(link, message, now)
+                if lost is not None:
+                    self._end_requests_of(lost, "the decode server dialled anew", now)
+            case Attach():
+                self._peers.handle_attach(link, message, now)
+            case Heartbeat():
+                self._peers.handle_heartbeat(link, message, now)
+            case TransferRequest():
+                self._handle_reservation(link, message, now)
+            case Abort():
+                self._handle_abort(link, message, now)
+            case Detached():
+                if message.peer_incarnation == self._facts.incarnation:
+                    self._lose(message.incarnation, f"it detached: {message.reason}", now)
+            case _:
+                self._counters["stale_messages"] += 1
+
+    def _handle_reservation(self, link: str, message: TransferRequest, now: float) -> None:
+        peer = self._peers.connected(message.incarnation)
+        if peer is None or message.peer_incarnation != self._facts.incarnation:
+            self._counters["stale_messages"] += 1
+            self._peers.detach_unknown(link, message.incarnation)
+            return
+        if self._table.of_transfer(message.transfer_id) is not None:
+            self._counters["stale_messages"] += 1
+            return
+        reservation = Reservation(link, message.incarnation, message)
+        problem = check_transfer_request(self._facts.layout, peer.layout, peer.page_counts, message)
+        if problem is None and message.token_count > self.request_token_max:
+            problem = f"token_count={message.token_count}: at most {self.request_token_max} here"
+        if problem is not None:
+            self._endings.reply_failed(reservation, Failure("bad_reservation", problem, 400))
+        elif message.room is not None:
+            self._meet(message.room, reservation, now)
+        elif len(self._table) >= self._limits.queue_max:
+            text = f"queue full: {len(self._table)} requests"
+            failure = Failure("queue_full", text, 503, is_retryable=True)
+            self._endings.reply_failed(reservation, failure)
+        else:
+            assert message.sampling is not None, "checked with the reservation"
+            request = self._table.add(
+                client_id=None,
+                token_ids=message.token_ids,
+                prompt_count=message.prompt_count,
+                sampling=message.sampling,
+                budget_s=message.budget_ms / 1000,
+                room=None,
+                now=now,
+            )
+            self._pair(request, reservation, now)
+
+    def _meet(self, room: int, reservation: Reservation, now: float) -> None:
+        if self._rendezvous.holds_reservation(room):
+            text = f"bootstrap_room={room}: already reserved by another request"
+            self._endings.reply_failed(reservation, Failure("bad_reservation", text, 400))
+            return
+        request = self._rendezvous.reserve(room, reservation, now)
+        if request is not None:
+            self._pair(request, reservation, now)
+
+    def _pair(self, request: PrefillRequest, reservation: Reservation, now: float) -> None:
+        wanted = reservation.message.token_count
+        if wanted != len(request.token_ids):
+            text = f"prompt of {len(request.token_ids)} tokens here, {wanted} on the decode server"
+            failure = Failure("prompt_mismatch", text, 400)
+            self._endings.reply_failed(reservation, failure)
+            self._endings.fail(request, failure, now)
+            return
+        self._table.attach(request, reservation, now)
+        self._peers.count_transfer(reservation.peer, +1)
+        request.queued_at = now
+        request.advance(PrefillEvent.PAIRED)
+        self._table.queue[request.request_id] = request
+
+    def _handle_abort(self, link: str, message: Abort, now: float) -> None:
+        if message.peer_incarnation != self._facts.incarnation:
+            self._counters["stale_messages"] += 1
+            return
+        request = self._table.of_transfer(message.transfer_id)
+        if request is None:
+            self._rendezvous.withdraw_transfer(message.transfer_id)
+            self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
+            return
+        request.is_abort_asked = True
+        text = f"the decode server gave up: {message.reason}"
+        self._endings.fail(request, Failure("aborted", text, 499), now)
+
+    def _lose(self, incarnation: str, reason: str, now: float) -> None:
+        if self._peers.lose(incarnation, reason):
+            self._end_requests_of(incarnation, reason, now)
+
+    def _end_requests_of(self, incarnation: str, reason: str, now: float) -> None:
+        self._rendezvous.withdraw_peer(incarnation)
+        for request in self._table:
+            if request.reservation is not None and request.reservation.peer == incarnation:
+                text = f"decode server {incarnation} was lost: {reason}"
+                self._endings.fail(request, Failure("peer_lost", text, 500), now)
+
+    # ---- workers ---------------------------------------------------------------------------------
+
+    def _handle_worker(self, message: WorkerToScheduler, now: float) -> None:
+        match message:
+            case StepDone():
+                self._handle_step(message, now)
+            case SendSettled():
+                request = self._sender.apply_settled(message)
+                if request is not None:
+                    self._handle_settled(request, now)
+            case PeerConnected():
+                self._peers.handle_connected(message, now)
+            case PeerFailed():
+                self._lose(message.peer, f"rank {message.rank}: {message.reason}", now)
+            case PeerClosed():
+                self._peers.handle_closed(message.peer, message.rank)
+            case PeerOpened() | WorkerReady():
+                self._counters["stale_messages"] += 1
+            case _:
+                assert_never(message)
+
+    def _handle_step(self, done: StepDone, now: float) -> None:
+        outcome = self._batcher.apply_done(done)
+        for chunk in outcome.chunks:
+            self._handle_chunk(chunk)
+        for sequence, reason in outcome.failed:
+            failed = self._table.get(sequence.request_id)
+            assert failed is not None
+            self._endings.fail(failed, Failure("bad_logits", reason, 500), now)
+        for token in outcome.tokens:
+            self._handle_token(token, now)
+        for request in self._table:
+            if request.state is PrefillState.DRAINING:
+                self._endings.finish_if_quiet(request, now)
+
+    def _handle_chunk(self, chunk: ChunkDone) -> None:
+        request = self._table.get(chunk.sequence.request_id)
+        assert request is not None
+        request.prompt_logprobs += chunk.prompt_logprobs
+        if not chunk.is_last:
+            self._sender.send_chunk(request, chunk.stop, is_final=False)
+
+    def _handle_token(self, token: TokenDone, now: float) -> None:
+        """The prompt is computed and the first token drawn: the last piece may leave."""
+        request = self._table.get(token.sequence.request_id)
+        assert request is not None
+        request.first_token = token.token_id
+        request.first_logprobs = token.logprobs
+        request.computed_at = now
+        self._batcher.stop(token.sequence)
+        self.account.remember(token.sequence)
+        self._sender.send_chunk(request, token.sequence.computed_count, is_final=True)
+        request.advance(PrefillEvent.LAST_CHUNK)
+
+    def _handle_settled(self, request: PrefillRequest, now: float) -> None:
+        if request.state is PrefillState.DRAINING:
+            self._endings.finish_if_quiet(request, now)
+        elif request.failure is not None:
+            self._endings.fail(request, request.failure, now)
+        elif request.state is PrefillState.SENDING and not request.sends_open:
+            self._endings.finish(request, now)
+
+    # ---- time and admission ----------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for request_id in self._table.deadlines.take_expired(now):
+            request = self._table.get(request_id)
+            if request is not None and request.deadline <= now:
+                failure = Failure("timed_out", "the request's time budget is used up", 504)
+                self._endings.fail(request, failure, now)
+        for half in self._rendezvous.take_expired(now):
+            failure = Failure("rendezvous_timeout", "the other half of the room never came", 500)
+            if isinstance(half, PrefillRequest):
+                self._endings.fail(half, failure, now)
+            else:
+                self._endings.reply_failed(half, failure)
+        for incarnation in self._peers.silent(now):
+            self._lose(incarnation, "no heartbeat", now)
+
+    def _admit(self, now: float) -> None:
+        """Start whoever fits, in order of arrival; nobody passes a request that waited too long."""
+        for request in list(self._table.queue.values()):
+            if not self._batcher.has_room:
+                break
+            sequence = self.account.open(
+                request.request_id, request.token_ids, request.prompt_count, request.sampling
+            )
+            if sequence is None:
+                if now - request.queued_at > PASSED_OVER_MAX_S:
+                    break
+                continue
+            request.sequence = sequence
+            request.cached_token_count = sequence.cached_count
+            request.scheduled_at = now
+            request.advance(PrefillEvent.SCHEDULED)
+            del self._table.queue[request.request_id]
+            self._batcher.add(sequence)
+
+    # ---- what others may know --------------------------------------------------------------------
+
+    def _load_tokens(self) -> int:
+        queued = sum(len(request.token_ids) for request in self._table.queue.values())
+        return queued + self._batcher.uncomputed_token_count
+
+    def _state(self, call_id: int) -> State:
+        return State(
+            call_id=call_id,
+            is_ready=True,
+            queues={
+                "bootstrap": self._rendezvous.request_count,
+                "waiting": len(self._table.queue),
+                "running": self._batcher.prompt_count,
+                "inflight": self._sender.open_count,
+                "reservations": self._rendezvous.reservation_count,
+            },
+            counters={
+                **self._counters,
+                **self._endings.counters,
+                "refused_peers": float(self._peers.refused_count),
+            },
+            page_groups=self.account.states(self._facts.layout),
+            peers=self._peers.states(),
+            step_count=self._batcher.step_count,
+            workers=list(self._facts.workers),
+        )

@@ -1,0 +1,71 @@
+"""Turns finished chunks into Send messages and counts what has settled.
+
+Knows nothing of clients; which bytes a Send means is the worker's to plan.
+"""
+
+from __future__ import annotations
+
+from common.protocol.local import CancelSends, Send, SendSettled
+from common.scheduling.peers import Outbox
+from prefill_server.request import Failure, PrefillRequest, Reservation
+
+
+class Sender:
+    """Sends of all requests that have any open."""
+
+    def __init__(self, rank_count: int, outbox: Outbox) -> None:
+        self._rank_count = rank_count
+        self._outbox = outbox
+        self._requests: dict[int, PrefillRequest] = {}
+        self._next_send_id = 1
+
+    def send_chunk(self, request: PrefillRequest, token_stop: int, *, is_final: bool) -> None:
+        """Hand over what has become final up to `token_stop`: one Send for all ranks."""
+        reservation, sequence = request.reservation, request.sequence
+        assert reservation is not None and sequence is not None
+        send_id = self._next_send_id
+        self._next_send_id += 1
+        request.sends_open[send_id] = set(range(self._rank_count))
+        self._requests[send_id] = request
+        self._outbox.to_workers(
+            Send(
+                send_id=send_id,
+                transfer_id=reservation.message.transfer_id,
+                peer=reservation.peer,
+                token_start=request.sent_token_count,
+                token_stop=token_stop,
+                is_final=is_final,
+                source_pages=sequence.page_lists(),
+                target_pages=reservation.message.pages,
+            )
+        )
+        request.sent_token_count = token_stop
+        request.chunk_count += 1
+
+    def cancel(self, request: PrefillRequest, reservation: Reservation) -> None:
+        """Ask the workers to stop issuing puts; what is out still settles."""
+        if request.sends_open:
+            self._outbox.to_workers(CancelSends(reservation.message.transfer_id))
+
+    def apply_settled(self, settled: SendSettled) -> PrefillRequest | None:
+        """Count one rank's answer; the request it belongs to, None if nobody waits for it."""
+        request = self._requests.get(settled.send_id)
+        if request is None or settled.rank not in request.sends_open[settled.send_id]:
+            return None
+        ranks = request.sends_open[settled.send_id]
+        ranks.remove(settled.rank)
+        if not ranks:
+            del request.sends_open[settled.send_id]
+            del self._requests[settled.send_id]
+        request.nbytes += settled.nbytes
+        request.run_count += settled.run_count
+        request.wire_s += settled.seconds
+        request.writers_settled.add(settled.rank)
+        if settled.error and request.failure is None:
+            message = f"hand-over from rank {settled.rank} failed: {settled.error}"
+            request.failure = Failure("transfer_failed", message, 500, is_retryable=True)
+        return request
+
+    @property
+    def open_count(self) -> int:
+        return len(self._requests)
