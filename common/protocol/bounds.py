@@ -195,7 +195,7 @@ def _check_ranks(name: str, value: object) -> None:
         here = f"{name}[{descriptor.rank}]"
         _check_blob(f"{here}.worker_address", descriptor.worker_address, ADDRESS_NBYTES_MAX)
         _check_count(f"{here}.regions", len(descriptor.regions), GROUP_COUNT_MAX)
-        for region, base, nbytes, memory_key in descriptor.regions:
+        for region, base, nbytes, memory_key in (*descriptor.regions, descriptor.probe):
             _check_name(f"{here} region", region)
             check_int(f"{here} region {region!r} address", base, 0, 2**64 - 1)
             check_int(f"{here} region {region!r} nbytes", nbytes, 0, INT64_MAX)
