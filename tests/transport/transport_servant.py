@@ -1,0 +1,207 @@
+"""A second real process that owns a transport and does what a test tells it over a pipe."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from common.planner.copy_plan import CopyPlan
+from common.transport.transport import (
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    TargetDescriptor,
+    TransferSettled,
+    TransportEvent,
+)
+from common.transport.ucx import UcxSettings, UcxTransport
+
+EVENT_PATIENCE_S = 20.0
+LastEvent = PeerFailed | PeerClosed
+
+
+class EventTimeout(AssertionError):
+    """An event that the contract promises did not come."""
+
+
+class Writer:
+    """A transport, and its events kept until a test asks for them."""
+
+    def __init__(self, tls: str) -> None:
+        self.transport = UcxTransport(UcxSettings(tls=tls, keepalive_s=1.0))
+        self.events: list[TransportEvent] = []
+
+    def wait_for(self, is_wanted: Callable[[TransportEvent], bool]) -> TransportEvent:
+        """The first event that `is_wanted`, removed from the kept ones."""
+        while True:
+            for index, event in enumerate(self.events):
+                if is_wanted(event):
+                    return self.events.pop(index)
+            if not self.transport.wait(EVENT_PATIENCE_S):
+                raise EventTimeout(f"kept meanwhile: {self.events}")
+            self.events += self.transport.poll()
+
+    def connect(self, peer: str, descriptor: TargetDescriptor) -> PeerConnected | PeerFailed:
+        self.transport.connect(peer, descriptor)
+        event = self.wait_for(
+            lambda event: isinstance(event, PeerConnected | PeerFailed) and event.peer == peer
+        )
+        assert isinstance(event, PeerConnected | PeerFailed)
+        return event
+
+    def settle(self, tag: int) -> TransferSettled:
+        event = self.wait_for(
+            lambda event: isinstance(event, TransferSettled) and event.tag == tag
+        )
+        assert isinstance(event, TransferSettled)
+        return event
+
+    def copy(self, peer: str, plan: CopyPlan, tag: int) -> TransferSettled:
+        self.transport.submit(peer, plan, tag)
+        return self.settle(tag)
+
+    def last_event(self, peer: str) -> LastEvent:
+        event = self.wait_for(lambda event: isinstance(event, LastEvent) and event.peer == peer)
+        assert isinstance(event, LastEvent)
+        return event
+
+    def disconnect(self, peer: str) -> LastEvent:
+        self.transport.disconnect(peer)
+        return self.last_event(peer)
+
+
+class Servant:
+    """The child's side: each public method is a command."""
+
+    def __init__(self, tls: str, gate: Connection) -> None:
+        self._writer = Writer(tls)
+        self._transport = self._writer.transport
+        self._gate = gate
+        self._views: dict[str, np.ndarray] = {}
+        self._kept: list[np.ndarray] = []
+
+    def allocate(self, name: str, nbytes: int) -> None:
+        view = self._transport.allocate(name, nbytes).view
+        assert view is not None
+        self._views[name] = view
+
+    def register(self, name: str, nbytes: int) -> None:
+        memory = np.zeros(nbytes, dtype=np.uint8)
+        self._transport.register(name, memory.ctypes.data, nbytes, "host")
+        self._views[name] = memory
+
+    def fill(self, name: str, value: int) -> None:
+        self._views[name][:] = value
+
+    def read(self, name: str) -> bytes:
+        return self._views[name].tobytes()
+
+    def open_target(self, peer: str, regions: list[str] | None = None) -> TargetDescriptor:
+        return self._transport.open_target(peer, regions)
+
+    def close_target(self, peer: str) -> None:
+        self._transport.close_target(peer)
+
+    def connect(self, peer: str, descriptor: TargetDescriptor) -> PeerConnected | PeerFailed:
+        return self._writer.connect(peer, descriptor)
+
+    def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
+        self._transport.submit(peer, plan, tag)
+
+    def settle(self, tag: int) -> TransferSettled:
+        return self._writer.settle(tag)
+
+    def hold_gil(self) -> None:
+        """Keeps the interpreter lock until the test opens the gate: PyDLL calls don't release it."""
+        ctypes.PyDLL(None).read(self._gate.fileno(), ctypes.create_string_buffer(1), 1)
+
+    def spin(self) -> int:
+        """Runs Python code until the test opens the gate."""
+        turns = 0
+        while not (turns % 100_000 == 0 and self._gate.poll()):
+            turns += 1
+        os.read(self._gate.fileno(), 1)
+        return turns
+
+    def close(self) -> None:
+        self._views.clear()
+        self._transport.close()
+
+
+def serve(tls: str, pipe: Connection, gate: Connection) -> None:
+    servant = Servant(tls, gate)
+    pipe.send(None)
+    while True:
+        name, arguments = pipe.recv()
+        if name == "exit":
+            return
+        try:
+            pipe.send((getattr(servant, name)(*arguments), None))
+        except Exception as exc:  # noqa: BLE001 - the test sees it
+            pipe.send((None, f"{type(exc).__name__}: {exc}"))
+
+
+class Remote:
+    """The test's side of a servant."""
+
+    def __init__(self, tls: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, pipe = context.Pipe()
+        self._gate, gate = context.Pipe()
+        self._process = context.Process(target=serve, args=(tls, pipe, gate), daemon=True)
+        self._process.start()
+        pipe.close()
+        gate.close()
+        self._pipe.recv()
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    def call(self, name: str, *arguments: object) -> object:
+        self.post(name, *arguments)
+        return self.reply()
+
+    def post(self, name: str, *arguments: object) -> None:
+        self._pipe.send((name, arguments))
+
+    def reply(self) -> object:
+        assert self._pipe.poll(EVENT_PATIENCE_S), "the servant does not answer"
+        result, error = self._pipe.recv()
+        assert error is None, error
+        return result
+
+    def has_replied(self) -> bool:
+        return self._pipe.poll(0)
+
+    def open_gate(self) -> None:
+        os.write(self._gate.fileno(), b"x")
+
+    def open_target(self, peer: str, regions: list[str] | None = None) -> TargetDescriptor:
+        descriptor = self.call("open_target", peer, regions)
+        assert isinstance(descriptor, TargetDescriptor)
+        return descriptor
+
+    def read(self, name: str) -> np.ndarray:
+        content = self.call("read", name)
+        assert isinstance(content, bytes)
+        return np.frombuffer(content, dtype=np.uint8)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.join()
+
+    def exit(self) -> None:
+        if self._process.is_alive():
+            self.post("exit")
+            self._process.join(EVENT_PATIENCE_S)
+        if self._process.is_alive():
+            self.kill()
