@@ -1,0 +1,168 @@
+"""How every ZMQ socket of a server is made, and what a send can come to.
+
+Knows nothing of messages: payloads are bytes. Nothing in this package blocks but `Poller.poll`:
+a send that can't be queued at once says so. Order is kept per connection; what was queued when a
+connection broke is gone, and it is for deadlines and heartbeats above to notice.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import zmq
+
+from common.errors import BatonError
+from common.protocol.codec import LOCAL_MESSAGE_NBYTES_MAX, PEER_MESSAGE_NBYTES_MAX
+
+# Messages queued in one direction of one connection. Locally that is many steps of tokens for a
+# slow reader; between peers everything is small and paced by the number of open transfers.
+LOCAL_QUEUE_MAX = 16384
+PEER_QUEUE_MAX = 4096
+# Messages taken from a socket at a time, so that a busy sender can't hold up the rest of a loop.
+RECEIVE_COUNT_MAX = 256
+# A dialler tries again after 0.1 s, then doubles the pause up to 2 s: within one beat of the
+# schedulers at first, and never a burden for a server that stays away.
+RECONNECT_MS = 100
+RECONNECT_MS_MAX = 2000
+# A connection whose other machine vanished without a word is dropped, and made anew, after this.
+PEER_PING_MS = 2000
+PEER_PING_TIMEOUT_MS = 10000
+PEER_HANDSHAKE_TIMEOUT_MS = 5000
+PEER_BACKLOG = 256  # connections that may wait to be accepted
+
+Socket = zmq.Socket[bytes]
+
+
+class SendResult(Enum):
+    """SENT: queued. FULL: not queued, try later. GONE: not queued, nobody of that name is there."""
+
+    SENT = "sent"
+    FULL = "full"
+    GONE = "gone"
+
+
+class ChannelClosed(BatonError):
+    """This end of the channel was closed."""
+
+
+class Endpoint(Protocol):
+    """Something with sockets that a `Poller` can wait for."""
+
+    def sockets(self) -> tuple[Socket, ...]: ...
+
+
+def open_local_router() -> Socket:
+    """The scheduler's socket towards the processes of its own server."""
+    socket = _open(zmq.ROUTER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX)
+    _make_strict_router(socket)
+    return socket
+
+
+def open_local_dealer(identity: bytes) -> Socket:
+    """A process's socket towards its scheduler. Queues while the scheduler is still starting."""
+    socket = _open(zmq.DEALER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    return socket
+
+
+def open_peer_router(*, is_ipv6: bool) -> Socket:
+    """The socket that servers of other machines connect to."""
+    socket = _open(zmq.ROUTER, PEER_QUEUE_MAX, PEER_MESSAGE_NBYTES_MAX)
+    _make_strict_router(socket)
+    socket.setsockopt(zmq.BACKLOG, PEER_BACKLOG)
+    _harden_peer(socket, is_ipv6)
+    return socket
+
+
+def open_peer_dealer(identity: bytes, *, is_ipv6: bool) -> Socket:
+    """A socket that dials one server of another machine, again and again if it must."""
+    socket = _open(zmq.DEALER, PEER_QUEUE_MAX, PEER_MESSAGE_NBYTES_MAX)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    # Queue only for a connection that is there: a server that comes back after a minute must not
+    # be met with a minute of stale messages.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    _harden_peer(socket, is_ipv6)
+    return socket
+
+
+def _open(kind: int, queue_max: int, nbytes_max: int) -> Socket:
+    """One context per process serves all sockets; keys for authentication would be set here."""
+    socket: Socket = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)  # closing never waits for a peer
+    socket.setsockopt(zmq.SNDHWM, queue_max)
+    socket.setsockopt(zmq.RCVHWM, queue_max)
+    socket.setsockopt(zmq.MAXMSGSIZE, nbytes_max)  # a larger one ends its connection
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+    return socket
+
+
+def _make_strict_router(socket: Socket) -> None:
+    """Report sends to nobody, and let a peer that reconnects take its name over at once."""
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+
+
+def _harden_peer(socket: Socket, is_ipv6: bool) -> None:
+    socket.setsockopt(zmq.IPV6, int(is_ipv6))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PEER_PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PEER_PING_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, PEER_HANDSHAKE_TIMEOUT_MS)
+
+
+def send_routed(socket: Socket, identity: bytes, payload: bytes) -> SendResult:
+    """Send through a router socket to one connected peer."""
+    try:
+        socket.send_multipart([identity, payload], zmq.NOBLOCK)
+    except zmq.Again:
+        return SendResult.FULL
+    except zmq.ZMQError as exc:
+        if exc.errno != zmq.EHOSTUNREACH:
+            raise
+        return SendResult.GONE
+    return SendResult.SENT
+
+
+def receive_routed(socket: Socket) -> tuple[list[tuple[bytes, bytes]], int]:
+    """(identity, payload) of what waits, at most RECEIVE_COUNT_MAX, and how many were malformed.
+
+    A well-formed message is exactly one frame behind the identity that the socket puts in front.
+    """
+    received: list[tuple[bytes, bytes]] = []
+    malformed_count = 0
+    for _ in range(RECEIVE_COUNT_MAX):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        if len(frames) == 2:
+            received.append((frames[0], frames[1]))
+        else:
+            malformed_count += 1
+    return received, malformed_count
+
+
+def send_dealt(socket: Socket, payload: bytes) -> SendResult:
+    """Send through a dealer socket. FULL also while there is no connection to queue for."""
+    try:
+        socket.send(payload, zmq.NOBLOCK)
+    except zmq.Again:
+        return SendResult.FULL
+    return SendResult.SENT
+
+
+def receive_dealt(socket: Socket) -> tuple[list[bytes], int]:
+    """Payloads that wait, at most RECEIVE_COUNT_MAX, and how many messages were malformed."""
+    received: list[bytes] = []
+    malformed_count = 0
+    for _ in range(RECEIVE_COUNT_MAX):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        if len(frames) == 1:
+            received.append(frames[0])
+        else:
+            malformed_count += 1
+    return received, malformed_count
