@@ -1,0 +1,62 @@
+"""The contract of an attention backend, and the writing of new keys and values that all share.
+
+Knows nothing of models: a layer is a number, heads are whatever the rank holds of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from common.engine.forward_batch import ForwardBatch
+from common.engine.kv_pool import Geometry, KvPool, WriteIndex, write_index
+
+KEY = "k"
+VALUE = "v"
+
+
+class AttentionPass(Protocol):
+    """The attention of one forward pass; what all layers share is prepared once."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append the new tokens' keys and values to the cache and attend to all of it, causally.
+
+        layer: global id. query: [T, query heads, head dim]; key, value: [T, KV heads, head dim].
+        Query head h reads KV head h // (query heads / KV heads). Scores are scaled by
+        head dim ** -0.5.
+        Returns: [T, query heads, head dim] in the dtype of `query`.
+        """
+        ...
+
+
+class Attention(Protocol):
+    """An attention backend. name: for logs and /server_info."""
+
+    @property
+    def name(self) -> str: ...
+
+    def start(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
+        """Prepare one forward pass over `batch`, whose cache lies in `pool`."""
+        ...
+
+
+class CacheWriter:
+    """Writes new rows of any component and layer; indexes are computed once per geometry."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool) -> None:
+        self._batch = batch
+        self._pool = pool
+        self._indexes: dict[Geometry, WriteIndex] = {}
+
+    def write(self, component: str, layer: int, values: Tensor) -> None:
+        """values: [T, unit, element], rows in the order of the batch's tokens."""
+        plane = self._pool.plane(component, layer)
+        index = self._indexes.get(plane.geometry)
+        if index is None:
+            group = plane.geometry.group
+            index = write_index(
+                plane.geometry, self._batch.token_pages[group], self._batch.token_rows[group]
+            )
+            self._indexes[plane.geometry] = index
+        plane.write(index, values)

@@ -1,0 +1,184 @@
+"""Attention by torch's scaled_dot_product_attention over gathered pages; runs on every device.
+
+The path of CPU servers and the reference that other backends are checked against. Sequences with
+one new token are attended together, in buckets of similar length; the others one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.attention.attention import KEY, VALUE, CacheWriter
+from common.engine.attention.buckets import bucket_by_pages
+from common.engine.forward_batch import ForwardBatch
+from common.engine.kv_pool import GatherIndex, Geometry, KvPool, Plane, gather_index
+
+
+class SdpaAttention:
+    """See `Attention`."""
+
+    name = "sdpa"
+
+    def start(self, batch: ForwardBatch, pool: KvPool) -> SdpaPass:
+        return SdpaPass(batch, pool)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """A page table int64[B, pages], and its gather index per geometry, made when first needed."""
+
+    page_table: Tensor
+    indexes: dict[Geometry, GatherIndex] = field(default_factory=dict)
+
+    def read(self, plane: Plane, dtype: torch.dtype) -> Tensor:
+        """[B, unit, pages * page_items, element]."""
+        index = self.indexes.get(plane.geometry)
+        if index is None:
+            index = gather_index(plane.geometry, self.page_table)
+            self.indexes[plane.geometry] = index
+        return plane.gather(index).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeBucket:
+    """Sequences with one new token each. rows: int64[B], their rows in the batch, None for all.
+
+    mask: bool[B, 1, 1, items], True where a token is; None if nothing is padded.
+    """
+
+    rows: Tensor | None
+    gather: _Gather
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence with several new tokens, rows first .. stop of the batch.
+
+    mask: bool[new tokens, kv_length], True where a key may be seen; None if nothing was in the
+        cache before, so that the new keys are all there are and the triangle is the whole rule.
+    """
+
+    first: int
+    stop: int
+    kv_length: int
+    gather: _Gather
+    mask: Tensor | None
+
+
+class SdpaPass:
+    """See `AttentionPass`."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool) -> None:
+        self._pool = pool
+        self._writer = CacheWriter(batch, pool)
+        group = pool.group_of(KEY)
+        assert pool.group_of(VALUE) == group
+        self._page_items = pool.page_items[group]
+        self._page_table = batch.page_tables[group].to(torch.int64)
+        self._decodes: list[_DecodeBucket] = []
+        self._chunks: list[_Chunk] = []
+        self._plan(batch)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._writer.write(KEY, layer, key)
+        self._writer.write(VALUE, layer, value)
+        planes = (self._pool.plane(KEY, layer), self._pool.plane(VALUE, layer))
+        if not self._chunks and len(self._decodes) == 1 and self._decodes[0].rows is None:
+            return _attend_decode(self._decodes[0], query, planes)
+        output = torch.empty_like(query)
+        for bucket in self._decodes:
+            assert bucket.rows is not None
+            output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], planes)
+        for chunk in self._chunks:
+            rows = slice(chunk.first, chunk.stop)
+            output[rows] = _attend_chunk(chunk, query[rows], key[rows], value[rows], planes)
+        return output
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        device = batch.token_ids.device
+        first = 0
+        decodes: list[int] = []
+        decode_rows: list[int] = []
+        for index, length in enumerate(batch.query_lengths):
+            if length == 1:
+                decodes.append(index)
+                decode_rows.append(first)
+            else:
+                self._chunks.append(
+                    self._plan_chunk(index, first, length, batch.kv_length_list[index], device)
+                )
+            first += length
+        if not decodes:
+            return
+        lengths = [batch.kv_length_list[index] for index in decodes]
+        page_counts = [-(-length // self._page_items) for length in lengths]
+        buckets = bucket_by_pages(page_counts)
+        is_all = len(buckets) == 1 and not self._chunks
+        for bucket in buckets:
+            width = max(page_counts[i] for i in bucket)
+            rows = torch.tensor([decode_rows[i] for i in bucket], device=device)
+            table = self._page_table
+            if not is_all:
+                table = table[torch.tensor([decodes[i] for i in bucket], device=device)]
+            self._decodes.append(
+                _DecodeBucket(
+                    rows=None if is_all else rows,
+                    gather=_Gather(table[:, :width]),
+                    mask=self._decode_mask([lengths[i] for i in bucket], width, device),
+                )
+            )
+
+    def _decode_mask(self, lengths: list[int], width: int, device: torch.device) -> Tensor | None:
+        items = width * self._page_items
+        if all(length == items for length in lengths):
+            return None
+        is_token = torch.arange(items)[None] < torch.tensor(lengths)[:, None]
+        return is_token[:, None, None].to(device)
+
+    def _plan_chunk(
+        self, index: int, first: int, length: int, kv_length: int, device: torch.device
+    ) -> _Chunk:
+        page_count = -(-kv_length // self._page_items)
+        gather = _Gather(self._page_table[index : index + 1, :page_count])
+        mask = None
+        if length < kv_length:
+            # New token i stands at position kv_length - length + i and sees itself and all before.
+            positions = torch.arange(kv_length - length, kv_length, device=device)
+            mask = torch.arange(kv_length, device=device)[None] <= positions[:, None]
+        return _Chunk(first, first + length, kv_length, gather, mask)
+
+
+def _attend_decode(bucket: _DecodeBucket, query: Tensor, planes: tuple[Plane, Plane]) -> Tensor:
+    """query: [B, query heads, head dim]. A KV head's query heads are its rows of queries: they see
+    the same keys, so grouped heads need no repeated keys."""
+    keys, values = (bucket.gather.read(plane, query.dtype) for plane in planes)
+    grouped = query.view(query.shape[0], keys.shape[1], -1, query.shape[-1])
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
+    return output.reshape(query.shape)
+
+
+def _attend_chunk(
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, planes: tuple[Plane, Plane]
+) -> Tensor:
+    """query: [new tokens, query heads, head dim]; key, value: the new ones."""
+    if chunk.mask is None and planes[0].view.dtype == key.dtype:
+        # What the cache holds now is what was just computed, unless it is stored in less.
+        keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+    else:
+        keys, values = (
+            chunk.gather.read(plane, query.dtype)[:, :, : chunk.kv_length] for plane in planes
+        )
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return output[0].transpose(0, 1)

@@ -1,0 +1,33 @@
+"""What every layer is built with: the rank's place, the device and the dtype of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.distributed import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """Shared by all layers of a model."""
+
+    parallel: ParallelContext
+    device: torch.device
+    dtype: torch.dtype
+
+    def empty(self, *shape: int) -> Tensor:
+        """A tensor to be filled by the loader."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """A tensor whose rows may stay unfilled (the padding of a vocabulary)."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def cut(self, size: int) -> range:
+        """This rank's share of `size` features that all ranks share evenly."""
+        share, rest = divmod(size, self.parallel.tp_size)
+        assert rest == 0, (size, self.parallel.tp_size)
+        return range(self.parallel.tp_rank * share, (self.parallel.tp_rank + 1) * share)

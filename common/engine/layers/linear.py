@@ -1,0 +1,106 @@
+"""Linear layers cut over tensor parallel ranks, by output rows or by input columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.layers.layer_context import LayerContext
+from common.engine.weights import Piece, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBlock:
+    """A projection of the checkpoint and the output rows of it that this rank computes.
+
+    name: of the projection, without ".weight". size: its rows in the whole model.
+    """
+
+    name: str
+    size: int
+    rows: range
+    has_bias: bool = False
+
+
+class ColumnLinear:
+    """y = x W^T + b, the rows of W cut; several projections of one input are one matrix product.
+
+    The output holds the blocks side by side, this rank's rows only; no communication.
+    """
+
+    def __init__(
+        self, context: LayerContext, input_size: int, blocks: Sequence[OutputBlock]
+    ) -> None:
+        self.input_size = input_size
+        self.blocks = tuple(blocks)
+        output_size = sum(len(block.rows) for block in blocks)
+        self.weight = context.empty(output_size, input_size)
+        has_bias = any(block.has_bias for block in blocks)
+        self.bias = context.zeros(output_size) if has_bias else None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+    def weights(self) -> Iterator[Weight]:
+        first = 0
+        for block in self.blocks:
+            target = slice(first, first + len(block.rows))
+            rows = slice(block.rows.start, block.rows.stop)
+            yield Weight(
+                (
+                    (
+                        Piece(
+                            f"{block.name}.weight",
+                            (block.size, self.input_size),
+                            (rows, slice(None)),
+                            self.weight[target],
+                        ),
+                    ),
+                )
+            )
+            if block.has_bias:
+                assert self.bias is not None
+                piece = Piece(f"{block.name}.bias", (block.size,), (rows,), self.bias[target])
+                yield Weight(((piece,),))
+            first = target.stop
+
+
+class RowLinear:
+    """y = x W^T + b, the columns of W cut: each rank has a part of x, the sum is shared.
+
+    The bias is added once, after the reduction.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        input_size: int,
+        columns: range,
+        output_size: int,
+        has_bias: bool = False,
+    ) -> None:
+        self.name = name
+        self.input_size = input_size
+        self.columns = columns
+        self.parallel = context.parallel
+        self.weight = context.empty(output_size, len(columns))
+        self.bias = context.empty(output_size) if has_bias else None
+
+    def __call__(self, hidden_part: Tensor) -> Tensor:
+        if self.parallel.tp_size == 1:
+            return F.linear(hidden_part, self.weight, self.bias)
+        hidden = self.parallel.all_reduce(F.linear(hidden_part, self.weight))
+        return hidden if self.bias is None else hidden + self.bias
+
+    def weights(self) -> Iterator[Weight]:
+        columns = slice(self.columns.start, self.columns.stop)
+        shape = (self.weight.shape[0], self.input_size)
+        piece = Piece(f"{self.name}.weight", shape, (slice(None), columns), self.weight)
+        yield Weight(((piece,),))
+        if self.bias is not None:
+            yield Weight.whole(f"{self.name}.bias", self.bias)

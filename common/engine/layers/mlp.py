@@ -1,0 +1,54 @@
+"""The gated MLP: down(silu(gate(x)) * up(x)), its inner features cut over tensor parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.weights import Weight
+
+
+class GatedMlp:
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        has_bias: bool = False,
+    ) -> None:
+        inner = context.cut(intermediate_size)
+        self.gate_up = ColumnLinear(
+            context,
+            hidden_size,
+            [
+                OutputBlock(f"{name}.{part}", intermediate_size, inner, has_bias)
+                for part in ("gate_proj", "up_proj")
+            ],
+        )
+        self.down = RowLinear(
+            context,
+            f"{name}.down_proj",
+            input_size=intermediate_size,
+            columns=inner,
+            output_size=hidden_size,
+            has_bias=has_bias,
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.down(gated_silu(self.gate_up(hidden)))
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.gate_up.weights()
+        yield from self.down.weights()
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [.., 2 n], the gate in the first half: [.., n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

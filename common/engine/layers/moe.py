@@ -1,0 +1,128 @@
+"""Routed experts as Qwen3-MoE has them: softmax router, top-k, each expert a gated MLP.
+
+Every rank routes alike and computes a slice of every expert's inner features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.mlp import gated_silu
+from common.engine.weights import Piece, Weight
+
+
+class MoeMlp:
+    """hidden [T, hidden] to the same shape; stands where a plain MLP would."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        expert_count: int,
+        experts_per_token: int,
+        is_normalized: bool,
+    ) -> None:
+        self.name = name
+        self.parallel = context.parallel
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.expert_count = expert_count
+        self.experts_per_token = experts_per_token
+        self.is_normalized = is_normalized
+        self.inner = context.cut(intermediate_size)
+        self.router = context.empty(expert_count, hidden_size)
+        self.gate_up = context.empty(expert_count, 2 * len(self.inner), hidden_size)
+        self.down = context.empty(expert_count, hidden_size, len(self.inner))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        shares, experts = self.route(hidden)
+        # Tokens are brought into expert order, so that each expert is one product; the way back
+        # sums a token's experts in the order of its own top-k, whatever else is in the batch.
+        order = experts.flatten().argsort(stable=True)
+        by_expert = hidden[order // self.experts_per_token]
+        counts = torch.bincount(experts.flatten(), minlength=self.expert_count).tolist()
+        outputs = torch.empty_like(by_expert)
+        first = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(first, first + count)
+                inner = gated_silu(F.linear(by_expert[rows], self.gate_up[expert]))
+                torch.mm(inner, self.down[expert].t(), out=outputs[rows])
+                first = rows.stop
+        by_token = torch.empty_like(outputs)
+        by_token[order] = outputs
+        by_token = by_token.view(*experts.shape, -1)
+        return self.parallel.all_reduce((by_token * shares[:, :, None]).sum(dim=1))
+
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(shares [T, k] in the model's dtype, expert ids int64[T, k]) of every token."""
+        scores = torch.softmax(F.linear(hidden, self.router), dim=-1, dtype=torch.float32)
+        shares, experts = scores.topk(self.experts_per_token, dim=-1)
+        if self.is_normalized:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return shares.to(hidden.dtype), experts
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight.whole(f"{self.name}.gate.weight", self.router)
+        yield Weight((self._gate_up_per_expert(), self._gate_up_stacked()))
+        yield Weight((self._down_per_expert(), self._down_stacked()))
+
+    def _gate_up_per_expert(self) -> tuple[Piece, ...]:
+        shape = (self.intermediate_size, self.hidden_size)
+        rows = slice(self.inner.start, self.inner.stop)
+        width = len(self.inner)
+        return tuple(
+            Piece(
+                f"{self.name}.experts.{expert}.{part}.weight",
+                shape,
+                (rows, slice(None)),
+                self.gate_up[expert, place * width : (place + 1) * width],
+            )
+            for expert in range(self.expert_count)
+            for place, part in enumerate(("gate_proj", "up_proj"))
+        )
+
+    def _gate_up_stacked(self) -> tuple[Piece, ...]:
+        """[expert, 2 n, hidden], the gate's rows first."""
+        size = self.intermediate_size
+        shape = (self.expert_count, 2 * size, self.hidden_size)
+        width = len(self.inner)
+        return tuple(
+            Piece(
+                f"{self.name}.experts.gate_up_proj",
+                shape,
+                (
+                    slice(None),
+                    slice(place * size + self.inner.start, place * size + self.inner.stop),
+                    slice(None),
+                ),
+                self.gate_up[:, place * width : (place + 1) * width],
+            )
+            for place in range(2)
+        )
+
+    def _down_per_expert(self) -> tuple[Piece, ...]:
+        columns = slice(self.inner.start, self.inner.stop)
+        return tuple(
+            Piece(
+                f"{self.name}.experts.{expert}.down_proj.weight",
+                (self.hidden_size, self.intermediate_size),
+                (slice(None), columns),
+                self.down[expert],
+            )
+            for expert in range(self.expert_count)
+        )
+
+    def _down_stacked(self) -> tuple[Piece, ...]:
+        shape = (self.expert_count, self.hidden_size, self.intermediate_size)
+        columns = slice(self.inner.start, self.inner.stop)
+        take = (slice(None), slice(None), columns)
+        return (Piece(f"{self.name}.experts.down_proj", shape, take, self.down),)

@@ -1,0 +1,69 @@
+"""RMSNorm as Llama and Qwen spell it: normalised in fp32, cast to the model dtype, then scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.layers.layer_context import LayerContext
+from common.engine.weights import Piece, Weight
+
+
+def normalize(hidden: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) over the last dimension, computed in fp32, in the dtype of `hidden`."""
+    if hidden.dtype == torch.float32:
+        return F.rms_norm(hidden, (hidden.shape[-1],), None, epsilon)
+    wide = hidden.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
+
+
+class RmsNorm:
+    def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
+        self.name = name
+        self.epsilon = epsilon
+        self.weight = context.empty(size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype == torch.float32:
+            return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.epsilon)
+        return self.weight * normalize(hidden, self.epsilon)
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight.whole(f"{self.name}.weight", self.weight)
+
+
+class QkNorm:
+    """RMSNorm over each head's dimension, of query and key heads in one go.
+
+    Input and output [T, query heads + KV heads, head dim]; all query heads share one weight, and
+    all KV heads another.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        head_count: int,
+        kv_head_count: int,
+        head_dim: int,
+        epsilon: float,
+    ) -> None:
+        self.name = name
+        self.epsilon = epsilon
+        self.head_count = head_count
+        self.weight = context.empty(head_count + kv_head_count, head_dim)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return self.weight * normalize(heads, self.epsilon)
+
+    def weights(self) -> Iterator[Weight]:
+        for part, target in (
+            ("q_norm", self.weight[: self.head_count]),
+            ("k_norm", self.weight[self.head_count :]),
+        ):
+            shape = (self.weight.shape[1],)
+            yield Weight(((Piece(f"{self.name}.{part}.weight", shape, (slice(None),), target),),))

@@ -1,0 +1,108 @@
+"""Rotary position embedding over half-split pairs (i, i + d/2), for every kind of scaling.
+
+The frequencies follow the papers' definitions and are checked against transformers in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from common.engine.rope_config import RopeConfig, RopeKind
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of T tokens, ready to be applied: both [T, 1, head dim] in the model's dtype.
+
+    sin: the first half negated, so that a rotation is x * cos + swap_halves(x) * sin.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, heads: Tensor) -> Tensor:
+        """Rotate heads[T, heads, head dim]."""
+        swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+        return torch.addcmul(heads * self.cos, swapped, self.sin)
+
+
+class RotaryEmbedding:
+    """Angles of positions; computed per forward pass, shared by all layers."""
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        frequencies, self.scale = rotary_frequencies(rope, head_dim)
+        self.frequencies = frequencies.to(device)
+        self.dtype = dtype
+
+    def rotate(self, positions: Tensor) -> Rotation:
+        """positions: int64[T]. Angles are computed in fp32 and cast last."""
+        angles = positions[:, None].float() * self.frequencies
+        cos = angles.cos() * self.scale
+        sin = angles.sin() * self.scale
+        return Rotation(
+            cos=torch.cat((cos, cos), dim=-1).to(self.dtype)[:, None],
+            sin=torch.cat((-sin, sin), dim=-1).to(self.dtype)[:, None],
+        )
+
+
+def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """(fp32[head_dim / 2] radians per position, factor on cos and sin)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    match rope.kind:
+        case RopeKind.DEFAULT:
+            return plain, 1.0
+        case RopeKind.LINEAR:
+            return plain / rope.factor, 1.0
+        case RopeKind.LLAMA3:
+            return _llama3_frequencies(rope, plain), 1.0
+        case RopeKind.YARN:
+            return _yarn_frequencies(rope, head_dim, plain), _yarn_scale(rope)
+        case _:
+            assert_never(rope.kind)
+
+
+def _llama3_frequencies(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, with a smooth band between."""
+    rotations = rope.original_length * plain / (2 * math.pi)
+    band = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((rotations - rope.low_freq_factor) / band).clamp(0.0, 1.0)
+    return (1.0 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn_frequencies(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
+    """Dimensions that turn often over the original length are kept, slow ones interpolated."""
+    low = _yarn_dimension(rope, head_dim, rope.beta_fast)
+    high = _yarn_dimension(rope, head_dim, rope.beta_slow)
+    if rope.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # A band of no width would divide by zero; any small width gives the same step.
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return plain / rope.factor * ramp + plain * (1.0 - ramp)
+
+
+def _yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
+    """The dimension that makes `rotations` turns over the original length."""
+    turns = math.log(rope.original_length / (rotations * 2 * math.pi))
+    return head_dim * turns / (2 * math.log(rope.theta))
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _magnitude(rope.factor, rope.mscale) / _magnitude(rope.factor, rope.mscale_all_dim)
+    return _magnitude(rope.factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

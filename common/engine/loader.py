@@ -1,0 +1,65 @@
+"""From a checkpoint directory to a model that runs. Knows nothing of pools, steps or requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from common.engine.attention.attention import Attention
+from common.engine.attention.sdpa import SdpaAttention
+from common.engine.distributed import ParallelContext
+from common.engine.kv_pool import DTYPES
+from common.engine.layers.layer_context import LayerContext
+from common.engine.model_config import ModelConfig, check_parallel, read_model_config
+from common.engine.models.causal_lm import CausalLm
+from common.engine.models.registry import FAMILIES
+from common.engine.weights import fill_with_noise, load_weights
+from common.errors import ConfigError
+
+LOAD_FORMATS = ("auto", "dummy")
+
+
+def read_served_config(model_path: str | Path, *, dtype: str = "auto") -> ModelConfig:
+    """The checkpoint's config with `dtype` resolved: what the server will compute in.
+
+    Raises: ConfigError as `read_model_config`, and for an unknown dtype.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype}: must be auto or one of {', '.join(DTYPES)}")
+    config = read_model_config(Path(model_path))
+    return config if dtype == "auto" else replace(config, dtype=dtype)
+
+
+def load_model(
+    model_path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    parallel: ParallelContext | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+    attention: Attention | None = None,
+) -> CausalLm:
+    """Build this rank's part of a model and fill its tensors.
+
+    dtype: "auto" for the checkpoint's own. load_format: "auto" reads safetensors; "dummy" draws
+    weights from `seed` and needs only config.json. attention: SDPA if None.
+    Raises: ConfigError naming what is wrong with the checkpoint or an argument.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format}: must be one of {', '.join(LOAD_FORMATS)}")
+    config = read_served_config(model_path, dtype=dtype)
+    parallel = parallel or ParallelContext()
+    check_parallel(config, parallel.tp_size, parallel.pp_size)
+    context = LayerContext(parallel, torch.device(device), DTYPES[config.dtype])
+    model = CausalLm(
+        config, context, attention or SdpaAttention(), FAMILIES[config.architecture].build_layer
+    )
+    with torch.inference_mode():
+        if load_format == "dummy":
+            fill_with_noise(model.weights(), seed=seed)
+        else:
+            load_weights(Path(model_path), model.weights(), is_ignored=model.is_ignored)
+    return model

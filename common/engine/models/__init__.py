@@ -1,0 +1,1 @@
+"""One file per family of architectures; `registry.py` says which serves which."""

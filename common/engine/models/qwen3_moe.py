@@ -1,0 +1,26 @@
+"""Qwen3-MoE: Llama's layers, with routed experts instead of the MLP where there are any."""
+
+from __future__ import annotations
+
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.moe import MoeMlp
+from common.engine.model_config import ModelConfig
+from common.engine.models.llama import LlamaLayer, build_llama_layer
+
+
+def build_qwen3_moe_layer(context: LayerContext, config: ModelConfig, layer: int) -> LlamaLayer:
+    """The layer of a global id."""
+    moe = config.moe
+    assert moe is not None
+    if layer not in moe.layers:
+        return build_llama_layer(context, config, layer)
+    mlp = MoeMlp(
+        context,
+        f"model.layers.{layer}.mlp",
+        hidden_size=config.hidden_size,
+        intermediate_size=moe.intermediate_size,
+        expert_count=moe.expert_count,
+        experts_per_token=moe.experts_per_token,
+        is_normalized=moe.is_normalized,
+    )
+    return LlamaLayer(context, config, layer, mlp)

@@ -1,0 +1,56 @@
+"""Which architecture is served by which layers and caches what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.engine.kv_pool import DTYPES
+from common.engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from common.engine.models.causal_lm import LayerBuilder
+from common.engine.models.llama import build_llama_layer
+from common.engine.models.qwen3_moe import build_qwen3_moe_layer
+from common.errors import ConfigError
+from common.layout.component import CacheComponent
+from common.layout.families import gqa_components
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """build_layer: the model's layers. components: (config, cache dtype) to what it caches."""
+
+    build_layer: LayerBuilder
+    components: Callable[[ModelConfig, str], tuple[CacheComponent, ...]]
+
+
+def _gqa(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    return gqa_components(
+        layer_count=config.layer_count,
+        kv_head_count=config.kv_head_count,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+_LLAMA = Family(build_llama_layer, _gqa)
+
+FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "Qwen3MoeForCausalLM": Family(build_qwen3_moe_layer, _gqa),
+}
+assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
+
+
+def cache_components(config: ModelConfig, kv_cache_dtype: str) -> tuple[CacheComponent, ...]:
+    """What a model caches, for `ServerLayout`.
+
+    kv_cache_dtype: element type of the cache, "auto" for what the checkpoint is computed in.
+    Raises: ConfigError for a type that can't be stored.
+    """
+    dtype = config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"kv_cache_dtype={dtype}: must be auto or one of {', '.join(DTYPES)}")
+    return FAMILIES[config.architecture].components(config, dtype)

@@ -1,0 +1,88 @@
+"""Drives a model through the paged cache as a server would: chunks, decodes, random page order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.kv_pool import KvPool
+from common.engine.models.causal_lm import CausalLm
+from common.engine.models.registry import cache_components
+from common.layout.cache_layout import ServerLayout
+from common.layout.parallel import split_layers
+
+PAGE_SIZE = 16
+
+
+def make_pool(
+    model: CausalLm,
+    page_count: int,
+    *,
+    page_size: int = PAGE_SIZE,
+    kv_cache_dtype: str = "auto",
+    layer_group_count: int = 1,
+) -> KvPool:
+    """A pool for this rank of the model. Its bytes start as noise: nothing may rely on zeros."""
+    config, parallel = model.config, model.context.parallel
+    layout = ServerLayout(
+        components=cache_components(config, kv_cache_dtype),
+        tp_size=parallel.tp_size,
+        stages=split_layers(config.layer_count, parallel.pp_size),
+        page_size=page_size,
+        layer_group_count=layer_group_count,
+    )
+    layout.check()
+    pool = KvPool.allocate(layout.rank(parallel.pp_rank, parallel.tp_rank), [page_count], "cpu")
+    generator = torch.Generator().manual_seed(7)
+    for buffer in pool.buffers:
+        # Exponent bits stay below infinity in every float type, so that a masked read stays 0.
+        buffer.copy_(torch.randint(0, 64, buffer.shape, generator=generator, dtype=torch.uint8))
+    return pool
+
+
+class Sequence:
+    """One sequence being computed: its tokens, and its pages in the order they were dealt."""
+
+    def __init__(self, token_ids: list[int], page_ids: list[int]) -> None:
+        self.token_ids = list(token_ids)
+        self.page_ids = page_ids
+        self.computed = 0
+
+    def chunk(self, count: int, *, all_logits: bool = False) -> SequenceChunk:
+        """The next `count` tokens; logits of the last one, or of all."""
+        stop = self.computed + count
+        chunk = SequenceChunk(
+            token_ids=self.token_ids[self.computed : stop],
+            start=self.computed,
+            page_ids=(self.page_ids,),
+            logits_offsets=range(count) if all_logits else (count - 1,),
+        )
+        self.computed = stop
+        return chunk
+
+
+def shuffled_pages(page_count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randperm(page_count, generator=generator) + 1).tolist()
+
+
+def forward(model: CausalLm, pool: KvPool, chunks: list[SequenceChunk]) -> Tensor:
+    batch = ForwardBatch.build(chunks, page_items=pool.page_items, device="cpu")
+    logits = model.forward(batch, pool)
+    assert logits is not None
+    return logits
+
+
+def greedy(
+    model: CausalLm, pool: KvPool, sequence: Sequence, chunk_sizes: list[int], count: int
+) -> list[int]:
+    """Compute the prompt in chunks of the given sizes, then `count` tokens one by one."""
+    assert sum(chunk_sizes) == len(sequence.token_ids)
+    for size in chunk_sizes:
+        logits = forward(model, pool, [sequence.chunk(size)])
+    output = [int(logits[-1].argmax())]
+    while len(output) < count:
+        sequence.token_ids.append(output[-1])
+        output.append(int(forward(model, pool, [sequence.chunk(1)])[0].argmax()))
+    return output

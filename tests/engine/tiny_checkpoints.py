@@ -1,0 +1,209 @@
+"""Tiny random checkpoints of every supported architecture, and what transformers makes of them.
+
+The weights are redrawn after initialisation: with the library's own small init a model repeats one
+token, and nothing would show a wrong page. Importable by any test; costs some 50 ms per checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB_SIZE = 512
+CLASSES = {
+    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
+    "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
+    "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
+    "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+# 8 query heads on 2 KV heads, so that tensor parallel size 4 has to replicate.
+COMMON: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE: dict[str, object] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LINEAR_ROPE: dict[str, object] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+DEFAULT_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tiny checkpoint: an architecture, and what its config changes from COMMON."""
+
+    architecture: str
+    changes: Mapping[str, object] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def is_tied(self) -> bool:
+        return self.changes.get("tie_word_embeddings") is True
+
+
+RECIPES: dict[str, Recipe] = {
+    "llama": Recipe("LlamaForCausalLM", {"rope_parameters": DEFAULT_ROPE}),
+    "llama_bias": Recipe(
+        "LlamaForCausalLM",
+        {"rope_parameters": DEFAULT_ROPE, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama3": Recipe("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
+    "llama_linear": Recipe("LlamaForCausalLM", {"rope_parameters": LINEAR_ROPE}),
+    "mistral": Recipe(
+        "MistralForCausalLM", {"rope_parameters": DEFAULT_ROPE, "sliding_window": None}
+    ),
+    "qwen2_tied": Recipe(
+        "Qwen2ForCausalLM", {"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True}
+    ),
+    "qwen2_yarn": Recipe("Qwen2ForCausalLM", {"rope_parameters": YARN_ROPE}),
+    "qwen3": Recipe("Qwen3ForCausalLM", {"rope_parameters": DEFAULT_ROPE, "head_dim": 32}),
+    "qwen3_moe": Recipe(
+        "Qwen3MoeForCausalLM",
+        {
+            "rope_parameters": DEFAULT_ROPE,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
+def build_checkpoint(
+    recipe: Recipe, directory: Path, *, file_nbytes_max: int | None = None
+) -> Path:
+    """Write a checkpoint as transformers saves it. file_nbytes_max: cut into several files."""
+    config_class, model_class = CLASSES[recipe.architecture]
+    config = config_class(**{**COMMON, **recipe.changes})
+    torch.manual_seed(recipe.seed)
+    model = model_class(config)
+    redraw(model, recipe.seed, is_tied=recipe.is_tied)
+    shard_size = f"{file_nbytes_max}B" if file_nbytes_max else "1GB"
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return directory
+
+
+def redraw(model: torch.nn.Module, seed: int, *, is_tied: bool) -> None:
+    """Weights with which every cached page decides tokens and few tokens repeat."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(tensor: Tensor, mean: float, deviation: float) -> None:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * deviation + mean)
+
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            fan_in = tensor.shape[-1] ** -0.5
+            if "embed_tokens" in name:
+                draw(tensor, 0.0, 0.1 if is_tied else 1.0)
+            elif tensor.dim() == 1:
+                draw(tensor, 1.0 if "norm" in name else 0.0, 0.15)
+            elif "o_proj" in name:
+                draw(tensor, 0.0, fan_in * (2.0 if is_tied else 3.0))
+            elif "down_proj" in name:
+                draw(tensor, 0.0, fan_in * (4.0 if is_tied else 1.5))
+            elif "lm_head" in name:
+                draw(tensor, 0.0, fan_in * 2.0)
+            else:
+                draw(tensor, 0.0, fan_in)
+
+
+def respell_as_published(directory: Path) -> None:
+    """Rewrite config.json as models on the hub have it: rope_theta, rope_scaling, torch_dtype."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_scaling"] = None
+    if rope["rope_type"] != "default":
+        rope["type"] = rope.pop("rope_type")
+        config["rope_scaling"] = rope
+    path.write_text(json.dumps(config))
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    """Change members of config.json; None removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """transformers' answers for a checkpoint, in float32 on the CPU."""
+
+    model: torch.nn.Module
+
+    @staticmethod
+    def load(directory: Path) -> Reference:
+        architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = CLASSES[architecture][1].from_pretrained(directory, dtype=torch.float32)
+        return Reference(model.eval())
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """float32[tokens, vocabulary]."""
+        logits: Tensor = self.model(torch.tensor([token_ids])).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The `count` most likely next tokens, ends of sentence included."""
+        cache = None
+        step = prompt
+        output: list[int] = []
+        for _ in range(count):
+            result = self.model(torch.tensor([step]), past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            step = [int(result.logits[0, -1].argmax())]
+            output += step
+        return output
