@@ -1,0 +1,56 @@
+# Everything a developer or a CI run needs; each target sets itself up.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+MODEL ?= demo/checkpoint
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check sim faults bench run-prefill run-decode clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything, native part included
+
+$(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
+	@command -v c++ >/dev/null || { echo "a C++ compiler is needed (Debian: apt-get install g++)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
+	@echo "making $(VENV) (a few minutes the first time)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --progress-bar off -q -c constraints.txt torch
+	@$(PY) -m pip install --progress-bar off -q -c constraints.txt nanobind scikit-build-core cmake ninja libucx-cu12
+	@echo "building the native part"
+	@$(PY) -m pip install --progress-bar off -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
+	@$(PY) -m demo
+
+test: $(STAMP) ## all tests that run on any machine (under 10 minutes on 2 cores)
+	@$(PY) -m pytest -m "not soak and not gpu"
+
+check: $(STAMP) ## ruff, mypy and the rules of the house
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(PY) -m pytest -q tests/test_tidy.py
+
+sim: $(STAMP) ## many thousand generated layouts and simulated schedules
+	@$(PY) -m tests.planner.sweep --examples 20000
+	@$(PY) -m tests.sim --seeds 5000
+
+faults: $(STAMP) ## real processes, killed, frozen and restarted under load
+	@$(PY) -m tests.faults
+
+bench: $(STAMP) ## measure against memcpy and ucx_perftest; writes bench/out/report.json
+	@$(PY) -m bench
+
+run-prefill: $(STAMP) ## a prefill server in the foreground (MODEL=DIR ARGS=...)
+	@$(PY) -m prefill_server --model-path $(MODEL) --host 127.0.0.1 --port 30000 --bootstrap-port 8998 $(ARGS)
+
+run-decode: $(STAMP) ## a decode server in the foreground that uses it
+	@$(PY) -m decode_server --model-path $(MODEL) --port 30001 --prefill 127.0.0.1:8998 $(ARGS)
+
+clean: ## remove what the other targets made
+	@rm -rf $(VENV) build bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis

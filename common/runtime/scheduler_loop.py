@@ -1,0 +1,303 @@
+"""The process around a scheduler core: sockets in, sockets out, and the time.
+
+It decides nothing. One thread; the only blocking call is the poll. Before all workers are ready it
+answers for the server that is not ready; then it makes the core and drives it to the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from common.channel.local import LocalServer
+from common.channel.peer import PeerDialer, PeerListener
+from common.channel.poller import Poller
+from common.channel.sockets import SendResult
+from common.clock import SystemClock
+from common.config import Role, ServerConfig
+from common.errors import ConfigError, ProtocolError
+from common.protocol.codec import (
+    decode_decode_to_prefill,
+    decode_frontend_to_scheduler,
+    decode_layout,
+    decode_prefill_to_decode,
+    decode_worker_to_scheduler,
+    encode,
+)
+from common.protocol.local import (
+    GetState,
+    SchedulerToFrontend,
+    SchedulerToWorker,
+    ServerInfo,
+    Shutdown,
+    State,
+    WorkerReady,
+)
+from common.runtime.processes import ProcessWatch
+from common.scheduling.events import (
+    Dial,
+    Effect,
+    Event,
+    FromFrontend,
+    FromPeer,
+    FromWorker,
+    HangUp,
+    PeerMessage,
+    ProcessesGone,
+    Tick,
+    ToFrontend,
+    ToPeer,
+    ToWorkers,
+    WatchProcesses,
+)
+from common.scheduling.facts import ServerFacts
+
+log = logging.getLogger(__name__)
+
+FRONTEND = "frontend"
+# Effects of one round can cause events at once only through sockets, so a round is bounded by what
+# the sockets held; this bounds how long the loop goes without looking at the time.
+POLL_MAX_S = 0.5
+
+
+class Core(Protocol):
+    """What the loop needs of a scheduler core."""
+
+    request_token_max: int
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def handle(self, event: Event, now: float) -> list[Effect]: ...
+
+    def schedule(self, now: float) -> list[Effect]: ...
+
+    def next_wakeup(self, now: float) -> float: ...
+
+
+MakeCore = Callable[[ServerFacts, ServerConfig], Core]
+
+
+class SchedulerLoop:
+    """Sockets and the core of one server."""
+
+    def __init__(self, config: ServerConfig, make_core: MakeCore) -> None:
+        self._config = config
+        self._make_core = make_core
+        self._clock = SystemClock()
+        self._local = LocalServer(config.scheduler_ipc_path)
+        self._peers: PeerListener | PeerDialer
+        if config.role is Role.PREFILL:
+            self._peers = PeerListener(config.host, config.bootstrap_port)
+        else:
+            self._peers = PeerDialer()
+        self._poller = Poller()
+        self._poller.register(self._local)
+        self._poller.register(self._peers)
+        self._watch = ProcessWatch()
+        self._workers: dict[int, WorkerReady] = {}
+        self._core: Core | None = None
+        self._info: ServerInfo | None = None
+        self._is_frontend_known = False
+        self._is_stopping = False
+        self._stop_at = 0.0
+        self.dropped_count = 0
+
+    def run(self) -> None:
+        """Until told to stop and idle, or the drain time is over."""
+        signal.signal(signal.SIGTERM, self._handle_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while not self._is_finished():
+            now = self._clock.now()
+            timeout = POLL_MAX_S
+            if self._core is not None:
+                timeout = min(timeout, max(0.0, self._core.next_wakeup(now) - now))
+            ready = self._poller.poll(timeout)
+            self._receive_local()
+            self._receive_peers()
+            self._look_at_processes([source for source in ready if isinstance(source, int)])
+            if self._core is not None:
+                self._carry_out(self._core.schedule(self._clock.now()))
+        self._send_workers(Shutdown())
+
+    def close(self) -> None:
+        self._peers.close()
+        self._local.close()
+
+    def _handle_signal(self, signum: int, frame: object) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._stop_at = self._clock.now() + self._config.drain_timeout_s
+
+    def _is_finished(self) -> bool:
+        if not self._is_stopping:
+            return False
+        is_idle = self._core is None or self._core.is_idle
+        return is_idle or self._clock.now() >= self._stop_at
+
+    # ---- what comes in ---------------------------------------------------------------------------
+
+    def _receive_local(self) -> None:
+        for name, payload in self._local.receive():
+            if name == FRONTEND:
+                self._handle_frontend(payload)
+            else:
+                message = decode_worker_to_scheduler(payload)
+                if isinstance(message, WorkerReady):
+                    self._note_worker(message)
+                else:
+                    self._feed(FromWorker(message))
+
+    def _handle_frontend(self, payload: bytes) -> None:
+        message = decode_frontend_to_scheduler(payload)
+        if not self._is_frontend_known:
+            self._is_frontend_known = True
+            self._tell_info()
+        if self._core is not None:
+            self._feed(FromFrontend(message))
+        elif isinstance(message, GetState):
+            self._send_frontend(State(message.call_id, False, {}, {}, [], []))
+
+    def _receive_peers(self) -> None:
+        is_listening = isinstance(self._peers, PeerListener)
+        for link, payload in self._peers.receive():
+            message: PeerMessage
+            try:
+                if is_listening:
+                    message = decode_decode_to_prefill(payload)
+                else:
+                    message = decode_prefill_to_decode(payload)
+            except ProtocolError as error:
+                log.warning("dropped a message on link %s: %s", link, error)
+                self.dropped_count += 1
+                continue
+            self._feed(FromPeer(link, message))
+
+    def _look_at_processes(self, readable: list[int]) -> None:
+        gone, finished = self._watch.take_gone(readable)
+        for fd in finished:
+            self._poller.unregister(fd)
+        self._watch.close(finished)
+        for key in gone:
+            self._feed(ProcessesGone(key))
+
+    def _feed(self, event: Event) -> None:
+        if self._core is not None:
+            self._carry_out(self._core.handle(event, self._clock.now()))
+
+    # ---- start -----------------------------------------------------------------------------------
+
+    def _note_worker(self, ready: WorkerReady) -> None:
+        self._workers[ready.rank] = ready
+        if self._core is not None or len(self._workers) < self._config.rank_count:
+            return
+        facts = _gather_facts(self._config, self._workers)
+        self._core = self._make_core(facts, self._config)
+        first = self._workers[0]
+        self._info = ServerInfo(
+            token_capacity=self._core.request_token_max,
+            request_token_max=self._core.request_token_max,
+            vocab_size=first.vocab_size,
+            eos_token_ids=first.eos_token_ids,
+            fingerprint=first.fingerprint,
+            workers=[worker.describe for _, worker in sorted(self._workers.items())],
+        )
+        self._tell_info()
+        self._feed(Tick())
+        log.info(
+            "all %d workers are ready: incarnation %s, %s pages",
+            len(self._workers),
+            facts.incarnation,
+            list(facts.page_counts),
+        )
+
+    def _tell_info(self) -> None:
+        if self._info is not None and self._is_frontend_known:
+            self._send_frontend(self._info)
+
+    # ---- what goes out ---------------------------------------------------------------------------
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToFrontend(message=message):
+                    self._send_frontend(message)
+                case ToWorkers(message=worker_message):
+                    self._send_workers(worker_message)
+                case ToPeer(link=link, message=peer_message):
+                    self._send_peer(link, peer_message)
+                case Dial(link=link):
+                    self._dial(link)
+                case HangUp(link=link):
+                    if isinstance(self._peers, PeerDialer):
+                        self._peers.hang_up(link)
+                case WatchProcesses(incarnation=incarnation, pids=pids):
+                    for fd in self._watch.watch(incarnation, pids):
+                        self._poller.register(fd)
+                case _:
+                    assert_never(effect)
+
+    def _send_frontend(self, message: SchedulerToFrontend) -> None:
+        if self._local.send(FRONTEND, encode(message)) is not SendResult.SENT:
+            # The supervisor ends the server when the frontend has died; until then there is nobody
+            # left to tell.
+            self.dropped_count += 1
+
+    def _send_workers(self, message: SchedulerToWorker) -> None:
+        payload = encode(message)
+        for rank in range(self._config.rank_count):
+            if self._local.send(f"worker-{rank}", payload) is not SendResult.SENT:
+                self.dropped_count += 1
+
+    def _send_peer(self, link: str, message: PeerMessage) -> None:
+        if self._peers.send(link, encode(message)) is not SendResult.SENT:
+            # A peer that does not take messages is found out by its silence; what was meant for it
+            # is repeated or given up by the core, which knows deadlines.
+            self.dropped_count += 1
+
+    def _dial(self, link: str) -> None:
+        assert isinstance(self._peers, PeerDialer)
+        try:
+            self._peers.dial(link)
+        except ConfigError as error:
+            log.warning("can't dial %s: %s", link, error)
+
+
+def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> ServerFacts:
+    """One record of what all workers said; they must agree on everything but their pages."""
+    ordered = [worker for _, worker in sorted(workers.items())]
+    first = ordered[0]
+    for worker in ordered[1:]:
+        assert worker.layout == first.layout and worker.fingerprint == first.fingerprint
+    page_counts = tuple(min(counts) for counts in zip(*(w.page_counts for w in ordered)))
+    return ServerFacts(
+        incarnation=secrets.token_hex(8),
+        layout=decode_layout(first.layout),
+        layout_bytes=first.layout,
+        page_counts=page_counts,
+        fingerprint=first.fingerprint,
+        sequence_token_max=config.context_length or first.context_length,
+        eos_token_ids=frozenset(first.eos_token_ids),
+        host_id=first.host_id,
+        pids=tuple(worker.pid for worker in ordered),
+        workers=tuple(worker.describe for worker in ordered),
+    )
+
+
+def run(config: ServerConfig, make_core: MakeCore) -> int:
+    """The scheduler process. Returns its exit code; 2 and one log line for what can't work."""
+    try:
+        loop = SchedulerLoop(config, make_core)
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    log.debug("scheduler process %d", os.getpid())
+    try:
+        loop.run()
+    finally:
+        loop.close()
+    return 0

@@ -1,0 +1,142 @@
+"""The parent of a server's processes: starts them, stops them, and decides nothing else.
+
+Any child that ends unasked ends the server with a non-zero exit code. A first SIGTERM or SIGINT
+drains: the frontend finishes its open requests, then the scheduler and the workers end. A second
+one ends everything at once. Children die with the supervisor, whatever kills it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from common.clock import SystemClock
+from common.config import ServerConfig, write_config
+from common.log import setup_log
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+# How often children are looked at; a signal wakes the supervisor at once.
+WATCH_INTERVAL_S = 0.1
+# What a process may take to end after the drain before it is killed.
+END_TIMEOUT_S = 5.0
+# The exit code of a process that found its settings unusable, passed on as it is.
+EXIT_CONFIG = 2
+EXIT_CHILD_DIED = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Supervisor:
+    """The processes of one server, in the order in which they are stopped."""
+
+    def __init__(self, config: ServerConfig, scheduler_module: str) -> None:
+        self._config = config
+        self._scheduler_module = scheduler_module
+        self._clock = SystemClock()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._signal_count = 0
+
+    def run(self) -> int:
+        """Start everything and watch it; returns the exit code of the server."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._handle_signal)
+        self._start("scheduler", self._scheduler_module)
+        for rank in range(self._config.rank_count):
+            self._start(f"worker-{rank}", "common.worker", "--rank", str(rank))
+        self._start("frontend", "common.frontend")
+        code = self._watch()
+        self._kill_rest()
+        return code
+
+    def _start(self, name: str, module: str, *extra: str) -> None:
+        command = [sys.executable, "-m", module, "--config", self._config.config_path, *extra]
+        # A session of its own: a Ctrl-C at the terminal reaches the supervisor alone, which drains.
+        self._children[name] = subprocess.Popen(
+            command, start_new_session=True, preexec_fn=_die_with_parent
+        )
+        log.debug("started %s as process %d", name, self._children[name].pid)
+
+    def _handle_signal(self, signum: int, frame: object) -> None:
+        self._signal_count += 1
+
+    def _watch(self) -> int:
+        """Until a child ends unasked or a signal asks for the end."""
+        while self._signal_count == 0:
+            for name, child in self._children.items():
+                code = child.poll()
+                if code is not None:
+                    return self._explain(name, code)
+            self._sleep()
+        return self._drain()
+
+    def _explain(self, name: str, code: int) -> int:
+        if code == EXIT_CONFIG:
+            return EXIT_CONFIG
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        log.error("%s ended with %s: the server stops", name, how)
+        return EXIT_CHILD_DIED
+
+    def _drain(self) -> int:
+        """Frontend first, so that open requests end well; then the scheduler, then its workers."""
+        log.info("draining for at most %.0f s", self._config.drain_timeout_s)
+        code = 0
+        workers = [name for name in self._children if name.startswith("worker-")]
+        for name in ["frontend", "scheduler", *workers]:
+            child = self._children[name]
+            if child.poll() is None:
+                child.terminate()
+            if not self._wait(child, self._config.drain_timeout_s + END_TIMEOUT_S):
+                log.warning("%s did not end in time and is killed", name)
+                code = EXIT_CHILD_DIED
+        return code
+
+    def _wait(self, child: subprocess.Popen[bytes], timeout_s: float) -> bool:
+        """Whether the child ended by itself; a second signal cuts the wait short."""
+        end_at = self._clock.now() + timeout_s
+        while child.poll() is None:
+            if self._signal_count > 1 or self._clock.now() > end_at:
+                child.kill()
+                child.wait()
+                return False
+            self._sleep()
+        return True
+
+    def _kill_rest(self) -> None:
+        for child in self._children.values():
+            if child.poll() is None:
+                child.kill()
+        for child in self._children.values():
+            child.wait()
+
+    def _sleep(self) -> None:
+        signal.sigtimedwait([signal.SIGCHLD], WATCH_INTERVAL_S)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: the kernel kills it when the supervisor is gone."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(config: ServerConfig, scheduler_module: str) -> int:
+    """Run a server until it is told to stop; returns its exit code.
+
+    scheduler_module: the role's scheduler process, as `python -m` takes it.
+    """
+    setup_log(config.role, "supervisor", config.log_level)
+    runtime_dir = Path(tempfile.mkdtemp(prefix=f"baton-{config.role}-"))
+    try:
+        config = msgspec.structs.replace(config, runtime_dir=str(runtime_dir))
+        write_config(config)
+        return Supervisor(config, scheduler_module).run()
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)

@@ -1,0 +1,32 @@
+"""`python -m decode_server.scheduler_process --config FILE`: the decode server's scheduler."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from common.config import ServerConfig
+from common.runtime import scheduler_loop
+from common.runtime.start import read_process_config
+from common.scheduling.facts import SchedulerLimits, ServerFacts
+from decode_server.scheduler import DecodeScheduler
+
+
+def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
+    limits = SchedulerLimits(
+        chunk_token_max=config.chunked_prefill_size,
+        running_max=config.max_running_requests,
+        queue_max=config.max_queued_requests,
+        has_prefix_cache=not config.disable_radix_cache,
+    )
+    return DecodeScheduler(
+        facts,
+        limits,
+        list(config.prefill),
+        is_local=not config.prefill,
+        seed=secrets.randbits(64),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(scheduler_loop.run(read_process_config("scheduler"), make_core))

@@ -1,0 +1,25 @@
+"""`python -m prefill_server.scheduler_process --config FILE`: the prefill server's scheduler."""
+
+from __future__ import annotations
+
+import sys
+
+from common.config import ServerConfig
+from common.runtime import scheduler_loop
+from common.runtime.start import read_process_config
+from common.scheduling.facts import SchedulerLimits, ServerFacts
+from prefill_server.scheduler import PrefillScheduler
+
+
+def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
+    limits = SchedulerLimits(
+        chunk_token_max=config.chunked_prefill_size,
+        running_max=config.max_running_requests,
+        queue_max=config.max_queued_requests,
+        has_prefix_cache=not config.disable_radix_cache,
+    )
+    return PrefillScheduler(facts, limits)
+
+
+if __name__ == "__main__":
+    sys.exit(scheduler_loop.run(read_process_config("scheduler"), make_core))
