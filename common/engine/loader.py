@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common.engine.attention.attention import Attention
-from common.engine.attention.sdpa import SdpaAttention
+from common.engine.attention.choose import AttentionChoice, AttentionShape, choose_attention
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
 from common.engine.layers.layer_context import LayerContext
@@ -17,6 +17,8 @@ from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import FAMILIES
 from common.engine.weights import fill_with_noise, load_weights
 from common.errors import ConfigError
+from common.layout.component import Shard
+from common.layout.parallel import units_of_rank
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -40,12 +42,14 @@ def load_model(
     parallel: ParallelContext | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    page_size: int = 16,
     attention: Attention | None = None,
 ) -> CausalLm:
     """Build this rank's part of a model and fill its tensors.
 
     dtype: "auto" for the checkpoint's own. load_format: "auto" reads safetensors; "dummy" draws
-    weights from `seed` and needs only config.json. attention: SDPA if None.
+    weights from `seed` and needs only config.json. page_size: of the pool it will run over, in
+    tokens. attention: chosen by device, and checked, if None.
     Raises: ConfigError naming what is wrong with the checkpoint or an argument.
     """
     if load_format not in LOAD_FORMATS:
@@ -54,12 +58,31 @@ def load_model(
     parallel = parallel or ParallelContext()
     check_parallel(config, parallel.tp_size, parallel.pp_size)
     context = LayerContext(parallel, torch.device(device), DTYPES[config.dtype])
-    model = CausalLm(
-        config, context, attention or SdpaAttention(), FAMILIES[config.architecture].build_layer
-    )
+    if attention is None:
+        choice = _choose_attention(config, context, page_size)
+    else:
+        choice = AttentionChoice(attention, "asked for")
+    model = CausalLm(config, context, choice, FAMILIES[config.architecture].build_layer)
     with torch.inference_mode():
         if load_format == "dummy":
             fill_with_noise(model.weights(), seed=seed)
         else:
             load_weights(Path(model_path), model.weights(), is_ignored=model.is_ignored)
     return model
+
+
+def _choose_attention(
+    config: ModelConfig, context: LayerContext, page_size: int
+) -> AttentionChoice:
+    parallel = context.parallel
+    kv_heads = units_of_rank(config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
+    return choose_attention(
+        AttentionShape(
+            head_count=config.head_count // parallel.tp_size,
+            kv_head_count=len(kv_heads),
+            head_dim=config.head_dim,
+            dtype=context.dtype,
+            device=context.device,
+            page_size=page_size,
+        )
+    )

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import Attention, AttentionPass
+from common.engine.attention.attention import AttentionPass
+from common.engine.attention.choose import AttentionChoice
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
@@ -49,13 +50,14 @@ class CausalLm:
         self,
         config: ModelConfig,
         context: LayerContext,
-        attention: Attention,
+        attention: AttentionChoice,
         build_layer: LayerBuilder,
     ) -> None:
         parallel = context.parallel
         self.config = config
         self.context = context
-        self.attention = attention
+        self.attention = attention.attention
+        self.attention_reason = attention.reason
         self.layer_ids = range(
             *split_layers(config.layer_count, parallel.pp_size)[parallel.pp_rank]
         )
@@ -107,6 +109,19 @@ class CausalLm:
             parallel.send_to_next_stage(hidden)
             return None
         return self.head(self.norm(hidden[batch.logits_rows]))
+
+    def describe(self) -> dict[str, str]:
+        """What runs, for the log and /server_info."""
+        parallel = self.context.parallel
+        return {
+            "architecture": self.config.architecture,
+            "dtype": self.config.dtype,
+            "device": str(self.context.device),
+            "attention": f"{self.attention.name}: {self.attention_reason}",
+            "layers": f"{self.layer_ids.start}..{self.layer_ids.stop - 1}",
+            "tp": f"{parallel.tp_rank} of {parallel.tp_size}",
+            "pp": f"{parallel.pp_rank} of {parallel.pp_size}",
+        }
 
     def weights(self) -> Iterator[Weight]:
         """Every tensor of this rank and its name in a checkpoint."""

@@ -1,0 +1,146 @@
+"""Which attention backend a rank uses, and the proof at start that its numbers are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.attention import Attention
+from common.engine.attention.flashinfer import (
+    SUPPORTED_DTYPES,
+    SUPPORTED_HEAD_DIMS,
+    FlashInferAttention,
+)
+from common.engine.attention.sdpa import SdpaAttention
+from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.kv_pool import DTYPES, KvPool
+from common.layout.cache_layout import ServerLayout
+from common.layout.families import gqa_components
+
+# Two roundings of an output of order one: the kernels may round their probabilities, SDPA rounds
+# its own. A wrong page, head or mask is off by the order of one.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_CHECK_LAYERS = 2
+# (tokens in the cache before, new tokens), in tokens: first chunks, later chunks, decodes; lengths
+# at, before and behind the end of a page, and longer than one tile of keys.
+_CHECK_MIXED = ((0, 5), (0, 16), (31, 17), (300, 40), (64, 1), (15, 1))
+_CHECK_DECODE = ((0, 1), (15, 1), (16, 1), (299, 1), (47, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The heads of one rank."""
+
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The backend, and why it is this one; for the log and /server_info."""
+
+    attention: Attention
+    reason: str
+
+
+def choose_attention(shape: AttentionShape) -> AttentionChoice:
+    """FlashInfer on CUDA if it is there and agrees with SDPA, SDPA otherwise."""
+    sdpa = SdpaAttention()
+    if shape.device.type != "cuda":
+        return AttentionChoice(sdpa, f"the path of {shape.device.type}")
+    if shape.dtype not in SUPPORTED_DTYPES or shape.head_dim not in SUPPORTED_HEAD_DIMS:
+        return AttentionChoice(
+            sdpa, f"flashinfer has no kernel for {shape.dtype} with head dim {shape.head_dim}"
+        )
+    try:
+        candidate = FlashInferAttention(
+            head_count=shape.head_count,
+            kv_head_count=shape.kv_head_count,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            device=shape.device,
+        )
+        difference = check_attention(candidate, shape)
+    except (ImportError, RuntimeError, ValueError, OSError) as exc:
+        # Its kernels are compiled on first use, so this is also where a missing compiler shows.
+        return AttentionChoice(sdpa, f"flashinfer can't be used: {type(exc).__name__}: {exc}"[:300])
+    if not difference <= TOLERANCE[shape.dtype]:
+        return AttentionChoice(sdpa, f"flashinfer differs from sdpa by {difference:.3g}")
+    return AttentionChoice(candidate, f"differs from sdpa by {difference:.3g} at most")
+
+
+@torch.inference_mode()
+def check_attention(candidate: Attention, shape: AttentionShape) -> float:
+    """The largest difference to SDPA over a mixed and a decode-only batch of random content.
+
+    NaN if anything is not finite. Both write to pools of their own, which are compared as well.
+    """
+    worst = 0.0
+    for lengths in (_CHECK_MIXED, _CHECK_DECODE):
+        generator = torch.Generator().manual_seed(len(lengths))
+        pools = (_random_pool(shape), _random_pool(shape))
+        batch = _random_batch(lengths, pools[0], shape)
+        passes = (SdpaAttention().start(batch, pools[0]), candidate.start(batch, pools[1]))
+        for layer in range(_CHECK_LAYERS):
+            query = _random(generator, shape, batch.token_count, shape.head_count)
+            key = _random(generator, shape, batch.token_count, shape.kv_head_count)
+            value = _random(generator, shape, batch.token_count, shape.kv_head_count)
+            expected, actual = (p.attend(layer, query, key, value) for p in passes)
+            difference = (expected.float() - actual.float()).abs().max()
+            if not torch.isfinite(difference):
+                return float("nan")
+            worst = max(worst, float(difference))
+        if not torch.equal(pools[0].buffers[0], pools[1].buffers[0]):
+            return float("inf")
+    return worst
+
+
+def _random(generator: torch.Generator, shape: AttentionShape, rows: int, heads: int) -> Tensor:
+    values = torch.randn(rows, heads, shape.head_dim, generator=generator)
+    return values.to(shape.dtype).to(shape.device)
+
+
+def _random_pool(shape: AttentionShape) -> KvPool:
+    """The same random content every time."""
+    dtype_name = next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
+    components = gqa_components(
+        layer_count=_CHECK_LAYERS,
+        kv_head_count=shape.kv_head_count,
+        head_dim=shape.head_dim,
+        dtype=dtype_name,
+    )
+    layout = ServerLayout(components, 1, ((0, _CHECK_LAYERS),), shape.page_size)
+    page_count = sum(_pages(total, shape) for total in _totals(_CHECK_MIXED))
+    pool = KvPool.allocate(layout.rank(0, 0), [page_count], shape.device)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(_CHECK_LAYERS):
+        for component in ("k", "v"):
+            view = pool.view(component, layer)
+            view.copy_(torch.randn(view.shape, generator=generator).to(shape.dtype))
+    return pool
+
+
+def _random_batch(
+    lengths: tuple[tuple[int, int], ...], pool: KvPool, shape: AttentionShape
+) -> ForwardBatch:
+    generator = torch.Generator().manual_seed(1)
+    page_ids = (torch.randperm(pool.page_counts[0], generator=generator) + 1).tolist()
+    chunks: list[SequenceChunk] = []
+    for cached, new in lengths:
+        pages = [page_ids.pop() for _ in range(_pages(cached + new, shape))]
+        chunks.append(SequenceChunk([0] * new, cached, (pages,)))
+    return ForwardBatch.build(chunks, page_items=pool.page_items, device=shape.device)
+
+
+def _totals(lengths: tuple[tuple[int, int], ...]) -> list[int]:
+    return [cached + new for cached, new in lengths]
+
+
+def _pages(token_count: int, shape: AttentionShape) -> int:
+    return -(-token_count // shape.page_size)
