@@ -1,7 +1,7 @@
 """What a server measures, in Prometheus' terms. Names, types and base labels follow SGLang's.
 
-With `metrics_snapshot.py` the only importer of prometheus_client. Knows nothing of HTTP, of messages
-or of who measured: it takes plain values and `RequestTrace`s, and lives in the frontend process.
+With `metrics_snapshot.py` the only importer of prometheus_client. Knows nothing of HTTP, messages
+or who measured: it takes plain values and `RequestTrace`s, and lives in the frontend process.
 What is true *now* comes as a `Snapshot` at scrape time; what happened is counted when it happens.
 The `sglang:` names keep dashboards and routers working unchanged; what only this server has is
 called `baton:`.
@@ -196,8 +196,9 @@ class ServerMetrics:
         if trace.output_token_count > 1:
             self._tpot.labels(**labels).observe(trace.decode_s / (trace.output_token_count - 1))
 
-    def observe_failure(self, kind: str) -> None:
-        """A request ended without a trace."""
+    def observe_failure(self, kind: str, *, is_streaming: bool) -> None:
+        """A request ended in an error before there was anything to trace."""
+        self._requests.labels(**self._labels, is_streaming=_flag(is_streaming)).inc()
         self._count_failure(kind)
 
     def observe_hand_over(self, trace: RequestTrace) -> None:
@@ -249,6 +250,11 @@ class ServerMetrics:
         if now > before:
             self._now.throughput = (self._generated_count - count) / (now - before)
         self._rate_basis = (now, self._generated_count)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second, as measured last."""
+        return self._now.throughput
 
     def expose(self, snapshot: Snapshot) -> bytes:
         """The whole exposition, with `snapshot` as what is true now."""

@@ -6,30 +6,25 @@ Knows nothing of what the routes do.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
-from common.frontend import info, openai_api, page, sglang_api
 from common.frontend.context import FrontendContext
 from common.frontend.errors import error_response
 
 logger = logging.getLogger(__name__)
 
 
-def build_app(context: FrontendContext) -> FastAPI:
+def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI:
     """The application of one server; whoever serves it also runs `context.scheduler.run()`."""
     app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
-    for router in (
-        info.build_router(context),
-        page.build_router(context),
-        sglang_api.build_router(context),
-        openai_api.build_router(context),
-    ):
+    for router in routers:
         app.include_router(router)
     add_error_answers(app)
     app.add_middleware(BodyLimit, nbytes_max=context.config.max_body_nbytes)

@@ -5,23 +5,15 @@ Knows nothing of routes. The routes own no state but what is here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from common.clock import Clock
 from common.config import ServerConfig
-from common.frontend.scheduler_client import RequestHandle, SchedulerClient
+from common.frontend.request_handle import RequestHandle
+from common.frontend.scheduler_client import SchedulerClient
+from common.frontend.tokenizer import Tokenizer
 from common.metrics import ServerMetrics
 from common.request import Bootstrap, SamplingParams
-
-
-class TokenizerHandle(Protocol):
-    """The part of a tokenizer that the routes outside the generate APIs need."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +23,10 @@ class FrontendContext:
     config: ServerConfig
     scheduler: SchedulerClient
     metrics: ServerMetrics
-    tokenizer: TokenizerHandle
+    tokenizer: Tokenizer
     clock: Clock
     started_wall_s: float
+    version: str
 
     def submit(
         self,
@@ -43,6 +36,7 @@ class FrontendContext:
         rid: str,
         bootstrap: Bootstrap | None = None,
         is_streaming: bool = False,
+        is_measured: bool = True,
     ) -> RequestHandle:
         """Send a validated request with the configured time budget.
 
@@ -56,4 +50,5 @@ class FrontendContext:
             rid=rid,
             bootstrap=bootstrap,
             is_streaming=is_streaming,
+            is_measured=is_measured,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from common.protocol.local import State
 
 SILENCE_MAX_S = 5.0  # several watch intervals; a scheduler step takes milliseconds
-GONE_AFTER_S = 20.0  # silent this long, its open requests are answered for it
+GONE_AFTER_S = 10.0  # silent this long, its open requests are answered for it
 STALL_MAX_S = 30.0  # far above one chunk of any model that is served, below a client's patience
 
 
@@ -39,9 +39,12 @@ class Liveness:
         """Whether nobody will answer the open requests any more."""
         return bool(self._lost_reason) or now - self._heard_at > GONE_AFTER_S
 
-    def trouble(self, now: float) -> str:
-        """Why the server is not healthy, "" if it is. A peer that is missing is no trouble here."""
-        if self._lost_reason:
+    def trouble(self, now: float, *, is_started: bool) -> str:
+        """Why the server is not healthy, "" if it is. A peer that is missing is no trouble here.
+
+        A scheduler may be silent while it starts: it answers when its workers have their weights.
+        """
+        if self._lost_reason or not is_started:
             return self._lost_reason
         silent_s = now - self._heard_at
         if silent_s > SILENCE_MAX_S:

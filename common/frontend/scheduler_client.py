@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import Protocol, Self, assert_never
+from collections.abc import Callable
+from typing import assert_never
 
+from common.channel.local_async import AsyncLocalClient
+from common.channel.sockets import ChannelClosed, SendResult
 from common.clock import Clock
 from common.errors import RequestError
 from common.frontend.liveness import SILENCE_MAX_S, Liveness
+from common.frontend.request_handle import RequestHandle
 from common.metrics import ServerMetrics
+from common.protocol.codec import decode_scheduler_to_frontend, encode
 from common.protocol.local import (
     Cancel,
     Failed,
@@ -37,122 +40,26 @@ RECENT_TRACE_COUNT_MAX = 64  # what the page shows; older traces are in the hist
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 
 
-class LinkClosed(Exception):
-    """The scheduler's end of the line is gone for good."""
-
-
-class SchedulerLink(Protocol):
-    """A line that carries whole messages in order, and neither blocks nor drops silently."""
-
-    def send(self, message: FrontendToScheduler) -> bool:
-        """False if the line is full; the message was then not sent."""
-
-    async def receive(self) -> SchedulerToFrontend:
-        """Raises: LinkClosed."""
-
-    def close(self) -> None: ...
-
-
-class RequestHandle:
-    """One submitted request; iterate over it for its `Tokens`, and for a `Failed` if it fails.
-
-    Messages that pile up while the reader is busy are joined into one, so what is held is bounded
-    by the request's own output. Leaving the `with` block before the end cancels the request.
-    """
-
-    def __init__(
-        self, client: SchedulerClient, request_id: int, rid: str, *, is_streaming: bool, now: float
-    ) -> None:
-        self.request_id = request_id
-        self.rid = rid
-        self.is_streaming = is_streaming
-        self.submitted_at = now
-        self.tokens_at: float | None = None
-        self.is_ended = False
-        self.is_cancelled = False
-        self._client = client
-        self._pending: list[Tokens] = []
-        self._failed: Failed | None = None
-        self._wake = asyncio.Event()
-
-    def cancel(self, reason: str = "aborted by the client") -> None:
-        """Ask the scheduler to stop; the end still comes as a message. Harmless after the end."""
-        self._client.cancel(self.request_id, reason)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.cancel("the client went away")
-
-    def deliver(self, message: Tokens | Failed) -> None:
-        """Called by the client, in order; nothing comes after the end."""
-        assert not self.is_ended
-        if isinstance(message, Failed):
-            self._failed = message
-            self.is_ended = True
-        else:
-            self._pending.append(message)
-            self.is_ended = message.finish is not None
-        self._wake.set()
-
-    async def __aiter__(self) -> AsyncIterator[Tokens | Failed]:
-        while True:
-            while not self._pending and self._failed is None:
-                if self.is_ended:
-                    return
-                self._wake.clear()
-                await self._wake.wait()
-            if self._pending:
-                joined = join_tokens(self._pending)
-                self._pending = []
-                yield joined
-            if self._failed is not None and not self._pending:
-                yield self._failed
-                return
-
-
-def join_tokens(messages: list[Tokens]) -> Tokens:
-    """One message that says what `messages`, consecutive ones of one request, say together."""
-    if len(messages) == 1:
-        return messages[0]
-    last = messages[-1]
-    return Tokens(
-        request_id=last.request_id,
-        token_ids=[token for message in messages for token in message.token_ids],
-        logprobs=[entry for message in messages for entry in message.logprobs],
-        prompt_logprobs=[entry for message in messages for entry in message.prompt_logprobs],
-        cached_token_count=max(message.cached_token_count for message in messages),
-        finish=last.finish,
-        trace=last.trace,
-    )
-
-
 class SchedulerClient:
     """Submits requests to the scheduler and hands its answers to whoever waits for them.
 
     server_info: None until every worker is ready. recent_traces: newest last.
     """
 
-    def __init__(self, link: SchedulerLink, metrics: ServerMetrics, clock: Clock) -> None:
+    def __init__(self, channel: AsyncLocalClient, metrics: ServerMetrics, clock: Clock) -> None:
         self.server_info: ServerInfo | None = None
         self.recent_traces: deque[RequestTrace] = deque(maxlen=RECENT_TRACE_COUNT_MAX)
         self.late_message_count = 0
-        self._link = link
+        self._channel = channel
         self._metrics = metrics
         self._clock = clock
         self._liveness = Liveness(clock.now())
         self._ready = asyncio.Event()
         self._next_id = 1
         self._open: dict[int, RequestHandle] = {}
-        self._open_rids: set[str] = set()
+        self._request_ids: dict[str, int] = {}  # by rid; a cancelled request's rid is free again
         self._calls: dict[int, asyncio.Future[State | FlushDone]] = {}
-        self._unsent: deque[Cancel] = deque()  # bounded: one per request that was ever open
+        self._unsent: dict[int, Cancel] = {}  # bounded: one per request that is under way
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -165,8 +72,10 @@ class SchedulerClient:
         rid: str,
         bootstrap: Bootstrap | None = None,
         is_streaming: bool = False,
+        is_measured: bool = True,
     ) -> RequestHandle:
         """Send a validated request. budget_s: seconds it may take. rid: the client's name for it.
+        is_measured: whether it counts in the metrics.
 
         Raises: RequestError with status 503 if the server is not ready, lost its scheduler or has
             too much queued, and 400 if a request of that rid is open.
@@ -176,7 +85,7 @@ class SchedulerClient:
         trouble = self.trouble()
         if trouble:
             raise RequestError(trouble, status=503)
-        if rid in self._open_rids:
+        if rid in self._request_ids:
             raise RequestError(f"rid={rid!r}: a request of that id is still open", field="rid")
         request_id = self._next_id
         self._next_id += 1
@@ -187,13 +96,13 @@ class SchedulerClient:
             budget_s=budget_s,
             bootstrap=bootstrap,
         )
-        if not (self._flush_unsent() and self._link.send(message)):
+        if not (self._flush_unsent() and self._send(message)):
             raise RequestError("too many requests are queued", status=503)
         handle = RequestHandle(
-            self, request_id, rid, is_streaming=is_streaming, now=self._clock.now()
+            self.cancel, request_id, rid, is_streaming=is_streaming, is_measured=is_measured
         )
         self._open[request_id] = handle
-        self._open_rids.add(rid)
+        self._request_ids[rid] = request_id
         return handle
 
     def cancel(self, request_id: int, reason: str) -> None:
@@ -202,7 +111,8 @@ class SchedulerClient:
         if handle is None or handle.is_cancelled:
             return
         handle.is_cancelled = True
-        self._unsent.append(Cancel(request_id=request_id, reason=reason))
+        self._free_rid(handle)
+        self._unsent[request_id] = Cancel(request_id=request_id, reason=reason)
         self._flush_unsent()
 
     def cancel_matching(self, rid_prefix: str, reason: str = "aborted by the client") -> int:
@@ -238,7 +148,7 @@ class SchedulerClient:
         future: asyncio.Future[State | FlushDone] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            if not (self._flush_unsent() and self._link.send(make(call_id))):
+            if not (self._flush_unsent() and self._send(make(call_id))):
                 raise RequestError("the scheduler's queue is full", status=503)
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -264,23 +174,29 @@ class SchedulerClient:
 
     def trouble(self) -> str:
         """Why this server is not healthy, "" if it is; says nothing of start-up or peers."""
-        return self._liveness.trouble(self._clock.now())
+        return self._liveness.trouble(self._clock.now(), is_started=self.server_info is not None)
 
     # ---- the two tasks -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Receive and watch until cancelled. Returns once the link is closed."""
+        """Receive and watch until cancelled. Returns once the channel is closed.
+
+        Raises: ProtocolError if our own scheduler sends nonsense: the process is to die of it.
+        """
         watch = asyncio.create_task(self._watch())
         try:
             while True:
-                self.handle(await self._link.receive())
-        except LinkClosed as exc:
-            self._lose(str(exc) or "the scheduler is gone")
+                self.handle(decode_scheduler_to_frontend(await self._channel.receive()))
+        except ChannelClosed as exc:
+            self.lose(str(exc))
         finally:
             watch.cancel()
 
     async def _watch(self) -> None:
-        """Ask for the state at a steady pace, so that silence means something."""
+        """Ask for the state at a steady pace, so that silence means something.
+
+        The first question also tells the scheduler that this frontend is there.
+        """
         while True:
             await self.watch_once()
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -325,14 +241,14 @@ class SchedulerClient:
             self._refuse_late(message.request_id, is_end=message.finish is not None)
             return
         now = self._clock.now()
-        if message.token_ids:
+        if message.token_ids and handle.is_measured:
             interval_s = None if handle.tokens_at is None else now - handle.tokens_at
-            handle.tokens_at = now
             self._metrics.observe_tokens(
                 len(message.token_ids), interval_s, is_streaming=handle.is_streaming
             )
+            handle.tokens_at = now
         if message.finish is not None:
-            self._close(handle, message.trace)
+            self._close(handle, message.trace, "")
         handle.deliver(message)
 
     def _handle_failed(self, message: Failed) -> None:
@@ -340,16 +256,14 @@ class SchedulerClient:
         if handle is None:
             self._refuse_late(message.request_id, is_end=True)
             return
-        if message.trace is None:
-            self._metrics.observe_failure(message.kind)
-        self._close(handle, message.trace)
+        self._close(handle, message.trace, message.kind)
         handle.deliver(message)
 
     def _refuse_late(self, request_id: int, *, is_end: bool) -> None:
         """A request that was answered from here goes on in a scheduler that came back: stop it."""
         self.late_message_count += 1
         if not is_end:
-            self._unsent.append(Cancel(request_id=request_id, reason="already answered"))
+            self._unsent[request_id] = Cancel(request_id=request_id, reason="already answered")
             self._flush_unsent()
 
     def _answer(self, message: State | FlushDone) -> None:
@@ -359,30 +273,46 @@ class SchedulerClient:
         elif not future.done():
             future.set_result(message)
 
-    def _close(self, handle: RequestHandle, trace: RequestTrace | None) -> None:
+    def _close(self, handle: RequestHandle, trace: RequestTrace | None, failure: str) -> None:
+        """Forget and measure a request that has ended. failure: its kind, "" if it went well."""
         del self._open[handle.request_id]
-        self._open_rids.remove(handle.rid)
+        self._free_rid(handle)
         if trace is not None:
             self.recent_traces.append(trace)
+        if not handle.is_measured:
+            return
+        if trace is not None:
             self._metrics.observe_end(trace, is_streaming=handle.is_streaming)
+        elif failure:
+            self._metrics.observe_failure(failure, is_streaming=handle.is_streaming)
 
-    def _lose(self, reason: str) -> None:
+    def _free_rid(self, handle: RequestHandle) -> None:
+        if self._request_ids.get(handle.rid) == handle.request_id:
+            del self._request_ids[handle.rid]
+
+    def lose(self, reason: str) -> None:
+        """The scheduler is known to be gone: answer what is open, and take nothing more."""
         self._liveness.lose(reason)
         self._fail_open(reason)
 
     def _fail_open(self, reason: str) -> None:
         """Answer every open request in the scheduler's place."""
         for handle in list(self._open.values()):
-            self._metrics.observe_failure("scheduler_lost")
-            self._close(handle, None)
+            self._close(handle, None, "scheduler_lost")
             handle.deliver(
                 Failed(
                     request_id=handle.request_id, status=500, kind="scheduler_lost", message=reason
                 )
             )
 
+    def _send(self, message: FrontendToScheduler) -> bool:
+        """Whether the message was queued; not if the scheduler has not read for a long time."""
+        return self._channel.send(encode(message)) is SendResult.SENT
+
     def _flush_unsent(self) -> bool:
         """Send what did not fit before; whether nothing is left."""
-        while self._unsent and self._link.send(self._unsent[0]):
-            self._unsent.popleft()
-        return not self._unsent
+        for request_id, message in list(self._unsent.items()):
+            if not self._send(message):
+                return False
+            del self._unsent[request_id]
+        return True

@@ -1,0 +1,142 @@
+"""The frontend process: `python -m common.frontend --config FILE`, started by the supervisor.
+
+Binds the port before anything slow, so that a port in use is said at once. Ends with 0 when it was
+asked to stop, with 2 and one line if it can't be what the settings say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+import uvicorn
+import uvloop
+
+from common.channel.local_async import AsyncLocalClient
+from common.clock import Clock, SystemClock
+from common.config import ServerConfig, read_config
+from common.errors import ConfigError, RequestError
+from common.frontend import info, openai_api, page, sglang_api
+from common.frontend.app import build_app
+from common.frontend.context import FrontendContext
+from common.frontend.scheduler_client import SchedulerClient
+from common.frontend.tokenizer import Tokenizer, load_tokenizer
+from common.log import setup_log
+from common.metrics import ServerMetrics
+
+LISTEN_BACKLOG = 2048  # connections that may wait to be accepted; a burst of clients fits
+STOP_PROBE_S = 1.0  # a scheduler that lives answers in milliseconds
+PARTS = (info, page, sglang_api, openai_api)
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="common.frontend", description=__doc__)
+    parser.add_argument("--config", required=True, help="the server's settings, as JSON")
+    try:
+        config = read_config(parser.parse_args().config)
+        setup_log(config.role, "frontend", config.log_level)
+        clock = SystemClock()
+        with bind(config.host, config.port) as listener:
+            tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
+            uvloop.run(serve(config, listener, tokenizer, clock))
+    except ConfigError as exc:
+        sys.stderr.write(f"baton frontend: {exc}\n")
+        return 2
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens nowhere yet. Raises: ConfigError naming the address."""
+    address = f"--host {host} --port {port}"
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as exc:
+        raise ConfigError(f"{address}: can't be used: {exc.strerror}") from exc
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(where)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(f"{address}: can't be bound: {exc.strerror}") from exc
+    return listener
+
+
+async def serve(
+    config: ServerConfig, listener: socket.socket, tokenizer: Tokenizer, clock: Clock
+) -> None:
+    """Serve until SIGTERM or SIGINT, then let open requests end, for at most the drain timeout."""
+    metrics = ServerMetrics(config.served_model_name, config.engine_type)
+    channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
+    client = SchedulerClient(channel, metrics, clock)
+    context = FrontendContext(
+        config=config,
+        scheduler=client,
+        metrics=metrics,
+        tokenizer=tokenizer,
+        clock=clock,
+        started_wall_s=clock.wall(),
+        version=_version(),
+    )
+    server = _Server(
+        uvicorn.Config(
+            build_app(context, [part.build_router(context) for part in PARTS]),
+            log_config=None,
+            access_log=config.log_requests,
+            backlog=LISTEN_BACKLOG,
+            timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+            lifespan="off",
+        )
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    async with asyncio.TaskGroup() as tasks:
+        receiver = tasks.create_task(client.run())
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        stopper = tasks.create_task(_stop(stop, server, client))
+        logger.info("listening on http://%s:%d", config.host, config.port)
+        await server.serve(sockets=[listener])
+        stopper.cancel()
+        receiver.cancel()
+    channel.close()
+
+
+def _version() -> str:
+    try:
+        return metadata.version("baton")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+async def _stop(stop: asyncio.Event, server: uvicorn.Server, client: SchedulerClient) -> None:
+    """Begin the end. Nobody waits for a scheduler that is gone: that may be why we are to stop."""
+    await stop.wait()
+    server.should_exit = True
+    try:
+        await client.get_state(STOP_PROBE_S)
+    except RequestError:
+        client.lose("the server is stopping")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers, which would end the process by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
