@@ -24,9 +24,9 @@ from common.engine.noise import gumbel, row_keys
 from common.engine.sampling_table import Feature, SamplingTable
 from common.request import SamplingParams, TokenLogprobs
 
-CANDIDATE_COUNT = 1024
-"""Tokens sorted first for top_k and top_p. A full sort of a large vocabulary costs ten times as
-much, and a nucleus is rarely larger; rows that need more are sorted in full."""
+CANDIDATE_COUNTS = (64, 1024)
+"""Tokens sorted for top_k and top_p, in attempts. Most nuclei end within the first; sorting a large
+vocabulary in full, the last resort, costs a hundred times as much."""
 
 NOISE_BLOCK_ELEMENTS = 1 << 22
 """Noise made at a time; bounds the extra memory to 64 MiB at any batch and vocabulary."""
@@ -200,18 +200,21 @@ class Sampler:
         How many candidates a row sorts is its own affair, not the largest need in the batch:
         rounding at the border of a nucleus may depend on it.
         """
-        count = min(CANDIDATE_COUNT, self._vocab_size)
-        tokens, is_contained = self._draw_from_top(x, slots, keys, count)
-        if count == self._vocab_size:
-            return tokens
-        is_short = self._table.top_k.values[slots] > count
-        if is_short.any():
-            spilled = np.flatnonzero(is_short & ~is_contained.cpu().numpy())
-            if len(spilled):
-                index = self._to_device(spilled)
-                tokens[index], _ = self._draw_from_top(
-                    x[index], slots[spilled], keys[index], self._vocab_size
-                )
+        top_k = self._table.top_k.values[slots]
+        is_open = top_k == self._vocab_size
+        is_drawn = np.zeros(len(slots), dtype=np.bool_)
+        tokens = torch.zeros(len(slots), dtype=torch.int64, device=self._device)
+        for count in (*CANDIDATE_COUNTS, self._vocab_size):
+            count = min(count, self._vocab_size)
+            rows = np.flatnonzero(~is_drawn & (is_open | (top_k <= count)))
+            if len(rows) == 0:
+                continue
+            index = self._to_device(rows)
+            drawn, is_contained = self._draw_from_top(x[index], slots[rows], keys[index], count)
+            tokens[index] = drawn
+            is_drawn[rows] = True
+            if count < self._vocab_size and is_open[rows].any():
+                is_drawn[rows] = is_contained.cpu().numpy() | ~is_open[rows]
         return tokens
 
     def _draw_from_top(
@@ -219,7 +222,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Draw among the `count` largest of each row.
 
-        Returns: int64[r] tokens, and bool[r]: whether a row without top_k ends its nucleus here.
+        Returns: int64[r] tokens, and bool[r]: whether the nucleus of a row ends among them.
         """
         table = self._table
         top = x.topk(count, dim=-1, sorted=True)
@@ -243,7 +246,7 @@ class Sampler:
         noise = gumbel(keys, top.indices.to(torch.int32))
         picked = (values + noise).argmax(dim=-1, keepdim=True)
         tokens = top.indices.gather(1, picked).squeeze(1)
-        return tokens, (is_open & (cumulative[:, -1:] >= top_p)).squeeze(1)
+        return tokens, (cumulative[:, -1:] >= top_p).squeeze(1)
 
     def _logprobs(
         self,

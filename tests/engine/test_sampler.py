@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from common.engine.noise import gumbel, hash_bits, row_keys, wrap_seed
-from common.engine.sampler import ALL_MASKED, CANDIDATE_COUNT, NOT_FINITE, Sampled, Sampler
+from common.engine.sampler import ALL_MASKED, CANDIDATE_COUNTS, NOT_FINITE, Sampled, Sampler
 from common.engine.sampling_table import check_sampling
 from common.request import SamplingParams
 
@@ -265,17 +265,19 @@ def test_a_draw_is_the_argmax_of_filtered_logits_plus_noise(request_params: Samp
     [
         params(temperature=1.0, top_p=0.9),
         params(temperature=1.0, top_p=0.3, min_p=0.001),
-        params(temperature=1.0, top_k=CANDIDATE_COUNT + 500, top_p=0.97),
-        params(temperature=1.0, top_k=CANDIDATE_COUNT),
+        params(temperature=1.0, top_k=CANDIDATE_COUNTS[-1] + 500, top_p=0.97),
+        params(temperature=1.0, top_k=CANDIDATE_COUNTS[-1]),
+        params(temperature=1.0, top_k=CANDIDATE_COUNTS[0]),
+        params(temperature=1.0, top_k=CANDIDATE_COUNTS[0] + 1, top_p=0.9),
         params(temperature=1.0, top_k=40),
     ],
     ids=_name,
 )
-@pytest.mark.parametrize("spread", [0.1, 4.0])
+@pytest.mark.parametrize("spread", [0.1, 2.0, 6.0])
 def test_a_nucleus_larger_than_the_candidates_is_still_drawn_right(
     request_params: SamplingParams, spread: float
 ) -> None:
-    vocab = 3 * CANDIDATE_COUNT
+    vocab = 3 * CANDIDATE_COUNTS[-1]
     logits = random_logits(24, vocab=vocab, seed=5) / 3 * spread
     probs = warped(request_params, logits)
     sampler = sampler_of(*[request_params] * 24, vocab=vocab)

@@ -1,0 +1,268 @@
+"""Runs one step of the scheduler on one rank: which tokens to compute, the forward pass, the draw.
+
+A `Step` carries only what changed; the rest of what a running sequence is lies here, as arrays.
+Knows nothing of sockets, peers or the reasons for a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.clock import Clock
+from common.engine.forward_batch import ForwardBatch
+from common.engine.kv_pool import KvPool
+from common.engine.models.causal_lm import CausalLm
+from common.engine.sampler import Sampled, Sampler
+from common.engine.sampling_table import check_sampling
+from common.engine.sequence_table import SequenceTable, Slots
+from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, StepDone
+from common.request import SamplingParams, TokenLogprobs
+
+NO_TOKEN = 0
+"""Stands in `StepDone.token_ids` for the token of a failed sequence; nobody reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A step without what can't run, as arrays.
+
+    chunks, then decodes, in the order of the forward batch. Rows of the logits come in this order:
+    last chunks, decodes, then the prompt rows of each entry of `prompt_rows`.
+    sampled_slots: int64[R] of the rows that draw a token.
+    prompt_rows: (chunk, first row, end row) in tokens of the sequence, whose next token is scored.
+    """
+
+    chunks: list[PrefillChunk]
+    chunk_slots: Slots
+    decode_slots: Slots
+    sampled_slots: Slots
+    prompt_rows: list[tuple[PrefillChunk, int, int]]
+
+
+class ModelRunner:
+    """Model, pool and sequences of one rank. One writer: the thread that calls `run`."""
+
+    def __init__(self, model: CausalLm, pool: KvPool, clock: Clock) -> None:
+        self._model = model
+        self._pool = pool
+        self._clock = clock
+        self._vocab_size = model.config.vocab_size
+        self._device = model.context.device
+        self._page_items = pool.page_items
+        self._sequences = SequenceTable(pool.page_items, self._device)
+        self._sampler = Sampler(self._vocab_size, list(model.config.eos_token_ids), self._device)
+        self._prompt_wants: dict[int, tuple[int, int]] = {}
+        self._refused: dict[int, str] = {}
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self._sequences)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepDone:
+        """Apply what changed, compute, draw.
+
+        Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
+        the others are not affected. A sequence that can't be run (a token outside the vocabulary,
+        sampling values out of range) fails when its first token is due.
+        """
+        started = self._clock.now()
+        self._retire(step.retired)
+        for new in step.new:
+            self._introduce(new)
+        self._grant(step.grants)
+        due = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
+        failed = {r: self._refused[r] for r in due if r in self._refused}
+        work = self._plan(step)
+        drawn: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        if len(work.chunk_slots) or len(work.decode_slots):
+            logits = self._forward(work)
+            row_count = len(work.sampled_slots)
+            prompt_logprobs = self._score_prompts(work, logits[row_count:])
+            ran = [request_id for request_id in due if request_id not in failed]
+            sampled = self._draw(work, logits[:row_count])
+            drawn = dict(zip(ran, sampled.token_ids, strict=True))
+            failed |= {ran[row]: reason for row, reason in sampled.failed.items()}
+            logprobs = {ran[row]: entry for row, entry in sampled.logprobs.items()}
+        return StepDone(
+            step_id=step.step_id,
+            request_ids=due,
+            token_ids=[NO_TOKEN if r in failed else drawn[r] for r in due],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failed=failed,
+            seconds=self._clock.now() - started,
+        )
+
+    # ---- what changed ----------------------------------------------------------------------------
+
+    def _retire(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            if self._refused.pop(request_id, None) is None:
+                slot = self._sequences.remove(request_id)
+                self._sampler.remove(slot)
+                self._prompt_wants.pop(slot, None)
+
+    def _introduce(self, new: NewSequence) -> None:
+        tokens = np.array(new.token_ids, dtype=np.int64)
+        reason = _why_refused(tokens, new.prompt_count, new.sampling, self._vocab_size)
+        if reason is not None:
+            self._refused[new.request_id] = reason
+            return
+        token_ids = torch.from_numpy(tokens)
+        slot = self._sequences.add(new.request_id, token_ids)
+        self._sampler.add(slot, new.sampling, token_ids, new.prompt_count)
+        if new.sampling.return_logprob and new.sampling.logprob_start_len >= 0:
+            self._prompt_wants[slot] = (new.sampling.logprob_start_len, new.prompt_count)
+
+    def _grant(self, grants: list[PageGrant]) -> None:
+        by_group: list[list[tuple[int, int, list[int]]]] = [[] for _ in self._page_items]
+        for grant in grants:
+            if grant.request_id in self._refused or not grant.page_ids:
+                continue
+            page_max = self._pool.page_counts[grant.group]
+            assert min(grant.page_ids) >= 1 and max(grant.page_ids) <= page_max, grant
+            slot = self._sequences.slot(grant.request_id)
+            by_group[grant.group].append((slot, grant.first_index, grant.page_ids))
+        for group, group_grants in enumerate(by_group):
+            self._sequences.grant(group, group_grants)
+
+    # ---- the forward pass ------------------------------------------------------------------------
+
+    def _plan(self, step: Step) -> _Work:
+        chunks = [chunk for chunk in step.chunks if chunk.request_id not in self._refused]
+        decode = step.decode
+        if self._refused:
+            decode = [request_id for request_id in decode if request_id not in self._refused]
+        chunk_slots = self._sequences.slots([chunk.request_id for chunk in chunks])
+        decode_slots = self._sequences.slots(decode)
+        is_last = np.array([chunk.is_last for chunk in chunks], dtype=np.bool_)
+        for chunk, slot in zip(chunks, chunk_slots, strict=True):
+            length = self._sequences.lengths[slot]
+            assert 0 <= chunk.start < chunk.stop <= length, (chunk, length)
+            assert not chunk.is_last or chunk.stop == length, (chunk, length)
+        return _Work(
+            chunks=chunks,
+            chunk_slots=chunk_slots,
+            decode_slots=decode_slots,
+            sampled_slots=np.concatenate((chunk_slots[is_last], decode_slots)),
+            prompt_rows=[
+                rows
+                for chunk, slot in zip(chunks, chunk_slots.tolist(), strict=True)
+                if (rows := self._prompt_rows(chunk, slot)) is not None
+            ],
+        )
+
+    def _prompt_rows(self, chunk: PrefillChunk, slot: int) -> tuple[PrefillChunk, int, int] | None:
+        """Rows of a chunk that predict a wanted prompt token.
+
+        tokens   0  1  2  3  4  5 | 6        prompt_count 6, wanted from 2 on: tokens 2..5
+        rows        1  2  3  4               row i predicts token i + 1
+        """
+        wants = self._prompt_wants.get(slot)
+        if wants is None:
+            return None
+        first, prompt_count = wants
+        start = max(chunk.start, first - 1)
+        stop = min(chunk.stop, prompt_count - 1)
+        has_first_token = first == 0 and chunk.start == 0
+        return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
+
+    def _forward(self, work: _Work) -> Tensor:
+        """float32 logits of the rows that `_Work` lists."""
+        table = self._sequences
+        decode_lengths = table.lengths[work.decode_slots]
+        chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
+        kv_lengths = np.concatenate((chunk_stops, decode_lengths))
+        token_ids = table.latest[work.decode_slots]
+        positions = decode_lengths - 1
+        query_lengths = [chunk.stop - chunk.start for chunk in work.chunks]
+        query_lengths += [1] * len(work.decode_slots)
+        if work.chunks:
+            spans = zip(work.chunks, work.chunk_slots.tolist(), strict=True)
+            prompt = [table.tokens(slot)[c.start : c.stop].numpy() for c, slot in spans]
+            token_ids = np.concatenate((*prompt, token_ids))
+            ranges = [np.arange(chunk.start, chunk.stop) for chunk in work.chunks]
+            positions = np.concatenate((*ranges, positions))
+        slots = np.concatenate((work.chunk_slots, work.decode_slots))
+        batch = ForwardBatch.from_tensors(
+            token_ids=self._to_device(token_ids),
+            positions=self._to_device(positions),
+            query_lengths=query_lengths,
+            kv_lengths=kv_lengths.tolist(),
+            page_tables=[
+                table.page_table(group, slots, kv_lengths) for group in range(len(self._page_items))
+            ],
+            page_items=self._page_items,
+            logits_rows=self._to_device(_logits_rows(work)),
+        )
+        logits = self._model.forward(batch, self._pool)
+        assert logits is not None, "only the last pipeline stage draws tokens"
+        return logits
+
+    # ---- the draw --------------------------------------------------------------------------------
+
+    def _draw(self, work: _Work, logits: Tensor) -> Sampled:
+        slots = work.sampled_slots
+        sampled = self._sampler.sample(logits, slots, self._sequences.lengths[slots])
+        is_drawn = np.ones(len(slots), dtype=np.bool_)
+        is_drawn[list(sampled.failed)] = False
+        token_ids = np.array(sampled.token_ids, dtype=np.int64)
+        self._sequences.append(slots[is_drawn], token_ids[is_drawn])
+        return sampled
+
+    def _score_prompts(self, work: _Work, logits: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of prompt tokens, by request; logits of all prompt rows in order."""
+        scored: dict[int, list[TokenLogprobs]] = {}
+        first_row = 0
+        for chunk, start, stop in work.prompt_rows:
+            slot = self._sequences.slot(chunk.request_id)
+            tokens = self._sequences.tokens(slot)
+            rows = logits[first_row : first_row + stop - start]
+            first_row += stop - start
+            entries: list[TokenLogprobs] = []
+            if chunk.start == 0 and self._prompt_wants[slot][0] == 0:
+                entries.append(TokenLogprobs(token_id=int(tokens[0]), logprob=None))
+            if start < stop:
+                targets = tokens[start + 1 : stop + 1].to(self._device)
+                entries += self._sampler.prompt_logprobs(rows, slot, targets)
+            scored[chunk.request_id] = entries
+        return scored
+
+    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _logits_rows(work: _Work) -> NDArray[np.int64]:
+    """Rows of the batch's tokens, in the order that `_Work` promises."""
+    ends = np.cumsum([chunk.stop - chunk.start for chunk in work.chunks], dtype=np.int64)
+    chunk_end = int(ends[-1]) if len(ends) else 0
+    is_last = np.array([chunk.is_last for chunk in work.chunks], dtype=np.bool_)
+    decode_rows = np.arange(chunk_end, chunk_end + len(work.decode_slots))
+    rows = [ends[is_last] - 1, decode_rows]
+    end_of = {chunk.request_id: int(end) for chunk, end in zip(work.chunks, ends, strict=True)}
+    for chunk, start, stop in work.prompt_rows:
+        offset = end_of[chunk.request_id] - chunk.stop
+        rows.append(np.arange(offset + start, offset + stop))
+    return np.concatenate(rows)
+
+
+def _why_refused(
+    token_ids: NDArray[np.int64], prompt_count: int, sampling: SamplingParams, vocab_size: int
+) -> str | None:
+    """A peer's values reach this far; a bad one must fail its own request, not the batch."""
+    if len(token_ids) == 0 or not 1 <= prompt_count <= len(token_ids):
+        return f"prompt_count={prompt_count}: must be in 1..{len(token_ids)}, the tokens given"
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        return f"token id {bad}: must be in 0..{vocab_size - 1}"
+    return check_sampling(sampling, vocab_size)

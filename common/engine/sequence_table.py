@@ -1,0 +1,132 @@
+"""The sequences a worker runs, as arrays by slot: lengths, latest tokens and page tables.
+
+A step for 256 running sequences reads them with a few gathers instead of 256 small Python objects.
+Lengths and tokens lie on the host, page tables on the model's device. Knows nothing of models,
+sampling or messages. Slot numbers are reused; the smallest free one is taken first.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SLOT_COUNT_START = 16
+PAGE_WIDTH_START = 16
+"""Slots, and pages per slot, that exist at first; both double when they run out."""
+
+Slots = NDArray[np.int64]
+
+
+class SequenceTable:
+    """One writer: the thread that runs the model.
+
+    lengths: int64[S], tokens known of each slot. latest: int64[S], the last of them.
+    page_tables: one int32[S, pages] per page group; 0 is the scratch page.
+    """
+
+    def __init__(self, page_items: tuple[int, ...], device: torch.device) -> None:
+        self._page_items = page_items
+        self._device = device
+        self.lengths: Slots = np.zeros(0, dtype=np.int64)
+        self.latest: Slots = np.zeros(0, dtype=np.int64)
+        self.page_tables = [torch.zeros((0, 0), dtype=torch.int32, device=device)] * len(page_items)
+        # Logical page index behind the last granted page, per group and slot.
+        self._granted: list[Slots] = [np.zeros(0, dtype=np.int64) for _ in page_items]
+        self._slot_of: dict[int, int] = {}
+        self._tokens: dict[int, Tensor] = {}
+        self._free: list[int] = []
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._slot_of
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def slot(self, request_id: int) -> int:
+        return self._slot_of[request_id]
+
+    def slots(self, request_ids: list[int]) -> Slots:
+        return np.fromiter(map(self._slot_of.__getitem__, request_ids), np.int64, len(request_ids))
+
+    def tokens(self, slot: int) -> Tensor:
+        """int64[n] on the host: the tokens the sequence came with."""
+        return self._tokens[slot]
+
+    def add(self, request_id: int, token_ids: Tensor) -> int:
+        """Take a slot for a sequence that comes with int64[n] tokens, n > 0, on the host."""
+        assert request_id not in self._slot_of, f"request {request_id} is already running"
+        if not self._free:
+            self._grow_slots()
+        slot = heapq.heappop(self._free)
+        self._slot_of[request_id] = slot
+        self._tokens[slot] = token_ids
+        self.lengths[slot] = len(token_ids)
+        self.latest[slot] = int(token_ids[-1])
+        return slot
+
+    def remove(self, request_id: int) -> int:
+        """Forget a sequence; returns the slot it had."""
+        slot = self._slot_of.pop(request_id)
+        del self._tokens[slot]
+        for table, granted in zip(self.page_tables, self._granted, strict=True):
+            table[slot] = 0
+            granted[slot] = 0
+        heapq.heappush(self._free, slot)
+        return slot
+
+    def grant(self, group: int, grants: list[tuple[int, int, list[int]]]) -> None:
+        """Write page ids into tables: (slot, first logical page index, page ids), of one group."""
+        if not grants:
+            return
+        counts = [len(page_ids) for _, _, page_ids in grants]
+        ends = [first + len(page_ids) for _, first, page_ids in grants]
+        self._widen(group, max(ends))
+        rows = np.repeat([slot for slot, _, _ in grants], counts)
+        columns = np.concatenate([np.arange(first, first + len(ids)) for _, first, ids in grants])
+        pages = np.concatenate([np.asarray(ids, dtype=np.int32) for _, _, ids in grants])
+        self.page_tables[group][self._to_device(rows), self._to_device(columns)] = torch.from_numpy(
+            pages
+        ).to(self._device)
+        granted = self._granted[group]
+        for (slot, _, _), end in zip(grants, ends, strict=True):
+            granted[slot] = max(granted[slot], end)
+
+    def append(self, slots: Slots, token_ids: NDArray[np.int64]) -> None:
+        """One sampled token to each of these distinct slots."""
+        self.latest[slots] = token_ids
+        self.lengths[slots] += 1
+
+    def page_table(self, group: int, slots: Slots, kv_lengths: NDArray[np.int64]) -> Tensor:
+        """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens."""
+        needed = -(-kv_lengths // self._page_items[group])
+        assert (needed <= self._granted[group][slots]).all(), "a token has no page to go to"
+        width = int(needed.max())
+        return self.page_tables[group][self._to_device(slots), :width]
+
+    def _grow_slots(self) -> None:
+        old = len(self.lengths)
+        new = max(2 * old, SLOT_COUNT_START)
+        self.lengths = np.pad(self.lengths, (0, new - old))
+        self.latest = np.pad(self.latest, (0, new - old))
+        self._granted = [np.pad(granted, (0, new - old)) for granted in self._granted]
+        self.page_tables = [_enlarged(t, new, t.shape[1]) for t in self.page_tables]
+        self._free = list(range(old, new))
+
+    def _widen(self, group: int, page_count: int) -> None:
+        table = self.page_tables[group]
+        if page_count > table.shape[1]:
+            width = max(page_count, 2 * table.shape[1], PAGE_WIDTH_START)
+            self.page_tables[group] = _enlarged(table, table.shape[0], width)
+
+    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _enlarged(table: Tensor, row_count: int, column_count: int) -> Tensor:
+    larger = torch.zeros((row_count, column_count), dtype=table.dtype, device=table.device)
+    larger[: table.shape[0], : table.shape[1]] = table
+    return larger
