@@ -18,7 +18,7 @@ def main() -> int:
     except ConfigError as exc:
         sys.stderr.write(f"baton-decode: {exc}\n")
         return 2
-    return supervisor.run(config)
+    return supervisor.run(config, "decode_server.scheduler_process")
 
 
 if __name__ == "__main__":

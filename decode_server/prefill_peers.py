@@ -189,8 +189,8 @@ class PrefillPeers:
                 peer.link, Attach(self._facts.incarnation, peer.incarnation, ranks)
             )
 
-    def handle_attached(self, link: str, attached: Attached, now: float) -> PrefillPeer | None:
-        """The peer, if it is connected from now on."""
+    def handle_attached(self, link: str, attached: Attached, now: float) -> None:
+        """The peer can be asked for hand-overs from now on."""
         peer = self._peers.get(link)
         is_expected = (
             peer is not None
@@ -199,11 +199,10 @@ class PrefillPeers:
             and attached.peer_incarnation == self._facts.incarnation
         )
         if peer is None or not is_expected:
-            return None
+            return
         peer.phase = Phase.CONNECTED
         peer.transports = list(attached.transports)
         peer.liveness = Liveness.start(now)
-        return peer
 
     # ---- liveness --------------------------------------------------------------------------------
 

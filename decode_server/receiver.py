@@ -16,6 +16,9 @@ from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from decode_server.request import DecodeRequest, Transfer
 
+# How often an Abort that has not been answered is sent again.
+ABORT_REPEAT_S = 1.0
+
 
 class Receiver:
     """Owner of every `Transfer`."""
@@ -26,6 +29,7 @@ class Receiver:
         self._outbox = outbox
         self._under_way: dict[int, Transfer] = {}
         self._abandoned: dict[int, Transfer] = {}
+        self._repeat_at = 0.0
 
     @property
     def under_way_count(self) -> int:
@@ -69,12 +73,13 @@ class Receiver:
                 self._set_aside(transfer)
         return orphans
 
-    def repeat_aborts(self, incarnation: str, link: str) -> None:
-        """The peer is back: ask again for what it has not answered."""
+    def repeat_aborts(self, now: float) -> None:
+        """Ask again for what has not been answered: a connection that broke loses messages."""
+        if now < self._repeat_at:
+            return
+        self._repeat_at = now + ABORT_REPEAT_S
         for transfer in self._abandoned.values():
-            if transfer.peer == incarnation:
-                transfer.link = link
-                self._outbox.to_peer(link, self._abort(transfer, "reconnected"))
+            self._outbox.to_peer(transfer.link, self._abort(transfer, "asked again"))
 
     def apply_quiet(self, transfer_id: int) -> bool:
         """The writer's terminal message for an abandoned transfer: its pages are free again."""

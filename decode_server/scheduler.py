@@ -141,6 +141,7 @@ class DecodeScheduler:
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and start the next step if none runs."""
         self._expire(now)
+        self._receiver.repeat_aborts(now)
         waiting = list(self._endings.queue.values())
         if self._is_local:
             admitted = self._admission.admit_here(waiting, now)
@@ -239,9 +240,7 @@ class DecodeScheduler:
             case Refuse():
                 self._lose(self._peers.handle_refuse(link, message, now), now)
             case Attached():
-                peer = self._peers.handle_attached(link, message, now)
-                if peer is not None:
-                    self._receiver.repeat_aborts(peer.incarnation, link)
+                self._peers.handle_attached(link, message, now)
             case Detached():
                 self._lose(self._peers.handle_detached(link, message), now)
             case _:

@@ -121,6 +121,7 @@ class Batcher:
         self._prompts.pop(sequence.request_id, None)
         self._running.pop(sequence.request_id, None)
         if sequence.is_known:
+            sequence.is_known = False
             self._retired.append(sequence.request_id)
 
     def is_in_flight(self, sequence: Sequence) -> bool:

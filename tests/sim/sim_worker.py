@@ -1,0 +1,194 @@
+"""A worker whose cache is an array of token ids, so that any wrong or missing page changes the output.
+
+It keeps the real worker's contract: steps run one after the other and write their pages when they
+end; a hand-over copies in two pieces with time between them and settles after the second. The next
+token is a digest of what is read through the page table, so the oracle needs no pages at all.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.protocol.local import (
+    CancelSends,
+    ClosePeer,
+    ConnectPeer,
+    OpenPeer,
+    PeerClosed,
+    PeerConnected,
+    PeerOpened,
+    RankDescriptor,
+    SchedulerToWorker,
+    Send,
+    SendSettled,
+    Step,
+    StepDone,
+    WorkerToScheduler,
+)
+from common.scheduling.facts import ServerFacts
+
+VOCAB_SIZE = 997
+UNWRITTEN = -1
+
+After = Callable[[float, Callable[[], None]], None]
+Reply = Callable[[WorkerToScheduler], None]
+
+
+def next_token(tokens: list[int] | np.ndarray) -> int:
+    """What the model says after `tokens`: the oracle and the workers share only this."""
+    return zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes()) % VOCAB_SIZE
+
+
+@dataclass
+class _Known:
+    tokens: list[int]
+    pages: dict[int, int] = field(default_factory=dict)
+
+
+class SimWorker:
+    """The only rank of one simulated server."""
+
+    def __init__(self, facts: ServerFacts, rng: random.Random, after: After, reply: Reply) -> None:
+        self.facts = facts
+        self.page_size = facts.layout.page_size
+        self.pool = np.full((facts.page_counts[0] + 1, self.page_size), UNWRITTEN, dtype=np.int64)
+        self.is_dead = False
+        self.targets: dict[str, SimWorker] = {}
+        self._rng = rng
+        self._after = after
+        self._reply = reply
+        self._known: dict[int, _Known] = {}
+        self._steps: list[Step] = []
+        self._is_computing = False
+        self._cancelled: set[int] = set()
+        self._sends_open: dict[int, tuple[Send, bool]] = {}
+
+    def handle(self, message: SchedulerToWorker, find: Callable[[str], SimWorker | None]) -> None:
+        if self.is_dead:
+            return
+        match message:
+            case Step():
+                self._steps.append(message)
+                self._compute_next()
+            case Send():
+                self._send(message)
+            case CancelSends():
+                self._cancelled.add(message.transfer_id)
+            case OpenPeer():
+                region = ("pages", 0, self._region_nbytes(), b"key")
+                descriptor = RankDescriptor(0, b"address", [region])
+                self._soon(PeerOpened(message.peer, 0, descriptor))
+            case ConnectPeer():
+                target = find(message.peer)
+                if target is not None:
+                    self.targets[message.peer] = target
+                    self._soon(PeerConnected(message.peer, 0, "posix"))
+            case ClosePeer():
+                self._close(message.peer)
+
+    def _region_nbytes(self) -> int:
+        page_nbytes = self.facts.layout.ranks[0].groups[0].page_nbytes
+        return page_nbytes * (self.facts.page_counts[0] + 1)
+
+    def _soon(self, message: WorkerToScheduler) -> None:
+        self._after(self._rng.uniform(0.0001, 0.002), lambda: self._say(message))
+
+    def _say(self, message: WorkerToScheduler) -> None:
+        if not self.is_dead:
+            self._reply(message)
+
+    # ---- compute ---------------------------------------------------------------------------------
+
+    def _compute_next(self) -> None:
+        if self._is_computing or not self._steps:
+            return
+        self._is_computing = True
+        step = self._steps.pop(0)
+        self._after(self._rng.uniform(0.001, 0.02), lambda: self._finish_step(step))
+
+    def _finish_step(self, step: Step) -> None:
+        if self.is_dead:
+            return
+        for request_id in step.retired:
+            del self._known[request_id]
+        for new in step.new:
+            assert new.request_id not in self._known
+            self._known[new.request_id] = _Known(list(new.token_ids))
+        for grant in step.grants:
+            pages = self._known[grant.request_id].pages
+            for index, page in enumerate(grant.page_ids):
+                pages[grant.first_index + index] = page
+        ids: list[int] = []
+        sampled: list[int] = []
+        for chunk in step.chunks:
+            known = self._known[chunk.request_id]
+            for position in range(chunk.start, chunk.stop):
+                self._write(known, position)
+            if chunk.is_last:
+                ids.append(chunk.request_id)
+                sampled.append(self._sample(known, chunk.stop))
+        for request_id in step.decode:
+            known = self._known[request_id]
+            self._write(known, len(known.tokens) - 1)
+            ids.append(request_id)
+            sampled.append(self._sample(known, len(known.tokens)))
+        for request_id, token in zip(ids, sampled, strict=True):
+            self._known[request_id].tokens.append(token)
+        self._is_computing = False
+        self._say(StepDone(step.step_id, ids, sampled))
+        self._compute_next()
+
+    def _write(self, known: _Known, position: int) -> None:
+        page = known.pages[position // self.page_size]
+        self.pool[page, position % self.page_size] = known.tokens[position]
+
+    def _sample(self, known: _Known, count: int) -> int:
+        positions = np.arange(count)
+        pages = np.array([known.pages[p // self.page_size] for p in positions])
+        return next_token(self.pool[pages, positions % self.page_size])
+
+    # ---- hand-over -------------------------------------------------------------------------------
+
+    def _send(self, send: Send) -> None:
+        self._sends_open[send.send_id] = (send, False)
+        middle = (send.token_start + send.token_stop) // 2
+        target = self.targets.get(send.peer)
+        first = self._rng.uniform(0.0005, 0.01)
+        second = first + self._rng.uniform(0.0005, 0.01)
+        self._after(first, lambda: self._copy(send, target, send.token_start, middle))
+        self._after(second, lambda: self._copy(send, target, middle, send.token_stop))
+        self._after(second + 0.0001, lambda: self._settle(send, ""))
+
+    def _copy(self, send: Send, target: SimWorker | None, start: int, stop: int) -> None:
+        is_open = send.send_id in self._sends_open
+        if self.is_dead or not is_open or target is None or target.is_dead:
+            return
+        if send.transfer_id in self._cancelled:
+            return
+        source_first, source_pages = send.source_pages[0]
+        target_first, target_pages = send.target_pages[0]
+        for position in range(start, stop):
+            source = source_pages[position // self.page_size - source_first]
+            page = target_pages[position // target.page_size - target_first]
+            value = self.pool[source, position % self.page_size]
+            target.pool[page, position % target.page_size] = value
+
+    def _settle(self, send: Send, error: str) -> None:
+        if self.is_dead or self._sends_open.pop(send.send_id, None) is None:
+            return
+        if send.transfer_id in self._cancelled:
+            error = "cancelled"
+        nbytes = (send.token_stop - send.token_start) * 8
+        self._reply(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
+
+    def _close(self, peer: str) -> None:
+        for send, _ in list(self._sends_open.values()):
+            if send.peer == peer:
+                self._settle(send, "closed")
+        self.targets.pop(peer, None)
+        self._soon(PeerClosed(peer, 0))

@@ -1,0 +1,126 @@
+"""A random story of clients and accidents for one seed, and the judgement at its end."""
+
+from __future__ import annotations
+
+import random
+
+from common.request import Bootstrap
+from tests.sim.world import Client, Node, World
+
+QUIET_AT = 20.0  # accidents stop here; what is left must end by itself
+END_AT = 75.0  # later than any deadline and grace
+
+
+def run_story(seed: int, *, has_accidents: bool = True) -> World:
+    """Run the story of a seed to its end and judge it. Raises: AssertionError."""
+    world = World(seed)
+    rng = random.Random(seed ^ 0x5EED)
+    prefills = [
+        world.add(f"p{i}", "prefill", rng.choice((4, 8)), rng.randint(40, 90))
+        for i in range(rng.randint(1, 2))
+    ]
+    decodes = [
+        world.add(f"d{i}", "decode", rng.choice((4, 8)), rng.randint(30, 80))
+        for i in range(rng.randint(1, 2))
+    ]
+    for decode in decodes:
+        decode.links = [f"{prefill.name}:1" for prefill in prefills]
+    for node in world.nodes.values():
+        world.after(rng.uniform(0.0, 0.5), node.boot)
+    world.start_ticks()
+    shared = [rng.randint(10, 900) for _ in range(24)]
+    for _ in range(rng.randint(10, 40)):
+        _plan_request(world, rng, prefills, decodes, shared)
+    if has_accidents:
+        for _ in range(rng.randint(0, 5)):
+            _plan_accident(world, rng)
+    world.after(QUIET_AT, lambda: _repair(world))
+    world.run(END_AT)
+    judge(world)
+    return world
+
+
+def _plan_request(
+    world: World,
+    rng: random.Random,
+    prefills: list[Node],
+    decodes: list[Node],
+    shared: list[int],
+) -> None:
+    prompt = shared[: rng.choice((0, 8, 16, 24))]
+    prompt = prompt + [rng.randint(10, 900) for _ in range(rng.randint(1, 60))]
+    max_new_tokens = rng.randint(1, 40)
+    decode, prefill = rng.choice(decodes), rng.choice(prefills)
+    is_routed = rng.random() < 0.4
+    at = rng.uniform(0.5, 12.0)
+    held: list[Client] = []
+
+    def submit_decode(room: Bootstrap | None) -> None:
+        held.append(world.submit(decode, prompt, max_new_tokens, room))
+
+    if is_routed:
+        room = Bootstrap(prefill.name, 1, rng.getrandbits(62))
+        world.after(at + rng.uniform(0, 0.1), lambda: submit_decode(room))
+        if rng.random() < 0.9:
+            world.after(
+                at + rng.uniform(0, 0.1),
+                lambda: _submit_first_half(world, prefill, prompt, room),
+            )
+    else:
+        world.after(at, lambda: submit_decode(None))
+    if rng.random() < 0.25:
+        world.after(at + rng.uniform(0.1, 1.5), lambda: held and world.cancel(held[0]))
+
+
+def _submit_first_half(world: World, prefill: Node, prompt: list[int], room: Bootstrap) -> None:
+    world.submit(prefill, prompt, 1, room)
+
+
+def _plan_accident(world: World, rng: random.Random) -> None:
+    node = rng.choice(list(world.nodes.values()))
+    other = rng.choice(list(world.nodes.values()))
+    at = rng.uniform(1.0, 14.0)
+    match rng.choice(("crash", "freeze", "cut")):
+        case "crash":
+            world.after(at, lambda: node.is_up and node.crash())
+            world.after(at + rng.uniform(0.1, 3.0), lambda: node.is_up or node.boot())
+        case "freeze":
+            world.after(at, lambda: _freeze(node))
+            world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
+        case "cut":
+            pair = frozenset((node.name, other.name))
+            world.after(at, lambda: world.cut.add(pair))
+            world.after(at + rng.uniform(0.2, 4.0), lambda: world.cut.discard(pair))
+
+
+def _freeze(node: Node) -> None:
+    if node.is_up:
+        node.is_frozen = True
+
+
+def _repair(world: World) -> None:
+    world.cut.clear()
+    for node in world.nodes.values():
+        if not node.is_up:
+            node.boot()
+        elif node.is_frozen:
+            node.thaw()
+
+
+def judge(world: World) -> None:
+    """Every request one final reply, right tokens, nothing left anywhere."""
+    for client in world.clients.values():
+        assert len(client.finals) == 1, f"request {client.request_id}: {client.finals}"
+        is_routed_half = world.nodes[client.node].role == "prefill"
+        expected = client.expected()[: 1 if is_routed_half else None]
+        assert client.output == expected[: len(client.output)], (
+            f"request {client.request_id} on {client.node}: wrong tokens"
+        )
+        if client.finals[0] == "finished":
+            assert client.output == expected, f"request {client.request_id}: incomplete"
+    for node in world.nodes.values():
+        pool = node.core.account.pool
+        cached = node.core.account.cache.node_count if node.core.account.cache else 0
+        assert node.core.is_idle, f"{node.name} still has requests"
+        assert pool.quarantined_count(0) == 0, f"{node.name}: pages still in quarantine"
+        assert pool.used_count(0) == cached, f"{node.name}: pages lost"

@@ -1,0 +1,267 @@
+"""The two real scheduler cores in one process, under a virtual clock and a seed.
+
+Messages take random time, keep their order per link and can be cut; servers can crash and come back
+as a new incarnation, and freeze. After every event the invariants are checked; at the end every
+request must have had exactly one final reply, with the tokens the oracle says, and all pages must
+be back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.layout.cache_layout import ServerLayout
+from common.layout.families import gqa_components
+from common.protocol.codec import encode_layout
+from common.protocol.local import Cancel, Failed, Submit, Tokens, WorkerToScheduler
+from common.request import Bootstrap, SamplingParams
+from common.scheduling.events import (
+    Dial,
+    Effect,
+    Event,
+    FromFrontend,
+    FromPeer,
+    FromWorker,
+    PeerMessage,
+    ProcessesGone,
+    Tick,
+    ToFrontend,
+    ToPeer,
+    ToWorkers,
+    WatchProcesses,
+)
+from common.scheduling.facts import SchedulerLimits, ServerFacts
+from decode_server.scheduler import DecodeScheduler
+from prefill_server.scheduler import PrefillScheduler
+from tests.sim.sim_worker import SimWorker, next_token
+
+TICK_S = 0.25
+EOS = 7
+
+
+@dataclass
+class Client:
+    """One request as its client sees it."""
+
+    request_id: int
+    prompt: list[int]
+    max_new_tokens: int
+    node: str
+    output: list[int] = field(default_factory=list)
+    finals: list[str] = field(default_factory=list)
+    is_cancelled: bool = False
+    failure: str = ""
+
+    def expected(self) -> list[int]:
+        tokens = list(self.prompt)
+        for _ in range(self.max_new_tokens):
+            tokens.append(next_token(tokens))
+            if tokens[-1] == EOS:
+                break
+        return tokens[len(self.prompt) :]
+
+
+class Node:
+    """One server: a core and its worker. Reborn under the same name after a crash."""
+
+    def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
+        self.world, self.name, self.role = world, name, role
+        self.page_size, self.pages = page_size, pages
+        self.links: list[str] = []
+        self.is_local = False
+        self.life = 0
+        self.is_up = False
+        self.is_frozen = False
+        self.backlog: list[Event] = []
+
+    def boot(self) -> None:
+        self.life += 1
+        self.is_up, self.is_frozen = True, False
+        self.backlog = []
+        components = gqa_components(layer_count=1, kv_head_count=1, head_dim=2, dtype="float32")
+        layout = ServerLayout(components, 1, ((0, 1),), self.page_size)
+        self.facts = ServerFacts(
+            incarnation=f"{self.name}-{self.life}",
+            layout=layout,
+            layout_bytes=encode_layout(layout),
+            page_counts=(self.pages,),
+            fingerprint={"model": "sim"},
+            sequence_token_max=512,
+            eos_token_ids=frozenset({EOS}),
+            host_id="here",
+            pids=(hash_pid(self.name, self.life),),
+        )
+        limits = SchedulerLimits(chunk_token_max=24, running_max=8, queue_max=64)
+        self.core: PrefillScheduler | DecodeScheduler
+        if self.role == "prefill":
+            self.core = PrefillScheduler(self.facts, limits)
+        else:
+            seed = self.world.rng.getrandbits(32)
+            self.core = DecodeScheduler(
+                self.facts, limits, self.links, is_local=self.is_local, seed=seed
+            )
+        life = self.life
+
+        def reply(message: WorkerToScheduler) -> None:
+            if self.life == life and self.is_up:
+                self.feed(FromWorker(message))
+
+        self.worker = SimWorker(self.facts, self.world.rng, self.world.after, reply)
+        self.feed(Tick())
+
+    def crash(self) -> None:
+        self.is_up = False
+        self.worker.is_dead = True
+        incarnation = self.facts.incarnation
+        for node in self.world.nodes.values():
+            if node.is_up and incarnation in node_watches(node):
+                delay = self.world.rng.uniform(0.001, 0.02)
+                self.world.after(delay, lambda n=node: n.feed(ProcessesGone(incarnation)))
+        for client in self.world.clients.values():
+            if client.node == self.name and not client.finals:
+                client.finals.append("crashed with its server")
+
+    def feed(self, event: Event) -> None:
+        if not self.is_up:
+            return
+        if self.is_frozen:
+            if not isinstance(event, Tick):
+                self.backlog.append(event)
+            return
+        now = self.world.now
+        self.carry_out(self.core.handle(event, now))
+        self.carry_out(self.core.schedule(now))
+        self.core.account.pool.check()
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        backlog, self.backlog = self.backlog, []
+        for event in backlog:
+            self.feed(event)
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToFrontend(message=message):
+                    if isinstance(message, Tokens | Failed):
+                        self.world.reply(self.name, message)
+                case ToWorkers(message=worker_message):
+                    self.worker.handle(worker_message, self.world.find_worker)
+                case ToPeer(link=link, message=peer_message):
+                    self.world.post(self, link, peer_message)
+                case Dial():
+                    pass
+                case WatchProcesses(incarnation=incarnation):
+                    self.world.watches.add((self.name, incarnation))
+                    if self.world.find_worker(incarnation) is None:
+                        self.feed(ProcessesGone(incarnation))
+
+
+def node_watches(node: Node) -> set[str]:
+    return {i for name, i in node.world.watches if name == node.name}
+
+
+def hash_pid(name: str, life: int) -> int:
+    return 1000 * (1 + sum(name.encode())) + life
+
+
+class World:
+    """Nodes, the network between them, the clients and the time."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now = 1.0
+        self.nodes: dict[str, Node] = {}
+        self.clients: dict[int, Client] = {}
+        self.watches: set[tuple[str, str]] = set()
+        self.cut: set[frozenset[str]] = set()
+        self.log: list[str] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._next = 0
+        self._arrival: dict[tuple[str, str], float] = {}
+
+    def add(self, name: str, role: str, page_size: int, pages: int) -> Node:
+        self.nodes[name] = Node(self, name, role, page_size, pages)
+        return self.nodes[name]
+
+    # ---- time ------------------------------------------------------------------------------------
+
+    def after(self, delay: float, call: Callable[[], None]) -> None:
+        self._next += 1
+        heapq.heappush(self._heap, (self.now + delay, self._next, call))
+
+    def run(self, until: float) -> None:
+        while self._heap and self._heap[0][0] <= until:
+            self.now, _, call = heapq.heappop(self._heap)
+            call()
+        self.now = until
+
+    def start_ticks(self) -> None:
+        def tick() -> None:
+            for node in self.nodes.values():
+                node.feed(Tick())
+            self.after(TICK_S, tick)
+
+        self.after(0.0, tick)
+
+    # ---- network ---------------------------------------------------------------------------------
+
+    def post(self, sender: Node, link: str, message: PeerMessage) -> None:
+        """A decode server's link is the name of the prefill server; the other way round alike."""
+        receiver = self.nodes.get(link.partition(":")[0])
+        if receiver is None or frozenset((sender.name, receiver.name)) in self.cut:
+            return
+        key = (sender.name, receiver.name)
+        at = max(
+            self._arrival.get(key, 0.0), self.now + self.rng.expovariate(1 / 0.002)
+        )
+        self._arrival[key] = at
+        life = receiver.life
+        back = f"{sender.name}:1" if sender.role == "prefill" else sender.name
+
+        def deliver() -> None:
+            if receiver.life == life:
+                receiver.feed(FromPeer(back, message))
+
+        self.after(at - self.now, deliver)
+
+    def find_worker(self, incarnation: str) -> SimWorker | None:
+        for node in self.nodes.values():
+            if node.is_up and node.facts.incarnation == incarnation:
+                return node.worker
+        return None
+
+    # ---- clients ---------------------------------------------------------------------------------
+
+    def submit(
+        self, node: Node, prompt: list[int], max_new_tokens: int, room: Bootstrap | None = None
+    ) -> Client:
+        client = Client(len(self.clients) + 1, prompt, max_new_tokens, node.name)
+        self.clients[client.request_id] = client
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
+        if not node.is_up:
+            client.finals.append("refused: server is down")
+            return client
+        submit = Submit(client.request_id, list(prompt), sampling, 20.0, room)
+        node.feed(FromFrontend(submit))
+        return client
+
+    def cancel(self, client: Client) -> None:
+        client.is_cancelled = True
+        self.nodes[client.node].feed(FromFrontend(Cancel(client.request_id)))
+
+    def reply(self, node: str, message: Tokens | Failed) -> None:
+        client = self.clients[message.request_id]
+        if client.node != node:
+            return
+        assert not client.finals, f"request {client.request_id} was answered again: {message}"
+        if isinstance(message, Failed):
+            client.finals.append("failed")
+            client.failure = f"{message.kind}: {message.message}"
+            return
+        client.output += message.token_ids
+        if message.finish is not None:
+            client.finals.append("finished")
