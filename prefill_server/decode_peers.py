@@ -138,14 +138,14 @@ class DecodePeers:
             ),
         )
 
-    def handle_attach(self, link: str, attach: Attach, now: float) -> None:
+    def handle_attach(self, link: str, attach: Attach, now: float) -> bool:
         """Connect every rank to the ranks it announced, if the announcement holds together."""
         peer = self._peers.get(attach.incarnation)
         if attach.peer_incarnation != self._facts.incarnation or peer is None:
             self.detach_unknown(link, attach.incarnation)
-            return
+            return False
         if peer.phase is not Phase.WELCOMED:
-            return
+            return False
         peer.link = link
         peer.liveness.heard_at = now
         try:
@@ -154,10 +154,11 @@ class DecodePeers:
             self.refused_count += 1
             self._outbox.to_peer(link, Refuse(self._facts.incarnation, [str(error)]))
             del self._peers[peer.incarnation]
-            return
+            return False
         peer.phase = Phase.CONNECTING
         peer.connected = RankSet(self._facts.rank_count)
         self._outbox.to_workers(ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks))
+        return True
 
     def handle_connected(self, message: PeerConnected, now: float) -> None:
         peer = self._peers.get(message.peer)

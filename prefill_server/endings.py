@@ -112,11 +112,12 @@ class Endings:
             request.advance(PrefillEvent.SETTLED)
         if failure.kind in self.counters:
             self.counters[failure.kind] += 1
-        if reservation is not None and request.is_abort_asked:
-            transfer_id = reservation.message.transfer_id
-            self._outbox.to_peer(reservation.link, Quiesced(transfer_id, reservation.peer))
-        elif reservation is not None:
-            self.reply_failed(reservation, failure)
+        if reservation is not None and self._sender.is_quiet(reservation.message.transfer_id):
+            if request.is_abort_asked:
+                transfer_id = reservation.message.transfer_id
+                self._outbox.to_peer(reservation.link, Quiesced(transfer_id, reservation.peer))
+            else:
+                self.reply_failed(reservation, failure)
         if request.client_id is None:
             self._outbox.to_frontend(Traced(request.trace(now)))
         self._forget(request)

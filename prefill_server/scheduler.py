@@ -200,7 +200,8 @@ class PrefillScheduler:
                 if lost is not None:
                     self._end_requests_of(lost, "the decode server dialled anew", now)
             case Attach():
-                self._peers.handle_attach(link, message, now)
+                if self._peers.handle_attach(link, message, now):
+                    self._sender.forget_unquiet(message.incarnation)
             case Heartbeat():
                 self._peers.handle_heartbeat(link, message, now)
             case TransferRequest():
@@ -276,6 +277,8 @@ class PrefillScheduler:
             return
         request = self._table.of_transfer(message.transfer_id)
         if request is None:
+            if not self._sender.is_quiet(message.transfer_id):
+                return
             self._rendezvous.withdraw_transfer(message.transfer_id)
             self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
             return
@@ -304,6 +307,9 @@ class PrefillScheduler:
                 request = self._sender.apply_settled(message)
                 if request is not None:
                     self._handle_settled(request, now)
+                    if not message.is_quiet and request.reservation is not None:
+                        text = f"the connection broke in a hand-over: {message.error}"
+                        self._lose(request.reservation.peer, text, now)
             case PeerConnected():
                 self._peers.handle_connected(message, now)
             case PeerFailed():

@@ -18,6 +18,7 @@ class Sender:
         self._outbox = outbox
         self._requests: dict[int, PrefillRequest] = {}
         self._next_send_id = 1
+        self._unquiet: dict[int, str] = {}
 
     def send_chunk(self, request: PrefillRequest, token_stop: int, *, is_final: bool) -> None:
         """Hand over what has become final up to `token_stop`: one Send for all ranks."""
@@ -61,10 +62,24 @@ class Sender:
         request.run_count += settled.run_count
         request.wire_s += settled.seconds
         request.writers_settled.add(settled.rank)
+        if not settled.is_quiet and request.reservation is not None:
+            self._unquiet[settled.transfer_id] = request.reservation.peer
         if settled.error and request.failure is None:
             message = f"hand-over from rank {settled.rank} failed: {settled.error}"
             request.failure = Failure("transfer_failed", message, 500, is_retryable=True)
         return request
+
+    def is_quiet(self, transfer_id: int) -> bool:
+        """Whether we may say that nothing of this transfer changes the target any more.
+
+        False for good once its connection broke with bytes under way: then only the target's own
+        fence proves it, and any word of ours would be taken for proof.
+        """
+        return transfer_id not in self._unquiet
+
+    def forget_unquiet(self, peer: str) -> None:
+        """The peer attaches anew: it has destroyed what the old connection wrote through."""
+        self._unquiet = {t: p for t, p in self._unquiet.items() if p != peer}
 
     @property
     def open_count(self) -> int:

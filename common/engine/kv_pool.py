@@ -60,14 +60,18 @@ class Plane:
         rows = values.reshape(-1, values.shape[-1])
         self.items.index_copy_(0, index.item_numbers, rows)
 
-    def gather(self, index: GatherIndex) -> Tensor:
-        """A copy [B, unit, pages * page_items, element] of the pages of a table, in its order."""
+    def gather(self, index: GatherIndex, scratch: Scratch) -> Tensor:
+        """A copy [B, unit, pages * page_items, element] of the pages of a table, in its order.
+
+        It lies in `scratch` and is good until that is used again.
+        """
         geometry = self.geometry
         sequence_count, page_count = index.page_table.shape
         shape = (sequence_count, geometry.unit_count, page_count * geometry.page_items, -1)
         if self.pages is None or index.page_numbers is None:
             return self.view[index.page_table].transpose(1, 2).reshape(shape)
-        return self.pages.index_select(0, index.page_numbers).view(shape)
+        out = scratch.take(self.pages, len(index.page_numbers))
+        return torch.index_select(self.pages, 0, index.page_numbers, out=out).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,25 @@ class GatherIndex:
 
     page_table: Tensor
     page_numbers: Tensor | None
+
+
+class Scratch:
+    """Memory for gathered rows that is kept between calls.
+
+    Fresh memory for every gather costs more than the copy: its pages are touched for the first
+    time (measured on CPU: 2.7 ms against 1.2 ms for 6.5 MB).
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, like: Tensor, row_count: int) -> Tensor:
+        """[row_count, row] uninitialised, of the dtype, device and row length of `like`."""
+        count = row_count * like.shape[1]
+        memory = self._memory
+        if memory.numel() < count or memory.dtype != like.dtype or memory.device != like.device:
+            self._memory = memory = torch.empty(count, dtype=like.dtype, device=like.device)
+        return memory[:count].view(row_count, like.shape[1])
 
 
 class KvPool:

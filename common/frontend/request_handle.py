@@ -36,6 +36,7 @@ class RequestHandle:
         self.tokens_at: float | None = None
         self.is_ended = False
         self.is_cancelled = False
+        self.is_complete = False
         self._cancel = cancel
         self._pending: list[Tokens] = []
         self._failed: Failed | None = None
@@ -44,6 +45,11 @@ class RequestHandle:
     def cancel(self, reason: str = "aborted by the client") -> None:
         """Ask the scheduler to stop; the end still comes as a message. Harmless after the end."""
         self._cancel(self.request_id, reason)
+
+    def stop(self, reason: str) -> None:
+        """As `cancel`, because the answer is complete: the request counts as one that went well."""
+        self.is_complete = True
+        self.cancel(reason)
 
     def __enter__(self) -> Self:
         return self

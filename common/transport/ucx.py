@@ -295,7 +295,6 @@ def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:
             keepalive_s=settings.keepalive_s,
             spin_us=settings.spin_us,
             cuda_device=cuda_device,
-            copies_mapped=True,
         )
     except _ucx.UcxError as exc:
         raise UcxUnavailable(str(exc)) from exc

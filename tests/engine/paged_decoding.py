@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
+from common.engine.kv_pool import DTYPES, KvPool
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
@@ -36,8 +36,8 @@ def make_pool(
     pool = KvPool.allocate(layout.rank(parallel.pp_rank, parallel.tp_rank), [page_count], "cpu")
     generator = torch.Generator().manual_seed(7)
     for buffer in pool.buffers:
-        # Exponent bits stay below infinity in every float type, so that a masked read stays 0.
-        buffer.copy_(torch.randint(0, 64, buffer.shape, generator=generator, dtype=torch.uint8))
+        values = buffer.view(DTYPES[layout.components[0].dtype])
+        values.copy_(torch.randn(values.shape, generator=generator) * 3.0)
     return pool
 
 

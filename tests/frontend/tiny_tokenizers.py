@@ -57,7 +57,7 @@ def byte_fallback_backend() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,!?TAé"]
     merges = []
-    for left, right in ["th", "he", "▁t", "lo", "▁a"]:
+    for left, right in [("t", "h"), ("h", "e"), ("▁", "t"), ("l", "o"), ("▁", "a")]:
         merges.append((left, right))
         pieces.append(left + right)
     backend = Tokenizer(

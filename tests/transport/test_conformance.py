@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -349,6 +350,57 @@ def test_disconnect_settles_open_transfers_before_it_reports_closed(pair: Pair) 
     pair.writer.events.clear()
     with pytest.raises(UnknownPeer):
         pair.transport.submit(peer, CopyPlan.empty(), next(unique))
+
+
+def test_transfer_of_a_broken_connection_is_quiet_only_if_nothing_can_be_under_way(
+    pair: Pair, tls: str
+) -> None:
+    peer = pair.connect()
+    broken, untouched = next(unique), next(unique)
+    pair.transport.submit(peer, plan_volume(4 << 30), broken)
+    # Batches take turns, so when this one is done the large one has begun.
+    assert pair.writer.copy(peer, plan_volume(64 << 10), tag=next(unique)).error is None
+    pair.transport.disconnect(peer)
+    pair.transport.submit(peer, plan_volume(1 << 20), untouched)
+    settled = pair.writer.settle(broken)
+    assert settled.error is not None
+    assert 0 < settled.nbytes < 4 << 30
+    assert settled.is_quiet == ("posix" in tls)
+    assert pair.writer.settle(untouched).is_quiet
+    assert pair.writer.last_event(peer) == PeerClosed(peer)
+
+
+@pytest.mark.slow
+def test_stopped_peer_can_be_left_and_its_transfers_settle(pair: Pair, doomed: Remote) -> None:
+    peer = pair.connect(doomed)
+    connecting = f"peer{next(unique)}"
+    descriptor = doomed.open_target(connecting)
+    os.kill(doomed.pid, signal.SIGSTOP)
+    pair.transport.connect(connecting, descriptor)
+    tags = {next(unique): name for name in (peer, connecting) for _ in range(3)}
+    for tag, name in tags.items():
+        pair.transport.submit(name, plan_volume(4 << 30), tag)
+    for name in (peer, connecting):
+        pair.transport.disconnect(name)
+    assert all(pair.writer.settle(tag).error is not None for tag in tags)
+    for name in (peer, connecting):
+        assert pair.writer.last_event(name) == PeerClosed(name)
+
+
+@pytest.mark.slow
+def test_transfer_cancelled_while_its_peer_never_answers_settles(
+    pair: Pair, doomed: Remote
+) -> None:
+    peer = f"peer{next(unique)}"
+    descriptor = doomed.open_target(peer)
+    os.kill(doomed.pid, signal.SIGSTOP)
+    pair.transport.connect(peer, descriptor)
+    tag = next(unique)
+    pair.transport.submit(peer, plan_volume(1 << 20), tag)
+    pair.transport.cancel(tag)
+    settled = pair.writer.settle(tag)
+    assert (settled.error, settled.is_quiet, settled.nbytes) == (CANCELLED, True, 0)
+    assert pair.writer.disconnect(peer) == PeerClosed(peer)
 
 
 @pytest.mark.slow

@@ -201,6 +201,7 @@ class Remote:
 
     def exit(self) -> None:
         if self._process.is_alive():
+            os.kill(self.pid, signal.SIGCONT)
             self.post("exit")
             self._process.join(EVENT_PATIENCE_S)
         if self._process.is_alive():

@@ -15,7 +15,14 @@ from torch import Tensor
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import GatherIndex, Geometry, KvPool, Plane, gather_index
+from common.engine.kv_pool import (
+    GatherIndex,
+    Geometry,
+    KvPool,
+    Plane,
+    Scratch,
+    gather_index,
+)
 
 
 class SdpaAttention:
@@ -23,8 +30,11 @@ class SdpaAttention:
 
     name = "sdpa"
 
+    def __init__(self) -> None:
+        self._scratch = (Scratch(), Scratch())
+
     def start(self, batch: ForwardBatch, pool: KvPool) -> SdpaPass:
-        return SdpaPass(batch, pool)
+        return SdpaPass(batch, pool, self._scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +44,29 @@ class _Gather:
     page_table: Tensor
     indexes: dict[Geometry, GatherIndex] = field(default_factory=dict)
 
-    def read(self, plane: Plane, dtype: torch.dtype) -> Tensor:
-        """[B, unit, pages * page_items, element]."""
+    def read(self, plane: Plane, scratch: Scratch, dtype: torch.dtype) -> Tensor:
+        """[B, unit, pages * page_items, element], good until `scratch` is used again."""
         index = self.indexes.get(plane.geometry)
         if index is None:
             index = gather_index(plane.geometry, self.page_table)
             self.indexes[plane.geometry] = index
-        return plane.gather(index).to(dtype)
+        return plane.gather(index, scratch).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerCache:
+    """The keys and values of one layer, and where to gather them."""
+
+    keys: Plane
+    values: Plane
+    key_scratch: Scratch
+    value_scratch: Scratch
+
+    def read(self, gather: _Gather, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return (
+            gather.read(self.keys, self.key_scratch, dtype),
+            gather.read(self.values, self.value_scratch, dtype),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +99,9 @@ class _Chunk:
 class SdpaPass:
     """See `AttentionPass`."""
 
-    def __init__(self, batch: ForwardBatch, pool: KvPool) -> None:
+    def __init__(self, batch: ForwardBatch, pool: KvPool, scratch: tuple[Scratch, Scratch]) -> None:
         self._pool = pool
+        self._scratch = scratch
         self._writer = CacheWriter(batch, pool)
         group = pool.group_of(KEY)
         assert pool.group_of(VALUE) == group
@@ -87,16 +114,18 @@ class SdpaPass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._writer.write(KEY, layer, key)
         self._writer.write(VALUE, layer, value)
-        planes = (self._pool.plane(KEY, layer), self._pool.plane(VALUE, layer))
+        cache = _LayerCache(
+            self._pool.plane(KEY, layer), self._pool.plane(VALUE, layer), *self._scratch
+        )
         if not self._chunks and len(self._decodes) == 1 and self._decodes[0].rows is None:
-            return _attend_decode(self._decodes[0], query, planes)
+            return _attend_decode(self._decodes[0], query, cache)
         output = torch.empty_like(query)
         for bucket in self._decodes:
             assert bucket.rows is not None
-            output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], planes)
+            output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], cache)
         for chunk in self._chunks:
             rows = slice(chunk.first, chunk.stop)
-            output[rows] = _attend_chunk(chunk, query[rows], key[rows], value[rows], planes)
+            output[rows] = _attend_chunk(chunk, query[rows], key[rows], value[rows], cache)
         return output
 
     def _plan(self, batch: ForwardBatch) -> None:
@@ -153,25 +182,25 @@ class SdpaPass:
         return _Chunk(first, first + length, kv_length, gather, mask)
 
 
-def _attend_decode(bucket: _DecodeBucket, query: Tensor, planes: tuple[Plane, Plane]) -> Tensor:
+def _attend_decode(bucket: _DecodeBucket, query: Tensor, cache: _LayerCache) -> Tensor:
     """query: [B, query heads, head dim]. A KV head's query heads are its rows of queries: they see
     the same keys, so grouped heads need no repeated keys."""
-    keys, values = (bucket.gather.read(plane, query.dtype) for plane in planes)
+    keys, values = cache.read(bucket.gather, query.dtype)
     grouped = query.view(query.shape[0], keys.shape[1], -1, query.shape[-1])
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
     return output.reshape(query.shape)
 
 
 def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, planes: tuple[Plane, Plane]
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache
 ) -> Tensor:
     """query: [new tokens, query heads, head dim]; key, value: the new ones."""
-    if chunk.mask is None and planes[0].view.dtype == key.dtype:
+    if chunk.mask is None and cache.keys.view.dtype == key.dtype:
         # What the cache holds now is what was just computed, unless it is stored in less.
         keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
     else:
         keys, values = (
-            chunk.gather.read(plane, query.dtype)[:, :, : chunk.kv_length] for plane in planes
+            part[:, :, : chunk.kv_length] for part in cache.read(chunk.gather, query.dtype)
         )
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],

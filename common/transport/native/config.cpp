@@ -17,6 +17,11 @@ void check(ucs_status_t status, const std::string& what) {
 
 namespace {
 
+// The oldest UCX that will do: PROTO_EMULATION_ENABLE came with it. Asking for this version instead of
+// that of the headers keeps a module built with newer headers from warning about it.
+constexpr unsigned UCX_API_MAJOR = 1;
+constexpr unsigned UCX_API_MINOR = 21;
+
 // UCX logs to stdout by default, which would corrupt any protocol spoken there.
 ucs_log_func_rc_t log_to_stderr(const char* file, unsigned line, const char*, ucs_log_level_t level,
                                 const ucs_log_component_config_t*, const char* message, va_list ap) {
@@ -62,7 +67,8 @@ Context::Context(const EngineSettings& settings) {
     params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
     params.name = "baton";
     params.mt_workers_shared = 0;
-    check(ucp_init(&params, owner.config, &handle_), "ucp_init with TLS=" + settings.tls);
+    check(ucp_init_version(UCX_API_MAJOR, UCX_API_MINOR, &params, owner.config, &handle_),
+          "ucp_init with TLS=" + settings.tls);
 }
 
 Context::~Context() { ucp_cleanup(handle_); }

@@ -17,12 +17,11 @@ struct UcxError : std::runtime_error {
 void check(ucs_status_t status, const std::string& what);
 
 struct EngineSettings {
-    std::string tls;            // explicit list, for example "posix,tcp"
-    std::string net_devices;    // "all" or a list of UCX device names
+    std::string tls;          // explicit list, for example "posix,tcp"
+    std::string net_devices;  // "all" or a list of UCX device names
     double keepalive_s = 2.0;
     int spin_us = 0;
-    int cuda_device = -1;       // -1: this process owns no CUDA memory
-    bool copies_mapped = true;  // see RemoteRegion::mapped in peer.hpp
+    int cuda_device = -1;     // -1: this process owns no CUDA memory
 };
 
 // Owns the ucp_context_h. Shared by the engine and by every region, because memory that Python still

@@ -9,6 +9,15 @@ namespace baton {
 
 void copy_mapped(void* target, const void* source, size_t nbytes) { std::memcpy(target, source, nbytes); }
 
+void prefetch_run(const void* target, const void* source) {
+    constexpr size_t line_nbytes = 64;
+    constexpr size_t line_count = 4;
+    for (size_t line = 0; line < line_count; ++line) {
+        __builtin_prefetch(static_cast<const char*>(source) + line * line_nbytes, 0);
+        __builtin_prefetch(static_cast<const char*>(target) + line * line_nbytes, 1);
+    }
+}
+
 void publish_copies() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 void populate_mapping(void* start, size_t nbytes) {

@@ -9,6 +9,10 @@ namespace baton {
 // Copies `nbytes` from memory of this process to a peer's segment that is mapped here.
 void copy_mapped(void* target, const void* source, size_t nbytes);
 
+// Starts fetching the first lines of a run that is copied next. Hides most of the address translation
+// of a random page; a bad address is harmless.
+void prefetch_run(const void* target, const void* source);
+
 // Every byte copied so far is visible to whoever hears of it from this thread afterwards.
 void publish_copies();
 

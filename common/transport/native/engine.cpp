@@ -28,7 +28,7 @@ const char* const ENGINE_CLOSED = "the transport is closed";
 }  // namespace
 
 Engine::Engine(const EngineSettings& settings)
-    : spin_us_(settings.spin_us), copies_mapped_(settings.copies_mapped) {
+    : spin_us_(settings.spin_us) {
     std::promise<void> started;
     std::future<void> outcome = started.get_future();
     thread_ = std::thread([this, settings, promise = std::move(started)]() mutable {
@@ -124,8 +124,8 @@ void Engine::connect(uint64_t id, std::string worker_address, std::vector<Remote
     }
     post([this, id, address = std::move(worker_address), regions = std::move(regions),
           probe = std::move(probe)]() mutable {
-        peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, copies_mapped_,
-                                                std::move(regions), std::move(probe)));
+        peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, std::move(regions),
+                                                std::move(probe)));
         peers_.back()->connect(address);
     });
 }

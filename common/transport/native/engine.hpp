@@ -93,7 +93,6 @@ private:
     int epoll_fd_ = -1;
     bool is_stopping_ = false;
     const int spin_us_;
-    const bool copies_mapped_;
 };
 
 }  // namespace baton

@@ -77,12 +77,12 @@ void bind_engine(nb::module_& module) {
     nb::class_<Engine>(module, "Engine")
         .def("__init__",
              [](Engine* engine, std::string tls, std::string net_devices, double keepalive_s, int spin_us,
-                int cuda_device, bool copies_mapped) {
+                int cuda_device) {
                  nb::gil_scoped_release release;
-                 new (engine) Engine({tls, net_devices, keepalive_s, spin_us, cuda_device, copies_mapped});
+                 new (engine) Engine({tls, net_devices, keepalive_s, spin_us, cuda_device});
              },
              nb::arg("tls"), nb::arg("net_devices"), nb::arg("keepalive_s"), nb::arg("spin_us"),
-             nb::arg("cuda_device"), nb::arg("copies_mapped"))
+             nb::arg("cuda_device"))
         .def("allocate", &Engine::allocate, nb::arg("nbytes"), Unlocked())
         .def("enroll",
              [](Engine& engine, uint64_t address, uint64_t nbytes, const std::string& memory_type) {

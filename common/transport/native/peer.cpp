@@ -42,9 +42,9 @@ std::string endpoint_text(ucp_ep_h endpoint) {
 
 }  // namespace
 
-Peer::Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources, bool copies_mapped,
+Peer::Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources,
            std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe)
-    : id_(id), worker_(worker), events_(events), sources_(sources), copies_mapped_(copies_mapped),
+    : id_(id), worker_(worker), events_(events), sources_(sources),
       specs_(std::move(regions)), probe_spec_(std::move(probe)) {}
 
 Peer::~Peer() {
@@ -77,17 +77,17 @@ void Peer::connect(const std::string& worker_address) {
 
 void Peer::unpack_keys() {
     for (RemoteRegionSpec& spec : specs_) {
-        regions_.push_back(unpack_key(std::move(spec), copies_mapped_));
+        regions_.push_back(unpack_key(std::move(spec)));
     }
     specs_.clear();
-    probe_ = unpack_key(std::move(probe_spec_), false);
+    probe_ = unpack_key(std::move(probe_spec_));
 }
 
-Peer::RemoteRegion Peer::unpack_key(RemoteRegionSpec spec, bool may_map) const {
+Peer::RemoteRegion Peer::unpack_key(RemoteRegionSpec spec) const {
     RemoteRegion region{std::move(spec), nullptr, nullptr};
     check(ucp_ep_rkey_unpack(endpoint_, region.spec.key.data(), &region.key), "ucp_ep_rkey_unpack");
     void* mapped = nullptr;
-    if (may_map && ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
+    if (ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
         region.mapped = static_cast<char*>(mapped);
     }
     return region;
@@ -231,18 +231,13 @@ bool Peer::begin_close() {
 }
 
 bool Peer::finish_close() {
-    bool moved = false;
-    while (!batches_.empty() && batches_.front()->outstanding == 0) {
-        settle(*batches_.front());
-        batches_.pop_front();
-        moved = true;
+    settle_stopped();
+    if (!batches_.empty() || own_outstanding_ > 0) {
+        return false;
     }
-    if (batches_.empty() && own_outstanding_ == 0) {
-        state_ = State::gone;
-        push_last_event();
-        moved = true;
-    }
-    return moved;
+    state_ = State::gone;
+    push_last_event();
+    return true;
 }
 
 // Batches --------------------------------------------------------------------------------------------
@@ -258,8 +253,23 @@ void Peer::cancel(uint64_t tag) {
     for (const auto& batch : batches_) {
         if (batch->tag == tag && !(batch->is_issued() && batch->is_flush_started)) {
             batch->stop("cancelled");
+            has_news_ = true;
         }
     }
+    // While connecting, a batch has put nothing and need not wait for a peer that may never answer.
+    if (state_ != State::open) {
+        settle_stopped();
+    }
+}
+
+void Peer::settle_stopped() {
+    std::erase_if(batches_, [this](const auto& batch) {
+        const bool is_over = batch->is_stopped() && batch->outstanding == 0;
+        if (is_over) {
+            settle(*batch);
+        }
+        return is_over;
+    });
 }
 
 bool Peer::turn() {
@@ -339,6 +349,14 @@ void Peer::issue_slice(Batch& batch) {
 bool Peer::copy_slice(Batch& batch, const Run& run, const RemoteRegion& region, uint64_t& budget) {
     const uint64_t nbytes = std::min(budget, run.nbytes - batch.next_offset);
     char* target = region.mapped + (run.target - region.spec.address) + batch.next_offset;
+    if (batch.next + 1 < batch.runs.size()) {
+        const Run& following = batch.runs[batch.next + 1];
+        const RemoteRegion& its_region = regions_[following.target_region];
+        if (its_region.mapped != nullptr) {
+            prefetch_run(its_region.mapped + (following.target - its_region.spec.address),
+                         reinterpret_cast<const void*>(following.source));
+        }
+    }
     copy_mapped(target, reinterpret_cast<const char*>(run.source) + batch.next_offset, nbytes);
     budget -= nbytes;
     batch.issued_nbytes += static_cast<int64_t>(nbytes);

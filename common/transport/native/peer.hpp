@@ -29,7 +29,7 @@ public:
     static constexpr uint64_t PROBE_NBYTES_MAX = 16384;
 
     // `probe` is scratch memory of the peer, written once while connecting.
-    Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources, bool copies_mapped,
+    Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources,
          std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe);
     ~Peer();
     Peer(const Peer&) = delete;
@@ -62,7 +62,7 @@ private:
     };
 
     void unpack_keys();
-    RemoteRegion unpack_key(RemoteRegionSpec spec, bool may_map) const;
+    RemoteRegion unpack_key(RemoteRegionSpec spec) const;
     bool populate_slice();
     void probe();
     bool finish_connecting();
@@ -75,6 +75,7 @@ private:
     void put(Batch& batch, const Run& run, const RemoteRegion& region);
     void start_flush(Batch& batch);
     void settle(const Batch& batch);
+    void settle_stopped();
     void push_last_event();
     std::string transports() const;
     void track(ucs_status_ptr_t request, const char* what);
@@ -89,7 +90,6 @@ private:
     Worker& worker_;
     EventQueue& events_;
     const Sources& sources_;
-    const bool copies_mapped_;
     std::vector<RemoteRegionSpec> specs_;
     RemoteRegionSpec probe_spec_;
     std::vector<RemoteRegion> regions_;
