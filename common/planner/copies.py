@@ -1,0 +1,279 @@
+"""The copies that carry items of one request from one rank to another: cells times page runs.
+
+Knows nothing of families: every plane of every component is intersected alike, in layers, units
+and items. What depends on the two layouts only is computed once, in a `PairPlan`; a request then
+costs an outer sum of its pages and the offsets inside a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.errors import PlanMismatch
+from common.layout.cache_layout import Cell, GroupLayout, RankLayout
+from common.planner.coalesce import coalesce, sort_by_target
+from common.planner.copy_plan import CopyPlan, Int64Array
+from common.planner.pairing import ItemRuns, TokenRange, pair_items, pair_units
+
+Pages = Sequence[tuple[int, Sequence[int]]]
+Offsets = tuple[Int64Array, Int64Array, Int64Array]
+
+# Shapes of page runs whose offsets are kept per page group. Whole pages have one shape; two page
+# sizes have as many as the larger holds of the smaller; a request's ends add two more, which need
+# not be remembered for ever.
+SHAPE_COUNT_MAX = 64
+
+
+def plan_copies(
+    source: RankLayout,
+    target: RankLayout,
+    source_pages: Pages,
+    target_pages: Pages,
+    tokens: TokenRange,
+) -> CopyPlan:
+    """`PairPlan.plan` for a pair of ranks that is met only once."""
+    return PairPlan(source, target).plan(source_pages, target_pages, tokens)
+
+
+class PairPlan:
+    """Everything about copying from one rank to another that no request changes.
+
+    Page sizes, tensor and pipeline parallel sizes may differ between the two sides; the components
+    must be the same ones in the same order, which the handshake makes sure of.
+    """
+
+    def __init__(self, source: RankLayout, target: RankLayout) -> None:
+        """Raises: PlanMismatch if the two sides do not cache the same things."""
+        if len(source.groups) != len(target.groups):
+            raise PlanMismatch(
+                f"{len(source.groups)} page groups here, {len(target.groups)} at the target"
+            )
+        self._groups = tuple(
+            _GroupPair(index, source, target) for index in range(len(source.groups))
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request can make this source rank write to this target rank."""
+        return all(group.is_empty for group in self._groups)
+
+    def plan(self, source_pages: Pages, target_pages: Pages, tokens: TokenRange) -> CopyPlan:
+        """Byte ranges that carry `tokens` of one request from the source to the target rank.
+
+        Args:
+            source_pages, target_pages: per page group (first logical page index, page ids in item
+                order); they may hold more than the range needs.
+            tokens: half-open range of positions in the request, in tokens.
+        Returns: arrays sorted by (target region, target offset), coalesced; the region of a page
+            group is its index. Empty if the ranks share nothing of the range.
+        Raises: PlanMismatch if a page list does not cover the range; never truncates.
+        """
+        if not len(source_pages) == len(target_pages) == len(self._groups):
+            raise PlanMismatch(
+                f"pages of {len(source_pages)} and {len(target_pages)} page groups for a cache of "
+                f"{len(self._groups)}"
+            )
+        if not 0 <= tokens.start <= tokens.stop:
+            raise PlanMismatch(f"tokens {tokens.start}..{tokens.stop} are no range")
+        parts: list[CopyPlan] = []
+        for group, source_list, target_list in zip(
+            self._groups, source_pages, target_pages, strict=True
+        ):
+            part = group.plan(source_list, target_list, tokens)
+            if part is not None:
+                parts.append(part)
+        return parts[0] if len(parts) == 1 else CopyPlan.concatenate(parts)
+
+
+class _GroupPair:
+    """One page group on both ranks.
+
+    A row is one unit of one cell: `_source_base` and `_target_base` are where its item row 0 lies
+    in a page of either side, `_item_nbytes` the size of an item. All int64[row].
+    """
+
+    def __init__(self, index: int, source: RankLayout, target: RankLayout) -> None:
+        self._index = index
+        self._source = source.groups[index]
+        self._target = target.groups[index]
+        self._live = self._source.group.live
+        if self._target.group.live != self._live:
+            raise PlanMismatch(
+                f"page group {index} is {self._live} here, {self._target.group.live} at the target"
+            )
+        pairs = _pair_cells(source, target, self._source, self._target)
+        self._source_base, self._target_base, self._item_nbytes = _expand_units(pairs)
+        self._offsets_of_shape: dict[tuple[int, int, int], Offsets] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self._item_nbytes) == 0
+
+    def plan(
+        self,
+        source_list: tuple[int, Sequence[int]],
+        target_list: tuple[int, Sequence[int]],
+        tokens: TokenRange,
+    ) -> CopyPlan | None:
+        """None if nothing of this group is copied."""
+        items = tokens.items(self._live)
+        if not items:
+            return None
+        runs = pair_items(
+            items,
+            self._source.group.page_items,
+            self._target.group.page_items,
+            is_paged=self._live.is_paged,
+        )
+        source_ids = self._look_up(source_list, runs.source_page, "source")
+        target_ids = self._look_up(target_list, runs.target_page, "target")
+        if self.is_empty:
+            return None
+        pieces = [
+            self._copy(shape, source_ids[chosen], target_ids[chosen])
+            for shape, chosen in _shapes(runs, self._target.group.page_items)
+        ]
+        source_offset, target_offset, nbytes = coalesce(*sort_by_target(*_join(pieces)))
+        region = np.full(len(nbytes), self._index, dtype=np.int64)
+        return CopyPlan(region, source_offset, region, target_offset, nbytes)
+
+    def _copy(
+        self, shape: tuple[int, int, int], source_ids: Int64Array, target_ids: Int64Array
+    ) -> Offsets:
+        """Copies between pages that are all cut alike: pages times offsets inside a page."""
+        source_inner, target_inner, nbytes_inner = self._offsets(shape)
+        order = np.argsort(target_ids)
+        source_start = source_ids[order] * self._source.page_nbytes
+        target_start = target_ids[order] * self._target.page_nbytes
+        return (
+            np.add.outer(source_start, source_inner).ravel(),
+            np.add.outer(target_start, target_inner).ravel(),
+            np.tile(nbytes_inner, len(order)),
+        )
+
+    def _offsets(self, shape: tuple[int, int, int]) -> Offsets:
+        """Coalesced copies inside a page for runs of a (source row, target row, item count)."""
+        found = self._offsets_of_shape.get(shape)
+        if found is not None:
+            return found
+        source_row, target_row, count = shape
+        found = coalesce(
+            *sort_by_target(
+                self._source_base + source_row * self._item_nbytes,
+                self._target_base + target_row * self._item_nbytes,
+                count * self._item_nbytes,
+            )
+        )
+        if len(self._offsets_of_shape) >= SHAPE_COUNT_MAX:
+            self._offsets_of_shape.pop(next(iter(self._offsets_of_shape)))
+        self._offsets_of_shape[shape] = found
+        return found
+
+    def _look_up(
+        self, pages: tuple[int, Sequence[int]], logical: Int64Array, side: str
+    ) -> Int64Array:
+        """Page ids of ascending logical page indices."""
+        first_index, page_ids = pages
+        if logical[0] < first_index or logical[-1] >= first_index + len(page_ids):
+            raise PlanMismatch(
+                f"{side} pages {first_index}..{first_index + len(page_ids) - 1} of group "
+                f"{self._index} do not cover {logical[0]}..{logical[-1]}"
+            )
+        found = np.asarray(page_ids, dtype=np.int64)[logical - first_index]
+        if found.min() < 1:
+            raise PlanMismatch(f"{side} page {found.min()} of group {self._index}: ids start at 1")
+        return found
+
+
+def _shapes(
+    runs: ItemRuns, target_page_items: int
+) -> list[tuple[tuple[int, int, int], Int64Array]]:
+    """Distinct (source row, target row, item count) of runs, and the indices of their runs.
+
+    A run ends where the first of its two pages does, so its rows settle its count, except that of
+    the last run, which may end with the range; that one always stands alone.
+    """
+    last = len(runs.count) - 1
+    keys = runs.source_row * target_page_items + runs.target_row
+    keys[last] = -1
+    order = np.argsort(keys, kind="stable")
+    bounds = np.flatnonzero(np.diff(keys[order])) + 1
+    return [
+        (
+            (
+                int(runs.source_row[chosen[0]]),
+                int(runs.target_row[chosen[0]]),
+                int(runs.count[chosen[0]]),
+            ),
+            chosen,
+        )
+        for chosen in np.split(order, bounds)
+    ]
+
+
+def _join(pieces: list[Offsets]) -> Offsets:
+    if len(pieces) == 1:
+        return pieces[0]
+    return (
+        np.concatenate([source for source, _, _ in pieces]),
+        np.concatenate([target for _, target, _ in pieces]),
+        np.concatenate([nbytes for _, _, nbytes in pieces]),
+    )
+
+
+def _pair_cells(
+    source: RankLayout, target: RankLayout, source_group: GroupLayout, target_group: GroupLayout
+) -> list[tuple[Cell, Cell, range]]:
+    """Cells of the same plane and layer, with the units that the source writes to the target."""
+    wanted = {(cell.component, cell.segment, cell.layer): cell for cell in target_group.cells}
+    pairs: list[tuple[Cell, Cell, range]] = []
+    for cell in source_group.cells:
+        twin = wanted.get((cell.component, cell.segment, cell.layer))
+        if twin is None:  # the layer is on another stage of the target
+            continue
+        if (cell.item_nbytes, cell.unit_count, cell.shard) != (
+            twin.item_nbytes,
+            twin.unit_count,
+            twin.shard,
+        ):
+            raise PlanMismatch(f"{cell} here is {twin} at the target")
+        units = pair_units(
+            cell.unit_count,
+            cell.shard,
+            source_tp=source.server.tp_size,
+            source_rank=source.tp_rank,
+            target_tp=target.server.tp_size,
+            target_rank=target.tp_rank,
+        )
+        if units:
+            pairs.append((cell, twin, units))
+    return pairs
+
+
+def _expand_units(pairs: list[tuple[Cell, Cell, range]]) -> Offsets:
+    """(source base, target base, item size) of every unit of every pair of cells."""
+    if not pairs:
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty
+    numbers = np.array(
+        [
+            (
+                cell.offset + (units.start - cell.units.start) * cell.unit_stride,
+                cell.unit_stride,
+                twin.offset + (units.start - twin.units.start) * twin.unit_stride,
+                twin.unit_stride,
+                cell.item_nbytes,
+                len(units),
+            )
+            for cell, twin, units in pairs
+        ],
+        dtype=np.int64,
+    ).T
+    counts = numbers[5]
+    rows = np.repeat(numbers[:5], counts, axis=1)
+    source_base, source_stride, target_base, target_stride, item_nbytes = rows
+    # 0, 1, 2, ... within each pair of cells
+    step = np.arange(len(item_nbytes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return source_base + step * source_stride, target_base + step * target_stride, item_nbytes

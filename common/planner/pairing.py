@@ -1,0 +1,115 @@
+"""What corresponds to what between two ranks: units with units, items with items.
+
+Knows nothing of bytes or page ids. Units are global, items are absolute, and pages are *logical*
+page indices, so both sides mean the same by the same number whatever their page sizes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.layout.component import Live, LiveKind, Shard
+from common.layout.parallel import ranks_of_unit, units_of_rank
+from common.planner.copy_plan import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Positions start..stop - 1 of a request, whose computation is finished.
+
+    is_final: nothing is computed after `stop`, so that what only then is final leaves as well.
+    """
+
+    start: int
+    stop: int
+    is_final: bool
+
+    def items(self, live: Live) -> range:
+        """Absolute items of a component that leave with these tokens.
+
+        Streamable items leave as they become final: a token at once, a block when it closes.
+        Windows, tails and slots leave at the end, as they are live after `stop` tokens.
+        """
+        if not live.is_streamable:
+            return live.items(self.stop) if self.is_final else range(0)
+        if live.kind is LiveKind.BLOCK:
+            return range(self.start // live.size, self.stop // live.size)
+        return range(self.start, self.stop)
+
+
+def pair_units(
+    unit_count: int,
+    shard: Shard,
+    *,
+    source_tp: int,
+    source_rank: int,
+    target_tp: int,
+    target_rank: int,
+) -> range:
+    """Global units that one source rank writes to one target rank; ranks are tensor parallel ones.
+
+    units          0 1 2 3 4 5
+    source, tp 3  [0 1|2 3|4 5]         rank 1 -> rank 0: unit 2
+    target, tp 2  [0 1 2|3 4 5]         rank 1 -> rank 1: unit 3
+
+    Where several source ranks hold a unit, each target rank is written by one of them, elected by
+    the target's own rank, so that replicas share the work and no byte is sent twice. All units
+    that two ranks share are held by the same source ranks: either a rank holds a single unit, or
+    it is the only one to hold its units, or all ranks hold all of them.
+    """
+    held = units_of_rank(unit_count, shard, source_tp, source_rank)
+    wanted = units_of_rank(unit_count, shard, target_tp, target_rank)
+    shared = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
+    if not shared:
+        return range(0)
+    candidates = ranks_of_unit(shared.start, unit_count, shard, source_tp)
+    elected = candidates[target_rank % len(candidates)]
+    return shared if elected == source_rank else range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRuns:
+    """Stretches of items that lie in one page on both sides, in item order. All int64[run].
+
+    source_page, target_page: logical page indices. source_row, target_row: rows in these pages.
+    """
+
+    source_page: Int64Array
+    source_row: Int64Array
+    target_page: Int64Array
+    target_row: Int64Array
+    count: Int64Array
+
+
+def pair_items(
+    items: range, source_page_items: int, target_page_items: int, *, is_paged: bool
+) -> ItemRuns:
+    """Cut a non-empty range of items wherever either side's page ends.
+
+    items                873 ............................ 999
+    source pages of 64    873..895 | 896..959 | 960..999          pages 13, 14, 15
+    target pages of 256   873............................999      page 3
+
+    An unpaged component has one page, in which item i is row i modulo the rows of a page: the
+    ring of a tail, and the one row of a slot.
+    """
+    assert items, "an empty range has no runs"
+    starts = _page_starts(items, source_page_items)
+    if target_page_items != source_page_items:
+        starts = np.union1d(starts, _page_starts(items, target_page_items))
+    count = np.diff(starts, append=items.stop)
+    source_page, source_row = np.divmod(starts, source_page_items)
+    target_page, target_row = np.divmod(starts, target_page_items)
+    if not is_paged:
+        source_page = np.zeros_like(starts)
+        target_page = source_page
+    return ItemRuns(source_page, source_row, target_page, target_row, count)
+
+
+def _page_starts(items: range, page_items: int) -> Int64Array:
+    """The first item, and every later one that begins a page."""
+    first_border = (items.start // page_items + 1) * page_items
+    borders = np.arange(first_border, items.stop, page_items, dtype=np.int64)
+    return np.concatenate((np.array([items.start], dtype=np.int64), borders))
