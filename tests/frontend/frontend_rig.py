@@ -1,0 +1,127 @@
+"""A whole frontend in the test's own loop: real client and routes, a scripted scheduler behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+from fastapi import APIRouter, FastAPI
+from scripted_scheduler import ScriptedScheduler
+from tiny_tokenizers import write_tokenizer
+
+from common.channel.local_async import AsyncLocalClient
+from common.clock import Clock, SystemClock
+from common.config import Role, ServerConfig
+from common.frontend import info, page
+from common.frontend.app import build_app
+from common.frontend.context import FrontendContext
+from common.frontend.scheduler_client import SchedulerClient
+from common.frontend.tokenizer import load_tokenizer
+from common.metrics import ServerMetrics
+
+BuildRouter = Callable[[FrontendContext], APIRouter]
+BASE_PARTS: tuple[BuildRouter, ...] = (info.build_router, page.build_router)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """http: talks to `app` without a socket, so a streamed answer comes as a whole."""
+
+    scheduler: ScriptedScheduler
+    context: FrontendContext
+    app: FastAPI
+    http: httpx.AsyncClient
+
+    async def until(self, found: Callable[[ScriptedScheduler], bool]) -> None:
+        """Wait until the scheduler has seen what `found` looks for."""
+        await asyncio.to_thread(self.scheduler.wait_for, found)
+
+
+def write_model(directory: Path) -> Path:
+    """A checkpoint directory as far as a frontend reads it."""
+    write_tokenizer(directory)
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def decode_config(directory: Path, **changes: object) -> ServerConfig:
+    """Settings of a decode server with one prefill server; `directory` gets its checkpoint."""
+    model = str(write_model(directory / "tiny"))
+    config = ServerConfig(
+        role=Role.DECODE,
+        model_path=model,
+        tokenizer_path=model,
+        served_model_name="tiny",
+        port=30001,
+        prefill=("127.0.0.1:8998",),
+        max_body_nbytes=100_000,
+        request_timeout_s=60.0,
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def run_with_rig(
+    directory: Path,
+    story: Callable[[Rig], Awaitable[None]],
+    *,
+    parts: Sequence[BuildRouter] = BASE_PARTS,
+    clock: Clock | None = None,
+    prepare: Callable[[ScriptedScheduler], None] = lambda scheduler: None,
+    **changes: object,
+) -> None:
+    """Run one asynchronous test. prepare: changes the scheduler before it says anything."""
+
+    async def run() -> None:
+        config = decode_config(directory, **changes)
+        async with open_rig(config, parts, clock or SystemClock(), prepare) as rig:
+            await story(rig)
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def open_rig(
+    config: ServerConfig,
+    parts: Sequence[BuildRouter],
+    clock: Clock,
+    prepare: Callable[[ScriptedScheduler], None],
+) -> AsyncIterator[Rig]:
+    runtime_dir = tempfile.mkdtemp(prefix="baton-test-")
+    config = msgspec.structs.replace(config, runtime_dir=runtime_dir)
+    scheduler = ScriptedScheduler(Path(config.scheduler_ipc_path))
+    prepare(scheduler)
+    metrics = ServerMetrics(config.served_model_name, config.engine_type)
+    channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
+    client = SchedulerClient(channel, metrics, clock)
+    context = FrontendContext(
+        config=config,
+        scheduler=client,
+        metrics=metrics,
+        tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
+        clock=clock,
+        started_wall_s=clock.wall(),
+        version="0.test",
+    )
+    app = build_app(context, [build(context) for build in parts])
+    receiver = asyncio.create_task(client.run())
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    try:
+        with scheduler:
+            await client.wait_ready()
+            await client.get_state()
+            async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
+                yield Rig(scheduler, context, app, http)
+            receiver.cancel()
+            await asyncio.gather(receiver, return_exceptions=True)
+    finally:
+        channel.close()
+        shutil.rmtree(runtime_dir)

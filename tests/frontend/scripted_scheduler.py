@@ -1,0 +1,251 @@
+"""A scheduler with behaviour but no model, behind a real local channel, for tests of the frontend.
+
+It continues every prompt by counting up from its last token, one message per token, so a test knows
+the right answer. What it is asked it keeps; what it answers with can be held back or replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from common.channel.local import LocalServer
+from common.channel.poller import Poller
+from common.channel.sockets import SendResult
+from common.protocol.codec import decode_frontend_to_scheduler, encode
+from common.protocol.local import (
+    Cancel,
+    Failed,
+    FlushCache,
+    FlushDone,
+    FrontendToScheduler,
+    GetState,
+    PageGroupState,
+    PeerState,
+    SchedulerToFrontend,
+    ServerInfo,
+    State,
+    Submit,
+    Tokens,
+)
+from common.request import (
+    FinishKind,
+    FinishReason,
+    HandOverTrace,
+    RequestTrace,
+    TokenLogprobs,
+)
+
+POLL_S = 0.005  # how soon a message that a test hands in is sent
+
+INFO = ServerInfo(
+    token_capacity=4096,
+    request_token_max=512,
+    vocab_size=320,
+    eos_token_ids=[0],
+    fingerprint={"dtype": "float32"},
+    workers=[{"rank": "0", "ucx_version": "1.22.0", "ucx_origin": "wheel"}],
+)
+PAGES = PageGroupState(
+    name="full",
+    page_items=16,
+    page_nbytes=4096,
+    total=256,
+    free=200,
+    used=50,
+    cached=20,
+    quarantined=6,
+)
+PEER = PeerState(
+    address="127.0.0.1:8998",
+    incarnation="abc",
+    state="connected",
+    transports=["sysv", "posix"],
+    tp_size=1,
+    pp_size=1,
+    page_size=16,
+)
+
+Answer = Callable[[Submit], list[SchedulerToFrontend]]
+
+
+def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[SchedulerToFrontend]:
+    """The whole continuation: last token + 1, + 2, ...; the logprob of token t is -t/8."""
+    count = submit.sampling.max_new_tokens
+    last = submit.token_ids[-1]
+    outputs = [1 + (last + i) % (vocab_size - 1) for i in range(count)]
+    wants = submit.sampling.return_logprob
+    start = submit.sampling.logprob_start_len
+    prompt = list(enumerate(submit.token_ids))[start:] if wants and start >= 0 else []
+    messages: list[SchedulerToFrontend] = []
+    for i, token in enumerate(outputs):
+        is_last = i == count - 1
+        messages.append(
+            Tokens(
+                request_id=submit.request_id,
+                token_ids=[token],
+                logprobs=[logprobs_of(token, submit)] if wants else [],
+                prompt_logprobs=[logprobs_of(t, submit, is_first=p == 0) for p, t in prompt]
+                if i == 0
+                else [],
+                finish=FinishReason(FinishKind.LENGTH) if is_last else None,
+                trace=trace_of(submit, count) if is_last else None,
+            )
+        )
+    return messages
+
+
+def logprobs_of(token: int, submit: Submit, *, is_first: bool = False) -> TokenLogprobs:
+    if is_first:
+        return TokenLogprobs(token, None)
+    top = [(t, -t / 8) for t in range(submit.sampling.top_logprobs_num)]
+    asked = [(t, -t / 8) for t in submit.sampling.token_ids_logprob]
+    return TokenLogprobs(token, -token / 8, top, asked)
+
+
+def trace_of(submit: Submit, output_count: int, status: str = "ok") -> RequestTrace:
+    """Stages of 1, 2, 4, 8 and 16 ms: 31 ms to the first token."""
+    return RequestTrace(
+        request_id=submit.request_id,
+        peer="127.0.0.1:8998",
+        status=status,
+        prompt_token_count=len(submit.token_ids),
+        output_token_count=output_count,
+        reserve_s=0.001,
+        hand_over=HandOverTrace(
+            queue_s=0.002,
+            prefill_s=0.004,
+            transfer_s=0.008,
+            wire_s=0.010,
+            nbytes=10_000_000,
+            run_count=3,
+        ),
+        first_token_s=0.016,
+        ttft_s=0.031,
+        decode_s=0.01 * max(0, output_count - 1),
+        e2e_s=0.031 + 0.01 * max(0, output_count - 1),
+    )
+
+
+class ScriptedScheduler:
+    """Runs in a thread of its own between `with` and its end. Public methods are for the test.
+
+    seen: every message of the frontend, in order. held: submits that wait for `release`.
+    """
+
+    def __init__(self, path: Path, answer: Answer = count_up, info: ServerInfo = INFO) -> None:
+        self.seen: list[FrontendToScheduler] = []
+        self.held: dict[int, Submit] = {}
+        self.answer = answer
+        self.info = info
+        self.holds = False
+        self.is_ready = True
+        self.is_silent = False
+        self.queues = {"running": 1, "waiting": 2, "transfer": 3, "prealloc": 4}
+        self.counters = {"retracted": 5.0, "transfer_failed": 6.0, "stale_messages": 7.0}
+        self.peers = [PEER]
+        self.step_count = 0
+        self.flush_answer = (True, "the cache is empty")
+        self._server = LocalServer(str(path))
+        self._orders: SimpleQueue[SchedulerToFrontend] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._is_ended = False
+        self._is_known = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_ended = True
+        self._thread.join()
+        self._server.close()
+
+    def send(self, message: SchedulerToFrontend) -> None:
+        """Say something unasked."""
+        self._orders.put(message)
+
+    def release(self, request_id: int | None = None) -> None:
+        """Answer a held submit, or all of them."""
+        with self._changed:
+            for held in [request_id] if request_id is not None else list(self.held):
+                for message in self.answer(self.held.pop(held)):
+                    self.send(message)
+
+    def wait_for(self, found: Callable[[Self], bool], timeout_s: float = 20.0) -> None:
+        """Block until `found` holds. Never call it on the frontend's own loop."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: found(self), timeout_s):
+                raise TimeoutError(f"not within {timeout_s} s; seen: {self.seen}")
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [message for message in self.seen if isinstance(message, Submit)]
+
+    @property
+    def cancels(self) -> list[Cancel]:
+        return [message for message in self.seen if isinstance(message, Cancel)]
+
+    def _run(self) -> None:
+        poller = Poller()
+        poller.register(self._server)
+        while not self._is_ended:
+            poller.poll(POLL_S)
+            for _, payload in self._server.receive():
+                message = decode_frontend_to_scheduler(payload)
+                with self._changed:
+                    self.seen.append(message)
+                    answers = [] if self.is_silent else self._react(message)
+                    self._changed.notify_all()
+                for answer in answers:
+                    self._say(answer)
+            while True:
+                try:
+                    self._say(self._orders.get_nowait())
+                except Empty:
+                    break
+
+    def _say(self, message: SchedulerToFrontend) -> None:
+        assert self._server.send("frontend", encode(message)) is SendResult.SENT
+
+    def _react(self, message: FrontendToScheduler) -> list[SchedulerToFrontend]:
+        if not self._is_known:
+            self._is_known = True
+            self._say(self.info)
+        match message:
+            case Submit() if self.holds:
+                self.held[message.request_id] = message
+                return []
+            case Submit():
+                return self.answer(message)
+            case Cancel(request_id, reason):
+                submit = self.held.pop(request_id, None)
+                if submit is None:
+                    return []
+                trace = trace_of(submit, 0, status="aborted")
+                return [Failed(request_id, 499, "aborted", reason, trace)]
+            case FlushCache(call_id):
+                return [FlushDone(call_id, *self.flush_answer)]
+            case GetState(call_id):
+                return [self._state(call_id)]
+
+    def _state(self, call_id: int) -> State:
+        return State(
+            call_id=call_id,
+            is_ready=self.is_ready,
+            queues=dict(self.queues),
+            counters=dict(self.counters),
+            page_groups=[PAGES],
+            peers=list(self.peers),
+            step_count=self.step_count,
+        )
