@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
+from msgspec import structs
+
 from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import ChannelClosed, SendResult
 from common.clock import Clock
