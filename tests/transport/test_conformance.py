@@ -42,7 +42,10 @@ class Pair:
     def __init__(self, tls: str) -> None:
         self.writer = Writer(tls)
         self.transport = self.writer.transport
-        self.sources = [self.allocate("source", REGION_NBYTES), self.allocate("small", GUARD_NBYTES)]
+        self.sources = [
+            self.allocate("source", REGION_NBYTES),
+            self.allocate("small", GUARD_NBYTES),
+        ]
         self.remote = start_remote(tls)
 
     def allocate(self, name: str, nbytes: int) -> np.ndarray:
@@ -404,9 +407,7 @@ def test_transfer_cancelled_while_its_peer_never_answers_settles(
 
 
 @pytest.mark.slow
-def test_killed_peer_fails_and_all_its_transfers_settle_first(
-    pair: Pair, doomed: Remote
-) -> None:
+def test_killed_peer_fails_and_all_its_transfers_settle_first(pair: Pair, doomed: Remote) -> None:
     survivor = pair.connect()
     peer = pair.connect(doomed)
     tags = [next(unique) for _ in range(8)]

@@ -56,9 +56,7 @@ class Writer:
         return event
 
     def settle(self, tag: int) -> TransferSettled:
-        event = self.wait_for(
-            lambda event: isinstance(event, TransferSettled) and event.tag == tag
-        )
+        event = self.wait_for(lambda event: isinstance(event, TransferSettled) and event.tag == tag)
         assert isinstance(event, TransferSettled)
         return event
 
