@@ -15,8 +15,8 @@ PADDING_PAGES_FREE = 64
 def bucket_by_pages(page_counts: Sequence[int]) -> list[list[int]]:
     """Indexes of sequences, grouped by similar page counts, each index exactly once.
 
-    In a bucket, all sequences are padded to the longest; padding stays below a quarter of the useful
-    pages, or below PADDING_PAGES_FREE. A single bucket keeps the order of the input.
+    In a bucket, all sequences are padded to the longest; padding stays within a quarter of the
+    useful pages, or within PADDING_PAGES_FREE. A single bucket keeps the order of the input.
     """
     order = sorted(range(len(page_counts)), key=lambda i: -page_counts[i])
     buckets: list[list[int]] = []
