@@ -1,0 +1,291 @@
+"""What a server says of itself: routers and benches find the fields they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from frontend_rig import Rig, run_with_rig
+from scripted_scheduler import PEER, ScriptedScheduler
+
+from common.clock import ManualClock
+from common.config import Role
+from common.frontend.liveness import SILENCE_MAX_S, STALL_MAX_S
+from common.protocol.local import Failed, PeerState
+from common.request import SamplingParams
+
+
+def test_health_is_200_when_ready_and_asks_nobody(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.is_silent = True
+        for path in ("/health", "/ready", "/ping"):
+            assert (await rig.http.get(path)).status_code == 200, path
+
+    run_with_rig(tmp_path, story)
+
+
+def test_health_is_503_with_the_reason_while_no_peer_can_be_used(tmp_path: Path) -> None:
+    def refused(scheduler: ScriptedScheduler) -> None:
+        scheduler.is_ready = False
+        scheduler.peers = [PeerState("127.0.0.1:8998", "abc", "refused", detail="dtype: ...")]
+
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.get("/health")
+        assert reply.status_code == 503
+        assert reply.json()["error"]["message"] == (
+            "no prefill server can be used: 127.0.0.1:8998 refused (dtype: ...)"
+        )
+        assert reply.headers["Retry-After"] == "1"
+        assert (await rig.http.get("/ping")).status_code == 200, "alive all the same"
+        assert (await rig.http.get("/health_generate")).status_code == 503
+        assert rig.scheduler.submits == []
+
+    run_with_rig(tmp_path, story, prepare=refused)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/health_generate"])
+def test_health_is_503_when_the_scheduler_is_silent(tmp_path: Path, path: str) -> None:
+    clock = ManualClock(100.0)
+
+    async def story(rig: Rig) -> None:
+        clock.advance(SILENCE_MAX_S + 1)
+        reply = await rig.http.get(path)
+        assert reply.status_code == 503
+        assert "has not answered for 6 s" in reply.json()["error"]["message"]
+
+    run_with_rig(tmp_path, story, clock=clock)
+
+
+def test_health_is_503_when_the_engine_stands_still_with_work(tmp_path: Path) -> None:
+    clock = ManualClock(100.0)
+
+    async def story(rig: Rig) -> None:
+        clock.advance(STALL_MAX_S + 1)
+        await rig.context.scheduler.get_state()
+        assert (await rig.http.get("/health")).status_code == 503
+        rig.scheduler.step_count += 1
+        await rig.context.scheduler.get_state()
+        reply = await rig.http.get("/health")
+        assert (reply.status_code, reply.json()["step_count"]) == (200, 1)
+
+    run_with_rig(tmp_path, story, clock=clock)
+
+
+def test_health_generate_generates_one_token_that_no_metric_counts(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        assert (await rig.http.get("/health_generate")).status_code == 200
+        (submit,) = rig.scheduler.submits
+        assert submit.sampling == SamplingParams(
+            max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True
+        )
+        text = (await rig.http.get("/metrics")).text
+        assert "sglang:num_requests_total{" not in text
+        assert "sglang:time_to_first_token_seconds_count{" not in text
+
+    run_with_rig(tmp_path, story)
+
+
+def test_health_generate_is_503_when_the_pair_can_not_generate(tmp_path: Path) -> None:
+    def fail(scheduler: ScriptedScheduler) -> None:
+        scheduler.answer = lambda s: [Failed(s.request_id, 500, "transfer_failed", "tcp: reset")]
+
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.get("/health_generate")
+        assert reply.status_code == 503
+        assert "tcp: reset" in reply.json()["error"]["message"]
+
+    run_with_rig(tmp_path, story, prepare=fail)
+
+
+def test_a_prefill_server_answers_health_generate_without_a_request(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        assert (await rig.http.get("/health_generate")).status_code == 200
+        assert rig.scheduler.submits == []
+        assert (await rig.http.get("/server_info")).json()["disaggregation_mode"] == "prefill"
+
+    run_with_rig(tmp_path, story, role=Role.PREFILL, prefill=())
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_has_what_routers_lift_and_operators_want(tmp_path: Path, path: str) -> None:
+    async def story(rig: Rig) -> None:
+        body = (await rig.http.get(path)).json()
+        model_path = str(tmp_path / "tiny")
+        assert body["served_model_name"] == "tiny"
+        assert body["model_path"] == model_path and body["tokenizer_path"] == model_path
+        assert (body["tp_size"], body["dp_size"], body["page_size"]) == (1, 1, 16)
+        assert body["disaggregation_mode"] == "decode"
+        assert body["model_type"] == "qwen3" and body["architectures"] == ["Qwen3ForCausalLM"]
+        assert (body["version"], body["status"]) == ("0.test", "ready")
+        assert body["max_total_num_tokens"] == 4096
+        assert body["ucx"] == [{"ucx_version": "1.22.0", "ucx_origin": "wheel"}]
+        assert body["peers"][0]["transports"] == PEER.transports
+        assert body["peers"][0]["in_flight_count"] == 0, "zeros are said too"
+        assert body["page_groups"][0]["quarantined"] == 6
+        assert body["internal_states"][0]["queues"]["transfer"] == 3
+        assert body["workers"][0]["rank"] == "0"
+
+    run_with_rig(tmp_path, story)
+
+
+def test_a_server_alone_says_its_mode_as_sglang_does(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        assert (await rig.http.get("/model_info")).json()["disaggregation_mode"] == "null"
+
+    run_with_rig(tmp_path, story, prefill=())
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info_has_sglang_s_fields(tmp_path: Path, path: str) -> None:
+    async def story(rig: Rig) -> None:
+        assert set((await rig.http.get(path)).json()) == {
+            "model_path",
+            "served_model_name",
+            "tokenizer_path",
+            "is_generation",
+            "preferred_sampling_params",
+            "weight_version",
+            "load_format",
+            "reasoning_parser",
+            "tool_call_parser",
+            "disaggregation_mode",
+            "has_image_understanding",
+            "has_audio_understanding",
+            "model_type",
+            "architectures",
+        }
+
+    run_with_rig(tmp_path, story)
+
+
+def test_models_lists_the_served_one_and_finds_no_other(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body = (await rig.http.get("/v1/models")).json()
+        assert body["object"] == "list"
+        (card,) = body["data"]
+        assert card["id"] == "org/tiny" and card["object"] == "model"
+        assert card["max_model_len"] == 512 and card["owned_by"] == "baton"
+        assert isinstance(card["created"], int)
+        assert (await rig.http.get("/v1/models/org/tiny")).json() == card
+        missing = await rig.http.get("/v1/models/other")
+        assert missing.status_code == 404
+        assert missing.json() == {
+            "error": {
+                "message": "model 'other' is not served here; 'org/tiny' is",
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "model_not_found",
+            }
+        }
+
+    run_with_rig(tmp_path, story, served_model_name="org/tiny")
+
+
+def test_get_load_is_an_array_that_routers_sum(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        (entry,) = (await rig.http.get("/get_load")).json()
+        assert entry["num_tokens"] == (50 + 6) * 16
+        assert (entry["dp_rank"], entry["num_waiting_reqs"]) == (0, 2)
+        (load,) = (await rig.http.get("/v1/loads")).json()["loads"]
+        assert load["disaggregation"]["decode_transfer_queue_reqs"] == 3
+        assert load["token_usage"] == pytest.approx(56 / 256)
+
+    run_with_rig(tmp_path, story)
+
+
+def hold(scheduler: ScriptedScheduler) -> None:
+    scheduler.holds = True
+
+
+def test_abort_request_cancels_by_prefix_or_all(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        sampling = SamplingParams(max_new_tokens=1, seed=0)
+        for rid in ("a-0", "a-1", "b"):
+            rig.context.submit([1], sampling, rid=rid)
+        reply = await rig.http.post("/abort_request", json={"rid": "a-"})
+        assert reply.json() == {"success": True, "aborted_count": 2}
+        await rig.until(lambda s: len(s.cancels) == 2)
+        assert (await rig.http.post("/abort_request", json={"rid": "nobody"})).status_code == 200
+        reply = await rig.http.post("/abort_request", json={"abort_all": True})
+        await rig.until(lambda s: len(s.cancels) == 3)
+
+    run_with_rig(tmp_path, story, prepare=hold)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b'{"rid": ""}', b'{"rid": 5}', b'{"rid": ["a"]}', b"[]", b'{"abort_all": "yes"}'],
+)
+def test_an_abort_of_nothing_in_particular_is_400(tmp_path: Path, body: bytes) -> None:
+    async def story(rig: Rig) -> None:
+        rig.context.submit([1], SamplingParams(max_new_tokens=1, seed=0), rid="r")
+        reply = await rig.http.post("/abort_request", content=body)
+        assert reply.status_code == 400
+        assert "rid" in reply.json()["error"]["message"]
+        assert rig.scheduler.cancels == []
+
+    run_with_rig(tmp_path, story, prepare=hold)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_flush_cache_is_200_when_done_and_400_when_not_idle(tmp_path: Path, method: str) -> None:
+    async def story(rig: Rig) -> None:
+        assert (await rig.http.request(method, "/flush_cache")).status_code == 200
+        rig.scheduler.flush_answer = (False, "3 requests are running")
+        reply = await rig.http.request(method, "/flush_cache?timeout=5")
+        assert reply.status_code == 400
+        assert reply.json() == {"error": {"message": "3 requests are running"}}
+
+    run_with_rig(tmp_path, story)
+
+
+@pytest.mark.parametrize("timeout", ["x", "0", "-1", "nan", "inf", "601"])
+def test_a_flush_timeout_out_of_range_is_400(tmp_path: Path, timeout: str) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.get(f"/flush_cache?timeout={timeout}")
+        assert reply.status_code == 400
+        assert f"timeout={timeout!r}" in reply.json()["error"]["message"]
+
+    run_with_rig(tmp_path, story)
+
+
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.get("/")
+        assert reply.headers["content-type"].startswith("text/html")
+        assert "</html>" in reply.text
+        assert "://" not in reply.text and "src=" not in reply.text
+
+    run_with_rig(tmp_path, story)
+
+
+def test_state_has_every_number_the_page_reads(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        sampling = SamplingParams(max_new_tokens=3, seed=0)
+        for index in range(2):
+            with rig.context.submit([1] * (index + 1), sampling, rid="r") as handle:
+                async for _ in handle:
+                    pass
+        body = (await rig.http.get("/state")).json()
+        assert body["page_groups"] == [
+            {"name": "full", "total": 256, "free": 180, "cached": 20, "used": 50, "quarantined": 6}
+        ]
+        newest, oldest = body["traces"]
+        assert (newest["prompt_token_count"], oldest["prompt_token_count"]) == (2, 1)
+        assert newest["hand_over"]["queue_s"] == 0.002
+        assert newest["hand_over"]["cached_token_count"] == 0, "zeros are said too"
+        assert body["queues"] == rig.scheduler.queues
+        assert body["peers"][0]["state"] == "connected"
+
+    run_with_rig(tmp_path, story)
+
+
+def test_state_says_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.frontend.scrape.SCRAPE_TIMEOUT_S", 0.01)
+
+    async def story(rig: Rig) -> None:
+        rig.scheduler.is_silent = True
+        body = (await rig.http.get("/state")).json()
+        assert body["is_fresh"] is False and body["queues"] == rig.scheduler.queues
+
+    run_with_rig(tmp_path, story)
