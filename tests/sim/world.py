@@ -215,9 +215,7 @@ class World:
         if receiver is None or frozenset((sender.name, receiver.name)) in self.cut:
             return
         key = (sender.name, receiver.name)
-        at = max(
-            self._arrival.get(key, 0.0), self.now + self.rng.expovariate(1 / 0.002)
-        )
+        at = max(self._arrival.get(key, 0.0), self.now + self.rng.expovariate(1 / 0.002))
         self._arrival[key] = at
         life = receiver.life
         back = f"{sender.name}:1" if sender.role == "prefill" else sender.name

@@ -1,0 +1,142 @@
+"""The rules of the house, held by a machine: who may import whom, and how large a room may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CODE = ("common", "prefill_server", "decode_server")
+FILE_LINES_MAX = 450
+FUNCTION_LINES_MAX = 70
+TOP_LEVEL = {
+    "prefill_server", "decode_server", "common", "deploy", "tests", "bench", "demo", ".ci",
+    "pyproject.toml", "constraints.txt", "Makefile", "README.md", "ARCHITECTURE.md",
+    "CONTRIBUTING.md", "SECURITY.md", "LICENSE", ".gitignore",
+}  # fmt: skip
+
+# Lower layers first; a package may import itself and what stands before it.
+LAYERS = [
+    {"common.config", "common.flags", "common.errors", "common.metrics", "common.log",
+     "common.clock", "common.request"},
+    {"common.layout"},
+    {"common.planner"},
+    {"common.protocol"},
+    {"common.scheduling"},
+    {"common.engine", "common.transport", "common.channel"},
+    {"common.worker"},
+    {"common.frontend", "common.runtime"},
+    {"prefill_server", "decode_server"},
+]  # fmt: skip
+
+# One door per dependency: who may import it.
+DOORS = {
+    "torch": ("common/engine/", "common/worker/"),
+    "zmq": ("common/channel/",),
+    "fastapi": ("common/frontend/",),
+    "starlette": ("common/frontend/",),
+    "uvicorn": ("common/frontend/",),
+    "prometheus_client": ("common/metrics",),
+    "safetensors": ("common/engine/",),
+    "transformers": ("common/frontend/",),
+    "time": ("common/clock.py",),
+    "pickle": (),
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    return [ROOT / name for name in listed if name.endswith(".py") and (ROOT / name).exists()]
+
+
+def imports_of(path: Path) -> list[str]:
+    """Modules that a file imports, functions' own imports and type-checking ones included."""
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.append(node.module)
+    return modules
+
+
+def layer_of(module: str) -> tuple[int, str] | None:
+    for index, packages in enumerate(LAYERS):
+        for package in packages:
+            if module == package or module.startswith(package + "."):
+                return index, package
+    return None
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_only_go_down(path: Path) -> None:
+    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    if own is None:
+        return
+    for module in imports_of(path):
+        other = layer_of(module)
+        if other is None or other[1] == own[1]:
+            continue
+        is_below = other[0] < own[0] or (other[0] == own[0] == 0)
+        assert is_below, f"{path.relative_to(ROOT)} imports {module}, which is not below it"
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_dependency_has_one_door(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    for module in imports_of(path):
+        doors = DOORS.get(module.partition(".")[0])
+        if doors is not None:
+            assert name.startswith(doors), f"{name} imports {module}: only {doors or 'nobody'} may"
+
+
+@pytest.mark.parametrize("path", python_files(*CODE), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_environment_is_read_in_config_only(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    if name.startswith(("common/config", "common/flags")):
+        return
+    assert "os.environ" not in path.read_text() and "getenv" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "path", python_files(*CODE, "demo", "bench"), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_rooms_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= FILE_LINES_MAX
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            line_count = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert line_count <= FUNCTION_LINES_MAX, f"{node.name} has {line_count} lines"
+
+
+@pytest.mark.parametrize(
+    "path", python_files(*CODE, "demo", "bench"), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_every_file_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    assert not text or ast.get_docstring(ast.parse(text)), "no docstring at the top"
+
+
+def test_nothing_new_lies_at_the_top() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {name.partition("/")[0] for name in listed} - TOP_LEVEL == set()
+
+
+def test_no_family_is_named_outside_its_files() -> None:
+    families = ("llama", "qwen", "mistral", "deepseek", "gemma", "kimi")
+    doors = ("common/layout/families.py", "common/engine/")
+    for path in python_files(*CODE):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(doors):
+            text = path.read_text().lower()
+            named = [family for family in families if family in text]
+            assert not named, f"{name} names {named}"
