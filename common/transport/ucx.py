@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import Bug, TransportError
@@ -93,7 +92,7 @@ class UcxTransport:
         with self._translated(f"region {name}", RegionRefused):
             index = self._engine.allocate(nbytes)
         address, _, _ = self._engine.region(index)
-        if is_shared and not is_mapping_shared(address):
+        if is_shared and not self._native.is_shared_mapping(address, nbytes):
             raise RegionRefused(
                 f"region {name}: UCX fell back to memory that no other process can write; look "
                 f"at the size and permissions of {SHARED_MEMORY_DIRECTORY}"
@@ -309,13 +308,3 @@ def check_shared_memory_free(name: str, nbytes: int) -> None:
             f"region {name}: nbytes={nbytes} must fit in {SHARED_MEMORY_DIRECTORY}, which has "
             f"{free} bytes free (in a container, raise its shm size)"
         )
-
-
-def is_mapping_shared(address: int) -> bool:
-    """Whether `address` lies in a mapping that other processes can attach to."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        extent, permissions = line.split(maxsplit=2)[:2]
-        begin, end = (int(bound, 16) for bound in extent.split("-"))
-        if begin <= address < end:
-            return permissions[3] == "s"
-    return False

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +127,7 @@ def plan_random(seed: int) -> CopyPlan:
 
 
 def plan_volume(nbytes: int, run_nbytes: int = 32 << 10) -> CopyPlan:
-    """Much traffic between the same two regions: the whole source onto the whole pool, repeatedly."""
+    """Much traffic: the whole source onto the whole pool, again and again."""
     slots = np.arange(nbytes // run_nbytes, dtype=np.int64) % (REGION_NBYTES // run_nbytes)
     zeros = np.zeros(len(slots), dtype=np.int64)
     sizes = np.full(len(slots), run_nbytes, dtype=np.int64)
@@ -307,6 +308,17 @@ def test_region_larger_than_shared_memory_is_refused(pair: Pair, tls: str) -> No
         pytest.skip("tcp needs no shared memory")
     with pytest.raises(RegionRefused, match="/dev/shm"):
         pair.transport.allocate("huge", 1 << 50)
+
+
+def test_target_that_claims_more_memory_than_it_shares_fails(pair: Pair, tls: str) -> None:
+    if "posix" not in tls:
+        pytest.skip("only a mapping can be checked before the first put")
+    peer = f"peer{next(unique)}"
+    descriptor = pair.remote.open_target(peer, ["pool"])
+    liar = replace(descriptor.regions[0], nbytes=1 << 40)
+    event = pair.writer.connect(peer, replace(descriptor, regions=(liar,)))
+    assert isinstance(event, PeerFailed)
+    assert "shares less" in event.reason
 
 
 # How it ends --------------------------------------------------------------------------------------

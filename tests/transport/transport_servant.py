@@ -116,7 +116,7 @@ class Servant:
         return self._writer.settle(tag)
 
     def hold_gil(self) -> None:
-        """Keeps the interpreter lock until the test opens the gate: PyDLL calls don't release it."""
+        """Keeps the interpreter lock, as PyDLL calls do, until the test opens the gate."""
         ctypes.PyDLL(None).read(self._gate.fileno(), ctypes.create_string_buffer(1), 1)
 
     def spin(self) -> int:

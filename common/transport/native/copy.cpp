@@ -3,7 +3,12 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 namespace baton {
 
@@ -20,13 +25,31 @@ void prefetch_run(const void* target, const void* source) {
 
 void publish_copies() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-void populate_mapping(void* start, size_t nbytes) {
+bool is_shared_mapping(const void* start, size_t nbytes) {
+    const uint64_t begin = reinterpret_cast<uint64_t>(start);
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        uint64_t low = 0;
+        uint64_t high = 0;
+        char permissions[5] = {};
+        if (std::sscanf(line.c_str(), "%" SCNx64 "-%" SCNx64 " %4s", &low, &high, permissions) == 3 &&
+            low <= begin && begin < high) {
+            return nbytes <= high - begin && permissions[1] == 'w' && permissions[3] == 's';
+        }
+    }
+    return false;
+}
+
+int populate_mapping(void* start, size_t nbytes) {
     constexpr uint64_t page_nbytes = 4096;
     constexpr int madv_populate_write = 23;  // Linux 5.14; absent from older headers
     const uint64_t begin = reinterpret_cast<uint64_t>(start) & ~(page_nbytes - 1);
     const uint64_t end = reinterpret_cast<uint64_t>(start) + nbytes;
     if (madvise(reinterpret_cast<void*>(begin), end - begin, madv_populate_write) == 0) {
-        return;
+        return 0;
+    }
+    if (errno != EINVAL) {
+        return errno;
     }
     // An atomic add of nothing is a write access that leaves the owner's bytes alone, even while the
     // owner writes them.
@@ -34,6 +57,7 @@ void populate_mapping(void* start, size_t nbytes) {
     for (uint64_t offset = 0; offset < nbytes; offset += page_nbytes) {
         __atomic_fetch_add(bytes + offset, 0, __ATOMIC_RELAXED);
     }
+    return 0;
 }
 
 void copy_runs(char* target, const char* source, const int64_t* target_offsets,

@@ -149,6 +149,11 @@ NB_MODULE(_ucx, module) {
     nb::exception<PlanOutOfBounds>(module, "PlanOutOfBoundsError", PyExc_ValueError);
     bind_engine(module);
     module.def("version", [] { return std::string(ucp_get_version_string()); });
+    module.def("is_shared_mapping",
+               [](uint64_t address, uint64_t nbytes) {
+                   return is_shared_mapping(reinterpret_cast<const void*>(address), nbytes);
+               },
+               nb::arg("address"), nb::arg("nbytes"));
     module.def("copy_runs", &copy_run_lists, nb::arg("target"), nb::arg("source"),
                nb::arg("target_offsets"), nb::arg("source_offsets"), nb::arg("nbytes"));
 }
