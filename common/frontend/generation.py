@@ -1,0 +1,248 @@
+"""Runs samples: submits them, turns their tokens into text, ends them at a stop string.
+
+Between the APIs, which know bodies and replies, and the scheduler client, which knows tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from common.config import Role
+from common.errors import RequestError
+from common.frontend.context import FrontendContext
+from common.frontend.request_handle import RequestHandle
+from common.frontend.sample import Limits, Sample
+from common.frontend.stop_strings import StopStrings
+from common.frontend.tokenizer import Tokenizer
+from common.protocol.local import Failed, Tokens
+from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
+
+# Names that stand for "whatever is served": SGLang's default, and what its router fills in.
+ANY_MODEL_NAMES = ("default", "unknown")
+STOPPED = "a stop string matched"
+# The kind of `Failed` that a client asked for: a reply with what there is, not an error.
+ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """matched: the token id or the stop string that ended the text."""
+
+    kind: FinishKind
+    matched: int | str | None = None
+    message: str = ""
+
+
+class Continuation:
+    """The output of one sample as it grows; it has ended once `finish` or `failure` is set.
+
+    pieces: the text so far, safe to show. logprobs: one per token if asked for. text_starts: where
+    in the text each token begins, in characters.
+    """
+
+    def __init__(self, sample: Sample, tokenizer: Tokenizer, *, is_prefill: bool) -> None:
+        self.sample = sample
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.text_starts: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.cached_token_count = 0
+        self.finish: Finish | None = None
+        self.failure: Failed | None = None
+        self.trace: RequestTrace | None = None
+        self._is_prefill = is_prefill
+        self._detokenizer = tokenizer.detokenizer(
+            sample.token_ids, skip_special_tokens=sample.text.skip_special_tokens
+        )
+        self._stops = StopStrings(sample.text.stops, keeps_match=sample.text.keeps_stop)
+        self._decoded_length = 0  # characters, shown, held back or cut off
+        self._shown_length = 0
+        self._settled_count = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string matched; the scheduler may not know yet."""
+        return self._stops.matched is not None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    def settled_count(self) -> int:
+        """How many tokens have begun to show; all at the end, but those cut off by a stop string.
+
+        Never shrinks: what is told of these tokens need not be taken back.
+        """
+        if self.finish is not None and not self.is_stopped:
+            return len(self.token_ids)
+        starts = self.text_starts
+        while self._settled_count < len(starts):
+            if starts[self._settled_count] >= self._shown_length:
+                break
+            self._settled_count += 1
+        return self._settled_count
+
+    def take(self, message: Tokens | Failed) -> None:
+        """Add what the scheduler says. After a stop string only the trace is of interest."""
+        if isinstance(message, Failed):
+            self.trace = message.trace
+            if self.is_stopped:
+                self._end(None)
+            elif message.kind == ABORTED:
+                self._end(FinishReason(FinishKind.ABORT, message=message.message))
+            else:
+                self.failure = message
+            return
+        self.cached_token_count = max(self.cached_token_count, message.cached_token_count)
+        if not self._is_prefill:  # a router joins both servers' lists: one of them is empty
+            self.prompt_logprobs += message.prompt_logprobs
+        if not self.sample.hides_output:
+            self._take_tokens(message)
+        if message.finish is not None:
+            self.trace = message.trace
+            self._end(message.finish)
+
+    def _take_tokens(self, message: Tokens) -> None:
+        last = len(message.token_ids) - 1
+        for place, token_id in enumerate(message.token_ids):
+            if self.is_stopped:
+                return
+            self.token_ids.append(token_id)
+            self.text_starts.append(self._decoded_length)
+            if message.logprobs:
+                self.logprobs.append(message.logprobs[place])
+            is_stop = place == last and self._is_stop_token(token_id, message.finish)
+            if not is_stop or self.sample.text.keeps_stop:
+                self._take_text(self._detokenizer.push(token_id))
+
+    def _is_stop_token(self, token_id: int, finish: FinishReason | None) -> bool:
+        return finish is not None and finish.kind is FinishKind.STOP and finish.matched == token_id
+
+    def _take_text(self, piece: str) -> None:
+        self._decoded_length += len(piece)
+        if len(self.token_ids) > self.sample.text.min_new_tokens:
+            piece = self._stops.push(piece)
+        self._show(piece)
+
+    def _show(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)
+            self._shown_length += len(piece)
+
+    def _end(self, reason: FinishReason | None) -> None:
+        """reason: the scheduler's; what a stop string says goes first."""
+        if not self.is_stopped and not self.sample.hides_output:
+            self._take_text(self._detokenizer.flush())
+        if self._stops.matched is not None:
+            self.finish = Finish(FinishKind.STOP, self._stops.matched)
+            return
+        self._show(self._stops.flush())
+        assert reason is not None, "only a stop string ends a request before the scheduler does"
+        is_abort = reason.kind is FinishKind.ABORT
+        if not is_abort and (self._is_prefill or self.sample.hides_output):
+            self.finish = Finish(FinishKind.LENGTH)
+        else:
+            self.finish = Finish(reason.kind, reason.matched, reason.message)
+
+
+class SampleGroup:
+    """All samples of one body, submitted together; leaving the block cancels what is still open."""
+
+    def __init__(self, context: FrontendContext, samples: Sequence[Sample]) -> None:
+        is_prefill = context.config.role is Role.PREFILL
+        self.continuations = [
+            Continuation(sample, context.tokenizer, is_prefill=is_prefill) for sample in samples
+        ]
+        self._context = context
+        self._handles = ExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed: dict[int, Continuation] = {}  # by index: one entry per sample at most
+        self._broken: list[BaseException] = []
+        self._wake = asyncio.Event()
+
+    def submit(self, *, is_streaming: bool) -> None:
+        """Raises: RequestError if the scheduler takes one of them not; then none goes on."""
+        with ExitStack() as handles:
+            submitted = [
+                handles.enter_context(
+                    self._context.submit(
+                        one.sample.token_ids,
+                        one.sample.sampling,
+                        rid=one.sample.rid,
+                        bootstrap=one.sample.bootstrap,
+                        is_streaming=is_streaming,
+                    )
+                )
+                for one in self.continuations
+            ]
+            self._handles = handles.pop_all()
+        for one, handle in zip(self.continuations, submitted, strict=True):
+            task = asyncio.create_task(self._follow(one, handle))
+            task.add_done_callback(self._note_end)
+            self._tasks.append(task)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._handles.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def changes(self) -> AsyncIterator[Continuation]:
+        """Each sample after it has grown, until all have ended; several steps may come as one."""
+        open_count = len(self.continuations)
+        while open_count:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._broken:
+                raise self._broken[0]
+            changed, self._changed = self._changed, {}
+            for one in changed.values():
+                open_count -= one.is_ended
+                yield one
+
+    async def _follow(self, one: Continuation, handle: RequestHandle) -> None:
+        async for message in handle:
+            one.take(message)
+            if one.is_stopped:
+                handle.stop(STOPPED)
+            self._changed[one.sample.index] = one
+            self._wake.set()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._broken.append(error)
+            self._wake.set()
+
+
+def request_limits(context: FrontendContext) -> Limits:
+    """What bodies are checked against. Raises: RequestError 503 while the server starts."""
+    known = context.scheduler.server_info
+    if known is None:
+        raise RequestError("the server is still starting", status=503)
+    config = context.config
+    is_prefill = config.role is Role.PREFILL
+    host, port = config.host if is_prefill else "", config.bootstrap_port
+    if len(config.prefill) == 1:
+        host, _, digits = config.prefill[0].rpartition(":")
+        port = int(digits)
+    return Limits(
+        vocab_size=known.vocab_size,
+        request_token_max=known.request_token_max,
+        is_prefill=is_prefill,
+        model_names=(config.served_model_name, config.model_path, *ANY_MODEL_NAMES),
+        default_host=host,
+        default_port=port,
+    )

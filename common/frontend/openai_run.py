@@ -1,0 +1,141 @@
+"""Runs one OpenAI call and tells of it, whole or in chunks. The two dialects differ by a `Shape`.
+
+Knows nothing of bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastapi import Request, Response
+
+from common.frontend.context import FrontendContext
+from common.frontend.errors import FailedRequest, error_body, json_response
+from common.frontend.generation import Continuation, SampleGroup
+from common.frontend.openai_call import OpenAiCall
+from common.frontend.streaming import (
+    CLIENT_GONE_STATUS,
+    EventStream,
+    event,
+    run_until_disconnect,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What is new of a sample: text, and tokens [start, stop) that begin to show with it."""
+
+    text: str
+    start: int
+    stop: int
+    is_first: bool
+
+
+class Shape(Protocol):
+    """How a dialect tells of samples."""
+
+    object_name: str
+    chunk_object_name: str
+
+    def choice(self, one: Continuation) -> dict[str, object]:
+        """A sample that has ended."""
+
+    def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
+        """Choices of the chunks that tell of `growth`; none if there is nothing to tell."""
+
+
+class OpenAiRun:
+    """One call on its way to a reply."""
+
+    def __init__(self, context: FrontendContext, call: OpenAiCall, shape: Shape) -> None:
+        self._context = context
+        self._call = call
+        self._shape = shape
+        self._created_s = int(context.clock.wall())
+
+    async def reply(self) -> dict[str, object]:
+        """Raises: RequestError if a sample failed; the others are cancelled then."""
+        async with SampleGroup(self._context, self._call.samples) as group:
+            group.submit(is_streaming=False)
+            async for one in group.changes():
+                if one.failure is not None:
+                    raise FailedRequest(one.failure)
+        choices = [self._shape.choice(one) for one in group.continuations]
+        return {
+            **self._head(self._shape.object_name),
+            "choices": choices,
+            "usage": self._usage(group.continuations),
+        }
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Raises: RequestError if a sample failed; the others are cancelled then."""
+        told: dict[int, tuple[int, int]] = {}  # by index: pieces of text and tokens told
+        async with SampleGroup(self._context, self._call.samples) as group:
+            group.submit(is_streaming=True)
+            async for one in group.changes():
+                if one.failure is not None:
+                    raise FailedRequest(one.failure)
+                piece_count, start = told.get(one.sample.index, (0, 0))
+                growth = Growth(
+                    text="".join(one.pieces[piece_count:]),
+                    start=start,
+                    stop=one.settled_count(),
+                    is_first=one.sample.index not in told,
+                )
+                told[one.sample.index] = (len(one.pieces), growth.stop)
+                for choice in self._shape.chunks(one, growth):
+                    yield event(self._chunk(choice, one))
+        if self._call.includes_usage:
+            head = self._head(self._shape.chunk_object_name)
+            yield event({**head, "choices": [], "usage": self._usage(group.continuations)})
+
+    def _chunk(self, choice: dict[str, object], one: Continuation) -> dict[str, object]:
+        chunk = {**self._head(self._shape.chunk_object_name), "choices": [choice]}
+        if self._call.has_running_usage:
+            chunk["usage"] = self._usage([one])
+        elif self._call.includes_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _head(self, object_name: str) -> dict[str, object]:
+        return {
+            "id": self._call.name,
+            "object": object_name,
+            "created": self._created_s,
+            "model": self._context.config.served_model_name,
+        }
+
+    def _usage(self, continuations: list[Continuation]) -> dict[str, object]:
+        """A prompt counts once, however many samples were drawn for it."""
+        of_prompt = {one.sample.index // self._call.n: one for one in reversed(continuations)}
+        prompt_count = sum(len(one.sample.token_ids) for one in of_prompt.values())
+        output_count = sum(len(one.token_ids) for one in continuations)
+        return {
+            "prompt_tokens": prompt_count,
+            "completion_tokens": output_count,
+            "total_tokens": prompt_count + output_count,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(one.cached_token_count for one in of_prompt.values())
+            },
+        }
+
+
+async def answer(
+    request: Request, context: FrontendContext, call: OpenAiCall, shape: Shape
+) -> Response:
+    """The response to a checked call; cancelled as soon as its client goes away."""
+    run = OpenAiRun(context, call, shape)
+    if call.is_streaming:
+        path = request.url.path
+        return EventStream(run.events(), lambda error: error_body(path, error))
+    reply = await run_until_disconnect(run.reply(), request.receive)
+    return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
+
+
+def finish_fields(one: Continuation) -> dict[str, object]:
+    """finish_reason and what matched; both null while the sample runs."""
+    if one.finish is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": str(one.finish.kind), "matched_stop": one.finish.matched}

@@ -1,0 +1,60 @@
+"""What every API turns a body into: samples, each one prompt, one continuation, one request.
+
+Values only; knows no JSON, no HTTP and no scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.request import Bootstrap, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against.
+
+    request_token_max: prompt and output of one request, the smaller of context and KV pool.
+    is_prefill: this server answers one token, and only to requests that name a room.
+    model_names: what clients may call the model. default_host, default_port: the prefill server
+        that a room without an address is on; "" if there is no obvious one.
+    """
+
+    vocab_size: int
+    request_token_max: int
+    is_prefill: bool
+    model_names: tuple[str, ...]
+    default_host: str = ""
+    default_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How output tokens become text. keeps_stop: what ended the text stays in it.
+
+    min_new_tokens: stop strings are looked for after that many tokens.
+    """
+
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request for the scheduler. index: its place in the reply.
+
+    prompt_text: "" if the client sent token ids.
+    hides_output: the client asked for no output, only for the prompt's log-probabilities; the
+        token that the engine draws all the same is not shown.
+    """
+
+    index: int
+    rid: str
+    prompt_text: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    text: TextOptions
+    bootstrap: Bootstrap | None = None
+    hides_output: bool = False

@@ -1,0 +1,105 @@
+"""Answers that take long: server-sent events, and work that ends when its client goes away.
+
+Knows nothing of what is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import TypeVar
+
+import orjson
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import RequestError
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+CLIENT_GONE_STATUS = 499  # nobody reads it; it shows in access logs
+
+
+def event(content: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive) -> T | None:
+    """The result of `work`; None if the client went away first, and `work` was cancelled.
+
+    receive: the connection's, after the body has been read.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. The status waits for the first one, so an early error has its own.
+
+    events: bytes of whole events, without the closing mark. describe_error: what stands in the
+    event that tells of a `RequestError` after the first one.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        describe_error: Callable[[RequestError], object],
+    ) -> None:
+        super().__init__()
+        self._events = events
+        self._describe_error = describe_error
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # proxies that buffer would hold tokens back
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await run_until_disconnect(self._send_all(send), receive)
+
+    async def _send_all(self, send: Send) -> None:
+        """Raises: RequestError if there is one before the first event."""
+        is_started = False
+        async with aclosing(self._events) as events:
+            try:
+                async for chunk in events:
+                    if not is_started:
+                        is_started = True
+                        await self._send_start(send)
+                    await _send_body(send, chunk)
+            except RequestError as error:
+                if not is_started:
+                    raise
+                await _send_body(send, event(self._describe_error(error)))
+        if not is_started:
+            await self._send_start(send)
+        await _send_body(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_start(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+
+
+async def _send_body(send: Send, chunk: bytes) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": True})
