@@ -1,0 +1,160 @@
+"""Random pairs of servers with a request between them, over everything a layout may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from common.layout.cache_layout import ServerLayout
+from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
+from common.layout.parallel import split_layers
+from common.planner.pairing import TokenRange
+from tests.planner.oracle import PageLists, Server, page_of_item, sent_items
+
+UNIT_COUNT_MAX = 16
+TOKEN_COUNT_MAX = 160
+SPARE_PAGES_MAX = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A hand-over of `pieces` of one request. page_counts: per group, without the scratch page."""
+
+    source: ServerLayout
+    target: ServerLayout
+    source_pages: PageLists
+    target_pages: PageLists
+    source_page_counts: list[int]
+    target_page_counts: list[int]
+    pieces: list[TokenRange]
+
+    def servers(self) -> tuple[Server, Server]:
+        source = Server.make(self.source, self.source_pages, self.source_page_counts, seed=1)
+        target = Server.make(self.target, self.target_pages, self.target_page_counts, seed=2)
+        source.fill(self.pieces[-1].stop)
+        return source, target
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    layer_count = draw(st.integers(1, 12))
+    source_tp, target_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    components = draw(component_lists(layer_count, source_tp, target_tp))
+    source = draw(server_layouts(components, source_tp, layer_count))
+    target = draw(server_layouts(components, target_tp, layer_count))
+    pieces = draw(token_pieces())
+    source_pages, source_page_counts = draw(page_lists(source, pieces))
+    target_pages, target_page_counts = draw(page_lists(target, pieces))
+    return Case(
+        source,
+        target,
+        source_pages,
+        target_pages,
+        source_page_counts,
+        target_page_counts,
+        pieces,
+    )
+
+
+@st.composite
+def server_layouts(
+    draw: st.DrawFn, components: tuple[CacheComponent, ...], tp_size: int, layer_count: int
+) -> ServerLayout:
+    layout = ServerLayout(
+        components=components,
+        tp_size=tp_size,
+        stages=split_layers(layer_count, draw(st.integers(1, min(4, layer_count)))),
+        page_size=draw(st.sampled_from([8, 16, 32, 64])),
+        layer_group_count=draw(st.integers(1, 3)),
+    )
+    layout.check()
+    return layout
+
+
+@st.composite
+def component_lists(
+    draw: st.DrawFn, layer_count: int, source_tp: int, target_tp: int
+) -> tuple[CacheComponent, ...]:
+    unit_counts = [
+        count
+        for count in range(1, UNIT_COUNT_MAX + 1)
+        if all(count % tp == 0 or tp % count == 0 for tp in (source_tp, target_tp))
+    ]
+    lives = draw(st.lists(live_rules(), min_size=1, max_size=3))
+    components = []
+    for index in range(draw(st.integers(1, 4))):
+        segment_count = draw(st.integers(1, 3))
+        segments = tuple(
+            Segment(f"s{number}", draw(st.sampled_from(unit_counts)), draw(st.integers(1, 5)))
+            for number in range(segment_count)
+        )
+        layers = draw(st.sets(st.integers(0, layer_count - 1), min_size=1))
+        components.append(
+            CacheComponent(
+                name=f"c{index}",
+                layers=tuple(range(layer_count)) if draw(st.booleans()) else tuple(sorted(layers)),
+                segments=segments,
+                live=lives[index % len(lives)],
+                shard=draw(st.sampled_from(Shard)),
+                dtype="float8_e4m3fn",
+            )
+        )
+    return tuple(components)
+
+
+def live_rules() -> st.SearchStrategy[Live]:
+    return st.one_of(
+        st.just(FULL),
+        st.just(FULL),
+        st.builds(lambda size: Live(LiveKind.WINDOW, size), st.integers(1, 130)),
+        st.builds(
+            lambda size: Live(LiveKind.BLOCK, size), st.sampled_from([1, 2, 3, 4, 8, 32, 100])
+        ),
+        st.builds(
+            lambda size, back: Live(LiveKind.TAIL, size, back),
+            st.integers(1, 20),
+            st.integers(0, 6),
+        ),
+        st.just(SLOT),
+    )
+
+
+@st.composite
+def token_pieces(draw: st.DrawFn) -> list[TokenRange]:
+    """Consecutive ranges that end with the final one; the first may start behind a known prefix."""
+    stop = draw(st.integers(1, TOKEN_COUNT_MAX))
+    borders = sorted(draw(st.lists(st.integers(0, stop), min_size=1, max_size=3)))
+    ends = [*borders[1:], stop]
+    return [
+        TokenRange(first, end, is_final=index == len(ends) - 1)
+        for index, (first, end) in enumerate(zip(borders, ends, strict=True))
+    ]
+
+
+@st.composite
+def page_lists(
+    draw: st.DrawFn, layout: ServerLayout, pieces: list[TokenRange]
+) -> tuple[PageLists, list[int]]:
+    """Pages in random order: those that are needed, and a few around them."""
+    lists: PageLists = []
+    page_counts: list[int] = []
+    for group in layout.groups:
+        stop = pieces[-1].stop
+        needed = [
+            page_of_item(group.live, layout.page_size, item)
+            for item in {
+                *sent_items(group.live, TokenRange(0, stop, is_final=True)),
+                *(item for piece in pieces for item in sent_items(group.live, piece)),
+            }
+        ]
+        first = min(needed, default=0)
+        count = max(needed, default=-1) + 1 - first
+        if group.live.is_paged:
+            earlier = draw(st.integers(0, min(first, 2)))
+            first, count = first - earlier, count + earlier + draw(st.integers(0, 1))
+        page_count = count + draw(st.integers(0, SPARE_PAGES_MAX))
+        ids = draw(st.permutations(range(1, page_count + 1)))
+        lists.append((first, list(ids[:count])))
+        page_counts.append(page_count)
+    return lists, page_counts

@@ -1,0 +1,305 @@
+"""What a hand-over must do, said slowly: every element found by walking envelopes byte by byte.
+
+Shares no arithmetic with the code it judges. A server is a set of byte arrays, one per rank and
+page group; a hand-over moves real bytes between them, and afterwards every byte of the target must
+have been written exactly once with the right content, or not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.layout.cache_layout import RankLayout, ServerLayout
+from common.layout.component import CacheComponent, Live, LiveKind, Segment, Shard
+from common.planner.copy_plan import CopyPlan
+from common.planner.pairing import TokenRange
+
+Counts = NDArray[np.uint8]
+PageLists = list[tuple[int, list[int]]]
+Planner = Callable[[RankLayout, RankLayout, PageLists, PageLists, TokenRange], CopyPlan]
+
+
+# ---- what the rules say --------------------------------------------------------------------------
+
+
+def live_items(live: Live, token_count: int) -> list[int]:
+    """Items needed to go on after `token_count` tokens."""
+    match live.kind:
+        case LiveKind.FULL:
+            return list(range(token_count))
+        case LiveKind.WINDOW:  # what the token at position `token_count` sees, itself excepted
+            return [item for item in range(token_count) if token_count - item < live.size]
+        case LiveKind.BLOCK:
+            return [item for item in range(token_count) if (item + 1) * live.size <= token_count]
+        case LiveKind.TAIL:
+            closed = token_count - token_count % live.size
+            return [item for item in range(token_count) if item >= closed - live.back]
+        case LiveKind.SLOT:
+            return [0]
+
+
+def sent_items(live: Live, tokens: TokenRange) -> list[int]:
+    """Items that leave with a range of tokens."""
+    if live.kind is LiveKind.FULL:
+        return [item for item in range(tokens.stop) if item >= tokens.start]
+    if live.kind is LiveKind.BLOCK:
+        return [
+            item
+            for item in range(tokens.stop)
+            if tokens.start < (item + 1) * live.size <= tokens.stop
+        ]
+    return live_items(live, tokens.stop) if tokens.is_final else []
+
+
+def rows_of_page(live: Live, page_size: int) -> int:
+    match live.kind:
+        case LiveKind.FULL | LiveKind.WINDOW:
+            return page_size
+        case LiveKind.BLOCK:
+            return page_size // live.size if page_size >= live.size else 1
+        case LiveKind.TAIL:
+            return live.size + live.back
+        case LiveKind.SLOT:
+            return 1
+
+
+def page_of_item(live: Live, page_size: int, item: int) -> int:
+    if live.kind in (LiveKind.TAIL, LiveKind.SLOT):
+        return 0
+    return item // rows_of_page(live, page_size)
+
+
+def holds_unit(unit: int, unit_count: int, shard: Shard, tp_size: int, tp_rank: int) -> bool:
+    if shard is Shard.REPLICATE:
+        return True
+    if unit_count >= tp_size:
+        return unit // (unit_count // tp_size) == tp_rank
+    return tp_rank // (tp_size // unit_count) == unit
+
+
+NOISE = random.Random(0).randbytes(1 << 20)
+
+
+def content(key: tuple[int, int, int, int], item: int, nbytes: int) -> bytes:
+    """Noise that differs from element to element; key: (component, segment, layer, unit)."""
+    component, segment, layer, unit = key
+    number = ((component * 31 + segment) * 1031 + layer) * 1033 + unit
+    start = (number * 1009 + item) * 2654435761 % (len(NOISE) - nbytes)
+    return NOISE[start : start + nbytes]
+
+
+# ---- where things lie ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One (component, segment, layer, unit) in a rank's page: where its row 0 lies."""
+
+    key: tuple[int, int, int, int]
+    live: Live
+    offset: int
+    nbytes: int
+
+
+def lives_of(layout: ServerLayout) -> list[Live]:
+    lives: list[Live] = []
+    for component in layout.components:
+        if component.live not in lives:
+            lives.append(component.live)
+    return lives
+
+
+def layer_groups_of(layout: ServerLayout, pp_rank: int) -> list[list[int]]:
+    first, end = layout.stages[pp_rank]
+    layers = list(range(first, end))
+    count = min(layout.layer_group_count, len(layers))
+    groups = []
+    for remaining in range(count, 0, -1):
+        size = -(-len(layers) // remaining)
+        groups.append(layers[:size])
+        layers = layers[size:]
+    return groups
+
+
+def walk_page(
+    layout: ServerLayout, pp_rank: int, tp_rank: int, live: Live
+) -> tuple[list[Plane], int]:
+    """Every plane of one page of one group in memory order, and the size of the page.
+
+    [layer group][unit class][unit][layer in group][plane][item in page][payload]
+    """
+    rows = rows_of_page(live, layout.page_size)
+    members: list[tuple[int, CacheComponent, int, Segment]] = [
+        (component_index, component, segment_index, segment)
+        for component_index, component in enumerate(layout.components)
+        if component.live == live
+        for segment_index, segment in enumerate(component.segments)
+    ]
+    classes: list[tuple[Shard, int]] = []
+    for _, component, _, segment in members:
+        if (component.shard, segment.unit_count) not in classes:
+            classes.append((component.shard, segment.unit_count))
+    planes: list[Plane] = []
+    offset = 0
+    for layers in layer_groups_of(layout, pp_rank):
+        for shard, unit_count in classes:
+            for unit in range(unit_count):
+                if not holds_unit(unit, unit_count, shard, layout.tp_size, tp_rank):
+                    continue
+                for layer in layers:
+                    for component_index, component, segment_index, segment in members:
+                        if (component.shard, segment.unit_count) != (shard, unit_count):
+                            continue
+                        if layer not in component.layers:
+                            continue
+                        key = (component_index, segment_index, layer, unit)
+                        planes.append(Plane(key, live, offset, segment.unit_nbytes))
+                        offset += segment.unit_nbytes * rows
+    return planes, offset
+
+
+# ---- two servers and a hand-over -----------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """Byte arrays of every (rank, group), filled with noise; writes to them are counted.
+
+    pages: per group (first logical page index, page ids) of the one request.
+    """
+
+    layout: ServerLayout
+    pages: PageLists
+    memory: dict[tuple[int, int], bytearray] = field(default_factory=dict)
+    writes: dict[tuple[int, int], Counts] = field(default_factory=dict)
+    planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
+    page_nbytes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @staticmethod
+    def make(
+        layout: ServerLayout, pages: PageLists, page_counts: Sequence[int], seed: int
+    ) -> Server:
+        server = Server(layout, pages)
+        noise = random.Random(seed)
+        for rank in range(layout.tp_size * len(layout.stages)):
+            pp_rank, tp_rank = divmod(rank, layout.tp_size)
+            for group, live in enumerate(lives_of(layout)):
+                planes, page_nbytes = walk_page(layout, pp_rank, tp_rank, live)
+                nbytes = (page_counts[group] + 1) * page_nbytes
+                place = (rank, group)
+                server.planes[place] = planes
+                server.page_nbytes[place] = page_nbytes
+                server.memory[place] = bytearray(noise.randbytes(nbytes))
+                server.writes[place] = np.zeros(nbytes, dtype=np.uint8)
+        return server
+
+    def elements(
+        self, rank: int, group: int, items: Sequence[int]
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """(start, end, what must be there) of every unit of every item on a rank."""
+        live, page_size = lives_of(self.layout)[group], self.layout.page_size
+        first, page_ids = self.pages[group]
+        rows, page_nbytes = rows_of_page(live, page_size), self.page_nbytes[rank, group]
+        places = [
+            (item, page_ids[page_of_item(live, page_size, item) - first] * page_nbytes, item % rows)
+            for item in items
+        ]
+        for plane in self.planes[rank, group]:
+            for item, page_start, row in places:
+                start = page_start + plane.offset + row * plane.nbytes
+                yield start, start + plane.nbytes, content(plane.key, item, plane.nbytes)
+
+    def fill(self, token_count: int) -> None:
+        """As after computing the prompt: live items are there on every rank that holds them."""
+        for rank, group in self.memory:
+            live = lives_of(self.layout)[group]
+            memory = self.memory[rank, group]
+            for start, end, value in self.elements(rank, group, live_items(live, token_count)):
+                memory[start:end] = value
+
+
+def hand_over(
+    source: Server, target: Server, pieces: Sequence[TokenRange], planner: Planner
+) -> None:
+    """Every source rank sends every piece to every target rank, as bytes."""
+    source_ranks, target_ranks = source.layout.ranks, target.layout.ranks
+    for source_rank in source_ranks:
+        for target_rank in target_ranks:
+            for piece in pieces:
+                plan = planner(source_rank, target_rank, source.pages, target.pages, piece)
+                check_form(plan)
+                apply_plan(plan, source, source_rank.index, target, target_rank.index)
+
+
+def check_form(plan: CopyPlan) -> None:
+    """Sorted, disjoint, and nothing left to join; all int64."""
+    columns = (
+        plan.source_region,
+        plan.source_offset,
+        plan.target_region,
+        plan.target_offset,
+        plan.nbytes,
+    )
+    for column in columns:
+        assert column.dtype == np.int64
+        assert column.shape == (plan.run_count,)
+    copies = list(zip(*(column.tolist() for column in columns), strict=True))
+    for _, _, _, _, nbytes in copies:
+        assert nbytes > 0
+    for (region_a, from_a, to_region_a, to_a, size_a), (
+        region_b,
+        from_b,
+        to_region_b,
+        to_b,
+        _,
+    ) in itertools.pairwise(copies):
+        assert (to_region_a, to_a) < (to_region_b, to_b), "not sorted"
+        if to_region_a == to_region_b:
+            assert to_a + size_a <= to_b, "copies overlap"
+            joins = region_a == region_b and from_a + size_a == from_b and to_a + size_a == to_b
+            assert not joins, "not coalesced"
+
+
+def apply_plan(
+    plan: CopyPlan, source: Server, source_rank: int, target: Server, target_rank: int
+) -> None:
+    for source_region, source_offset, target_region, target_offset, nbytes in zip(
+        plan.source_region.tolist(),
+        plan.source_offset.tolist(),
+        plan.target_region.tolist(),
+        plan.target_offset.tolist(),
+        plan.nbytes.tolist(),
+        strict=True,
+    ):
+        read = source.memory[source_rank, source_region]
+        written = target.memory[target_rank, target_region]
+        assert 0 <= source_offset <= source_offset + nbytes <= len(read), "reads out of bounds"
+        assert 0 <= target_offset <= target_offset + nbytes <= len(written), "writes out of bounds"
+        written[target_offset : target_offset + nbytes] = read[
+            source_offset : source_offset + nbytes
+        ]
+        target.writes[target_rank, target_region][target_offset : target_offset + nbytes] += 1
+
+
+def judge(target: Server, pieces: Sequence[TokenRange]) -> None:
+    """Raises: AssertionError if a byte was not written exactly as often and as it must be."""
+    for rank, group in target.memory:
+        live = lives_of(target.layout)[group]
+        items = [item for piece in pieces for item in sent_items(live, piece)]
+        assert len(items) == len(set(items)), "the case itself sends an item twice"
+        writes, memory = target.writes[rank, group], target.memory[rank, group]
+        wanted = bytearray(len(memory))
+        for start, end, value in target.elements(rank, group, items):
+            assert wanted[start:end] == bytes(end - start), "the case maps two elements to a place"
+            wanted[start:end] = b"\1" * (end - start)
+            assert memory[start:end] == value, f"rank {rank} group {group}: wrong bytes"
+        assert writes.tobytes() == wanted, (
+            f"rank {rank} group {group}: bytes written {int(writes.sum())} times in all, "
+            f"{sum(wanted)} wanted; most often {int(writes.max(initial=0))}"
+        )
