@@ -1,0 +1,361 @@
+"""Settings from flags and files: every bad one stops the start with a line that names it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from common.config import EngineType, Role, ServerConfig, read_config, write_config
+from common.errors import ConfigError
+from common.flags import COMMON_FLAGS
+from decode_server.config import FLAGS as DECODE_FLAGS
+from decode_server.config import parse_args as parse_decode
+from prefill_server.config import FLAGS as PREFILL_FLAGS
+from prefill_server.config import parse_args as parse_prefill
+
+Parse = Callable[[Sequence[str]], ServerConfig]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def decode(model: Path, *argv: str) -> ServerConfig:
+    return parse_decode(["--model-path", str(model), "--prefill", "none", *argv])
+
+
+def prefill(model: Path, *argv: str) -> ServerConfig:
+    return parse_prefill(["--model-path", str(model), *argv])
+
+
+def test_the_issue_s_two_command_lines(model: Path) -> None:
+    first = parse_prefill(
+        f"--model-path {model} --host 127.0.0.1 --port 30000 --bootstrap-port 8998".split()
+    )
+    assert (first.role, first.port, first.bootstrap_port) == (Role.PREFILL, 30000, 8998)
+    assert first.engine_type is EngineType.PREFILL
+    second = parse_decode(f"--model-path {model} --port 30001 --prefill 127.0.0.1:8998".split())
+    assert (second.role, second.prefill) == (Role.DECODE, ("127.0.0.1:8998",))
+    assert second.engine_type is EngineType.DECODE
+
+
+def test_omitted_flags_follow_what_help_says(model: Path) -> None:
+    config = decode(model)
+    assert config.page_size == 16 and config.max_total_tokens is None
+    assert config.tokenizer_path == config.model_path == str(model)
+    assert config.served_model_name == "tiny-model"
+    assert (config.host, config.request_timeout_s) == ("127.0.0.1", 600.0)
+    assert config.engine_type is EngineType.UNIFIED
+    assert prefill(model).bootstrap_port == 8998
+
+
+def test_every_field_but_the_derived_ones_has_a_flag() -> None:
+    derived = {"role", "runtime_dir"}
+    names = {flag.name for flag in (*DECODE_FLAGS, *PREFILL_FLAGS)}
+    assert names == set(ServerConfig.__struct_fields__) - derived
+
+
+def test_no_two_flags_share_a_spelling_or_a_name() -> None:
+    for flags in (DECODE_FLAGS, PREFILL_FLAGS):
+        spellings = [spelling for flag in flags for spelling in flag.spellings]
+        assert len(set(spellings)) == len(spellings)
+        assert len({flag.name for flag in flags}) == len(flags)
+
+
+VALID = [
+    (("--page-size", "1"), "page_size", 1),
+    (("--page-size", "256"), "page_size", 256),
+    (("--chunked-prefill-size", "512"), "chunked_prefill_size", 512),
+    (("--device", "cuda"), "device", "cuda"),
+    (("--dtype", "bfloat16"), "dtype", "bfloat16"),
+    (("--kv-cache-dtype", "float16"), "kv_cache_dtype", "float16"),
+    (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
+    (("--max-total-tokens", "16"), "max_total_tokens", 16),
+    (("--load-format", "dummy"), "load_format", "dummy"),
+    (("--tp", "2"), "tp_size", 2),
+    (("--tensor-parallel-size=4",), "tp_size", 4),
+    (("--random-seed", str(2**63 - 1)), "random_seed", 2**63 - 1),
+    (("--disable-radix-cache",), "disable_radix_cache", True),
+    (("--transport", "tcp"), "transport", "tcp"),
+    (("--ucx", "/"), "ucx", "/"),
+    (("--request-timeout", "1.5"), "request_timeout_s", 1.5),
+    (("--drain-timeout", "0"), "drain_timeout_s", 0.0),
+    (("--max-body-bytes", "1024"), "max_body_nbytes", 1024),
+    (("--port", "1", "--port", "65535"), "port", 65535),
+    (("--host", "::1"), "host", "::1"),
+    (("--prefill", "a:1,b:2"), "prefill", ("a:1", "b:2")),
+    (("--prefill", "[::1]:8998, b:2"), "prefill", ("[::1]:8998", "b:2")),
+]
+
+
+@pytest.mark.parametrize(("argv", "field", "value"), VALID)
+def test_a_good_value_is_taken(
+    model: Path, argv: tuple[str, ...], field: str, value: object
+) -> None:
+    config = decode(model, *argv)
+    assert {name: getattr(config, name) for name in (field,)} == {field: value}
+
+
+BAD = [
+    ("--page-size", "48", "power of two in 1..256"),
+    ("--page-size", "0", "power of two in 1..256"),
+    ("--page-size", "512", "power of two in 1..256"),
+    ("--page-size", "-16", "power of two in 1..256"),
+    ("--page-size", "16.0", "power of two in 1..256"),
+    ("--port", "0", "1..65535"),
+    ("--port", "65536", "1..65535"),
+    ("--port", "http", "1..65535"),
+    ("--port", "1_000", "1..65535"),
+    ("--host", "http://x", "without scheme"),
+    ("--host", "a b", "without scheme"),
+    ("--device", "tpu", "cpu, cuda"),
+    ("--dtype", "fp32", "auto, float32, bfloat16, float16"),
+    ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16"),
+    ("--chunked-prefill-size", "0", "1..1048576"),
+    ("--chunked-prefill-size", "-1", "1..1048576"),
+    ("--max-running-requests", "0", "1..4096"),
+    ("--max-queued-requests", "99999999", "1..65536"),
+    ("--max-total-tokens", "0", "1.."),
+    ("--mem-fraction-static", "1", "0.01..0.99"),
+    ("--mem-fraction-static", "nan", "0.01..0.99"),
+    ("--context-length", "none", "1..1073741824"),
+    ("--load-format", "pt", "auto, dummy"),
+    ("--log-level", "loud", "debug, info, warning, error"),
+    ("--random-seed", str(2**63), "0..9223372036854775807"),
+    ("--tp-size", "0", "1..1024"),
+    ("--layer-group-count", "9999", "1..1024"),
+    ("--transport", "rdma", "auto, shm, tcp"),
+    ("--ucx", "/nowhere/at/all", "existing directory"),
+    ("--request-timeout", "0", "0.1..86400"),
+    ("--request-timeout", "inf", "0.1..86400"),
+    ("--drain-timeout", "-1", "0..3600"),
+    ("--max-body-bytes", "10", "1024.."),
+    ("--served-model-name", "", "printable"),
+    ("--served-model-name", "a\nb", "printable"),
+    ("--prefill", "", "host:port"),
+    ("--prefill", "8998", "host:port"),
+    ("--prefill", "a:0", "host:port"),
+    ("--prefill", "a:99999", "host:port"),
+    ("--prefill", "a:1,,b:2", "host:port"),
+    ("--prefill", "a:1,none", "host:port"),
+    ("--prefill", "::1:8998", "host:port"),
+    ("--prefill", "a:1,a:1", "once"),
+    ("--prefill", "tcp://a:1", "host:port"),
+]
+
+
+@pytest.mark.parametrize(("flag", "value", "allowed"), BAD)
+def test_a_bad_value_is_named_with_what_is_allowed(
+    model: Path, flag: str, value: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(model, f"{flag}={value}")
+    line = str(caught.value)
+    assert line.startswith(flag) and allowed in line and "\n" not in line
+    assert value in line or repr(value) in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--page-sizes", "16"], "unknown flag '--page-sizes'; did you mean --page-size?"),
+        (["--page"], "unknown flag '--page'; did you mean --page-size?"),
+        (["stray"], "unknown flag 'stray'; --help lists all of them"),
+        (["--port"], "argument --port: expected one argument"),
+        (["--disable-radix-cache=yes"], "ignored explicit argument 'yes'"),
+    ],
+)
+def test_an_unknown_or_incomplete_flag_is_named(model: Path, argv: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(model, *argv)
+    assert line in str(caught.value)
+
+
+def test_each_role_refuses_the_other_s_flag(model: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown flag '--bootstrap-port'"):
+        decode(model, "--bootstrap-port", "1")
+    with pytest.raises(ConfigError, match="unknown flag '--prefill'"):
+        prefill(model, "--prefill", "a:1")
+
+
+def test_required_flags_are_named(model: Path) -> None:
+    with pytest.raises(ConfigError, match="--model-path is required"):
+        parse_prefill([])
+    with pytest.raises(ConfigError, match=r"--prefill is required: host:port .* or `none`"):
+        parse_decode(["--model-path", str(model)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--chunked-prefill-size", "100"], "--chunked-prefill-size 100: must be a multiple of"),
+        (["--max-total-tokens", "15"], "--max-total-tokens 15: must be at least one page"),
+        (["--port", "8998"], "--bootstrap-port 8998: must differ from --port 8998"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(
+    model: Path, argv: list[str], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prefill(model, *argv)
+    assert line in str(caught.value)
+
+
+def test_a_checkpoint_that_can_not_be_used_is_named(model: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    with pytest.raises(ConfigError, match=rf"--model-path {missing}: .* config\.json"):
+        prefill(missing)
+    with pytest.raises(ConfigError, match=r"--model-path .*config\.json"):
+        prefill(model / "config.json")
+    with pytest.raises(ConfigError, match=r"--tokenizer-path .*tokenizer\.json"):
+        prefill(model, "--tokenizer-path", str(tmp_path))
+    (model / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        prefill(model)
+    (model / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        prefill(model)
+
+
+def test_a_relative_model_path_becomes_absolute(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    assert parse_prefill(["--model-path", "tiny-model"]).model_path == str(model)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_a_file_may_hold_every_flag_and_flags_win(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        f"model-path: {model}\nport: 31000\npage_size: 32\ndisable-radix-cache: true\n"
+        "prefill: [127.0.0.1:8998, '[::1]:8999']\nmem-fraction-static: 0.5\n"
+    )
+    config = parse_decode(["--config", str(file), "--port", "32000"])
+    assert config.model_path == str(model)
+    assert (config.port, config.page_size, config.mem_fraction_static) == (32000, 32, 0.5)
+    assert config.disable_radix_cache
+    assert config.prefill == ("127.0.0.1:8998", "[::1]:8999")
+
+
+def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path: Path) -> None:
+    values = {"host": "::1", "device": "cpu", "ucx": "auto", "transport": "auto"}
+    values |= {"dtype": "auto", "kv-cache-dtype": "auto", "load-format": "auto"}
+    values |= {"log-level": "info", "log-requests": "true", "disable-radix-cache": "true"}
+    values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
+    values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
+    values |= {"max-body-bytes": "4096"}
+    for flag in COMMON_FLAGS:
+        for spelling in flag.spellings:
+            file = tmp_path / "one.yaml"
+            file.write_text(json.dumps({spelling: values.get(spelling, "64")}))
+            argv = ["--model-path", str(model), "--config", str(file)]
+            parse_prefill(argv[2:] if flag.name == "model_path" else argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("page-sizes: 16", "unknown key 'page-sizes'; did you mean page-size?"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("page-size: 48", "page-size 48: must be a power of two"),
+        ("page-size: 16\npage_size: 32", "page-size is given twice"),
+        ("disable-radix-cache: 1", "disable-radix-cache 1: must be true or false"),
+        ("port: null", "port None: must be an integer"),
+        ("port: [1, 2]", "port '[1, 2]': must be an integer"),
+        ("port: true", "port true: must be an integer"),
+        ("prefill: {a: 1}", "must be host:port"),
+        ("- port", "must hold `flag: value` lines"),
+        ("port: [", "is not a YAML file"),
+        ("port: !!python/object/apply:os.getpid []", "is not a YAML file"),
+    ],
+)
+def test_a_bad_file_stops_the_start_and_is_named(
+    model: Path, tmp_path: Path, text: str, line: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        decode(model, "--config", str(file))
+    assert str(caught.value).startswith(f"--config {file}") and line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_can_not_be_read_is_named(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        decode(model, "--config", str(tmp_path / "none.yaml"))
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not a YAML file"):
+        decode(model, "--config", str(binary))
+
+
+def test_an_empty_file_changes_nothing(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert decode(model, "--config", str(tmp_path / "empty.yaml")) == decode(model)
+
+
+# ---- the record between processes ----------------------------------------------------------------
+
+
+def test_the_record_survives_the_way_through_its_file(model: Path, tmp_path: Path) -> None:
+    config = decode(model, "--prefill", "a:1,b:2", "--max-total-tokens", "4096")
+    config = ServerConfig(
+        **{name: getattr(config, name) for name in ServerConfig.__struct_fields__}
+        | {"runtime_dir": str(tmp_path)}
+    )
+    write_config(config)
+    assert read_config(config.config_path) == config
+    assert Path(config.config_path).stat().st_mode & 0o777 == 0o600
+    assert config.scheduler_ipc == f"ipc://{tmp_path}/scheduler.sock"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"role": "judge"}', b'{"port": 1}', b"\xff"])
+def test_a_record_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="not a server's settings"):
+        read_config(str(tmp_path / "config.json"))
+    with pytest.raises(ConfigError, match="can't be read"):
+        read_config(str(tmp_path / "other.json"))
+
+
+# ---- the command line as a user sees it ----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
+def test_a_bad_start_is_one_line_and_exit_code_2(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--page-size", "48"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    role = module.removesuffix("_server")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"baton-{role}: --page-size 48: must be a power of two in 1..256\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
+def test_help_names_every_flag_with_its_default_and_exits_0(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    for flag in PREFILL_FLAGS if module == "prefill_server" else DECODE_FLAGS:
+        assert all(f"--{spelling}" in text for spelling in flag.spellings)
+    assert "a power of two in 1..256 (default: 16)" in text
