@@ -55,8 +55,13 @@ class ServerLayout:
             expected_first = end
         if self.layer_group_count < 1:
             raise LayoutError(f"layer_group_count={self.layer_group_count}: must be at least 1")
+        owned: set[tuple[str, int]] = set()
         for component in self.components:
             self._check_component(component, layer_count=expected_first)
+            for layer in component.layers:
+                if (component.name, layer) in owned:
+                    raise LayoutError(f"component {component.name!r}: layer {layer} owns it twice")
+                owned.add((component.name, layer))
 
     def _check_component(self, component: CacheComponent, layer_count: int) -> None:
         layers = component.layers
@@ -72,6 +77,12 @@ class ServerLayout:
         ):
             raise LayoutError(
                 f"component {component.name!r}: {component.live.kind} needs a size of at least 1"
+            )
+        names = [segment.name for segment in component.segments]
+        if not names or len(set(names)) != len(names):
+            raise LayoutError(
+                f"component {component.name!r}: segments {names} must be at least one, each named "
+                f"differently"
             )
         for segment in component.segments:
             if segment.unit_count < 1 or segment.unit_nbytes < 1:

@@ -195,13 +195,18 @@ def _check_ranks(name: str, value: object) -> None:
         here = f"{name}[{descriptor.rank}]"
         _check_blob(f"{here}.worker_address", descriptor.worker_address, ADDRESS_NBYTES_MAX)
         _check_count(f"{here}.regions", len(descriptor.regions), GROUP_COUNT_MAX)
-        for region, base, nbytes, memory_key in (*descriptor.regions, descriptor.probe):
-            _check_name(f"{here} region", region)
-            check_int(f"{here} region {region!r} address", base, 0, 2**64 - 1)
-            check_int(f"{here} region {region!r} nbytes", nbytes, 0, INT64_MAX)
-            if base + nbytes > 2**64:
-                raise ProtocolError(f"{here} region {region!r}: wraps around the address space")
-            _check_blob(f"{here} region {region!r} key", memory_key, MEMORY_KEY_NBYTES_MAX)
+        for region in (*descriptor.regions, descriptor.probe):
+            _check_region(here, region)
+
+
+def _check_region(here: str, region: tuple[str, int, int, bytes]) -> None:
+    name, address, nbytes, memory_key = region
+    _check_name(f"{here} region", name)
+    check_int(f"{here} region {name!r} address", address, 0, 2**64 - 1)
+    check_int(f"{here} region {name!r} nbytes", nbytes, 0, INT64_MAX)
+    if address + nbytes > 2**64:
+        raise ProtocolError(f"{here} region {name!r}: wraps around the address space")
+    _check_blob(f"{here} region {name!r} key", memory_key, MEMORY_KEY_NBYTES_MAX)
 
 
 def _check_sampling(name: str, value: object) -> None:

@@ -1,0 +1,219 @@
+"""What two servers must agree on, and what one may ask of the other. Pure; lists of differences.
+
+Knows nothing of connections. Whatever does not fit is said in full, every difference naming both
+values, so that whoever reads it on either side knows what to change; nothing here raises or guesses
+where a peer is wrong, but for `announced_page_counts`, whose result there is none of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from common.errors import ProtocolError
+from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
+from common.layout.component import CacheComponent
+from common.protocol.local import RankDescriptor
+from common.protocol.peer import TransferRequest
+
+SHOWN_LENGTH_MAX = 300  # of one value in a difference; a list of many layers is cut
+
+
+def negotiate_version(ours: tuple[int, int], theirs: tuple[int, int]) -> int | None:
+    """The newest protocol version in both (oldest, newest) ranges; None if there is none."""
+    newest = min(ours[1], theirs[1])
+    return newest if newest >= max(ours[0], theirs[0]) else None
+
+
+def compare_versions(ours: tuple[int, int], theirs: tuple[int, int]) -> list[str]:
+    """Empty if two (oldest, newest) ranges of protocol versions have one in common."""
+    if negotiate_version(ours, theirs) is not None:
+        return []
+    return [f"protocol version: ours {ours[0]}..{ours[1]}, theirs {theirs[0]}..{theirs[1]}"]
+
+
+def compare_fingerprints(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """Every key of either side whose value is not the same on both."""
+    return [
+        difference
+        for key in dict.fromkeys([*ours, *theirs])
+        for difference in _compare(_show(key), ours.get(key), theirs.get(key))
+    ]
+
+
+def compare_layouts(ours: ServerLayout, theirs: ServerLayout) -> list[str]:
+    """What keeps pages of one cache from being written into the other; both passed `check`.
+
+    Tensor and pipeline parallel sizes, page sizes and layer groups may differ: the planner maps
+    them. The components must be the same, in the same order, which numbers the page groups.
+    """
+    our_components, their_components = _by_name(ours.components), _by_name(theirs.components)
+    differences = _compare("layer count", ours.stages[-1][1], theirs.stages[-1][1])
+    if our_components.keys() == their_components.keys():
+        differences += _compare("components", list(our_components), list(their_components))
+    for name in dict.fromkeys([*our_components, *their_components]):
+        our, their = our_components.get(name), their_components.get(name)
+        if our is None or their is None:
+            differences += _compare(
+                f"component {_show(name)}",
+                None if our is None else "cached",
+                None if their is None else "cached",
+            )
+            continue
+        for field, our_value, their_value in (
+            ("layers", our.layers, their.layers),
+            ("segments", _show_segments(our), _show_segments(their)),
+            ("live rule", _show_live(our), _show_live(their)),
+            ("shard", our.shard, their.shard),
+            ("dtype", our.dtype, their.dtype),
+            ("order", our.order, their.order),
+        ):
+            differences += _compare(f"component {_show(name)} {field}", our_value, their_value)
+    return differences
+
+
+def expected_writers(source: ServerLayout, target: ServerLayout) -> list[int]:
+    """Global ranks of the prefill server that hold part of what the decode server caches.
+
+    Each of them must be heard of before a hand-over is complete; one whose part another replica
+    was elected to write has nothing to write, and says so.
+    """
+    cached = {layer for component in target.components for layer in component.layers}
+    return [rank.index for rank in source.ranks if not cached.isdisjoint(rank.layers)]
+
+
+def announced_page_counts(layout: ServerLayout, ranks: Sequence[RankDescriptor]) -> tuple[int, ...]:
+    """Pages per page group, without the scratch page, that every rank of a peer has room for.
+
+    layout: the peer's. ranks: what it announced to be written to.
+    Raises: ProtocolError if a rank or a region is missing, one too many, or too small.
+    """
+    announced = sorted(descriptor.rank for descriptor in ranks)
+    if announced != [rank.index for rank in layout.ranks]:
+        raise ProtocolError(
+            f"announced ranks {_show(announced)}: the layout has 0..{len(layout.ranks) - 1}, "
+            f"each once"
+        )
+    counts: list[list[int]] = [[] for _ in layout.groups]
+    for descriptor in ranks:
+        _count_pages(layout.ranks[descriptor.rank], descriptor, counts)
+    return tuple(min(of_ranks, default=0) for of_ranks in counts)
+
+
+def check_transfer_request(
+    source: ServerLayout,
+    target: ServerLayout,
+    page_counts: Sequence[int],
+    request: TransferRequest,
+) -> str | None:
+    """What is wrong with a reservation, or None; after that its pages can be planned for.
+
+    source: our layout. target: the peer's. page_counts: pages per group that the peer announced.
+    """
+    if request.token_count < 1:
+        return f"token_count={request.token_count}: must be at least 1"
+    if request.room is None:
+        problem = _check_prompt(request)
+        if problem is not None:
+            return problem
+    writers = expected_writers(source, target)
+    if request.writers != writers:
+        return f"writers={_show(request.writers)}: must be {_show(writers)}"
+    if len(request.pages) != len(target.groups):
+        return f"pages of {len(request.pages)} page groups: there are {len(target.groups)}"
+    for index, (group, (first_index, page_ids), page_count) in enumerate(
+        zip(target.groups, request.pages, page_counts, strict=True)
+    ):
+        problem = _check_pages(group, first_index, page_ids, page_count, request.token_count)
+        if problem is not None:
+            return f"pages of group {index}: {problem}"
+    return None
+
+
+# ---- helpers -------------------------------------------------------------------------------------
+
+
+def _check_prompt(request: TransferRequest) -> str | None:
+    if len(request.token_ids) != request.token_count:
+        return f"{len(request.token_ids)} token ids for token_count={request.token_count}"
+    if not 1 <= request.prompt_count <= request.token_count:
+        return f"prompt_count={request.prompt_count}: must be in 1..{request.token_count}"
+    if request.sampling is None:
+        return "sampling: must be given where no room is"
+    return None
+
+
+def _check_pages(
+    group: PageGroup, first_index: int, page_ids: list[int], page_count: int, token_count: int
+) -> str | None:
+    needed = group.page_indices(group.live.items(token_count))
+    if needed and (first_index, len(page_ids)) != (needed.start, len(needed)):
+        return (
+            f"{len(page_ids)} from index {first_index}; {token_count} tokens need {len(needed)} "
+            f"from index {needed.start}"
+        )
+    for page in page_ids:
+        if not 1 <= page <= page_count:
+            return f"page {page}: must be in 1..{page_count}"
+    if len(set(page_ids)) != len(page_ids):
+        page, _ = Counter(page_ids).most_common(1)[0]
+        return f"page {page} is named twice"
+    return None
+
+
+def _count_pages(layout: RankLayout, descriptor: RankDescriptor, counts: list[list[int]]) -> None:
+    """Append to `counts` how many pages of each group this rank's regions hold."""
+    if len(descriptor.regions) != len(layout.groups):
+        raise ProtocolError(
+            f"rank {descriptor.rank} announced {len(descriptor.regions)} regions for "
+            f"{len(layout.groups)} page groups"
+        )
+    for group, (name, _, nbytes, _), of_ranks in zip(
+        layout.groups, descriptor.regions, counts, strict=True
+    ):
+        if group.page_nbytes == 0:  # this rank's layers have nothing of the group
+            continue
+        count = nbytes // group.page_nbytes - 1
+        if count < 1:
+            raise ProtocolError(
+                f"rank {descriptor.rank} announced region {_show(name)} of {nbytes} bytes: must "
+                f"hold the scratch page and one more, of {group.page_nbytes} bytes each"
+            )
+        of_ranks.append(count)
+
+
+def _by_name(components: Iterable[CacheComponent]) -> dict[str, CacheComponent]:
+    """A name that several components bear, each for its layers, is numbered: k, k (2), ..."""
+    named: dict[str, CacheComponent] = {}
+    seen: Counter[str] = Counter()
+    for component in components:
+        seen[component.name] += 1
+        count = seen[component.name]
+        named[component.name if count == 1 else f"{component.name} ({count})"] = component
+    return named
+
+
+def _show_segments(component: CacheComponent) -> str:
+    return ", ".join(
+        f"{segment.name} of {segment.unit_count} x {segment.unit_nbytes} bytes"
+        for segment in component.segments
+    )
+
+
+def _show_live(component: CacheComponent) -> str:
+    live = component.live
+    return f"{live.kind} (size {live.size}, back {live.back})"
+
+
+def _compare(name: str, ours: object, theirs: object) -> list[str]:
+    if ours == theirs:
+        return []
+    return [f"{name}: ours {_show(ours)}, theirs {_show(theirs)}"]
+
+
+def _show(value: object) -> str:
+    """One line of bounded length, whatever a peer sent."""
+    text = "(none)" if value is None or value == "" else str(value)
+    if not text.isprintable():
+        text = ascii(text)
+    return text if len(text) <= SHOWN_LENGTH_MAX else f"{text[:SHOWN_LENGTH_MAX]}..."
