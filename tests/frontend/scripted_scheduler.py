@@ -151,7 +151,7 @@ class ScriptedScheduler:
         self.step_count = 0
         self.flush_answer = (True, "the cache is empty")
         self._server = LocalServer(str(path))
-        self._orders: SimpleQueue[SchedulerToFrontend] = SimpleQueue()
+        self._orders: SimpleQueue[bytes] = SimpleQueue()
         self._changed = threading.Condition()
         self._is_ended = False
         self._is_known = False
@@ -173,7 +173,11 @@ class ScriptedScheduler:
 
     def send(self, message: SchedulerToFrontend) -> None:
         """Say something unasked."""
-        self._orders.put(message)
+        self.send_raw(encode(message))
+
+    def send_raw(self, payload: bytes) -> None:
+        """Say something that need not be a message."""
+        self._orders.put(payload)
 
     def release(self, request_id: int | None = None) -> None:
         """Answer a held submit, or all of them."""
@@ -208,20 +212,20 @@ class ScriptedScheduler:
                     answers = [] if self.is_silent else self._react(message)
                     self._changed.notify_all()
                 for answer in answers:
-                    self._say(answer)
+                    self._say(encode(answer))
             while True:
                 try:
                     self._say(self._orders.get_nowait())
                 except Empty:
                     break
 
-    def _say(self, message: SchedulerToFrontend) -> None:
-        assert self._server.send("frontend", encode(message)) is SendResult.SENT
+    def _say(self, payload: bytes) -> None:
+        assert self._server.send("frontend", payload) is SendResult.SENT
 
     def _react(self, message: FrontendToScheduler) -> list[SchedulerToFrontend]:
         if not self._is_known:
             self._is_known = True
-            self._say(self.info)
+            self._say(encode(self.info))
         match message:
             case Submit() if self.holds:
                 self.held[message.request_id] = message
