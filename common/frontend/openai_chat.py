@@ -17,7 +17,7 @@ from common.frontend.openai_run import Growth, answer, finish_fields
 from common.frontend.sample import Limits
 from common.frontend.sampling import NOT_SUPPORTED, SamplingNames
 from common.frontend.tokenizer import Tokenizer
-from common.frontend.validation import Prompt, check_length
+from common.frontend.validation import check_encoded
 from common.request import TokenLogprobs
 
 PATH = "/v1/chat/completions"
@@ -63,8 +63,8 @@ def parse_chat(body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str
         raise RequestError(f"{choice.max_name}=0: must be at least 1", field=choice.max_name)
     text = _render(fields, tokenizer)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    check_length(token_ids, "messages", limits)
-    return make_call(fields, [Prompt(text, token_ids)], choice, limits, name)
+    prompt = check_encoded(text, token_ids, "messages", limits)
+    return make_call(fields, [prompt], choice, limits, name)
 
 
 def _read_logprobs(fields: Fields) -> LogprobChoice:

@@ -155,8 +155,18 @@ def encode_prompt(text: JsonValue, name: str, tokenizer: Tokenizer, limits: Limi
         raise RequestError(f"{name}={shown(text)}: must be a string", field=name)
     if not text:
         raise RequestError(f"{name}: must not be empty", field=name)
-    token_ids = tokenizer.encode(text)
+    return check_encoded(text, tokenizer.encode(text), name, limits)
+
+
+def check_encoded(text: str, token_ids: list[int], name: str, limits: Limits) -> Prompt:
+    """A prompt that the tokenizer has encoded. Raises: RequestError if the model can't take it."""
     check_length(token_ids, name, limits)
+    if max(token_ids) >= limits.vocab_size:
+        raise RequestError(
+            f"{name}: the tokenizer makes the token {max(token_ids)} of it; the model has tokens "
+            f"0..{limits.vocab_size - 1}",
+            field=name,
+        )
     return Prompt(text, token_ids)
 
 
