@@ -355,11 +355,12 @@ class DecodeScheduler:
         outcome = self._batcher.apply_done(done)
         for chunk in outcome.chunks:
             request = self._endings.requests[chunk.sequence.request_id]
-            if request.output_count == 0:
+            is_first_time = request.first_token_at == 0.0
+            if is_first_time:
                 request.prompt_logprobs += chunk.prompt_logprobs
             if chunk.is_last:
                 self.account.remember(chunk.sequence)
-                if request.output_count == 0:
+                if is_first_time:
                     request.note_computed_here(chunk.sequence, now)
         for sequence, reason in outcome.failed:
             failing = self._endings.requests[sequence.request_id]

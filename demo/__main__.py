@@ -26,16 +26,22 @@ FACT_COUNTS = (4, 8, 16, 24, 32, 40)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class Stages(msgspec.Struct):
-    """The part of meta_info.timeline that is printed; seconds."""
+class HandOver(msgspec.Struct):
+    """The prefill server's part of a timeline; seconds."""
 
-    reserve_s: float
     queue_s: float
     prefill_s: float
     transfer_s: float
     wire_s: float
     nbytes: int
     run_count: int
+
+
+class Stages(msgspec.Struct):
+    """The part of meta_info.timeline that is printed; seconds."""
+
+    reserve_s: float
+    hand_over: HandOver
     ttft_s: float
     decode_s: float
 
@@ -121,7 +127,10 @@ def stream_one(pair: Pair, question: Question) -> None:
             payload = line.removeprefix("data: ")
             if not payload or payload == "[DONE]":
                 continue
-            reply = msgspec.json.decode(payload, type=Reply)
+            try:
+                reply = msgspec.json.decode(payload, type=Reply)
+            except msgspec.ValidationError as exc:
+                raise DemoFailed(f"/generate streamed {payload}") from exc
             print(reply.text[len(shown) :], end="", flush=True)
             shown = reply.text
     print()
@@ -137,10 +146,7 @@ def ask_all(pair: Pair, question_count: int) -> list[Answered]:
         for index in range(question_count)
     ]
     answers: list[Answered] = []
-    with (
-        httpx.Client(timeout=60.0) as client,
-        ThreadPoolExecutor(CONCURRENT_COUNT) as pool,
-    ):
+    with httpx.Client(timeout=60.0) as client, ThreadPoolExecutor(CONCURRENT_COUNT) as pool:
         for answer in pool.map(lambda question: ask(client, pair, question), questions):
             answers.append(answer)
             print(_timeline(answer))
@@ -166,14 +172,15 @@ def _timeline(answer: Answered) -> str:
     mark = "right" if answer.is_right else f"WRONG: {answer.reply.text!r}"
     if stages is None:
         return f"  {meta.prompt_tokens:4} tokens | {mark}"
-    speed = stages.nbytes / stages.wire_s / 1e9 if stages.wire_s > 0 else 0.0
+    hand_over = stages.hand_over
+    speed = hand_over.nbytes / hand_over.wire_s / 1e9 if hand_over.wire_s > 0 else 0.0
     decoded = max(0, meta.completion_tokens - 1)
     rate = decoded / stages.decode_s if stages.decode_s > 0 else 0.0
     return (
-        f"  {meta.prompt_tokens:4} tokens | queued {1e3 * (stages.reserve_s + stages.queue_s):5.1f}"
-        f" | prefill {1e3 * stages.prefill_s:5.1f}"
-        f" | hand-over {1e3 * stages.transfer_s:4.1f} ms: {stages.nbytes / 1e6:.2f} MB in"
-        f" {stages.run_count} runs, {speed:.1f} GB/s"
+        f"  {meta.prompt_tokens:4} tokens | queued {1e3 * (stages.reserve_s + hand_over.queue_s):5.1f}"
+        f" | prefill {1e3 * hand_over.prefill_s:5.1f}"
+        f" | hand-over {1e3 * hand_over.transfer_s:4.1f} ms: {hand_over.nbytes / 1e6:.2f} MB in"
+        f" {hand_over.run_count} runs, {speed:.1f} GB/s"
         f" | first token {1e3 * stages.ttft_s:6.1f} ms | {rate:4.0f} tokens/s | {mark}"
     )
 

@@ -384,8 +384,10 @@ class PrefillScheduler:
         for request in list(self._table.queue.values()):
             if not self._batcher.has_room:
                 break
+            # The sequence grows by the first token; the request keeps what it was asked to compute.
+            tokens = list(request.token_ids)
             sequence = self.account.open(
-                request.request_id, request.token_ids, request.prompt_count, request.sampling
+                request.request_id, tokens, request.prompt_count, request.sampling
             )
             if sequence is None:
                 if now - request.queued_at > PASSED_OVER_MAX_S:

@@ -55,13 +55,16 @@ def _plan_request(
     at = rng.uniform(0.5, 12.0)
     held: list[Client] = []
 
+    is_orphan = is_routed and rng.random() < 0.1
+
     def submit_decode(room: Bootstrap | None) -> None:
         held.append(world.submit(decode, prompt, max_new_tokens, room))
+        held[0].is_orphan = is_orphan
 
     if is_routed:
         room = Bootstrap(prefill.name, 1, rng.getrandbits(62))
         world.after(at + rng.uniform(0, 0.1), lambda: submit_decode(room))
-        if rng.random() < 0.9:
+        if not is_orphan:
             world.after(
                 at + rng.uniform(0, 0.1),
                 lambda: _submit_first_half(world, prefill, prompt, room),

@@ -53,6 +53,7 @@ class Client:
     output: list[int] = field(default_factory=list)
     finals: list[str] = field(default_factory=list)
     is_cancelled: bool = False
+    is_orphan: bool = False
     failure: str = ""
 
     def expected(self) -> list[int]:
