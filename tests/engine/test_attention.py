@@ -1,0 +1,212 @@
+"""SDPA over pages against plain softmax attention, buckets, and the check of other backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.engine.attention.attention import AttentionPass
+from common.engine.attention.buckets import PADDING_PAGES_FREE, bucket_by_pages
+from common.engine.attention.choose import (
+    TOLERANCE,
+    AttentionShape,
+    check_attention,
+    choose_attention,
+)
+from common.engine.attention.flashinfer import csr_page_table
+from common.engine.attention.sdpa import SdpaAttention
+from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.kv_pool import KvPool
+from common.layout.cache_layout import ServerLayout
+from common.layout.families import gqa_components
+from tests.engine.paged_decoding import shuffled_pages
+
+HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
+
+
+def make_pool(page_count: int) -> KvPool:
+    components = gqa_components(
+        layer_count=2, kv_head_count=KV_HEADS, head_dim=DIM, dtype="float32"
+    )
+    layout = ServerLayout(components, 1, ((0, 2),), PAGE)
+    pool = KvPool.allocate(layout.rank(0, 0), [page_count], "cpu")
+    generator = torch.Generator().manual_seed(0)
+    values = pool.buffers[0].view(torch.float32)
+    values.copy_(torch.randn(values.shape, generator=generator))
+    return pool
+
+
+def deal(lengths: list[tuple[int, int]], seed: int) -> tuple[KvPool, ForwardBatch]:
+    """A batch of (cached, new) tokens per sequence, on shuffled pages of random content."""
+    counts = [-(-(cached + new) // PAGE) for cached, new in lengths]
+    pages = shuffled_pages(sum(counts), seed)
+    chunks = [
+        SequenceChunk([0] * new, cached, ([pages.pop() for _ in range(count)],))
+        for (cached, new), count in zip(lengths, counts, strict=True)
+    ]
+    pool = make_pool(sum(counts))
+    return pool, ForwardBatch.build(chunks, page_items=(PAGE,), device="cpu")
+
+
+def plain_attention(pool: KvPool, batch: ForwardBatch, layer: int, query: Tensor) -> Tensor:
+    """One token, one head at a time, keys read from the pool by position."""
+    outputs = torch.empty_like(query)
+    row = 0
+    for sequence, (new, total) in enumerate(
+        zip(batch.query_lengths, batch.kv_length_list, strict=True)
+    ):
+        table = batch.page_tables[0][sequence].tolist()
+        for position in range(total - new, total):
+            seen = [(table[p // PAGE], p % PAGE) for p in range(position + 1)]
+            for head in range(HEADS):
+                unit = head // (HEADS // KV_HEADS)
+                keys, values = (
+                    torch.stack([pool.view(c, layer)[page, unit, r] for page, r in seen])
+                    for c in ("k", "v")
+                )
+                weights = torch.softmax(keys @ query[row, head] * DIM**-0.5, dim=0)
+                outputs[row, head] = weights @ values
+            row += 1
+    return outputs
+
+
+BATCHES = {
+    "one token": [(0, 1)],
+    "first chunk": [(0, 9)],
+    "later chunk": [(6, 5)],
+    "chunk on a page end": [(8, 4)],
+    "decode": [(11, 1)],
+    "decodes of equal length": [(7, 1), (7, 1)],
+    "decodes of mixed lengths": [(0, 1), (3, 1), (21, 1), (4, 1)],
+    "mixed": [(5, 1), (0, 6), (3, 1), (9, 7), (15, 1)],
+    "very different lengths": [(300, 1), (2, 1), (290, 1), *[(1, 1)] * 8],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_sdpa_over_pages_equals_plain_attention(name: str) -> None:
+    pool, batch = deal(BATCHES[name], seed=2)
+    generator = torch.Generator().manual_seed(1)
+    attention = SdpaAttention().start(batch, pool)
+    for layer in range(2):
+        query, key, value = (
+            torch.randn(batch.token_count, heads, DIM, generator=generator)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        output = attention.attend(layer, query, key, value)
+        pages, rows = batch.token_pages[0], batch.token_rows[0]
+        assert torch.equal(pool.view("k", layer)[pages, :, rows], key)
+        assert torch.equal(pool.view("v", layer)[pages, :, rows], value)
+        expected = plain_attention(pool, batch, layer, query)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=0.0)
+
+
+def test_very_different_lengths_use_several_buckets() -> None:
+    counts = [76, 1, 73, *[1] * 8]
+    assert len(bucket_by_pages(counts)) == 2
+    assert bucket_by_pages([3, 3, 3]) == [[0, 1, 2]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=80))
+def test_buckets_hold_every_sequence_once_with_little_padding(counts: list[int]) -> None:
+    buckets = bucket_by_pages(counts)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(counts)))
+    for bucket in buckets:
+        useful = sum(counts[i] for i in bucket)
+        padded = max(counts[i] for i in bucket) * len(bucket)
+        assert padded - useful <= max(PADDING_PAGES_FREE, useful // 4)
+
+
+SHAPE = AttentionShape(8, 2, 64, torch.float32, torch.device("cpu"), 16)
+
+
+def test_the_reference_passes_its_own_check() -> None:
+    assert check_attention(SdpaAttention(), SHAPE) == 0.0
+
+
+class Broken:
+    """SDPA with one planted mistake."""
+
+    name = "broken"
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+
+    def start(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
+        return BrokenPass(self.mistake, batch, pool)
+
+
+class BrokenPass:
+    def __init__(self, mistake: str, batch: ForwardBatch, pool: KvPool) -> None:
+        self.mistake = mistake
+        self.inner = SdpaAttention().start(batch, pool)
+        self.pool = pool
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        match self.mistake:
+            case "heads interleaved":
+                order = torch.arange(8).view(2, 4).t().flatten()
+                out = torch.empty_like(query)
+                out[:, order] = self.inner.attend(layer, query[:, order], key, value)
+                return out
+            case "scale":
+                return self.inner.attend(layer, query * 1.1, key, value)
+            case "keys and values swapped":
+                return self.inner.attend(layer, query, value, key)
+            case "wrong layer":
+                return self.inner.attend(1 - layer, query, key, value)
+            case "not finite":
+                return self.inner.attend(layer, query, key, value) / 0.0
+            case "not written":
+                view = self.pool.view("k", layer)
+                before = view.clone()
+                output = self.inner.attend(layer, query, key, value)
+                view.copy_(before)
+                return output
+        raise AssertionError(self.mistake)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "heads interleaved",
+        "scale",
+        "keys and values swapped",
+        "wrong layer",
+        "not finite",
+        "not written",
+    ],
+)
+def test_the_check_sees_a_wrong_backend(mistake: str) -> None:
+    difference = check_attention(Broken(mistake), SHAPE)
+    # Also beyond the widest tolerance, that of bfloat16.
+    assert not difference <= max(TOLERANCE.values())
+
+
+def test_cpu_uses_sdpa() -> None:
+    choice = choose_attention(SHAPE)
+    assert choice.attention.name == "sdpa" and "cpu" in choice.reason
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.bfloat16, 80)])
+def test_shapes_without_a_kernel_use_sdpa_on_cuda(dtype: torch.dtype, head_dim: int) -> None:
+    shape = AttentionShape(8, 2, head_dim, dtype, torch.device("cuda"), 16)
+    choice = choose_attention(shape)
+    assert choice.attention.name == "sdpa" and "no kernel" in choice.reason
+
+
+def test_page_table_in_rows_one_after_the_other() -> None:
+    pool, batch = deal([(3, 1), (0, 9), (11, 1)], seed=1)
+    table = csr_page_table(batch, pool)
+    assert table.starts.tolist() == [0, 1, 4, 7]
+    assert table.last_page_lengths.tolist() == [4, 1, 4]
+    expected = [
+        page
+        for row, count in zip(batch.page_tables[0].tolist(), (1, 3, 3), strict=True)
+        for page in row[:count]
+    ]
+    assert table.page_ids.tolist() == expected
