@@ -1,0 +1,164 @@
+"""The I/O thread of a worker: scheduler messages and transport events, while the engine computes.
+
+It owns the scheduler's socket and the transport from its start to its end, and waits for both and
+for the engine at once, so nothing is ever late by a polling interval. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import assert_never
+
+from common.channel.local import LocalClient
+from common.channel.poller import Poller
+from common.channel.sockets import SendResult
+from common.errors import BatonError
+from common.protocol.codec import decode_scheduler_to_worker, encode
+from common.protocol.local import (
+    CancelSends,
+    ClosePeer,
+    ConnectPeer,
+    OpenPeer,
+    SchedulerToWorker,
+    Send,
+    Shutdown,
+    Step,
+    WorkerToScheduler,
+)
+from common.transport import transport as moving
+from common.transport.transport import Transport
+from common.worker.peer_links import PeerLinks
+from common.worker.sends import Sends
+
+log = logging.getLogger(__name__)
+
+Steps = SimpleQueue[Step | None]
+"""From the I/O thread to the engine; None ends it. Bounded by the scheduler, which has one step in
+flight at a time."""
+
+
+class SchedulerStuck(BatonError):
+    """The scheduler has not read its messages for so long that the channel is full."""
+
+
+class Outbox:
+    """From the engine to the I/O thread: messages for the scheduler, and a descriptor that wakes.
+
+    A closed outbox ends the I/O thread once it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._messages: SimpleQueue[WorkerToScheduler | None] = SimpleQueue()
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def put(self, message: WorkerToScheduler) -> None:
+        self._messages.put(message)
+        os.eventfd_write(self._fd, 1)
+
+    def end(self) -> None:
+        self._messages.put(None)
+        os.eventfd_write(self._fd, 1)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def take(self) -> list[WorkerToScheduler | None]:
+        """What was put since the last call; None last if it has ended."""
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return []
+        taken: list[WorkerToScheduler | None] = []
+        while True:
+            try:
+                taken.append(self._messages.get_nowait())
+            except Empty:
+                return taken
+
+    def close(self) -> None:
+        """After both threads have let go of it."""
+        os.close(self._fd)
+
+
+class IoLoop:
+    """Everything the I/O thread does."""
+
+    def __init__(
+        self,
+        client: LocalClient,
+        transport: Transport,
+        links: PeerLinks,
+        sends: Sends,
+        steps: Steps,
+        outbox: Outbox,
+    ) -> None:
+        self._client = client
+        self._transport = transport
+        self._links = links
+        self._sends = sends
+        self._steps = steps
+        self._outbox = outbox
+        self._poller = Poller()
+        self._poller.register(client)
+        self._poller.register(transport.fileno())
+        self._poller.register(outbox.fileno())
+
+    def run(self) -> None:
+        """Until the outbox has ended. Raises: SchedulerStuck."""
+        is_ended = False
+        while not is_ended:
+            self._poller.poll(None)
+            # What the engine finished goes first: the next step, and every hand-over of what was
+            # computed, wait for it.
+            for message in self._outbox.take():
+                if message is None:
+                    is_ended = True
+                else:
+                    self._tell([message])
+            for event in self._transport.poll():
+                self._tell(self._apply(event))
+            for payload in self._client.receive():
+                self._tell(self._handle(decode_scheduler_to_worker(payload)))
+
+    def _handle(self, message: SchedulerToWorker) -> Sequence[WorkerToScheduler]:
+        match message:
+            case Step():
+                self._steps.put(message)
+            case Send():
+                return self._sends.send(message)
+            case CancelSends():
+                self._sends.cancel(message)
+            case OpenPeer():
+                return [self._links.open(message.peer)]
+            case ConnectPeer():
+                return self._links.connect(message)
+            case ClosePeer():
+                return self._links.close(message.peer)
+            case Shutdown():
+                self._steps.put(None)
+            case _:
+                assert_never(message)
+        return []
+
+    def _apply(self, event: moving.TransportEvent) -> Sequence[WorkerToScheduler]:
+        match event:
+            case moving.TransferSettled():
+                return self._sends.apply_settled(event)
+            case moving.PeerConnected():
+                log.info("connected to %s over %s", event.peer, event.transports)
+                return self._links.apply_connected(event)
+            case moving.PeerFailed():
+                log.warning("lost %s: %s", event.peer, event.reason)
+                return self._links.apply_gone(event)
+            case moving.PeerClosed():
+                return self._links.apply_gone(event)
+            case _:
+                assert_never(event)
+
+    def _tell(self, messages: Sequence[WorkerToScheduler]) -> None:
+        for message in messages:
+            if self._client.send(encode(message)) is not SendResult.SENT:
+                raise SchedulerStuck("the scheduler does not read: its channel is full")

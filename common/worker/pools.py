@@ -1,0 +1,164 @@
+"""How many pages a rank can have, and the memory they lie in.
+
+The memory belongs to the transport on the CPU, so that other processes can write into it, and to
+torch on CUDA, where the transport only registers it. Knows nothing of models or messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.config import ServerConfig
+from common.engine.kv_pool import KvPool
+from common.errors import ConfigError, TransportError
+from common.layout.cache_layout import PageGroup, RankLayout
+from common.layout.component import LiveKind
+from common.transport.transport import Transport
+
+HOST_FRACTION_MAX = 0.5
+"""Share of free host memory, and of free /dev/shm, that a pool takes without being told: a prefill
+and a decode server on one host must both start."""
+
+HOST_POOL_NBYTES_MAX = 1 << 30
+"""Largest pool on the CPU without being told. Every page is touched at start, which takes about
+half a second per GiB, and a CPU computes few sequences at a time."""
+
+SHARED_MEMORY = Path("/dev/shm")
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Bytes on the model's device, before and after the weights were loaded.
+
+    shared_nbytes: room for memory that other processes can write, None if that is no limit.
+    """
+
+    before_nbytes: int
+    now_nbytes: int
+    shared_nbytes: int | None
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Free memory of the model's device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"{MEMINFO}: no MemAvailable; give --max-total-tokens")
+
+
+def decide_page_counts(
+    layout: RankLayout, config: ServerConfig, context_length: int, free: FreeMemory
+) -> list[int]:
+    """Pages per page group, without the scratch page.
+
+    As many tokens as `max_total_tokens` says, else as fit into memory, but no more than
+    `max_running_requests` of `context_length` tokens could use.
+    Raises: ConfigError if not even one page fits, or not what was asked for.
+    """
+    tokens_max = config.max_running_requests * context_length
+    budget = _budget_nbytes(config, free)
+    if config.max_total_tokens is not None:
+        counts = page_counts_for(layout, config.max_total_tokens, config.max_running_requests)
+        needed = sum(KvPool.buffer_nbytes(layout, counts))
+        limit = min(n for n in (free.now_nbytes, free.shared_nbytes) if n is not None)
+        if needed > limit:
+            raise ConfigError(
+                f"--max-total-tokens {config.max_total_tokens}: needs {needed} bytes of pages, "
+                f"{limit} are free" + _where(free)
+            )
+        return counts
+    # The cost grows with the tokens in steps of a page; halve the interval until it is one page.
+    page_size = layout.server.page_size
+    low, high = 0, -(-tokens_max // page_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        counts = page_counts_for(layout, middle * page_size, config.max_running_requests)
+        if sum(KvPool.buffer_nbytes(layout, counts)) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    if low == 0:
+        raise ConfigError(
+            f"no memory for a KV pool: {budget} bytes may be used" + _where(free) + ", one page of "
+            f"{page_size} tokens takes {sum(group.page_nbytes for group in layout.groups)}; lower "
+            "--page-size or --max-running-requests, or give --max-total-tokens"
+        )
+    return page_counts_for(layout, low * page_size, config.max_running_requests)
+
+
+def page_counts_for(layout: RankLayout, token_count: int, request_count: int) -> list[int]:
+    """Pages per group that `token_count` tokens of at most `request_count` requests need."""
+    return [
+        _page_count(group.group, layout.server.page_size, token_count, request_count)
+        for group in layout.groups
+    ]
+
+
+def allocate_pool(
+    transport: Transport, layout: RankLayout, page_counts: list[int], device: torch.device
+) -> KvPool:
+    """A pool whose every page is touched and can be written by peers; region g is page group g.
+
+    Raises: ConfigError if the memory can't be had.
+    """
+    buffers: list[Tensor] = []
+    for group, nbytes in enumerate(KvPool.buffer_nbytes(layout, page_counts)):
+        # A group that this rank's layers have nothing of still is a region, to keep the numbering.
+        buffer = _allocate(transport, f"pages-{group}", max(nbytes, 1), device)
+        buffers.append(buffer[:nbytes])
+    return KvPool(layout, page_counts, buffers)
+
+
+def _allocate(transport: Transport, name: str, nbytes: int, device: torch.device) -> Tensor:
+    try:
+        if device.type == "cuda":
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+            transport.register(name, buffer.data_ptr(), nbytes, "cuda")
+            return buffer
+        region = transport.allocate(name, nbytes)
+    except (TransportError, torch.OutOfMemoryError) as exc:
+        raise ConfigError(f"KV pool: {exc}") from exc
+    assert region.view is not None, "memory that the transport allocated has a view"
+    buffer = torch.from_numpy(region.view)
+    # The first write to a page costs a fault; pay it before the first request does.
+    buffer.zero_()
+    return buffer
+
+
+def _page_count(group: PageGroup, page_size: int, token_count: int, request_count: int) -> int:
+    match group.live.kind:
+        case LiveKind.FULL:
+            return -(-token_count // page_size)
+        case LiveKind.BLOCK:
+            return -(-token_count // (group.live.size * group.page_items))
+        case LiveKind.WINDOW:
+            # A window that starts inside a page touches one page more.
+            return request_count * (-(-group.live.size // group.page_items) + 1)
+        case LiveKind.TAIL | LiveKind.SLOT:
+            return request_count
+
+
+def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:
+    if config.device == "cuda":
+        weights = free.before_nbytes - free.now_nbytes
+        return int(free.before_nbytes * config.mem_fraction_static) - weights
+    fraction = min(config.mem_fraction_static, HOST_FRACTION_MAX)
+    budget = min(int(free.now_nbytes * fraction), HOST_POOL_NBYTES_MAX)
+    if free.shared_nbytes is not None:
+        budget = min(budget, int(free.shared_nbytes * HOST_FRACTION_MAX))
+    return budget
+
+
+def _where(free: FreeMemory) -> str:
+    """Names the narrower place, so that the reader knows which one to widen."""
+    if free.shared_nbytes is not None and free.shared_nbytes < free.now_nbytes:
+        return f" in {SHARED_MEMORY} (in a container, raise its shm size)"
+    return ""

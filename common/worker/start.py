@@ -1,0 +1,251 @@
+"""From a config to everything a worker runs on: the model, its memory, and what it says of itself.
+
+Runs before any thread does. Knows nothing of steps or hand-overs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.clock import Clock
+from common.config import ServerConfig
+from common.engine.attention.choose import AttentionChoice, AttentionShape, choose_attention
+from common.engine.distributed import ParallelContext
+from common.engine.fingerprint import model_fingerprint
+from common.engine.kv_pool import DTYPES
+from common.engine.loader import load_model, read_served_config
+from common.engine.model_config import ModelConfig, check_parallel
+from common.engine.model_runner import ModelRunner
+from common.engine.models.registry import cache_components
+from common.errors import ConfigError, TransportError
+from common.layout.cache_layout import RankLayout, ServerLayout
+from common.layout.component import Shard
+from common.layout.parallel import split_layers, units_of_rank
+from common.protocol.codec import encode_layout
+from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, WorkerReady
+from common.request import SamplingParams
+from common.transport.transport import Transport
+from common.transport.ucx import UcxSettings, UcxTransport
+from common.worker.pools import (
+    SHARED_MEMORY,
+    FreeMemory,
+    allocate_pool,
+    decide_page_counts,
+    free_nbytes,
+)
+
+RANKS_MEET_TIMEOUT_S = 120.0
+"""How long the ranks of a server wait for each other before any of them loads weights."""
+
+STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls")
+"""What of a transport's description stays true after the start."""
+
+WARM_UP_REQUEST = 0
+"""Request id of the pass before the first real one; it is retired again, so the id stays free."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRank:
+    """What the threads of a worker work on."""
+
+    device: torch.device
+    layout: RankLayout
+    runner: ModelRunner
+    transport: Transport
+    page_counts: list[int]
+    ready: WorkerReady
+
+
+def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
+    """Load, allocate, touch and try everything once.
+
+    Raises: ConfigError naming what can't be used.
+    """
+    device = _device(config, rank)
+    model_config = read_served_config(config.model_path, dtype=config.dtype)
+    context_length = _context_length(config, model_config)
+    layout = _server_layout(config, model_config).ranks[rank]
+    before_nbytes = free_nbytes(device)
+    parallel = ParallelContext.join(
+        rank=rank,
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{config.runtime_dir}/ranks" if config.rank_count > 1 else "",
+        timeout_s=RANKS_MEET_TIMEOUT_S,
+    )
+    choice = choose_attention(_attention_shape(config, model_config, parallel, device))
+    model = load_model(
+        config.model_path,
+        dtype=config.dtype,
+        device=device,
+        parallel=parallel,
+        load_format=config.load_format,
+        seed=config.random_seed,
+        attention=choice.attention,
+    )
+    free = FreeMemory(before_nbytes, free_nbytes(device), _shared_nbytes(config, device))
+    page_counts = decide_page_counts(layout, config, context_length, free)
+    transport = _start_transport(config, device)
+    pool = allocate_pool(transport, layout, page_counts, device)
+    runner = ModelRunner(model, pool, clock)
+    warm_up(runner, layout, model_config.vocab_size)
+    ready = WorkerReady(
+        rank=rank,
+        page_counts=page_counts,
+        layout=encode_layout(layout.server),
+        fingerprint=model_fingerprint(
+            config.model_path,
+            model_config,
+            load_format=config.load_format,
+            seed=config.random_seed,
+        ),
+        vocab_size=model_config.vocab_size,
+        context_length=context_length,
+        eos_token_ids=list(model_config.eos_token_ids),
+        describe=_describe(rank, device, model_config, layout, page_counts, choice, transport),
+        host_id=host_id(),
+        pid=os.getpid(),
+    )
+    return StartedRank(device, layout, runner, transport, page_counts, ready)
+
+
+def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int) -> None:
+    """Compute a chunk and a decode once, so that the first request does not pay for first use.
+
+    Writes only to the first page of each group, which no request has yet.
+    Raises: ConfigError if the model's numbers are not finite.
+    """
+    count = max(1, layout.server.page_size - 1)
+    tokens = [index % vocab_size for index in range(count)]
+    sampling = SamplingParams(max_new_tokens=2, seed=0, temperature=1.0, top_p=0.9)
+    grants = [PageGrant(WARM_UP_REQUEST, group, 0, [1]) for group in range(len(layout.groups))]
+    done = runner.run(
+        Step(
+            step_id=0,
+            new=[NewSequence(WARM_UP_REQUEST, tokens, count, sampling)],
+            grants=grants,
+            chunks=[PrefillChunk(WARM_UP_REQUEST, 0, count, is_last=True)],
+        )
+    )
+    failed = done.failed
+    if not failed and layout.server.page_size > 1:
+        failed = runner.run(Step(step_id=0, decode=[WARM_UP_REQUEST])).failed
+    runner.run(Step(step_id=0, retired=[WARM_UP_REQUEST]))
+    if failed:
+        raise ConfigError(f"a first pass failed: {failed[WARM_UP_REQUEST]}; check the weights")
+
+
+def host_id() -> str:
+    """Names this boot of this host and its process ids' namespace: where a pid means the same."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _device(config: ServerConfig, rank: int) -> torch.device:
+    if config.device != "cuda":
+        return torch.device(config.device)
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; must be cpu")
+    count = torch.cuda.device_count()
+    if config.rank_count > count:
+        raise ConfigError(f"{config.rank_count} ranks: must be at most {count}, the CUDA devices")
+    return torch.device("cuda", rank)
+
+
+def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
+    if config.context_length is None:
+        return model_config.context_length
+    if config.context_length > model_config.context_length:
+        raise ConfigError(
+            f"--context-length {config.context_length}: must be in "
+            f"1..{model_config.context_length}, the model's own"
+        )
+    return config.context_length
+
+
+def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLayout:
+    if config.pp_size > 1:
+        # Sampled tokens stay on the last stage; nothing brings them to the first one yet.
+        raise ConfigError(
+            f"--pp-size {config.pp_size}: must be 1, pipeline stages can't decode yet"
+        )
+    check_parallel(model_config, config.tp_size, config.pp_size)
+    layout = ServerLayout(
+        components=cache_components(model_config, config.kv_cache_dtype),
+        tp_size=config.tp_size,
+        stages=split_layers(model_config.layer_count, config.pp_size),
+        page_size=config.page_size,
+        layer_group_count=config.layer_group_count,
+    )
+    layout.check()
+    return layout
+
+
+def _attention_shape(
+    config: ServerConfig,
+    model_config: ModelConfig,
+    parallel: ParallelContext,
+    device: torch.device,
+) -> AttentionShape:
+    kv_heads = units_of_rank(
+        model_config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank
+    )
+    return AttentionShape(
+        head_count=model_config.head_count // parallel.tp_size,
+        kv_head_count=len(kv_heads),
+        head_dim=model_config.head_dim,
+        dtype=DTYPES[model_config.dtype],
+        device=device,
+        page_size=config.page_size,
+    )
+
+
+def _start_transport(config: ServerConfig, device: torch.device) -> UcxTransport:
+    names = {"auto": "auto", "shm": "posix,tcp", "tcp": "tcp"}
+    settings = UcxSettings(
+        tls=names[config.transport],
+        ucx=config.ucx,
+        cuda_device=device.index if device.type == "cuda" else None,
+    )
+    try:
+        return UcxTransport(settings)
+    except TransportError as exc:
+        raise ConfigError(f"--transport {config.transport} --ucx {config.ucx}: {exc}") from exc
+
+
+def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
+    """Room where the pool of a CPU will lie; a tcp-only pool is private memory."""
+    if device.type == "cuda" or config.transport == "tcp":
+        return None
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).free
+    except OSError as exc:
+        raise ConfigError(f"{SHARED_MEMORY} can't be used: {exc.strerror}") from exc
+
+
+def _describe(
+    rank: int,
+    device: torch.device,
+    model_config: ModelConfig,
+    layout: RankLayout,
+    page_counts: list[int],
+    choice: AttentionChoice,
+    transport: Transport,
+) -> dict[str, str]:
+    groups = zip(layout.groups, page_counts, strict=True)
+    pages = [f"{count} x {group.page_nbytes} bytes" for group, count in groups]
+    return {
+        "rank": str(rank),
+        "device": str(device),
+        "dtype": model_config.dtype,
+        "attention": f"{choice.attention.name} ({choice.reason})",
+        "pages": ", ".join(pages),
+        "torch": str(torch.__version__),
+        **{key: str(value) for key, value in transport.describe().items() if key in STATIC_KEYS},
+    }

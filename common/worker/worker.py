@@ -1,0 +1,114 @@
+"""A worker: one rank's engine on the main thread, its sockets and hand-overs on another.
+
+    scheduler --Step--> I/O thread --steps--> engine thread
+    scheduler <-StepDone- I/O thread <-outbox- engine thread
+
+The engine thread only computes; hand-overs progress and settle while a forward pass runs. Whatever
+goes wrong here that is not a peer's doing ends the process with one line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from queue import SimpleQueue
+
+import torch
+
+from common.channel.local import LocalClient
+from common.clock import SystemClock
+from common.config import ServerConfig
+from common.errors import ConfigError
+from common.worker.io_loop import IoLoop, Outbox, Steps
+from common.worker.peer_links import PeerLinks
+from common.worker.sends import Sends
+from common.worker.start import StartedRank, start_rank
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine thread may keep the interpreter from the I/O thread. The default, 5 ms, is as
+long as a step of a small model; the forward pass itself runs without the interpreter lock."""
+
+
+def run_worker(config: ServerConfig, rank: int) -> int:
+    """The life of a worker process; returns its exit code: 0 if it was told to end."""
+    clock = SystemClock()
+    started_at = clock.now()
+    try:
+        started = start_rank(config, rank, clock)
+        client = LocalClient(config.scheduler_ipc_path, f"worker-{rank}")
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    except Exception:
+        log.error("worker %d can't start", rank, exc_info=True)
+        return EXIT_FAILED
+    log.info(
+        "rank %d is ready after %.1f s: %s, %s, %s",
+        rank,
+        clock.now() - started_at,
+        started.ready.describe["device"],
+        started.ready.describe["attention"],
+        started.ready.describe["pages"],
+    )
+    return _Worker(started, client).run()
+
+
+class _Worker:
+    """The two threads and what lies between them."""
+
+    def __init__(self, started: StartedRank, client: LocalClient) -> None:
+        self._device = started.device
+        self._runner = started.runner
+        self._transport = started.transport
+        self._client = client
+        self._steps: Steps = SimpleQueue()
+        self._outbox = Outbox()
+        self._has_io_failed = False
+        links = PeerLinks(started.transport, started.layout)
+        sends = Sends(started.transport, links, started.layout.index, started.page_counts)
+        self._loop = IoLoop(client, started.transport, links, sends, self._steps, self._outbox)
+        self._outbox.put(started.ready)
+
+    def run(self) -> int:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        signal.signal(signal.SIGTERM, lambda *_: self._steps.put(None))
+        # A Ctrl-C reaches the whole process group; the supervisor decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        io_thread = threading.Thread(target=self._run_io, name="io", daemon=True)
+        io_thread.start()
+        code = 0
+        try:
+            self._compute()
+        except Exception:
+            log.error("the engine failed", exc_info=True)
+            code = EXIT_FAILED
+        self._outbox.end()
+        io_thread.join()
+        self._client.close()
+        self._transport.close()
+        self._outbox.close()
+        return EXIT_FAILED if self._has_io_failed else code
+
+    def _compute(self) -> None:
+        """The engine thread, until it is told to end."""
+        while (step := self._steps.get()) is not None:
+            done = self._runner.run(step)
+            if self._device.type == "cuda":
+                # A hand-over of what this step computed may start as soon as it is told.
+                torch.cuda.synchronize(self._device)
+            self._outbox.put(done)
+
+    def _run_io(self) -> None:
+        try:
+            self._loop.run()
+        except Exception:
+            log.error("the I/O thread failed", exc_info=True)
+            self._has_io_failed = True
+            self._steps.put(None)

@@ -1,0 +1,125 @@
+"""How many pages a rank takes: what was asked for, what fits, and what is of any use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.config import Role, ServerConfig
+from common.engine.kv_pool import KvPool
+from common.errors import ConfigError
+from common.layout.cache_layout import RankLayout, ServerLayout
+from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
+from common.layout.families import gqa_components
+from common.worker.pools import (
+    HOST_POOL_NBYTES_MAX,
+    FreeMemory,
+    decide_page_counts,
+    free_nbytes,
+    page_counts_for,
+)
+
+MIB = 1 << 20
+PLENTY = FreeMemory(1 << 40, 1 << 40, 1 << 40)
+
+
+def gqa_layout(page_size: int = 16) -> RankLayout:
+    """64 KiB per page of 16 tokens."""
+    components = gqa_components(layer_count=4, kv_head_count=2, head_dim=64, dtype="float32")
+    return ServerLayout(components, 1, ((0, 4),), page_size).rank(0, 0)
+
+
+def config_of(**changes: object) -> ServerConfig:
+    values: dict[str, object] = {
+        "role": Role.PREFILL,
+        "model_path": "/model",
+        "tokenizer_path": "/model",
+        "served_model_name": "m",
+        "port": 1,
+        **changes,
+    }
+    return ServerConfig(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(16, 1), (17, 2), (1600, 100), (1, 1)])
+def test_what_was_asked_for_is_taken_in_whole_pages(tokens: int, pages: int) -> None:
+    config = config_of(max_total_tokens=tokens)
+    assert decide_page_counts(gqa_layout(), config, 4096, PLENTY) == [pages]
+
+
+@pytest.mark.parametrize(
+    ("now", "shared", "named"),
+    [
+        (100 * 65536, 1 << 40, "6553600 are free$"),
+        (1 << 40, 100 * 65536, "6553600 are free in /dev/shm"),
+        (101 * 65536 - 1, None, "6619135 are free$"),
+    ],
+)
+def test_more_than_there_is_can_not_be_asked_for(now: int, shared: int | None, named: str) -> None:
+    config = config_of(max_total_tokens=1600)  # 100 pages and the scratch page
+    with pytest.raises(ConfigError, match=f"--max-total-tokens 1600: needs 6619136 .*{named}"):
+        decide_page_counts(gqa_layout(), config, 4096, FreeMemory(now, now, shared))
+    fits = FreeMemory(101 * 65536, 101 * 65536, None)
+    assert decide_page_counts(gqa_layout(), config, 4096, fits) == [100]
+
+
+@pytest.mark.parametrize(
+    ("free", "budget"),
+    [
+        (FreeMemory(200 * MIB, 200 * MIB, None), 100 * MIB),
+        (FreeMemory(200 * MIB, 200 * MIB, 60 * MIB), 30 * MIB),
+        (FreeMemory(1 << 40, 1 << 40, None), HOST_POOL_NBYTES_MAX),
+    ],
+)
+def test_unasked_a_pool_leaves_half_of_the_host_and_takes_all_of_its_share(
+    free: FreeMemory, budget: int
+) -> None:
+    layout = gqa_layout()
+    counts = decide_page_counts(layout, config_of(), 1 << 30, free)
+    assert sum(KvPool.buffer_nbytes(layout, counts)) <= budget
+    assert sum(KvPool.buffer_nbytes(layout, [counts[0] + 1])) > budget
+
+
+def test_on_a_gpu_weights_and_pool_share_the_fraction_of_what_was_free() -> None:
+    layout = gqa_layout()
+    config = config_of(device="cuda", mem_fraction_static=0.75)
+    free = FreeMemory(before_nbytes=1000 * MIB, now_nbytes=600 * MIB, shared_nbytes=None)
+    counts = decide_page_counts(layout, config, 1 << 30, free)
+    nbytes = sum(KvPool.buffer_nbytes(layout, counts))
+    assert 350 * MIB - 65536 < nbytes <= 350 * MIB
+
+
+def test_no_more_pages_than_all_running_requests_could_fill() -> None:
+    config = config_of(max_running_requests=3)
+    assert decide_page_counts(gqa_layout(), config, 160, PLENTY) == [30]
+
+
+@pytest.mark.parametrize("nbytes", [0, 65536, 3 * 65536])
+def test_memory_without_room_for_a_page_ends_the_start(nbytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"no memory for a KV pool: {nbytes // 2} bytes"):
+        decide_page_counts(gqa_layout(), config_of(), 4096, FreeMemory(nbytes, nbytes, None))
+
+
+def test_every_live_rule_gets_the_pages_its_requests_can_touch() -> None:
+    def component(name: str, live: Live) -> CacheComponent:
+        return CacheComponent(name, (0,), (Segment("head", 1, 8),), live, Shard.SPLIT, "float32")
+
+    lives = (
+        FULL,
+        Live(LiveKind.WINDOW, 20),
+        Live(LiveKind.BLOCK, 4),
+        Live(LiveKind.TAIL, 4, 2),
+        Live(LiveKind.SLOT),
+    )
+    components = tuple(component(live.kind, live) for live in lives)
+    layout = ServerLayout(components, 1, ((0, 1),), 8).rank(0, 0)
+    counts = page_counts_for(layout, token_count=1000, request_count=5)
+    # Oracle: the most pages any 5 requests that share 1000 tokens touch, and any single one.
+    for group, count in zip(layout.server.groups, counts, strict=True):
+        assert count >= group.page_count(1000)
+        assert count >= 5 * max(group.page_count(n) for n in range(1, 201))
+    assert counts == [125, 20, 125, 5, 5]
+
+
+def test_free_memory_of_the_host_is_what_the_kernel_says() -> None:
+    assert 0 < free_nbytes(torch.device("cpu")) < 1 << 50

@@ -1,0 +1,99 @@
+"""What a worker refuses at start, and what it says of itself when it is ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.clock import ManualClock
+from common.config import Role, ServerConfig
+from common.errors import ConfigError
+from common.protocol.codec import decode_layout
+from common.worker.start import host_id, start_rank
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("qwen3")
+
+
+def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
+    values: dict[str, object] = {
+        "role": Role.DECODE,
+        "model_path": str(checkpoint),
+        "tokenizer_path": str(checkpoint),
+        "served_model_name": "tiny",
+        "port": 1,
+        "max_total_tokens": 512,
+        **changes,
+    }
+    return ServerConfig(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"context_length": 5000}, r"--context-length 5000: must be in 1\.\.1024"),
+        ({"max_total_tokens": 2**40}, "--max-total-tokens 1099511627776: needs"),
+        ({"pp_size": 2}, "--pp-size 2: must be 1"),
+        ({"tp_size": 3}, "tp_size=3"),
+        ({"ucx": "/nowhere"}, "--ucx /nowhere"),
+        ({"page_size": 48}, "page_size=48"),
+        ({"dtype": "int8"}, "dtype=int8"),
+        ({"load_format": "pickle"}, "load_format=pickle"),
+    ],
+)
+def test_a_setting_that_can_not_work_is_named(
+    checkpoint: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        start_rank(config_of(checkpoint, **changes), 0, ManualClock())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_a_device_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="--device cuda"):
+        start_rank(config_of(checkpoint, device="cuda"), 0, ManualClock())
+
+
+def test_a_checkpoint_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match="safetensors"):
+        start_rank(config_of(tmp_path), 0, ManualClock())
+
+
+def test_weights_that_are_not_finite_are_found_by_the_first_pass(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a first pass failed: .*not finite"):
+        start_rank(config_of(tmp_path), 0, ManualClock())
+
+
+def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path) -> None:
+    config = config_of(checkpoint, load_format="dummy", kv_cache_dtype="bfloat16", transport="tcp")
+    started = start_rank(config, 0, ManualClock())
+    ready = started.ready
+    assert ready.page_counts == [512 // 16] == started.page_counts
+    layout = decode_layout(ready.layout)
+    assert layout == started.layout.server
+    assert {component.dtype for component in layout.components} == {"bfloat16"}
+    assert (ready.vocab_size, ready.context_length, ready.eos_token_ids) == (512, 1024, [2])
+    assert ready.fingerprint["weights"].startswith("dummy")
+    assert ready.describe["tls"] == "tcp" and ready.describe["device"] == "cpu"
+    assert ready.host_id == host_id() and "pid:[" in ready.host_id
+    assert started.runner.sequence_count == 0
+    started.transport.close()
