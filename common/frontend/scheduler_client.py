@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import assert_never
 
 from msgspec import structs
@@ -57,6 +58,7 @@ class SchedulerClient:
         self._clock = clock
         self._liveness = Liveness(clock.now())
         self._ready = asyncio.Event()
+        self._look_now = asyncio.Event()
         self._next_id = 1
         self._open: dict[int, RequestHandle] = {}
         self._request_ids: dict[str, int] = {}  # by rid; a cancelled request's rid is free again
@@ -200,8 +202,11 @@ class SchedulerClient:
         The first question also tells the scheduler that this frontend is there.
         """
         while True:
+            self._look_now.clear()
             await self.watch_once()
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_INTERVAL_S):
+                    await self._look_now.wait()
 
     async def watch_once(self, timeout_s: float = SILENCE_MAX_S) -> None:
         """One look at the scheduler; gives up on the open requests once it is gone."""
@@ -234,6 +239,7 @@ class SchedulerClient:
             case ServerInfo():
                 self.server_info = message
                 self._ready.set()
+                self._look_now.set()  # what was heard before says that the server is starting
             case _:
                 assert_never(message)
 

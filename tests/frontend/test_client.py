@@ -225,6 +225,19 @@ def test_concurrent_calls_get_their_own_answers(tmp_path: Path) -> None:
     run_with_rig(tmp_path, story)
 
 
+def test_a_start_is_noticed_at_once_and_not_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.frontend.scheduler_client.WATCH_INTERVAL_S", 1e6)
+
+    async def story(rig: Rig) -> None:
+        looks = sum(isinstance(m, GetState) for m in rig.scheduler.seen)
+        rig.scheduler.send(INFO)
+        await rig.until(lambda s: sum(isinstance(m, GetState) for m in s.seen) > looks)
+
+    run_with_rig(tmp_path, story)
+
+
 def state(step_count: int, running: int) -> State:
     return State(1, True, {"running": running}, {}, [], [], step_count)
 
