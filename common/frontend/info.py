@@ -16,7 +16,7 @@ from common.config import EngineType, Role
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.errors import json_response
-from common.frontend.scrape import look, not_ready_reason, take_snapshot
+from common.frontend.scrape import look, not_ready_reason, pool_token_count, take_snapshot
 from common.metrics import CONTENT_TYPE
 from common.protocol.local import Failed
 from common.request import SamplingParams
@@ -165,7 +165,7 @@ async def _server_info(
         "dp_size": 1,
         "disaggregation_mode": _disaggregation_mode(context),
         "disaggregation_bootstrap_port": config.bootstrap_port,
-        "max_total_num_tokens": info.token_capacity if info else None,
+        "max_total_num_tokens": pool_token_count(seen.state),
         "max_request_token_count": info.request_token_max if info else None,
         "vocab_size": info.vocab_size if info else None,
         "eos_token_ids": info.eos_token_ids if info else None,
@@ -241,7 +241,6 @@ def _add_loads(router: APIRouter, context: FrontendContext) -> None:
 def _load(context: FrontendContext) -> dict[str, object]:
     """The load as heard last, in the words of SGLang's /v1/loads."""
     state = context.scheduler.state
-    info = context.scheduler.server_info
     queues = state.queues if state else {}
     group = state.page_groups[0] if state and state.page_groups else None
     used = group.used + group.quarantined if group else 0
@@ -252,7 +251,7 @@ def _load(context: FrontendContext) -> dict[str, object]:
         "num_waiting_reqs": waiting,
         "num_total_reqs": context.scheduler.open_request_count,
         "num_used_tokens": used * group.page_items if group else 0,
-        "max_total_num_tokens": info.token_capacity if info else 0,
+        "max_total_num_tokens": pool_token_count(state),
         "token_usage": used / group.total if group and group.total else 0.0,
         "gen_throughput": context.metrics.throughput,
         "max_running_requests": context.config.max_running_requests,

@@ -52,13 +52,12 @@ def peers_in_words(state: State) -> str:
 
 async def take_snapshot(context: FrontendContext) -> Snapshot:
     seen = await look(context)
-    info = context.scheduler.server_info
     state = seen.state
     return Snapshot(
         is_up=seen.is_fresh,
         is_ready=not not_ready_reason(context),
         page_size=context.config.page_size,
-        token_capacity=info.token_capacity if info else 0,
+        token_capacity=pool_token_count(state),
         open_request_count=context.scheduler.open_request_count,
         late_message_count=context.scheduler.late_message_count,
         step_count=state.step_count if state else 0,
@@ -67,6 +66,14 @@ async def take_snapshot(context: FrontendContext) -> Snapshot:
         pages=[page_counts(group) for group in state.page_groups] if state else (),
         peers=[peer_gauge(peer) for peer in state.peers] if state else (),
     )
+
+
+def pool_token_count(state: State | None) -> int:
+    """Tokens that the pool holds; the first page group keeps every token of a request."""
+    if state is None or not state.page_groups:
+        return 0
+    first = state.page_groups[0]
+    return first.total * first.page_items
 
 
 def page_counts(group: PageGroupState) -> PageCounts:

@@ -43,7 +43,7 @@ from common.request import (
 POLL_S = 0.005  # how soon a message that a test hands in is sent
 
 INFO = ServerInfo(
-    token_capacity=4096,
+    token_capacity=512,
     request_token_max=512,
     vocab_size=320,
     eos_token_ids=[0],

@@ -188,6 +188,7 @@ def test_get_load_is_an_array_that_routers_sum(tmp_path: Path) -> None:
         assert (entry["dp_rank"], entry["num_waiting_reqs"]) == (0, 2)
         (load,) = (await rig.http.get("/v1/loads")).json()["loads"]
         assert load["disaggregation"]["decode_transfer_queue_reqs"] == 3
+        assert load["max_total_num_tokens"] == 4096
         assert load["token_usage"] == pytest.approx(56 / 256)
 
     run_with_rig(tmp_path, story)

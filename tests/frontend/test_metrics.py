@@ -246,6 +246,7 @@ def test_the_states_of_a_group_s_pages_add_up_to_its_pool(tmp_path: Path) -> Non
         pages = {s.labels["state"]: s.value for s in families["baton:pages"].samples}
         assert pages == {"free": 180, "cached": 20, "used": 50, "quarantined": 6}
         assert value(families, "sglang:token_usage") == pytest.approx(56 / 256)
+        assert value(families, "sglang:max_total_num_tokens") == 4096
         assert value(families, "sglang:cache_config_info", page_size="16", num_pages="256") == 1
 
     run_with_rig(tmp_path, story)
