@@ -171,7 +171,7 @@ async def _server_info(
         "eos_token_ids": info.eos_token_ids if info else None,
         "fingerprint": info.fingerprint if info else {},
         "workers": workers,
-        "ucx": [
+        "ucx_in_use": [
             {key: value for key, value in worker.items() if key.startswith("ucx")}
             for worker in workers
         ],

@@ -118,7 +118,8 @@ def test_server_info_has_what_routers_lift_and_operators_want(tmp_path: Path, pa
         assert body["model_type"] == "qwen3" and body["architectures"] == ["Qwen3ForCausalLM"]
         assert (body["version"], body["status"]) == ("0.test", "ready")
         assert body["max_total_num_tokens"] == 4096
-        assert body["ucx"] == [{"ucx_version": "1.22.0", "ucx_origin": "wheel"}]
+        assert body["ucx"] == "auto", "the setting"
+        assert body["ucx_in_use"] == [{"ucx_version": "1.22.0", "ucx_origin": "wheel"}]
         assert body["peers"][0]["transports"] == PEER.transports
         assert body["peers"][0]["in_flight_count"] == 0, "zeros are said too"
         assert body["page_groups"][0]["quarantined"] == 6
