@@ -1,0 +1,175 @@
+"""One message of every kind, with every field set to something that is not its default."""
+
+from __future__ import annotations
+
+from common.layout.cache_layout import ServerLayout
+from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
+from common.layout.families import gqa_components
+from common.protocol import local, peer
+from common.protocol.codec import encode_layout
+from common.request import (
+    Bootstrap,
+    FinishKind,
+    FinishReason,
+    HandOverTrace,
+    RequestTrace,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+SAMPLING = SamplingParams(
+    max_new_tokens=7,
+    seed=-3,
+    min_new_tokens=1,
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    logit_bias={5: -1.0, 9: 2.5},
+    stop_token_ids=(2, 3),
+    ignore_eos=True,
+    return_logprob=True,
+    top_logprobs_num=2,
+    token_ids_logprob=(1, 4),
+    logprob_start_len=0,
+)
+LOGPROBS = [
+    TokenLogprobs(4, None),
+    TokenLogprobs(5, -0.25, top=[(5, -0.25), (6, -3.0)], asked=[(1, -9.5)]),
+]
+TRACE = RequestTrace(request_id=9, peer="127.0.0.1:8998", status="ok", ttft_s=0.25, e2e_s=1.5)
+HAND_OVER = HandOverTrace(queue_s=0.1, prefill_s=0.2, nbytes=1 << 40, run_count=3, chunk_count=1)
+
+LAYOUT = ServerLayout(
+    components=(
+        *gqa_components(layer_count=6, kv_head_count=4, head_dim=8, dtype="bfloat16"),
+        CacheComponent(
+            name="conv",
+            layers=(1, 4),
+            segments=(Segment("q", 8, 12), Segment("v", 4, 6)),
+            live=SLOT,
+            shard=Shard.SPLIT,
+            dtype="float32",
+            order="C,K",
+        ),
+        CacheComponent(
+            name="tail",
+            layers=(0, 5),
+            segments=(Segment("row", 1, 64),),
+            live=Live(LiveKind.TAIL, 4, 4),
+            shard=Shard.REPLICATE,
+            dtype="bfloat16",
+        ),
+        CacheComponent(
+            "w", (2,), (Segment("s", 4, 2),), Live(LiveKind.WINDOW, 9), Shard.SPLIT, "x"
+        ),
+        CacheComponent("b", (3,), (Segment("s", 4, 2),), Live(LiveKind.BLOCK, 8), Shard.SPLIT, "x"),
+    ),
+    tp_size=2,
+    stages=((0, 4), (4, 6)),
+    page_size=16,
+    layer_group_count=2,
+)
+assert FULL in [group.live for group in LAYOUT.groups]
+
+DESCRIPTOR = local.RankDescriptor(
+    rank=1,
+    worker_address=b"\x00\xffaddress",
+    regions=[("pages-0", 2**63 + 5, 1 << 20, b"key"), ("pages-1", 4096, 1, b"")],
+    probe=("probe", 64, 64, b"k"),
+)
+
+FRONTEND_TO_SCHEDULER: list[local.FrontendToScheduler] = [
+    local.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1)),
+    local.Cancel(2, "because"),
+    local.FlushCache(3),
+    local.GetState(4),
+]
+SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
+    local.Tokens(
+        1, [8], LOGPROBS, LOGPROBS, 16, FinishReason(FinishKind.STOP, matched=2, message="m"), TRACE
+    ),
+    local.Failed(1, 503, "queue_full", "too many", TRACE),
+    local.Traced(TRACE),
+    local.FlushDone(3, True, "done"),
+    local.State(
+        4,
+        True,
+        {"waiting": 2},
+        {"requests": 3.0},
+        [local.PageGroupState("full", 16, 4096, 10, 5, 4, 1, 1)],
+        [local.PeerState("a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3)],
+        17,
+        [{"rank": "0"}],
+    ),
+    local.ServerInfo(1000, 900, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
+]
+SCHEDULER_TO_WORKER: list[local.SchedulerToWorker] = [
+    local.Step(
+        5,
+        [local.NewSequence(1, [5, 6], 2, SAMPLING)],
+        [local.PageGrant(1, 0, 3, [9, 8])],
+        [local.PrefillChunk(1, 0, 2, True)],
+        [7],
+        [6],
+    ),
+    local.OpenPeer("inc"),
+    local.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR]),
+    local.ClosePeer("inc"),
+    local.Send(1, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
+    local.CancelSends(2**62),
+    local.Shutdown(),
+]
+WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
+    local.WorkerReady(
+        0,
+        [100],
+        encode_layout(LAYOUT),
+        {"dtype": "float32"},
+        32000,
+        4096,
+        [2],
+        {"ucx": "1.22"},
+        "host",
+        17,
+    ),
+    local.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: LOGPROBS}, {2: "not finite"}, 0.25),
+    local.PeerOpened("inc", 1, DESCRIPTOR),
+    local.PeerConnected("inc", 1, "tcp"),
+    local.PeerFailed("inc", 1, "refused"),
+    local.PeerClosed("inc", 1),
+    local.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False),
+]
+DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
+    peer.Hello(1, 2, "decode", "inc-d", {"dtype": "float32"}, encode_layout(LAYOUT)),
+    peer.Attach("inc-d", "inc-p", [DESCRIPTOR]),
+    peer.TransferRequest(
+        transfer_id=2**63 - 1,
+        incarnation="inc-d",
+        peer_incarnation="inc-p",
+        token_count=3,
+        pages=[(0, [1, 2]), (3, [])],
+        budget_ms=60_000,
+        writers=[0, 1],
+        room=7,
+        token_ids=[5, 6, 7],
+        prompt_count=2,
+        sampling=SAMPLING,
+    ),
+    peer.Abort(1, "inc-d", "inc-p", "client went away"),
+    peer.Heartbeat("inc-d", 1, 2, True, 3, 4),
+    peer.Detached("inc-d", "inc-p", "lost"),
+]
+PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
+    peer.Welcome(1, "inc-p", {"dtype": "float32"}, encode_layout(LAYOUT), 4096, "host", [17]),
+    peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
+    peer.Attached("inc-p", "inc-d", ["tcp"]),
+    peer.Detached("inc-p", "inc-d", "lost"),
+    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, LOGPROBS),
+    peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
+    peer.Quiesced(1, "inc-p"),
+    peer.Heartbeat("inc-p", 1, 2, True, 3, 4),
+]
