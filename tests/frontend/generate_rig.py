@@ -1,0 +1,155 @@
+"""The generate APIs over the frontend rig: known answers, whole streams, and real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import uvicorn
+from frontend_rig import BASE_PARTS, Rig, run_with_rig
+from scripted_scheduler import INFO, ScriptedScheduler, logprobs_of, trace_of
+from tiny_tokenizers import CHATML, byte_level_backend, write_tokenizer
+
+from common.config import Role
+from common.frontend import openai_api, sglang_api
+from common.frontend.fields import JsonObject, JsonValue
+from common.frontend.tokenizer import Tokenizer
+from common.protocol.local import SchedulerToFrontend, Submit, Tokens
+from common.request import FinishKind, FinishReason
+
+PARTS = (*BASE_PARTS, sglang_api.build_router, openai_api.build_router)
+VOCAB_SIZE = 400  # more than the tokenizer has
+TOKENIZER = Tokenizer(byte_level_backend(), None)
+
+
+def run_generate(
+    directory: Path,
+    story: Callable[[Rig], Awaitable[None]],
+    *,
+    role: Role = Role.DECODE,
+    prefill: tuple[str, ...] = ("127.0.0.1:8998",),
+) -> None:
+    """Run one test against the whole frontend of a server of that role."""
+    chat = write_tokenizer(
+        directory / "chat", bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHATML
+    )
+
+    def prepare(scheduler: ScriptedScheduler) -> None:
+        scheduler.info = msgspec.structs.replace(INFO, vocab_size=VOCAB_SIZE)
+
+    run_with_rig(
+        directory,
+        story,
+        parts=PARTS,
+        prepare=prepare,
+        role=role,
+        prefill=() if role is Role.PREFILL else prefill,
+        tokenizer_path=str(chat),
+    )
+
+
+def counted_up(prompt_ids: Sequence[int], count: int) -> list[int]:
+    """The scripted scheduler's continuation of a prompt."""
+    return [1 + (prompt_ids[-1] + i) % (INFO.vocab_size - 1) for i in range(count)]
+
+
+def counted_text(prompt_ids: Sequence[int], count: int, *, skips: bool = True) -> str:
+    return TOKENIZER.decode(counted_up(prompt_ids, count), skip_special_tokens=skips)
+
+
+def say_text(
+    text: str, finish: FinishReason | None = None
+) -> Callable[[Submit], list[SchedulerToFrontend]]:
+    """A scheduler that always answers `text`, one token per message."""
+    token_ids = TOKENIZER.encode(text)
+
+    def answer(submit: Submit) -> list[SchedulerToFrontend]:
+        said = token_ids[: submit.sampling.max_new_tokens]
+        reason = finish if len(said) == len(token_ids) else None
+        messages: list[SchedulerToFrontend] = []
+        for place, token in enumerate(said):
+            is_last = place == len(said) - 1
+            messages.append(
+                Tokens(
+                    submit.request_id,
+                    [token],
+                    logprobs=[logprobs_of(token, submit)] if submit.sampling.return_logprob else [],
+                    finish=(reason or FinishReason(FinishKind.LENGTH)) if is_last else None,
+                    trace=trace_of(submit, len(said)) if is_last else None,
+                )
+            )
+        return messages
+
+    return answer
+
+
+def events_of(body: str) -> list[JsonObject]:
+    """The events of a whole stream, which must end in the closing mark and have it only there."""
+    parts = body.split("\n\n")
+    assert parts.pop() == ""
+    assert parts.pop() == "data: [DONE]"
+    assert all(part.startswith("data: {") for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+async def post(rig: Rig, path: str, body: JsonObject, status: int = 200) -> JsonValue:
+    reply = await rig.http.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    parsed: JsonValue = reply.json()
+    return parsed
+
+
+async def post_object(rig: Rig, path: str, body: JsonObject, status: int = 200) -> JsonObject:
+    parsed = await post(rig, path, body, status)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+async def post_stream(rig: Rig, path: str, body: JsonObject) -> list[JsonObject]:
+    reply = await rig.http.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in reply.headers
+    return events_of(reply.text)
+
+
+def at(value: object, *path: str | int) -> object:
+    """What stands at `path` inside a parsed reply."""
+    for step in path:
+        if isinstance(step, str):
+            assert isinstance(value, dict), (value, step)
+            value = value[step]
+        else:
+            assert isinstance(value, list), (value, step)
+            value = value[step]
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The rig behind a real HTTP server on a loopback port."""
+
+    url: str
+    http: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def serve_http(rig: Rig) -> AsyncIterator[Served]:
+    """For what needs a connection that can be cut: disconnects, and events as they come."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(rig.app, log_config=None, lifespan="off"))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url) as http:
+            yield Served(url, http)
+        server.should_exit = True
+        await task

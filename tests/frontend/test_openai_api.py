@@ -1,0 +1,504 @@
+"""/v1/completions answers in OpenAI's shapes, with the log-probabilities harnesses score by."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from frontend_rig import Rig
+from generate_rig import (
+    TOKENIZER,
+    VOCAB_SIZE,
+    at,
+    counted_text,
+    counted_up,
+    post_object,
+    post_stream,
+    run_generate,
+    say_text,
+    serve_http,
+)
+from scripted_scheduler import count_up
+
+from common.config import Role
+from common.frontend.fields import JsonObject, JsonValue
+from common.protocol.local import Failed
+from common.request import FinishKind, FinishReason
+
+PATH = "/v1/completions"
+
+
+def test_a_completion_has_openai_s_fields(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        prompt = TOKENIZER.encode("hello")
+        reply = await post_object(rig, PATH, {"model": "tiny", "prompt": "hello", "max_tokens": 3})
+        assert str(reply["id"]).startswith("cmpl-")
+        assert reply["object"] == "text_completion"
+        assert reply["model"] == "tiny"
+        assert isinstance(reply["created"], int)
+        assert reply["choices"] == [
+            {
+                "index": 0,
+                "text": counted_text(prompt, 3),
+                "logprobs": None,
+                "finish_reason": "length",
+                "matched_stop": None,
+            }
+        ]
+        assert reply["usage"] == {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 3,
+            "total_tokens": len(prompt) + 3,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompt_ids"),
+    [
+        ("ab", [TOKENIZER.encode("ab")]),
+        (["ab", "c"], [TOKENIZER.encode("ab"), TOKENIZER.encode("c")]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+        (["ab"], [TOKENIZER.encode("ab")]),
+        ([[5]], [[5]]),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_form_of_prompt_is_answered_in_order(
+    prompt: JsonValue, prompt_ids: list[list[int]], n: int, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, PATH, {"prompt": prompt, "n": n, "max_tokens": 2})
+        texts = [
+            (at(reply, "choices", i, "index"), at(reply, "choices", i, "text"))
+            for i in range(len(prompt_ids) * n)
+        ]
+        expected = [counted_text(ids, 2) for ids in prompt_ids for _ in range(n)]
+        assert texts == list(enumerate(expected))
+        total = sum(map(len, prompt_ids))
+        assert at(reply, "usage", "prompt_tokens") == total, "a prompt counts once"
+        assert at(reply, "usage", "completion_tokens") == len(prompt_ids) * n * 2
+
+    run_generate(tmp_path, story)
+
+
+def test_options_of_both_openai_and_sglang_reach_the_engine(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {
+            "prompt": "a",
+            "max_tokens": 9,
+            "min_tokens": 2,
+            "seed": 1234,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.5,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "logit_bias": {"7": 3},
+            "ignore_eos": True,
+            "stop_token_ids": [9],
+            "logprobs": 2,
+            "user": "somebody",
+            "best_of": 1,
+            "kv_transfer_params": None,
+            "response_format": {"type": "text"},
+            "unknown_key": 1,
+        }
+        await post_object(rig, PATH, body)
+        (submit,) = rig.scheduler.submits
+        sampling = submit.sampling
+        assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.seed) == (9, 2, 1234)
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.5)
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+        assert (sampling.logit_bias, sampling.ignore_eos) == ({7: 3.0}, True)
+        assert sampling.stop_token_ids == (9,)
+        assert (sampling.return_logprob, sampling.top_logprobs_num) == (True, 2)
+        assert sampling.logprob_start_len == -1
+
+    run_generate(tmp_path, story)
+
+
+def test_max_tokens_defaults_to_sixteen(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, PATH, {"prompt": "a"})
+        assert at(reply, "usage", "completion_tokens") == 16
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("text", "extra", "shown", "reason", "matched"),
+    [
+        ("a STOP b", {"stop": ["STOP", "x"]}, "a ", "stop", "STOP"),
+        ("a STOP b", {"stop": "STOP", "include_stop_str_in_output": True}, "a STOP", "stop",
+         "STOP"),
+        ("a STOP b", {"stop": None}, "a STOP b", "length", None),
+    ],
+)  # fmt: skip
+def test_stop_strings_are_told_of(
+    text: str, extra: JsonObject, shown: str, reason: str, matched: str | None, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text(text)
+        reply = await post_object(rig, PATH, {"prompt": "a", "max_tokens": 64, **extra})
+        choice = at(reply, "choices", 0)
+        assert isinstance(choice, dict)
+        told = (choice["text"], choice["finish_reason"], choice["matched_stop"])
+        assert told == (shown, reason, matched)
+
+    run_generate(tmp_path, story)
+
+
+def test_a_stop_token_is_told_of(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        (end,) = TOKENIZER.encode("<|im_end|>")
+        rig.scheduler.answer = say_text("hi<|im_end|>", FinishReason(FinishKind.STOP, matched=end))
+        reply = await post_object(rig, PATH, {"prompt": "a"})
+        choice = at(reply, "choices", 0)
+        assert isinstance(choice, dict)
+        assert (choice["text"], choice["finish_reason"]) == ("hi", "stop")
+        assert choice["matched_stop"] == end
+
+    run_generate(tmp_path, story)
+
+
+# ---- echo and log-probabilities ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["hello world", TOKENIZER.encode("hello world")])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_harness_can_score_a_prompt(prompt: JsonValue, max_tokens: int, tmp_path: Path) -> None:
+    """Echo with log-probabilities: entry 0 is null, the rest are the prompt's, then the output."""
+
+    async def story(rig: Rig) -> None:
+        ids = TOKENIZER.encode("hello world")
+        body: JsonObject = {
+            "prompt": [prompt],
+            "max_tokens": max_tokens,
+            "logprobs": 1,
+            "echo": True,
+            "seed": 1234,
+            "temperature": 0,
+        }
+        reply = await post_object(rig, PATH, body)
+        choice = at(reply, "choices", 0)
+        assert isinstance(choice, dict)
+        output = counted_up(ids, max_tokens)
+        assert choice["text"] == "hello world" + TOKENIZER.decode(output)
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"] == [None, *(-t / 8 for t in [*ids[1:], *output])]
+        assert logprobs["tokens"] == [TOKENIZER.token_text(t) for t in [*ids, *output]]
+        assert logprobs["top_logprobs"][0] is None
+        first = TOKENIZER.token_text(0)
+        for token, top in zip([*ids[1:], *output], logprobs["top_logprobs"][1:], strict=True):
+            assert top == {first: 0.0, TOKENIZER.token_text(token): -token / 8}
+        offsets = logprobs["text_offset"]
+        for offset, token in zip(offsets, logprobs["tokens"], strict=True):
+            assert choice["text"][offset:].startswith(token)
+        assert at(reply, "usage", "completion_tokens") == max_tokens
+
+    run_generate(tmp_path, story)
+
+
+def test_log_probabilities_may_be_of_the_tokens_alone(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, PATH, {"prompt": [8], "max_tokens": 2, "logprobs": 0})
+        logprobs = at(reply, "choices", 0, "logprobs")
+        assert isinstance(logprobs, dict)
+        assert logprobs["token_logprobs"] == [-9 / 8, -10 / 8]
+        assert logprobs["top_logprobs"] is None
+
+    run_generate(tmp_path, story)
+
+
+def test_log_probabilities_stop_where_the_text_is_cut(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text("a STOP b")
+        body: JsonObject = {"prompt": "a", "max_tokens": 64, "logprobs": 0, "stop": "STOP"}
+        whole = at(await post_object(rig, PATH, body), "choices", 0)
+        assert isinstance(whole, dict)
+        tokens = whole["logprobs"]["tokens"]
+        assert whole["text"] == "a "
+        assert "".join(tokens).startswith("a "), "every token that shows is told of"
+        assert len("".join(tokens[:-1])) < len("a "), "and none that does not"
+        streamed: list[object] = []
+        for event in await post_stream(rig, PATH, body):
+            logprobs = at(event, "choices", 0, "logprobs")
+            assert isinstance(logprobs, dict)
+            streamed += logprobs["tokens"]
+        assert streamed == tokens
+
+    run_generate(tmp_path, story)
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+def texts_by_index(events: list[JsonObject]) -> dict[object, str]:
+    texts: dict[object, str] = {}
+    for event in events:
+        choices = event["choices"]
+        assert isinstance(choices, list)
+        for choice in choices:
+            index = at(choice, "index")
+            texts[index] = texts.get(index, "") + str(at(choice, "text"))
+    return texts
+
+
+def test_a_stream_adds_up_and_has_no_usage_unless_asked(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {"prompt": [[10], [20]], "n": 2, "max_tokens": 4}
+        events = await post_stream(rig, PATH, body)
+        assert texts_by_index(events) == {
+            i: counted_text([10] if i < 2 else [20], 4) for i in range(4)
+        }
+        assert len({str(event["id"]) for event in events}) == 1
+        assert all(event["object"] == "text_completion" for event in events)
+        assert all(event["choices"] and "usage" not in event for event in events)
+        reasons = [at(event, "choices", 0, "finish_reason") for event in events]
+        assert reasons.count("length") == 4 and set(reasons) <= {None, "length"}
+
+    run_generate(tmp_path, story)
+
+
+def test_usage_comes_last_in_a_chunk_of_its_own(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {"prompt": [10], "max_tokens": 4, "ignore_eos": True}
+        body["stream_options"] = {"include_usage": True}
+        *chunks, last = await post_stream(rig, PATH, body)
+        assert last["choices"] == []
+        assert at(last, "usage", "total_tokens") == 5
+        assert all(chunk["usage"] is None for chunk in chunks)
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = await post_stream(rig, PATH, body)
+        counts = [at(chunk, "usage", "completion_tokens") for chunk in chunks]
+        assert counts == sorted(counts, key=str) and counts[-1] == 4
+        assert at(last, "usage", "completion_tokens") == 4
+
+    run_generate(tmp_path, story)
+
+
+def test_a_streamed_echo_begins_with_the_prompt(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {"prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0}
+        events = await post_stream(rig, PATH, body)
+        ids = TOKENIZER.encode("hello")
+        assert texts_by_index(events) == {0: "hello" + counted_text(ids, 2)}
+        told: list[object] = []
+        for event in events:
+            logprobs = at(event, "choices", 0, "logprobs")
+            assert isinstance(logprobs, dict)
+            told += logprobs["token_logprobs"]
+        assert told == [None, *(-t / 8 for t in [*ids[1:], *counted_up(ids, 2)])]
+
+    run_generate(tmp_path, story)
+
+
+def test_a_failure_before_the_first_token_is_openai_s_error(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = lambda s: [Failed(s.request_id, 503, "queue_full", "full")]
+        for is_streaming in (False, True):
+            reply = await rig.http.post(PATH, json={"prompt": "a", "stream": is_streaming})
+            assert reply.status_code == 503 and "retry-after" in reply.headers
+            assert reply.json()["error"] == {
+                "message": "full",
+                "type": "service_unavailable_error",
+                "param": None,
+                "code": "queue_full",
+            }
+
+    run_generate(tmp_path, story)
+
+
+def test_a_failure_inside_a_stream_is_an_error_event_and_the_end(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        async with serve_http(rig) as served:
+            body = {"prompt": [[5], [6]], "stream": True, "max_tokens": 3}
+            request = served.http.stream("POST", PATH, json=body)
+            asked = asyncio.create_task(request.__aenter__())
+            await rig.until(lambda s: len(s.held) == 2)
+            first, second = sorted(rig.scheduler.held)
+            rig.scheduler.send(count_up(rig.scheduler.held[first])[0])
+            lines = (await asked).aiter_lines()
+            assert "choices" in await anext(lines)
+            rig.scheduler.send(Failed(first, 500, "peer_lost", "gone"))
+            await anext(lines)
+            event = await anext(lines)
+            assert event.startswith('data: {"error":{"message":"gone","type":"server_error"')
+            assert [line async for line in lines if line] == ["data: [DONE]"]
+            await request.__aexit__(None, None, None)
+        await rig.until(lambda s: second in [c.request_id for c in s.cancels])
+
+    run_generate(tmp_path, story)
+
+
+def test_an_abort_is_a_finish_reason(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        asked = asyncio.create_task(post_object(rig, PATH, {"prompt": "a"}))
+        await rig.until(lambda s: len(s.held) == 1)
+        await rig.http.post("/abort_request", json={"abort_all": True})
+        assert at(await asked, "choices", 0, "finish_reason") == "abort"
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_goes_away_is_cancelled(is_streaming: bool, tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        async with serve_http(rig) as served:
+            body = {"prompt": ["a", "b"], "stream": is_streaming}
+            asked = asyncio.create_task(served.http.post(PATH, json=body))
+            await rig.until(lambda s: len(s.held) == 2)
+            asked.cancel()
+            await rig.until(lambda s: len(s.cancels) == 2)
+
+    run_generate(tmp_path, story)
+
+
+def test_x_request_id_is_part_of_the_id_and_rid_is_the_id(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.post(PATH, json={"prompt": "a"}, headers={"X-Request-Id": "b-1"})
+        assert reply.json()["id"].startswith("cmpl-b-1-")
+        assert (await post_object(rig, PATH, {"prompt": "a", "rid": "mine"}))["id"] == "mine"
+
+    run_generate(tmp_path, story)
+
+
+def test_a_prefill_server_wants_a_room_and_answers_one_token(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        refused = await post_object(rig, PATH, {"prompt": "a"}, 400)
+        assert at(refused, "error", "param") == "bootstrap_room"
+        body: JsonObject = {
+            "prompt": ["a", "b"],
+            "max_tokens": 9,
+            "bootstrap_host": ["h", "h"],
+            "bootstrap_port": [1, 2],
+            "bootstrap_room": [3, 4],
+        }
+        reply = await post_object(rig, PATH, body)
+        assert at(reply, "usage", "completion_tokens") == 2
+        assert [s.bootstrap.room for s in rig.scheduler.submits if s.bootstrap] == [3, 4]
+
+    run_generate(tmp_path, story, role=Role.PREFILL)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+BAD_BODIES: list[tuple[JsonObject, str]] = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": True}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": ["a", 5]}, "prompt[1]"),
+    ({"prompt": ["a", [5]]}, "prompt[1]"),
+    ({"prompt": [[5], "a"]}, "prompt[1]"),
+    ({"prompt": [5, "a"]}, "prompt"),
+    ({"prompt": [5, True]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [VOCAB_SIZE]}, "prompt"),
+    ({"prompt": [[-1]]}, "prompt[0]"),
+    ({"prompt": [5] * 512}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 512}, "max_tokens"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 0}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"best_of": 0}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 129}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": 1}, "echo"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    ({"suffix": "x"}, "suffix"),
+    ({"model": 5}, "model"),
+    ({"rid": 5}, "rid"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"json_schema": "{}x"}, "json_schema"),
+    ({"regex": "a"}, "regex"),
+    ({"guided_json": {"a": 1}}, "guided_json"),
+    ({"lora_path": "x"}, "lora_path"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"bootstrap_room": -1}, "bootstrap_room"),
+    ({"bootstrap_room": 1, "bootstrap_port": 0}, "bootstrap_port"),
+]
+
+
+def test_bad_input_is_a_400_that_names_its_field(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        for body, field in BAD_BODIES:
+            reply = await rig.http.post(PATH, json={"prompt": "a", **body} if body else {})
+            assert reply.status_code == 400, (body, reply.text)
+            error = reply.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["param"] == field, (body, error)
+            assert field in error["message"] and error["type"] == "invalid_request_error"
+        assert rig.scheduler.submits == []
+
+    run_generate(tmp_path, story)
+
+
+def test_a_body_that_is_not_json_is_a_400(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        for content in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}'):
+            reply = await rig.http.post(PATH, content=content)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert reply.json()["error"]["param"] == "temperature"
+
+    run_generate(tmp_path, story)
+
+
+def test_a_model_that_is_not_served_is_a_404(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, PATH, {"prompt": "a", "model": "gpt-4"}, 404)
+        error = at(reply, "error")
+        assert isinstance(error, dict)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        for name in ("tiny", "unknown", "default", None):
+            await post_object(rig, PATH, {"prompt": "a", "model": name})
+
+    run_generate(tmp_path, story)

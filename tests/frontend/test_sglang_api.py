@@ -1,0 +1,561 @@
+"""/generate answers in SGLang's shapes, and stops working as soon as nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from frontend_rig import Rig
+from generate_rig import (
+    TOKENIZER,
+    at,
+    counted_text,
+    counted_up,
+    events_of,
+    post,
+    post_object,
+    post_stream,
+    run_generate,
+    say_text,
+    serve_http,
+)
+from scripted_scheduler import count_up
+
+from common.config import Role
+from common.frontend.fields import JsonObject
+from common.protocol.local import Failed, SchedulerToFrontend, Submit, Tokens
+from common.request import FinishKind, FinishReason
+
+GREEDY: JsonObject = {"temperature": 0, "max_new_tokens": 4}
+
+
+def test_a_plain_answer_has_sglang_s_fields_and_a_timeline(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        prompt = TOKENIZER.encode("hello")
+        body: JsonObject = {"text": "hello", "sampling_params": GREEDY, "rid": "r1"}
+        reply = await post_object(rig, "/generate", body)
+        assert reply["text"] == counted_text(prompt, 4)
+        assert reply["output_ids"] == counted_up(prompt, 4)
+        meta = reply["meta_info"]
+        assert isinstance(meta, dict)
+        assert meta["id"] == "r1"
+        assert meta["finish_reason"] == {"type": "length", "length": 4}
+        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(prompt), 4)
+        assert meta["cached_tokens"] == 0
+        assert isinstance(meta["e2e_latency"], float) and meta["e2e_latency"] >= 0
+        assert at(meta, "timeline", "hand_over", "nbytes") == 10_000_000
+        assert at(meta, "timeline", "reserve_s") == 0.001
+        assert "input_token_logprobs" not in meta
+        (submit,) = rig.scheduler.submits
+        assert submit.token_ids == prompt and submit.budget_s == 60.0
+        assert submit.bootstrap is None and submit.sampling.temperature == 0.0
+
+    run_generate(tmp_path, story)
+
+
+def test_put_is_post(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.put("/generate", json={"input_ids": [5], "sampling_params": GREEDY})
+        assert reply.json()["output_ids"] == counted_up([5], 4)
+
+    run_generate(tmp_path, story)
+
+
+def test_a_batch_is_answered_in_order(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        params: JsonObject = {"max_new_tokens": 2, "n": 2, "sampling_seed": 1}
+        body: JsonObject = {"input_ids": [[10], [20]], "sampling_params": params}
+        asked = asyncio.create_task(post(rig, "/generate", body))
+        await rig.until(lambda s: len(s.held) == 4)
+        for request_id in reversed(rig.scheduler.held.copy()):
+            rig.scheduler.release(request_id)
+        reply = await asked
+        assert isinstance(reply, list)
+        texts = [at(item, "output_ids") for item in reply]
+        assert texts == [counted_up([10], 2)] * 2 + [counted_up([20], 2)] * 2
+        seeds = [submit.sampling.seed for submit in rig.scheduler.submits]
+        assert seeds[0] == 1 and len(set(seeds[:2])) == 2 and seeds[:2] == seeds[2:]
+
+    run_generate(tmp_path, story)
+
+
+def test_a_stream_is_cumulative_and_ends_with_its_reason(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        events = await post_stream(rig, "/generate", {"input_ids": [9], "sampling_params": GREEDY})
+        ids = [event["output_ids"] for event in events]
+        assert ids[-1] == counted_up([9], 4)
+        for before, after in pairwise(events):
+            assert str(after["text"]).startswith(str(before["text"]))
+            assert at(before, "meta_info", "finish_reason") is None
+            assert "e2e_latency" not in before["meta_info"]  # type: ignore[operator]
+        assert events[-1]["text"] == counted_text([9], 4)
+        assert at(events[-1], "meta_info", "finish_reason", "type") == "length"
+        assert all("index" not in event for event in events)
+
+    run_generate(tmp_path, story)
+
+
+def test_streamed_batches_tell_the_index_and_end_each(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        events = await post_stream(
+            rig, "/generate", {"input_ids": [[10], [20]], "sampling_params": GREEDY}
+        )
+        for index, prompt in enumerate(([10], [20])):
+            own = [event for event in events if event["index"] == index]
+            assert own[-1]["output_ids"] == counted_up(prompt, 4)
+            ended = [at(event, "meta_info", "finish_reason") is not None for event in own]
+            assert ended == [False] * (len(own) - 1) + [True]
+
+    run_generate(tmp_path, story)
+
+
+def test_a_streamed_character_is_never_taken_back(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        text = "naïve 🚀 你 好"
+        rig.scheduler.answer = say_text(text)
+        rig.scheduler.holds = True
+        params: JsonObject = {"max_new_tokens": 64}
+        body: JsonObject = {"text": "a", "sampling_params": params}
+        async with serve_http(rig) as served:
+            request = served.http.stream("POST", "/generate", json={**body, "stream": True})
+            asked = asyncio.create_task(request.__aenter__())
+            await rig.until(lambda s: len(s.held) == 1)
+            (submit,) = rig.scheduler.held.values()
+            steps = rig.scheduler.answer(submit)
+            rig.scheduler.send(steps[0])
+            lines = (await asked).aiter_lines()
+            shown = [json.loads((await anext(lines))[6:])]
+            for step in steps[1:]:
+                rig.scheduler.send(step)
+                await anext(lines)  # the empty line between events
+                shown.append(json.loads((await anext(lines))[6:]))
+            await request.__aexit__(None, None, None)
+        assert [len(at(item, "output_ids")) for item in shown] == [  # type: ignore[arg-type]
+            i + 1 for i in range(len(steps))
+        ]
+        assert shown[-1]["text"] == text
+        assert all(text.startswith(item["text"]) for item in shown)
+
+    run_generate(tmp_path, story)
+
+
+# ---- stop ----------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_across_tokens_ends_the_text_and_the_work(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        steps = say_text("one STOP two")
+        rig.scheduler.holds = True
+        params: JsonObject = {"stop": ["STOP"], "max_new_tokens": 64}
+        asked = asyncio.create_task(
+            post_object(rig, "/generate", {"text": "a", "sampling_params": params})
+        )
+        await rig.until(lambda s: len(s.held) == 1)
+        (submit,) = rig.scheduler.held.values()
+        for message in steps(submit)[:-1]:
+            rig.scheduler.send(message)
+        reply = await asked
+        assert reply["text"] == "one "
+        assert at(reply, "meta_info", "finish_reason") == {"type": "stop", "matched": "STOP"}
+        (cancel,) = rig.scheduler.cancels
+        assert cancel.request_id == submit.request_id
+        taken = TOKENIZER.decode(reply["output_ids"])  # type: ignore[arg-type]
+        assert taken.endswith("STOP"), "tokens after the match do not count"
+        assert at(reply, "meta_info", "timeline", "status") == "ok"
+        text = (await rig.http.get("/metrics")).text
+        assert "e2e_request_latency_seconds_count{" in text
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "matched"),
+    [
+        ({"stop": "STOP"}, "a ", "STOP"),
+        ({"stop": "STOP", "no_stop_trim": True}, "a STOP", "STOP"),
+        ({"stop": ["b", "STOP b"]}, "a ", "STOP b"),
+        ({"stop": "nowhere"}, "a STOP b", None),
+        ({"stop": "STOP b and more"}, "a STOP b", None),
+        ({"stop": "a", "min_new_tokens": 3}, "a STOP b", None),
+    ],
+)
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_stop_strings_cut_where_they_should(
+    params: JsonObject, text: str, matched: str | None, is_streaming: bool, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text("a STOP b")
+        body: JsonObject = {"text": "a", "sampling_params": {"max_new_tokens": 64, **params}}
+        if is_streaming:
+            events = await post_stream(rig, "/generate", body)
+            assert all(text.startswith(str(event["text"])) for event in events)
+            reply = events[-1]
+        else:
+            reply = await post_object(rig, "/generate", body)
+        assert reply["text"] == text
+        reason = at(reply, "meta_info", "finish_reason")
+        assert isinstance(reason, dict)
+        assert reason.get("matched") == matched
+        assert reason["type"] == ("length" if matched is None else "stop")
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({}, "hi"),
+        ({"skip_special_tokens": False}, "hi"),
+        ({"skip_special_tokens": False, "no_stop_trim": True}, "hi<|im_end|>"),
+    ],
+)
+def test_the_token_that_ends_the_text_is_no_part_of_it(
+    params: JsonObject, text: str, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        (end,) = TOKENIZER.encode("<|im_end|>")
+        finish = FinishReason(FinishKind.STOP, matched=end)
+        rig.scheduler.answer = say_text("hi<|im_end|>", finish)
+        reply = await post_object(rig, "/generate", {"text": "a", "sampling_params": params})
+        assert reply["text"] == text
+        assert at(reply, "meta_info", "finish_reason") == {"type": "stop", "matched": end}
+        assert at(reply, "output_ids", -1) == end, "it was generated all the same"
+
+    run_generate(tmp_path, story)
+
+
+# ---- log-probabilities ---------------------------------------------------------------------------
+
+
+def test_log_probabilities_have_sglang_s_shapes(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {
+            "input_ids": [8, 16],
+            "sampling_params": {"max_new_tokens": 2},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 1,
+            "token_ids_logprob": [24],
+            "return_text_in_logprobs": True,
+        }
+        meta = at(await post_object(rig, "/generate", body), "meta_info")
+        assert isinstance(meta, dict)
+        text = TOKENIZER.token_text
+        assert meta["input_token_logprobs"] == [[None, 8, text(8)], [-2.0, 16, text(16)]]
+        outputs = counted_up([16], 2)
+        assert meta["output_token_logprobs"] == [[-t / 8, t, text(t)] for t in outputs]
+        assert meta["output_token_logprobs_length"] == 2
+        assert meta["input_top_logprobs"] == [None, [[0.0, 0, text(0)]]]
+        assert meta["output_top_logprobs"] == [[[0.0, 0, text(0)]]] * 2
+        assert meta["input_token_ids_logprobs"] == [None, [[-3.0, 24, text(24)]]]
+        assert meta["output_token_ids_logprobs"] == [[[-3.0, 24, text(24)]]] * 2
+
+    run_generate(tmp_path, story)
+
+
+def test_log_probabilities_of_the_output_only_have_no_texts_unless_asked(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {
+            "input_ids": [8],
+            "sampling_params": {"max_new_tokens": 1},
+            "return_logprob": True,
+        }
+        (event,) = await post_stream(rig, "/generate", body)
+        meta = at(event, "meta_info")
+        assert isinstance(meta, dict)
+        assert meta["input_token_logprobs"] == []
+        assert meta["output_token_logprobs"] == [[-9 / 8, 9, None]]
+        assert "input_top_logprobs" not in meta
+
+    run_generate(tmp_path, story)
+
+
+def test_no_output_may_be_asked_for(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {
+            "input_ids": [8, 16],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await post_object(rig, "/generate", body)
+        assert (reply["text"], reply["output_ids"]) == ("", [])
+        assert at(reply, "meta_info", "completion_tokens") == 0
+        assert at(reply, "meta_info", "finish_reason") == {"type": "length", "length": 0}
+        assert at(reply, "meta_info", "input_token_logprobs", 1, 0) == -2.0
+        assert at(reply, "meta_info", "output_token_logprobs") == []
+
+    run_generate(tmp_path, story)
+
+
+# ---- roles ---------------------------------------------------------------------------------------
+
+
+def test_a_prefill_server_refuses_a_plain_request(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        for extra in ({}, {"stream": True}):
+            reply = await post_object(rig, "/generate", {"text": "a", **extra}, 400)
+            assert "decode server" in str(at(reply, "error", "message"))
+        assert rig.scheduler.submits == []
+
+    run_generate(tmp_path, story, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_prefill_server_answers_one_token_and_ends_its_body(
+    is_streaming: bool, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        (end,) = TOKENIZER.encode("<|im_end|>")
+
+        def answer(submit: Submit) -> list[SchedulerToFrontend]:
+            (message,) = count_up(submit)
+            assert isinstance(message, Tokens)
+            stop = FinishReason(FinishKind.STOP, matched=end)
+            return [
+                Tokens(
+                    submit.request_id,
+                    message.token_ids,
+                    logprobs=message.logprobs,
+                    prompt_logprobs=message.prompt_logprobs,
+                    finish=stop,
+                )
+            ]
+
+        rig.scheduler.answer = answer
+        body: JsonObject = {
+            "input_ids": [8, 16],
+            "sampling_params": {"max_new_tokens": 50},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": 9000,
+            "bootstrap_room": 2**63 - 1,
+        }
+        if is_streaming:
+            (reply,) = await post_stream(rig, "/generate", body)
+        else:
+            reply = await post_object(rig, "/generate", body)
+        assert reply["output_ids"] == counted_up([16], 1)
+        assert at(reply, "meta_info", "finish_reason") == {"type": "length", "length": 1}
+        assert at(reply, "meta_info", "input_token_logprobs") == []
+        (submit,) = rig.scheduler.submits
+        assert submit.sampling.max_new_tokens == 1
+        assert submit.sampling.logprob_start_len == 0, "the decode server tells of them"
+        assert submit.bootstrap is not None and submit.bootstrap.room == 2**63 - 1
+
+    run_generate(tmp_path, story, role=Role.PREFILL)
+
+
+def test_a_decode_server_passes_the_room_on(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {"input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 1}}
+        await post(rig, "/generate", {**body, "bootstrap_room": 7})
+        rooms = [submit.bootstrap for submit in rig.scheduler.submits]
+        assert [(b.host, b.port, b.room) for b in rooms if b] == [
+            ("127.0.0.1", 8998, 7),
+            ("127.0.0.1", 8998, 8),
+        ]
+
+    run_generate(tmp_path, story)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_bad_input_is_a_400_also_if_a_stream_was_asked_for(
+    is_streaming: bool, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {"text": "a", "sampling_params": {"top_p": 2}, "stream": is_streaming}
+        reply = await post_object(rig, "/generate", body, 400)
+        assert reply == {
+            "error": {"message": "sampling_params.top_p=2: must be a finite number in (0, 1]"}
+        }
+        reply = await post_object(rig, "/generate", {}, 400)
+        assert "text, input_ids" in str(at(reply, "error", "message"))
+        broken = await rig.http.post("/generate", content=b'{"text": ')
+        assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(("status", "kind"), [(503, "queue_full"), (500, "transfer_failed")])
+def test_a_failure_before_the_first_token_has_its_own_status(
+    is_streaming: bool, status: int, kind: str, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = lambda submit: [Failed(submit.request_id, status, kind, "why")]
+        body: JsonObject = {"text": "a", "stream": is_streaming}
+        reply = await rig.http.post("/generate", json=body)
+        assert reply.status_code == status
+        assert reply.json() == {"error": {"message": "why"}}
+        assert ("retry-after" in reply.headers) == (status == 503)
+
+    run_generate(tmp_path, story)
+
+
+def failing_midway(submit: Submit) -> list[SchedulerToFrontend]:
+    """The first prompt token 5 fails after a token, all others succeed."""
+    if submit.token_ids[0] != 5:
+        return count_up(submit)
+    return [count_up(submit)[0], Failed(submit.request_id, 500, "peer_lost", "gone")]
+
+
+def test_a_failure_inside_a_stream_ends_its_own_sample(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        body = {"input_ids": [[6], [5]], "sampling_params": {"max_new_tokens": 3}, "stream": True}
+        async with serve_http(rig) as served:
+            request = served.http.stream("POST", "/generate", json=body)
+            asked = asyncio.create_task(request.__aenter__())
+            await rig.until(lambda s: len(s.held) == 2)
+            first, second = sorted(rig.scheduler.held)
+            rig.scheduler.send(count_up(rig.scheduler.held[second])[0])
+            reply = await asked
+            parts = reply.aiter_text()
+            begun = await anext(parts)
+            rig.scheduler.send(Failed(second, 500, "peer_lost", "gone"))
+            rig.scheduler.release(first)
+            events = events_of(begun + "".join([part async for part in parts]))
+            await request.__aexit__(None, None, None)
+        last = {event["index"]: event for event in events}
+        assert at(last[1], "meta_info", "finish_reason") == {
+            "type": "abort",
+            "message": "gone",
+            "status_code": 500,
+            "err_type": "peer_lost",
+        }
+        assert last[1]["output_ids"] == counted_up([5], 1)
+        assert last[0]["output_ids"] == counted_up([6], 3)
+
+    run_generate(tmp_path, story)
+
+
+def test_a_failure_in_a_plain_batch_cancels_the_others(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        asked = asyncio.create_task(
+            post_object(rig, "/generate", {"input_ids": [[5], [6]]}, status=500)
+        )
+        await rig.until(lambda s: len(s.held) == 2)
+        first, second = sorted(rig.scheduler.held)
+        rig.scheduler.answer = failing_midway
+        rig.scheduler.release(first)
+        assert await asked == {"error": {"message": "gone"}}
+        await rig.until(lambda s: [c.request_id for c in s.cancels] == [second])
+
+    run_generate(tmp_path, story)
+
+
+def test_an_aborted_request_answers_with_what_there_is(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        body: JsonObject = {"text": "a", "rid": "mine"}
+        asked = asyncio.create_task(post_object(rig, "/generate", body))
+        await rig.until(lambda s: len(s.held) == 1)
+        await rig.http.post("/abort_request", json={"rid": "mine"})
+        reply = await asked
+        assert reply["output_ids"] == []
+        assert at(reply, "meta_info", "finish_reason", "type") == "abort"
+        assert "abort" in str(at(reply, "meta_info", "finish_reason", "message"))
+
+    run_generate(tmp_path, story)
+
+
+def test_an_rid_in_use_is_refused_and_none_of_its_batch_goes_on(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        asked = asyncio.create_task(post_object(rig, "/generate", {"text": "a", "rid": "x"}))
+        await rig.until(lambda s: len(s.held) == 1)
+        batch: JsonObject = {"text": ["b", "c"], "rid": ["y", "x"]}
+        reply = await post_object(rig, "/generate", batch, status=400)
+        assert "rid" in str(at(reply, "error", "message"))
+        await rig.until(lambda s: len(s.submits) == 2 and len(s.cancels) == 1)
+        assert rig.scheduler.cancels[0].request_id == rig.scheduler.submits[1].request_id
+        rig.scheduler.release()
+        assert at(await asked, "meta_info", "id") == "x"
+
+    run_generate(tmp_path, story)
+
+
+def test_x_request_id_is_part_of_the_name_and_may_come_twice(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        names = []
+        for _ in range(2):
+            reply = await rig.http.post(
+                "/generate", json={"text": "a"}, headers={"X-Request-Id": "bench-7"}
+            )
+            names.append(reply.json()["meta_info"]["id"])
+        assert all(name.startswith("bench-7-") for name in names) and len(set(names)) == 2
+        odd = await rig.http.post(
+            "/generate", json={"text": "a"}, headers={"X-Request-Id": "a b" * 100}
+        )
+        assert "a b" not in odd.json()["meta_info"]["id"]
+
+    run_generate(tmp_path, story)
+
+
+# ---- disconnects ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_goes_away_before_the_first_token_is_cancelled(
+    is_streaming: bool, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        async with serve_http(rig) as served:
+            body = {"text": ["a", "b"], "stream": is_streaming}
+            asked = asyncio.create_task(served.http.post("/generate", json=body))
+            await rig.until(lambda s: len(s.held) == 2)
+            asked.cancel()
+            await rig.until(lambda s: len(s.cancels) == 2)
+        assert rig.scheduler.held == {}
+
+    run_generate(tmp_path, story)
+
+
+def test_a_client_that_leaves_a_stream_is_cancelled(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        async with serve_http(rig) as served:
+            body = {"text": "a", "stream": True}
+            request = served.http.stream("POST", "/generate", json=body)
+            asked = asyncio.create_task(request.__aenter__())
+            await rig.until(lambda s: len(s.held) == 1)
+            (submit,) = rig.scheduler.held.values()
+            rig.scheduler.send(count_up(submit)[0])
+            reply = await asked
+            lines = reply.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+            await request.__aexit__(None, None, None)
+            await rig.until(lambda s: len(s.cancels) == 1)
+
+    run_generate(tmp_path, story)
+
+
+def test_a_reply_after_done_is_no_abort(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        async with serve_http(rig) as served:
+            reply = await served.http.post("/generate", json={"text": "a", "stream": True})
+            assert events_of(reply.text)
+        assert rig.scheduler.cancels == []
+
+    run_generate(tmp_path, story)
+
+
+def test_a_large_body_is_checked_off_the_loop_with_the_same_answer(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, "/generate", {"text": "a " * 5000}, status=400)
+        assert "the prompt has" in str(at(reply, "error", "message"))
+        padded: JsonObject = {"input_ids": [5], "sampling_params": GREEDY, "unused": "x" * 9000}
+        assert (await post_object(rig, "/generate", padded))["output_ids"] == counted_up([5], 4)
+
+    run_generate(tmp_path, story)
