@@ -18,10 +18,10 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
 	@echo "making $(VENV) (a few minutes the first time)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --progress-bar off -q -c constraints.txt torch
-	@$(PY) -m pip install --progress-bar off -q -c constraints.txt nanobind scikit-build-core cmake ninja libucx-cu12
+	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt torch
+	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt nanobind scikit-build-core cmake ninja libucx-cu12
 	@echo "building the native part"
-	@$(PY) -m pip install --progress-bar off -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went

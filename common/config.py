@@ -39,6 +39,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
+    cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
+        shared by the ranks, so that a pair on one machine does not fight over them.
     transport: which UCX transports may be used. ucx: which libucp is loaded: "auto", "wheel",
         "system", or a directory.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
@@ -72,6 +74,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tp_size: int = 1
     pp_size: int = 1
     layer_group_count: int = 1
+    cpu_thread_count: int | None = None
     disable_radix_cache: bool = False
     transport: str = "auto"
     ucx: str = "auto"

@@ -199,6 +199,12 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "layer groups of a page that leave one after another",
     ),
     Flag(
+        "cpu_thread_count",
+        ("cpu-threads",),
+        integer(1, 1024),
+        "threads of one worker on a CPU [half of the cores, shared by the ranks]",
+    ),
+    Flag(
         "disable_radix_cache",
         ("disable-radix-cache",),
         switch,
