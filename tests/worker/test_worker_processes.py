@@ -24,6 +24,8 @@ from common.protocol.local import (
     PrefillChunk,
     Send,
     SendSettled,
+    Step,
+    StepDone,
 )
 from common.request import SamplingParams
 from tests.engine.tiny_checkpoints import Reference, random_prompt
@@ -174,6 +176,26 @@ def test_a_page_that_lands_in_the_wrong_place_changes_the_tokens(
     elsewhere = [DECODE_PAGES[0], 61, *DECODE_PAGES[2:6]]
     tokens, _ = pair.hand_over(prompt, GREEDY, chunk=64, target_pages=elsewhere)
     assert tokens != oracle.greedy(prompt, 24)
+
+
+def test_a_hand_over_settles_while_the_engine_computes(pair: Pair) -> None:
+    tokens = random_prompt(512, 6)
+    steps = 30
+    for index in range(steps):  # given: steps that keep the engine busy for long
+        new = [NewSequence(900 + index, tokens, 512, GREEDY)]
+        grants = [PageGrant(900 + index, 0, 0, list(range(64, 128)))]
+        chunks = [PrefillChunk(900 + index, 0, 512, is_last=True)]
+        retired = [900 + index - 1] if index else []
+        pair.prefill.tell(Step(10_000 + index, new, grants, chunks, [], retired))
+    pair.prefill.tell(
+        Send(8, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, [*range(1, 9)])])
+    )
+    settled, earlier = pair.prefill.expect_after(SendSettled)
+    assert settled.error == ""
+    assert len(earlier) < steps
+    for _ in range(steps - len(earlier)):
+        assert pair.prefill.expect(StepDone).failed == {}
+    pair.prefill.step(retired=[900 + steps - 1])
 
 
 @pytest.mark.parametrize(

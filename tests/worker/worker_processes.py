@@ -90,13 +90,23 @@ class WorkerProcesses:
         assert self._server.send("worker-0", payload) is SendResult.SENT
 
     def expect(self, kind: type[Message], timeout_s: float = ANSWER_TIMEOUT_S) -> Message:
-        """The next message of a kind, whatever comes before it."""
+        """The next message of a kind; what comes before it stays to be expected."""
+        index, message = self._find(kind, timeout_s)
+        del self._waiting[index]
+        return message
+
+    def expect_after(self, kind: type[Message]) -> tuple[Message, list[WorkerToScheduler]]:
+        """The next message of a kind, and all that came before it."""
+        index, message = self._find(kind, ANSWER_TIMEOUT_S)
+        earlier, self._waiting = self._waiting[:index], self._waiting[index + 1 :]
+        return message, earlier
+
+    def _find(self, kind: type[Message], timeout_s: float) -> tuple[int, Message]:
         end_at = self._clock.now() + timeout_s
         while True:
             for index, message in enumerate(self._waiting):
                 if isinstance(message, kind):
-                    del self._waiting[index]
-                    return message
+                    return index, message
             for process in self.processes:
                 assert process.poll() is None, f"worker ended: {self.log}"
             left = end_at - self._clock.now()
