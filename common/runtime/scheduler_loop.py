@@ -273,7 +273,9 @@ def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serv
     first = ordered[0]
     for worker in ordered[1:]:
         assert worker.layout == first.layout and worker.fingerprint == first.fingerprint
-    page_counts = tuple(min(counts) for counts in zip(*(w.page_counts for w in ordered)))
+    page_counts = tuple(
+        min(counts) for counts in zip(*(w.page_counts for w in ordered), strict=True)
+    )
     return ServerFacts(
         incarnation=secrets.token_hex(8),
         layout=decode_layout(first.layout),

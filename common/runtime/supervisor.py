@@ -29,6 +29,8 @@ PR_SET_PDEATHSIG = 1
 WATCH_INTERVAL_S = 0.1
 # What a process may take to end after the drain before it is killed.
 END_TIMEOUT_S = 5.0
+# What the frontend may take to answer its open requests when the server has failed.
+LAST_ANSWERS_TIMEOUT_S = 3.0
 # The exit code of a process that found its settings unusable, passed on as it is.
 EXIT_CONFIG = 2
 EXIT_CHILD_DIED = 1
@@ -55,7 +57,7 @@ class Supervisor:
             self._start(f"worker-{rank}", "common.worker", "--rank", str(rank))
         self._start("frontend", "common.frontend")
         code = self._watch()
-        self._kill_rest()
+        self._end_rest()
         return code
 
     def _start(self, name: str, module: str, *extra: str) -> None:
@@ -111,7 +113,12 @@ class Supervisor:
             self._sleep()
         return True
 
-    def _kill_rest(self) -> None:
+    def _end_rest(self) -> None:
+        """The frontend first, and gently: it answers its open requests before it goes."""
+        frontend = self._children["frontend"]
+        if frontend.poll() is None:
+            frontend.terminate()
+            self._wait(frontend, LAST_ANSWERS_TIMEOUT_S)
         for child in self._children.values():
             if child.poll() is None:
                 child.kill()
