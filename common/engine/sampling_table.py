@@ -25,10 +25,14 @@ SLOT_COUNT_START = 16
 """Slots and penalty rows that exist at first; both double when they run out."""
 
 
+TEMPERATURE_MIN = 1e-6
+"""Below it a draw is the argmax anyway, and dividing by it would leave the range of float32."""
+
+
 class Feature(IntFlag):
     """What a slot needs beyond an argmax; a step looks at the union over its rows."""
 
-    SAMPLED = 1  # temperature above 0
+    SAMPLED = 1  # temperature from TEMPERATURE_MIN on
     FILTERED = 2  # top_k or top_p
     MIN_P = 4
     PENALISED = 8
@@ -106,7 +110,7 @@ class SamplingTable:
         self._grow(slot)
         features = _features_of(params, self.vocab_size)
         self.features[slot] = features
-        self.temperature.values[slot] = params.temperature if params.temperature > 0 else 1.0
+        self.temperature.values[slot] = params.temperature
         # Rounding must not let top_p 1 cut a tail: a sum of probabilities can reach 1 early.
         self.top_p.values[slot] = params.top_p if params.top_p < 1.0 else math.inf
         self.min_p.values[slot] = params.min_p
@@ -189,7 +193,7 @@ class _Column(Generic[Number]):
 
 def _features_of(params: SamplingParams, vocab_size: int) -> Feature:
     features = Feature(0)
-    if params.temperature > 0:
+    if params.temperature >= TEMPERATURE_MIN:
         features |= Feature.SAMPLED
         if 0 < params.top_k < vocab_size or params.top_p < 1.0:
             features |= Feature.FILTERED
