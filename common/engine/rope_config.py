@@ -56,7 +56,8 @@ def read_rope(config: JsonFields, *, max_position: int) -> RopeConfig:
     for source in (config, fields):
         if source.number("partial_rotary_factor", 1.0) != 1.0:
             raise source.error("partial_rotary_factor", "1 for this architecture")
-    theta = fields.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
+    default_theta = config.number("rope_theta", DEFAULT_THETA, above=1.0)
+    theta = fields.number("rope_theta", default_theta, above=1.0)
     kind_key = "rope_type" if fields.has("rope_type") else "type"
     kind_text = fields.text(kind_key, "default")
     if kind_text not in list(RopeKind):

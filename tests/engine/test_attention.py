@@ -104,6 +104,40 @@ def test_sdpa_over_pages_equals_plain_attention(name: str) -> None:
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=0.0)
 
 
+POISONED_BATCHES = {
+    "decodes": [(0, 1), (3, 1), (21, 1), (4, 1), (8, 1)],
+    "several buckets": [(300, 1), (2, 1), (290, 1), *[(1, 1)] * 8],
+    "one short decode": [(1, 1)],
+    "mixed": [(5, 1), (0, 6), (3, 1), (9, 7), (15, 1)],
+}
+
+
+@pytest.mark.parametrize("name", POISONED_BATCHES)
+def test_nothing_but_a_sequences_own_tokens_is_ever_multiplied(name: str) -> None:
+    """NaN in scratch, behind the last token of every sequence and in one sequence's tokens."""
+    results = []
+    for is_poisoned in (False, True):
+        pool, batch = deal(POISONED_BATCHES[name], seed=2)
+        ends = batch.kv_length_list
+        if is_poisoned:
+            for component in ("k", "v"):
+                view = pool.view(component, 0)
+                view[0] = float("nan")
+                for sequence, end in enumerate(ends):
+                    page = int(batch.page_tables[0][sequence, (end - 1) // PAGE])
+                    view[page, :, (end - 1) % PAGE + 1 :] = float("nan")
+        query, key, value = (
+            torch.ones(batch.token_count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        if is_poisoned and batch.sequence_count > 1:
+            value[-1] = float("nan")
+        results.append(SdpaAttention().start(batch, pool).attend(0, query, key, value))
+    expected, actual = results
+    rows = slice(None, -1) if len(expected) > 1 else slice(None)
+    assert torch.equal(actual[rows], expected[rows])
+    assert batch.sequence_count == 1 or actual[-1].isnan().all()
+
+
 def test_very_different_lengths_use_several_buckets() -> None:
     counts = [76, 1, 73, *[1] * 8]
     assert len(bucket_by_pages(counts)) == 2

@@ -62,8 +62,9 @@ def test_prepared_tensors_give_the_same_batch() -> None:
         page_items=(4,),
         logits_rows=expected.logits_rows,
     )
-    for name in ("query_starts", "kv_lengths", "logits_rows"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name))
+    assert torch.equal(actual.query_starts, expected.query_starts)
+    assert torch.equal(actual.kv_lengths, expected.kv_lengths)
+    assert actual.kv_length_list == expected.kv_length_list
     assert torch.equal(actual.token_pages[0], expected.token_pages[0])
     assert torch.equal(actual.token_rows[0], expected.token_rows[0])
 

@@ -227,6 +227,7 @@ def test_real_windows_are_refused(
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 'type = "dynamic"'),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor = -1"),
+        ({"rope_theta": 1.0}, "rope_theta = 1.0: must be a number above 1"),
         ({"rope_scaling": "linear"}, "rope_scaling .*an object"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor = 1.0: .*above"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor is missing"),

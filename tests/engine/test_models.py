@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.engine.forward_batch import SequenceChunk
+from common.engine.kv_pool import DTYPES
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
 from tests.engine.paged_decoding import (
@@ -180,7 +181,7 @@ def test_half_precision_stays_near_float32(
     model = load_model(tiny_checkpoint(name), dtype=dtype)
     prompt = random_prompt(33, 6)
     pool = make_pool(model, 8)
-    assert pool.view("k", 0).dtype == getattr(torch, dtype)
+    assert pool.view("k", 0).dtype == DTYPES[dtype]
     sequence = Sequence(prompt, shuffled_pages(8, 2))
     chunks = [sequence.chunk(20, all_logits=True), sequence.chunk(13, all_logits=True)]
     logits = torch.cat([forward(model, pool, [chunk]) for chunk in chunks])

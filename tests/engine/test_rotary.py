@@ -32,12 +32,18 @@ VARIANTS: dict[str, dict[str, object]] = {
 POSITIONS = [0, 1, 15, 16, 17, 127, 128, 1000, 4095, 100_000]
 
 
+def llama_config(parameters: dict[str, object]) -> LlamaConfig:
+    values = COMMON | {"head_dim": HEAD_DIM, "rope_parameters": dict(parameters)}
+    config = LlamaConfig.from_dict(values)
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rotation_equals_transformers(variant: str, dtype: torch.dtype) -> None:
     parameters = VARIANTS[variant]
-    values = COMMON | {"head_dim": HEAD_DIM, "rope_parameters": dict(parameters)}
-    config = LlamaConfig(**values)
+    config = llama_config(parameters)
     positions = torch.tensor(POSITIONS)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(len(POSITIONS), 3, HEAD_DIM, generator=generator).to(dtype)
@@ -59,8 +65,7 @@ def test_rotation_equals_transformers(variant: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_frequencies_equal_transformers_bit_for_bit(variant: str) -> None:
-    values = COMMON | {"head_dim": HEAD_DIM, "rope_parameters": dict(VARIANTS[variant])}
-    expected = LlamaRotaryEmbedding(LlamaConfig(**values))
+    expected = LlamaRotaryEmbedding(llama_config(VARIANTS[variant]))
     fields = JsonFields({"rope_parameters": dict(VARIANTS[variant])}, "config.json")
     frequencies, scale = rotary_frequencies(read_rope(fields, max_position=MAX_POSITION), HEAD_DIM)
     assert torch.equal(frequencies, expected.inv_freq)

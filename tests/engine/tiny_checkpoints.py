@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -28,7 +30,7 @@ from transformers import (
 )
 
 VOCAB_SIZE = 512
-CLASSES = {
+CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
     "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
@@ -121,7 +123,7 @@ def build_checkpoint(
 ) -> Path:
     """Write a checkpoint as transformers saves it. file_nbytes_max: cut into several files."""
     config_class, model_class = CLASSES[recipe.architecture]
-    config = config_class(**{**COMMON, **recipe.changes})
+    config = config_class.from_dict({**COMMON, **recipe.changes})
     torch.manual_seed(recipe.seed)
     model = model_class(config)
     redraw(model, recipe.seed, is_tied=recipe.is_tied)
@@ -190,7 +192,9 @@ class Reference:
         architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = CLASSES[architecture][1].from_pretrained(directory, dtype=torch.float32)
+            model: torch.nn.Module = CLASSES[architecture][1].from_pretrained(
+                directory, dtype=torch.float32
+            )
         return Reference(model.eval())
 
     @torch.inference_mode()

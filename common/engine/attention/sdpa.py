@@ -38,19 +38,47 @@ class SdpaAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class _Stale:
+    """Gathered items that hold no token of their sequence: int64[n] each, sequence and item.
+
+    A page's last owner may have left values there that are not finite. A mask makes their weight 0,
+    but 0 times NaN is NaN, so they are zeroed.
+    """
+
+    sequences: Tensor
+    items: Tensor
+
+
+@dataclass(slots=True)
 class _Gather:
-    """A page table int64[B, pages], and its gather index per geometry, made when first needed."""
+    """A page table int64[B, pages], and the indexes made of it when they are first needed.
+
+    indexes: per geometry, what to read, and the rows [B * unit * item] to zero in what was read.
+    """
 
     page_table: Tensor
-    indexes: dict[Geometry, GatherIndex] = field(default_factory=dict)
+    stale: _Stale | None = None
+    indexes: dict[Geometry, tuple[GatherIndex, Tensor | None]] = field(default_factory=dict)
 
     def read(self, plane: Plane, scratch: Scratch, dtype: torch.dtype) -> Tensor:
         """[B, unit, pages * page_items, element], good until `scratch` is used again."""
-        index = self.indexes.get(plane.geometry)
-        if index is None:
+        if plane.geometry not in self.indexes:
             index = gather_index(plane.geometry, self.page_table)
-            self.indexes[plane.geometry] = index
-        return plane.gather(index, scratch).to(dtype)
+            self.indexes[plane.geometry] = (index, self._stale_rows(plane.geometry))
+        index, stale_rows = self.indexes[plane.geometry]
+        gathered = plane.gather(index, scratch)
+        if stale_rows is not None:
+            rows = gathered.view(-1, gathered.shape[-1])
+            rows.index_copy_(0, stale_rows, rows.new_zeros(len(stale_rows), rows.shape[1]))
+        return gathered.to(dtype)
+
+    def _stale_rows(self, geometry: Geometry) -> Tensor | None:
+        if self.stale is None:
+            return None
+        units = torch.arange(geometry.unit_count, device=self.page_table.device)
+        first = self.stale.sequences[:, None] * geometry.unit_count + units
+        item_count = self.page_table.shape[1] * geometry.page_items
+        return (first * item_count + self.stale.items[:, None]).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +177,42 @@ class SdpaPass:
         buckets = bucket_by_pages(page_counts)
         is_all = len(buckets) == 1 and not self._chunks
         for bucket in buckets:
-            width = max(page_counts[i] for i in bucket)
             rows = torch.tensor([decode_rows[i] for i in bucket], device=device)
             table = self._page_table
             if not is_all:
                 table = table[torch.tensor([decodes[i] for i in bucket], device=device)]
             self._decodes.append(
-                _DecodeBucket(
-                    rows=None if is_all else rows,
-                    gather=_Gather(table[:, :width]),
-                    mask=self._decode_mask([lengths[i] for i in bucket], width, device),
+                self._plan_bucket(
+                    None if is_all else rows, table, torch.tensor([lengths[i] for i in bucket])
                 )
             )
 
-    def _decode_mask(self, lengths: list[int], width: int, device: torch.device) -> Tensor | None:
-        items = width * self._page_items
-        if all(length == items for length in lengths):
-            return None
-        is_token = torch.arange(items)[None] < torch.tensor(lengths)[:, None]
-        return is_token[:, None, None].to(device)
+    def _plan_bucket(self, rows: Tensor | None, table: Tensor, lengths: Tensor) -> _DecodeBucket:
+        """table: int64[B, pages] or wider; lengths: int64[B] on the CPU."""
+        device = table.device
+        items = self._page_items
+        page_counts = (lengths + items - 1) // items
+        width = int(page_counts.max())
+        if bool((lengths == width * items).all()):
+            return _DecodeBucket(rows, _Gather(table[:, :width]), None)
+        # Padding reads the sequence's own first page again: full of its tokens, unless it is also
+        # the last, and never another request's trouble.
+        columns = torch.arange(width)
+        columns = torch.where(columns < page_counts[:, None], columns, 0).to(device)
+        ends = torch.where(page_counts == 1, width, page_counts) * items
+        counts = ends - lengths
+        sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+        starts = counts.cumsum(0) - counts
+        stale_items = lengths[sequences] + torch.arange(len(sequences)) - starts[sequences]
+        is_token = torch.arange(width * items) < lengths[:, None]
+        return _DecodeBucket(
+            rows,
+            _Gather(
+                table.gather(1, columns),
+                _Stale(sequences.to(device), stale_items.to(device)) if len(sequences) else None,
+            ),
+            is_token[:, None, None].to(device),
+        )
 
     def _plan_chunk(
         self, index: int, first: int, length: int, kv_length: int, device: torch.device
