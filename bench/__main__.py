@@ -1,0 +1,35 @@
+"""python -m bench [section ...]: runs the named sections, by default all, and writes the report.
+
+A section is a module of this package with `run() -> list[Row]`. Adding one is one line below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from bench.report import REPORT_PATH, Row, print_table, write_report
+
+SECTIONS = {
+    "handover": "bench.handover",
+}
+
+
+def main(arguments: list[str]) -> int:
+    unknown = [name for name in arguments if name not in SECTIONS]
+    if unknown:
+        print(f"unknown section {', '.join(unknown)}: must be one of {', '.join(SECTIONS)}")
+        return 2
+    rows: list[Row] = []
+    for name in arguments or SECTIONS:
+        print(f"== {name}", flush=True)
+        section_rows: list[Row] = importlib.import_module(SECTIONS[name]).run()
+        print_table(section_rows)
+        rows += section_rows
+    write_report(rows)
+    print(f"written to {REPORT_PATH}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""Hand-over bandwidth: 64 MiB of random page runs between the pools of two processes.
+
+Measured from Python, from `submit` to the settled event, in GB/s (10^9 bytes). The reference of the
+shared-memory rows is a native memcpy of the same runs between two segments of this process; that of
+the tcp rows is UCX's own ucx_perftest at the same message size. Everything that is compared is
+sampled in turns within one run, because the speed of a shared machine drifts by the minute.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import defaultdict
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from bench.handover_peers import Contender, mooncake_pair, nixl_pair, perftest_gbps
+from bench.report import Row, row_of_medians
+from common.planner.copy_plan import CopyPlan
+from common.transport.transport import PeerConnected, TargetDescriptor, TransferSettled
+from common.transport.ucx import UcxSettings, UcxTransport
+
+POOL_NBYTES = 512 << 20
+BATCH_NBYTES = 64 << 20
+RUN_KIB = (4, 16, 64, 256)
+SAMPLE_COUNT = 9
+PATIENCE_S = 60.0
+
+Samples = dict[str, list[float]]
+
+
+class Pair:
+    """This process as the writer, a child as the target, with our transport between them."""
+
+    def __init__(self, tls: str) -> None:
+        self.transport = UcxTransport(UcxSettings(tls=tls))
+        self.source = self._allocate("source")
+        context = multiprocessing.get_context("spawn")
+        self._pipe, pipe = context.Pipe()
+        self._process = context.Process(target=serve_target, args=(tls, pipe), daemon=True)
+        self._process.start()
+        descriptor: TargetDescriptor = self._pipe.recv()
+        self.transport.connect("target", descriptor)
+        self.transport.wait(PATIENCE_S)
+        (event,) = self.transport.poll()
+        assert isinstance(event, PeerConnected), event
+        self._tag = 0
+
+    def _allocate(self, name: str) -> np.ndarray:
+        view = self.transport.allocate(name, POOL_NBYTES).view
+        assert view is not None
+        view[:] = np.random.default_rng(0).integers(0, 256, POOL_NBYTES, dtype=np.uint8)
+        return view
+
+    def allocate_reference(self) -> np.ndarray:
+        return self._allocate("reference")
+
+    def sample(self, plan: CopyPlan) -> float:
+        self._tag += 1
+        start = time.perf_counter()
+        self.transport.submit("target", plan, self._tag)
+        self.transport.wait(PATIENCE_S)
+        (event,) = self.transport.poll()
+        seconds = time.perf_counter() - start
+        assert isinstance(event, TransferSettled), event
+        assert event.error is None, event
+        return plan.total_nbytes / seconds / 1e9
+
+    def close(self) -> None:
+        self.transport.close()
+        self._pipe.send(None)
+        self._process.join()
+
+
+def serve_target(tls: str, pipe: Connection) -> None:
+    transport = UcxTransport(UcxSettings(tls=tls))
+    view = transport.allocate("pool", POOL_NBYTES).view
+    assert view is not None
+    view[:] = 0
+    pipe.send(transport.open_target("writer"))
+    pipe.recv()
+    transport.close()
+
+
+def plan_random_runs(rng: np.random.Generator, run_nbytes: int) -> CopyPlan:
+    """Random pages of the source pool to other random pages of the target pool."""
+    run_count = BATCH_NBYTES // run_nbytes
+    slots = POOL_NBYTES // run_nbytes
+    zeros = np.zeros(run_count, dtype=np.int64)
+    return CopyPlan(
+        source_region=zeros,
+        source_offset=rng.permutation(slots)[:run_count].astype(np.int64) * run_nbytes,
+        target_region=zeros,
+        target_offset=rng.permutation(slots)[:run_count].astype(np.int64) * run_nbytes,
+        nbytes=np.full(run_count, run_nbytes, dtype=np.int64),
+    )
+
+
+def sample_memcpy(target: np.ndarray, source: np.ndarray, plan: CopyPlan) -> float:
+    from common.transport import _ucx
+
+    start = time.perf_counter()
+    _ucx.copy_runs(target, source, plan.target_offset, plan.source_offset, plan.nbytes)
+    return plan.total_nbytes / (time.perf_counter() - start) / 1e9
+
+
+def run() -> list[Row]:
+    return run_shared_memory() + run_tcp()
+
+
+def run_shared_memory() -> list[Row]:
+    pair = Pair("posix,tcp")
+    reference = pair.allocate_reference()
+    ours: Samples = defaultdict(list)
+    memcpy: Samples = defaultdict(list)
+    with Contenders("shm") as contenders:
+        rng = np.random.default_rng(1)
+        for _ in range(SAMPLE_COUNT):
+            for kib in RUN_KIB:
+                name = f"handover_shm_{kib}KiB"
+                plan = plan_random_runs(rng, kib << 10)
+                memcpy[name].append(sample_memcpy(reference, pair.source, plan))
+                ours[name].append(pair.sample(plan))
+                contenders.sample(name, plan)
+    pair.close()
+    rows = [row_of_medians(n, "GB/s", ours[n], "memcpy", memcpy[n]) for n in ours]
+    return rows + contenders.rows(ours)
+
+
+def run_tcp() -> list[Row]:
+    pair = Pair("tcp")
+    library_directory = str(pair.transport.describe()["ucx_directory"])
+    ours: Samples = defaultdict(list)
+    perftest: Samples = defaultdict(list)
+    with Contenders("tcp") as contenders:
+        rng = np.random.default_rng(2)
+        for _ in range(SAMPLE_COUNT):
+            for kib in RUN_KIB:
+                name = f"handover_tcp_{kib}KiB"
+                plan = plan_random_runs(rng, kib << 10)
+                ours[name].append(pair.sample(plan))
+                contenders.sample(name, plan)
+                perftest[name].append(perftest_gbps(library_directory, kib << 10))
+    pair.close()
+    rows = [row_of_medians(n, "GB/s", ours[n], "ucx_perftest", perftest[n]) for n in ours]
+    return rows + contenders.rows(ours)
+
+
+class Contenders:
+    """The other transfer engines that are installed, sampled beside ours on the same plans."""
+
+    def __init__(self, link: str) -> None:
+        makers = {"nixl": nixl_pair, "mooncake": mooncake_pair}
+        self._contenders: dict[str, Contender] = {}
+        self._samples: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for name, maker in makers.items():
+            contender = maker(link, POOL_NBYTES)
+            if isinstance(contender, str):
+                print(f"skipped handover_{link}_*_{name}: {contender}", flush=True)
+            else:
+                self._contenders[name] = contender
+
+    def __enter__(self) -> Contenders:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for contender in self._contenders.values():
+            contender.close()
+
+    def sample(self, row: str, plan: CopyPlan) -> None:
+        for name, contender in self._contenders.items():
+            self._samples[row, name].append(contender.sample(plan))
+
+    def rows(self, ours: Samples) -> list[Row]:
+        return [
+            row_of_medians(f"{row}_{name}", "GB/s", samples, "ours", ours[row])
+            for (row, name), samples in self._samples.items()
+        ]

@@ -1,0 +1,223 @@
+"""Other ways to move the same bytes: ucx_perftest, NIXL and Mooncake, each in its own processes.
+
+They are measured at their best: what NIXL prepares before a transfer is not counted, and its two
+processes run as they were fastest (progress thread at the target only). A contender is stopped
+while it is not sampled, so that none pays for the threads of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from common.planner.copy_plan import CopyPlan
+
+PATIENCE_S = 60.0
+PERFTEST_NBYTES = 128 << 20
+
+Serve = Callable[[str, int, Connection], None]
+
+
+class Contender:
+    """Two stopped processes, woken for each sample."""
+
+    def __init__(self, serve_target: Serve, serve_writer: Serve, link: str, nbytes: int) -> None:
+        self._target, self._target_pipe = start_process(serve_target, link, nbytes)
+        self._writer, self._pipe = start_process(serve_writer, link, nbytes)
+        self._pipe.send(self._target_pipe.recv())
+        assert self._pipe.recv() == "ready"
+        self._pause()
+
+    def _pause(self) -> None:
+        for process in (self._writer, self._target):
+            os.kill(process.pid or 0, signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        for process in (self._writer, self._target):
+            os.kill(process.pid or 0, signal.SIGCONT)
+
+    def sample(self, plan: CopyPlan) -> float:
+        """GB/s of one transfer."""
+        self._resume()
+        self._pipe.send(plan)
+        assert self._pipe.poll(PATIENCE_S), "the contender does not answer"
+        seconds: float = self._pipe.recv()
+        self._pause()
+        return plan.total_nbytes / seconds / 1e9
+
+    def close(self) -> None:
+        for process in (self._writer, self._target):
+            process.kill()
+            process.join()
+
+
+def start_process(
+    serve: Serve, link: str, nbytes: int
+) -> tuple[multiprocessing.context.SpawnProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(link, nbytes, there), daemon=True)
+    process.start()
+    return process, here
+
+
+# ucx_perftest -------------------------------------------------------------------------------------
+
+
+def perftest_gbps(library_directory: str, message_nbytes: int) -> float:
+    """ucp_put_bw between two processes over tcp, the best UCX does at this message size."""
+    program = str(Path(library_directory).parent / "bin" / "ucx_perftest")
+    environment = {"LD_LIBRARY_PATH": library_directory, "UCX_TLS": "tcp"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    server = subprocess.Popen([program, "-p", port], env=environment, stdout=subprocess.DEVNULL)
+    wait_until_listening(int(port))
+    test = f"127.0.0.1 -p {port} -t ucp_put_bw -s {message_nbytes} -w 100 -f"
+    client = subprocess.run(
+        [program, *test.split(), "-n", str(PERFTEST_NBYTES // message_nbytes)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    server.wait(PATIENCE_S)
+    # The last line: iterations, three overheads, average and overall MB/s (2^20), two rates.
+    return float(client.stdout.split()[-3]) * (1 << 20) / 1e9
+
+
+def wait_until_listening(port: int) -> None:
+    """Looks at the kernel's table: to connect would use up the server's one connection."""
+    deadline = time.monotonic() + PATIENCE_S
+    listening = f":{port:04X} 00000000:0000 0A"
+    while listening not in Path("/proc/net/tcp").read_text():
+        assert time.monotonic() < deadline, f"nothing listens on port {port}"
+        time.sleep(0.005)
+
+
+# NIXL ---------------------------------------------------------------------------------------------
+
+
+def nixl_pair(link: str, nbytes: int) -> Contender | str:
+    if importlib.util.find_spec("nixl_cu12") is None:
+        return "nixl-cu12 is not installed"
+    return Contender(serve_nixl_target, serve_nixl_writer, link, nbytes)
+
+
+def import_nixl(link: str) -> ModuleType:
+    if link == "tcp":
+        os.putenv("UCX_TLS", "tcp")
+    return importlib.import_module("nixl_cu12._api")
+
+
+def serve_nixl_target(link: str, nbytes: int, pipe: Connection) -> None:
+    api = import_nixl(link)
+    agent = api.nixl_agent("target", api.nixl_agent_config(enable_prog_thread=True))
+    pool = np.ones(nbytes, dtype=np.uint8)
+    agent.register_memory([(pool.ctypes.data, nbytes, 0, "")], "DRAM")
+    pipe.send((agent.get_agent_metadata(), pool.ctypes.data))
+    pipe.recv()
+
+
+def serve_nixl_writer(link: str, nbytes: int, pipe: Connection) -> None:
+    api = import_nixl(link)
+    agent = api.nixl_agent("writer", api.nixl_agent_config(enable_prog_thread=False))
+    pool = np.ones(nbytes, dtype=np.uint8)
+    agent.register_memory([(pool.ctypes.data, nbytes, 0, "")], "DRAM")
+    metadata, target_address = pipe.recv()
+    target = agent.add_remote_agent(metadata)
+    pipe.send("ready")
+    for plan in plans(pipe):
+        zeros = np.zeros(plan.run_count, dtype=np.int64)
+        source = np.stack([plan.source_offset + pool.ctypes.data, plan.nbytes, zeros], axis=1)
+        landing = np.stack([plan.target_offset + target_address, plan.nbytes, zeros], axis=1)
+        handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs(source.astype(np.uint64), "DRAM"),
+            agent.get_xfer_descs(landing.astype(np.uint64), "DRAM"),
+            target,
+        )
+        with timed(pipe):
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            assert state == "DONE", state
+        agent.release_xfer_handle(handle)
+
+
+# Mooncake -----------------------------------------------------------------------------------------
+
+
+def mooncake_pair(link: str, nbytes: int) -> Contender | str:
+    if link != "tcp":
+        return "Mooncake has no shared-memory transport for pools it does not own"
+    if importlib.util.find_spec("mooncake") is None:
+        return "mooncake-transfer-engine is not installed"
+    try:
+        importlib.import_module("mooncake.engine")
+    except ImportError as exc:
+        return f"mooncake can't be loaded: {exc}"
+    return Contender(serve_mooncake_target, serve_mooncake_writer, link, nbytes)
+
+
+def import_mooncake() -> ModuleType:
+    # By default a batch of more than 1024 runs is refused.
+    os.putenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
+    os.putenv("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "65535")
+    return importlib.import_module("mooncake.engine")
+
+
+def serve_mooncake_target(link: str, nbytes: int, pipe: Connection) -> None:
+    engine = import_mooncake().TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    pool = np.ones(nbytes, dtype=np.uint8)
+    assert engine.register_memory(pool.ctypes.data, nbytes) == 0
+    pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", pool.ctypes.data))
+    pipe.recv()
+
+
+def serve_mooncake_writer(link: str, nbytes: int, pipe: Connection) -> None:
+    engine = import_mooncake().TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    pool = np.ones(nbytes, dtype=np.uint8)
+    assert engine.register_memory(pool.ctypes.data, nbytes) == 0
+    session, target_address = pipe.recv()
+    pipe.send("ready")
+    for plan in plans(pipe):
+        sources = (plan.source_offset + pool.ctypes.data).tolist()
+        targets = (plan.target_offset + target_address).tolist()
+        sizes = plan.nbytes.tolist()
+        with timed(pipe):
+            assert engine.batch_transfer_sync_write(session, sources, targets, sizes) == 0
+
+
+# Both ---------------------------------------------------------------------------------------------
+
+
+def plans(pipe: Connection) -> Iterator[CopyPlan]:
+    while True:
+        plan = pipe.recv()
+        assert isinstance(plan, CopyPlan)
+        yield plan
+
+
+@contextmanager
+def timed(pipe: Connection) -> Iterator[None]:
+    """Sends the seconds that the block took."""
+    start = time.perf_counter()
+    yield
+    pipe.send(time.perf_counter() - start)
