@@ -26,6 +26,7 @@ from common.request import FinishKind, FinishReason
 
 PARTS = (*BASE_PARTS, sglang_api.build_router, openai_api.build_router)
 VOCAB_SIZE = 400  # more than the tokenizer has
+STORY_TIMEOUT_S = 60.0  # a story takes less than a second; one that hangs must still fail
 TOKENIZER = Tokenizer(byte_level_backend(), None)
 
 
@@ -44,9 +45,13 @@ def run_generate(
     def prepare(scheduler: ScriptedScheduler) -> None:
         scheduler.info = msgspec.structs.replace(INFO, vocab_size=VOCAB_SIZE)
 
+    async def bounded(rig: Rig) -> None:
+        async with asyncio.timeout(STORY_TIMEOUT_S):
+            await story(rig)
+
     run_with_rig(
         directory,
-        story,
+        bounded,
         parts=PARTS,
         prepare=prepare,
         role=role,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend
 
@@ -209,6 +209,7 @@ def test_without_a_seed_every_sample_draws_its_own() -> None:
     assert seeds.isdisjoint({s.sampling.seed for s in parse(sampling_params={"n": 64}).samples})
 
 
+@settings(deadline=None)
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 127))
 def test_every_seed_fits_the_engine(seed: int, index: int) -> None:
     got = derive_seed(sampling_of(sampling_seed=seed).seed, index)
@@ -516,6 +517,7 @@ PARAM_KEYS = sorted({*OUT_OF_RANGE, *(key for key, _ in BAD_PARAMS), "ignore_eos
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(
     body=st.dictionaries(st.sampled_from(TOP_KEYS), json_values, max_size=4),
     params=st.dictionaries(st.sampled_from(PARAM_KEYS), json_values, max_size=3),
