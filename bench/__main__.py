@@ -12,6 +12,8 @@ from bench.report import REPORT_PATH, Row, print_table, write_report
 
 SECTIONS = {
     "handover": "bench.handover",
+    "scheduler": "bench.scheduler",
+    "pair": "bench.pair",
 }
 
 

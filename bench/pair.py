@@ -1,0 +1,74 @@
+"""The demo pair as a client sees it: what a hand-over costs beyond the wire, and its memory.
+
+Overhead is counted from the first token being ready on the prefill server to the client having it,
+less the bytes at the best bandwidth of the run. What the client waits before the prompt starts to
+be computed can't be told apart from outside (HTTP, tokenizer) and is counted as overhead too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from bench.report import Row
+from demo.__main__ import CHECKPOINT, Reply
+from demo.facts import make_question
+from demo.servers import Pair
+
+REQUEST_COUNT = 60
+WARM_UP_COUNT = 10
+TARGET_MS = 10.0
+FACT_COUNTS = (4, 16, 40, 60)
+
+
+def run() -> list[Row]:
+    with Pair(CHECKPOINT, say=lambda line: print(line, flush=True)) as pair:
+        with httpx.Client(base_url=pair.decode.url, timeout=60.0) as client:
+            samples = [_ask(client, index) for index in range(REQUEST_COUNT)][WARM_UP_COUNT:]
+        memory = _memory_rows(pair.decode.process.pid)
+    bandwidth = max(nbytes / wire_s for _, nbytes, wire_s in samples)
+    overhead_ms = [1e3 * (seconds - nbytes / bandwidth) for seconds, nbytes, _ in samples]
+    p50 = statistics.median(overhead_ms)
+    return [
+        Row("handover_overhead_p50", p50, "ms", "target", TARGET_MS, p50 / TARGET_MS, len(samples)),
+        *memory,
+    ]
+
+
+def _ask(client: httpx.Client, index: int) -> tuple[float, int, float]:
+    """(seconds from the first token on prefill to the client, bytes, seconds on the wire)."""
+    question = make_question(5000 + index, FACT_COUNTS[index % len(FACT_COUNTS)])
+    sampling = {"temperature": 0, "max_new_tokens": 4}
+    body = {"text": question.prompt, "sampling_params": sampling, "stream": True}
+    first_at = 0.0
+    last = ""
+    started_at = time.perf_counter()
+    with client.stream("POST", "/generate", json=body) as response:
+        for line in response.iter_lines():
+            payload = line.removeprefix("data: ")
+            if payload and payload != "[DONE]":
+                first_at = first_at or time.perf_counter()
+                last = payload
+    stages = msgspec.json.decode(last, type=Reply).meta_info.timeline
+    assert stages is not None
+    hand_over = stages.hand_over
+    computed_s = stages.reserve_s + hand_over.queue_s + hand_over.prefill_s
+    return first_at - started_at - computed_s, hand_over.nbytes, hand_over.wire_s
+
+
+def _memory_rows(supervisor_pid: int) -> list[Row]:
+    """Resident memory of each process of a server, by what it is."""
+    children = Path(f"/proc/{supervisor_pid}/task/{supervisor_pid}/children").read_text().split()
+    rows: list[Row] = []
+    for pid in children:
+        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        module = next(part for part in command if "_process" in part or part.startswith("common."))
+        kind = "scheduler" if "scheduler" in module else module.removeprefix("common.")
+        status = Path(f"/proc/{pid}/status").read_text()
+        kib = next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]
+        rows.append(Row(f"rss_{kind}", int(kib) / 1024, "MiB", None, None, None, 1))
+    return sorted(rows, key=lambda row: row.name)
