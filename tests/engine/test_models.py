@@ -105,6 +105,7 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(
     assert greedy_together(load_model(tiny_checkpoint(name))) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_a_sequence_alone_gives_the_tokens_it_gives_in_a_batch(
     name: str, tiny_checkpoint: Checkpoints

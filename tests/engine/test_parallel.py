@@ -81,6 +81,7 @@ def test_a_rank_outside_the_server_is_named() -> None:
         )
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank 1 of 2 could not join"):
         ParallelContext.join(
