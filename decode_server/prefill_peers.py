@@ -13,15 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.errors import ProtocolError
+from common.layout.cache_layout import ServerLayout
+from common.protocol.codec import decode_layout
 from common.protocol.handshake import (
     compare_fingerprints,
     compare_layouts,
     expected_writers,
 )
-
-from common.errors import ProtocolError
-from common.layout.cache_layout import ServerLayout
-from common.protocol.codec import decode_layout
 from common.protocol.local import (
     ClosePeer,
     OpenPeer,

@@ -11,16 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.errors import ProtocolError
+from common.layout.cache_layout import ServerLayout
+from common.protocol.codec import decode_layout
 from common.protocol.handshake import (
     announced_page_counts,
     compare_fingerprints,
     compare_layouts,
     compare_versions,
 )
-
-from common.errors import ProtocolError
-from common.layout.cache_layout import ServerLayout
-from common.protocol.codec import decode_layout
 from common.protocol.local import ClosePeer, ConnectPeer, PeerConnected, PeerState
 from common.protocol.peer import (
     PROTOCOL_VERSION,

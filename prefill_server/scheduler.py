@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import assert_never
 
 from common.protocol.handshake import check_transfer_request
-
 from common.protocol.local import (
     Cancel,
     Failed,

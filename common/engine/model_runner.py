@@ -57,6 +57,7 @@ class ModelRunner:
         self._page_items = pool.page_items
         self._sequences = SequenceTable(pool.page_items, self._device)
         self._sampler = Sampler(self._vocab_size, list(model.config.eos_token_ids), self._device)
+        self._draws_tokens = model.head is not None
         self._prompt_wants: dict[int, tuple[int, int]] = {}
         self._refused: dict[int, str] = {}
 
@@ -70,13 +71,16 @@ class ModelRunner:
 
         Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
         the others are not affected. A sequence that can't be run (a token outside the vocabulary,
-        sampling values out of range) fails when its first token is due.
+        sampling values out of range) fails when its first token is due. A pipeline stage without
+        the head draws nothing: its answer names no request.
         """
         started = self._clock.now()
         self._retire(step.retired)
         for new in step.new:
             self._introduce(new)
         self._grant(step.grants)
+        if not self._draws_tokens:
+            self._hear_tokens(step)
         due = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
         failed = {r: self._refused[r] for r in due if r in self._refused}
         work = self._plan(step)
@@ -85,6 +89,8 @@ class ModelRunner:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         if len(work.chunk_slots) or len(work.decode_slots):
             logits = self._forward(work)
+            if logits is None:
+                return StepDone(step.step_id, [], [], seconds=self._clock.now() - started)
             row_count = len(work.sampled_slots)
             prompt_logprobs = self._score_prompts(work, logits[row_count:])
             ran = [request_id for request_id in due if request_id not in failed]
@@ -135,6 +141,17 @@ class ModelRunner:
         for group, group_grants in enumerate(by_group):
             self._sequences.grant(group, group_grants)
 
+    def _hear_tokens(self, step: Step) -> None:
+        """Append what the last stage drew in the step before; new sequences bring theirs along."""
+        new = {sequence.request_id for sequence in step.new} | self._refused.keys()
+        told = [
+            (self._sequences.slot(request_id), token)
+            for request_id, token in zip(step.decode, step.decode_tokens, strict=True)
+            if request_id not in new
+        ]
+        slots = np.array([slot for slot, _ in told], dtype=np.int64)
+        self._sequences.append(slots, np.array([token for _, token in told], dtype=np.int64))
+
     # ---- the forward pass ------------------------------------------------------------------------
 
     def _plan(self, step: Step) -> _Work:
@@ -176,8 +193,8 @@ class ModelRunner:
         has_first_token = first == 0 and chunk.start == 0
         return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
 
-    def _forward(self, work: _Work) -> Tensor:
-        """float32 logits of the rows that `_Work` lists."""
+    def _forward(self, work: _Work) -> Tensor | None:
+        """float32 logits of the rows that `_Work` lists; None without the model's head."""
         table = self._sequences
         decode_lengths = table.lengths[work.decode_slots]
         chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
@@ -204,9 +221,7 @@ class ModelRunner:
             page_items=self._page_items,
             logits_rows=self._to_device(_logits_rows(work)),
         )
-        logits = self._model.forward(batch, self._pool)
-        assert logits is not None, "only the last pipeline stage draws tokens"
-        return logits
+        return self._model.forward(batch, self._pool)
 
     # ---- the draw --------------------------------------------------------------------------------
 

@@ -185,6 +185,8 @@ class Step(_Message, frozen=True):
 
     decode: sequences that compute the KV of their latest token and sample the next one.
     retired: sequences to forget before anything else is applied.
+    decode_tokens: the latest token of each of `decode`; a pipeline stage that draws no tokens
+        learns them from here.
     """
 
     step_id: int
@@ -193,6 +195,7 @@ class Step(_Message, frozen=True):
     chunks: list[PrefillChunk] = []
     decode: list[int] = []
     retired: list[int] = []
+    decode_tokens: list[int] = []
 
 
 class OpenPeer(_Message, frozen=True):

@@ -154,7 +154,8 @@ class Batcher:
                 new.append(_introduce(sequence))
             grants += sequence.take_grants()
         retired, self._retired = self._retired, []
-        step = Step(self._next_step_id, new, grants, chunks, decode, retired)
+        latest = [sequence.token_ids[-1] for sequence in self._running.values()]
+        step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest)
         self._next_step_id += 1
         self._in_flight = step
         planned.step = step

@@ -164,7 +164,8 @@ class PageAccount:
         if self.cache is not None:
             reusable = len(token_ids) - 1
             if sampling.logprob_start_len >= 0:
-                reusable = min(reusable, sampling.logprob_start_len)
+                # The row before the first wanted token predicts it, so it has to be computed.
+                reusable = min(reusable, max(0, sampling.logprob_start_len - 1))
             nodes = self.cache.match(token_ids, reusable)
             self.cache.lock(nodes)
         spans = [PageSpan(0, []) for _ in self.groups]

@@ -145,7 +145,8 @@ def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int) -> None:
     )
     failed = done.failed
     if not failed and layout.server.page_size > 1:
-        failed = runner.run(Step(step_id=0, decode=[WARM_UP_REQUEST])).failed
+        step = Step(step_id=0, decode=[WARM_UP_REQUEST], decode_tokens=[tokens[0]])
+        failed = runner.run(step).failed
     runner.run(Step(step_id=0, retired=[WARM_UP_REQUEST]))
     if failed:
         raise ConfigError(f"a first pass failed: {failed[WARM_UP_REQUEST]}; check the weights")
@@ -180,11 +181,6 @@ def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
 
 
 def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLayout:
-    if config.pp_size > 1:
-        # Sampled tokens stay on the last stage; nothing brings them to the first one yet.
-        raise ConfigError(
-            f"--pp-size {config.pp_size}: must be 1, pipeline stages can't decode yet"
-        )
     check_parallel(model_config, config.tp_size, config.pp_size)
     layout = ServerLayout(
         components=cache_components(model_config, config.kv_cache_dtype),

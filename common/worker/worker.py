@@ -71,6 +71,12 @@ class _Worker:
         self._steps: Steps = SimpleQueue()
         self._outbox = Outbox()
         self._has_io_failed = False
+        # One rank speaks for all: no token is drawn before every rank has written its share of the
+        # cache, because each layer's sum waits for all of its stage and each stage for the one
+        # before.
+        layout = started.layout
+        last_stage = len(layout.server.stages) - 1
+        self._is_speaker = (layout.pp_rank, layout.tp_rank) == (last_stage, 0)
         links = PeerLinks(started.transport, started.layout)
         sends = Sends(started.transport, links, started.layout.index, started.page_counts)
         self._loop = IoLoop(client, started.transport, links, sends, self._steps, self._outbox)
@@ -103,7 +109,8 @@ class _Worker:
             if self._device.type == "cuda":
                 # A hand-over of what this step computed may start as soon as it is told.
                 torch.cuda.synchronize(self._device)
-            self._outbox.put(done)
+            if self._is_speaker:
+                self._outbox.put(done)
 
     def _run_io(self) -> None:
         try:

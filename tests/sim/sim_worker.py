@@ -1,4 +1,4 @@
-"""A worker whose cache is an array of token ids, so that a wrong or missing page changes the output.
+"""A worker whose cache is an array of token ids: a wrong or missing page changes the output.
 
 It keeps the real worker's contract: steps run one after the other and write their pages when they
 end; a hand-over copies in two pieces with time between them and settles after the second. The next
