@@ -5,14 +5,13 @@ Each is a process group of its own and logs to a file. Knows nothing of question
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +51,64 @@ class Server:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
 
 
+def start_server(
+    role: str, port: int, *args: str, model_path: Path, log_dir: Path, name: str = ""
+) -> Server:
+    """Start a server of `role`, "prefill" or "decode"; it is not ready yet.
+
+    name: what messages and the log file call it; the role if empty.
+    """
+    name = name or role
+    log_path = log_dir / f"{name}.log"
+    command = [sys.executable, "-m", f"{role}_server", "--model-path", str(model_path)]
+    command += ["--port", str(port), *args]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return Server(name, f"http://127.0.0.1:{port}", process, log_path)
+
+
+def wait_ready(server: Server, say: Callable[[str], None] = print) -> None:
+    """Wait until a server can serve. Raises: DemoFailed if it ends or takes too long."""
+    started_at = said_at = time.monotonic()
+    while True:
+        if server.process.poll() is not None:
+            raise DemoFailed(
+                f"the {server.name} server ended with exit code {server.process.returncode}:\n"
+                f"{server.last_words()}"
+            )
+        try:
+            if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # not listening yet
+        now = time.monotonic()
+        if now - started_at > READY_TIMEOUT_S:
+            raise DemoFailed(
+                f"the {server.name} server is not ready after {READY_TIMEOUT_S:.0f} s:\n"
+                f"{server.last_words()}"
+            )
+        if now - said_at > PROGRESS_INTERVAL_S:
+            said_at = now
+            say(f"  waiting for the {server.name} server ({now - started_at:.0f} s)")
+        time.sleep(0.1)
+
+
+def stop_servers(servers: Sequence[Server], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Ask servers to drain, the last one first; kill what does not end. Nothing of them is left."""
+    for server in reversed(servers):
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGTERM)
+    end_at = time.monotonic() + timeout_s
+    for server in reversed(servers):
+        try:
+            server.process.wait(max(0.0, end_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            server.process.kill()  # its own processes die with it
+            server.process.wait()
+
+
 @dataclass(slots=True)
 class Pair:
     """Start with `with Pair(model) as pair:`; both are ready inside and gone after.
@@ -76,17 +133,15 @@ class Pair:
 
     def __enter__(self) -> Pair:
         prefill_port, bootstrap_port, decode_port = free_ports(3)
+        dial = ("--prefill", f"127.0.0.1:{bootstrap_port}")
+        listen = ("--bootstrap-port", str(bootstrap_port))
         try:
-            self._start(
-                "prefill", prefill_port, "--bootstrap-port", str(bootstrap_port), *self.prefill_args
-            )
-            self._start(
-                "decode", decode_port, "--prefill", f"127.0.0.1:{bootstrap_port}", *self.decode_args
-            )
+            self._start("prefill", prefill_port, *listen, *self.prefill_args)
+            self._start("decode", decode_port, *dial, *self.decode_args)
             for server in self.servers:
-                self._wait_ready(server)
+                wait_ready(server, self.say)
         except BaseException:
-            self.stop()
+            stop_servers(self.servers)
             raise
         return self
 
@@ -96,50 +151,8 @@ class Pair:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop()
+        stop_servers(self.servers)
 
     def _start(self, role: str, port: int, *args: str) -> None:
-        log_path = self.log_dir / f"{role}.log"
-        command = [sys.executable, "-m", f"{role}_server", "--model-path", str(self.model_path)]
-        command += ["--port", str(port), *args]
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self.servers.append(Server(role, f"http://127.0.0.1:{port}", process, log_path))
-
-    def _wait_ready(self, server: Server) -> None:
-        started_at = said_at = time.monotonic()
-        while True:
-            if server.process.poll() is not None:
-                raise DemoFailed(
-                    f"the {server.name} server ended with exit code {server.process.returncode}:\n"
-                    f"{server.last_words()}"
-                )
-            try:
-                if httpx.get(f"{server.url}/health", timeout=2.0).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass  # not listening yet
-            now = time.monotonic()
-            if now - started_at > READY_TIMEOUT_S:
-                raise DemoFailed(
-                    f"the {server.name} server is not ready after {READY_TIMEOUT_S:.0f} s:\n"
-                    f"{server.last_words()}"
-                )
-            if now - said_at > PROGRESS_INTERVAL_S:
-                said_at = now
-                self.say(f"  waiting for the {server.name} server ({now - started_at:.0f} s)")
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        """Ask both to drain, decode first; kill what does not end. Nothing of them is left."""
-        for server in reversed(self.servers):
-            if server.process.poll() is None:
-                server.process.send_signal(signal.SIGTERM)
-        for server in reversed(self.servers):
-            try:
-                server.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.process.pid, signal.SIGKILL)
-                server.process.wait()
+        server = start_server(role, port, *args, model_path=self.model_path, log_dir=self.log_dir)
+        self.servers.append(server)
