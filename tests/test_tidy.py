@@ -41,7 +41,7 @@ DOORS = {
     "uvicorn": ("common/frontend/",),
     "prometheus_client": ("common/metrics",),
     "safetensors": ("common/engine/",),
-    "transformers": ("common/frontend/",),
+    "transformers": (),
     "time": ("common/clock.py",),
     "pickle": (),
 }
