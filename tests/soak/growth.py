@@ -1,0 +1,79 @@
+"""What each server process holds over time, and whether it grows after a warm-up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.soak.servers import ProcessUse, Server, read_use
+
+# Resident memory may grow this much after the warm-up: fragments, not a leak.
+GROWTH_MAX = 0.05
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    use: ProcessUse
+    is_at_rest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One process, from right after the warm-up to the end. problem: "" if it did not grow."""
+
+    process: str
+    row: str
+    problem: str
+
+
+@dataclass(slots=True)
+class UseLog:
+    """Samples of every process. warm_up_s: from the first sample on."""
+
+    warm_up_s: float
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def sample(self, servers: Sequence[Server], *, is_at_rest: bool = False) -> None:
+        now = time.monotonic()
+        for server in servers:
+            for part, pid in server.pids().items():
+                use = read_use(pid)
+                if use is not None:
+                    series = self.samples.setdefault(f"{server.role} {part}", [])
+                    series.append(Sample(now, use, is_at_rest))
+
+    def total_rss_mb(self) -> float:
+        """Of the last sample; pages that processes share count in each."""
+        return sum(series[-1].use.rss_nbytes for series in self.samples.values()) / MB
+
+    def growths(self) -> list[Growth]:
+        return [self._growth(name, series) for name, series in sorted(self.samples.items())]
+
+    def _growth(self, name: str, series: list[Sample]) -> Growth:
+        """Medians of the tenth after the warm-up and of the last tenth are compared."""
+        warm = [one for one in series if one.at - series[0].at >= self.warm_up_s] or series
+        share = max(1, len(warm) // 10)
+        first, last = warm[:share], warm[-share:]
+        before = statistics.median(one.use.rss_nbytes for one in first)
+        after = statistics.median(one.use.rss_nbytes for one in last)
+        growth = after - before
+        fds_before = max(one.use.fd_count for one in series)
+        threads_before = max(one.use.thread_count for one in first)
+        rest = series[-1].use
+        row = (
+            f"{after / MB:9.1f}{growth / MB:+11.2f}{growth / before:+7.1%}"
+            f"{fds_before:>5}>{rest.fd_count:<4}{threads_before:>6}>{rest.thread_count:<4}"
+        )
+        problem = ""
+        if growth > GROWTH_MAX * before:
+            problem = f"{name} grew by {growth / MB:.1f} MB ({growth / before:.1%})"
+        elif rest.thread_count > threads_before:
+            problem = f"{name} has {rest.thread_count} threads, {threads_before} before"
+        elif rest.fd_count > first[0].use.fd_count:
+            held = f"{rest.fd_count} files at rest, {first[0].use.fd_count} under load"
+            problem = f"{name} holds {held}"
+        return Growth(name, row, problem)
