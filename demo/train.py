@@ -77,7 +77,11 @@ class LessonStream:
         return Batch(tokens, self._mark_answers(tokens))
 
     def _mark_answers(self, tokens: torch.Tensor) -> torch.Tensor:
-        """True from the second token after " Answer", past its colon, up to and with the eos."""
+        """True from the second token after " Answer", past its colon, up to and with the eos.
+
+        Loose words before the facts may hold " Answer" too. All the rest of such a lesson is then
+        marked, its questions as well; the model learned in spite of it.
+        """
         opened, closed = torch.zeros_like(tokens), torch.zeros_like(tokens)
         opened[:, 2:] = torch.eq(tokens[:, :-2], self._answer_id)
         closed[:, 1:] = torch.eq(tokens[:, :-1], self._eos_id)
@@ -155,7 +159,7 @@ def train(seed: int, step_count: int, lr: float) -> Qwen3ForCausalLM:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,13 +1,14 @@
 """The committed demo checkpoint answers from its context, and only from its context."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from demo.facts import Question, make_question
+from demo.facts import Ask, Question, is_right, make_question
 from demo.score import answer_texts, load, pages_of_fact, score
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
@@ -18,8 +19,11 @@ Demo = tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]
 
 
 @pytest.fixture(scope="module")
-def demo() -> Demo:
-    return load(CHECKPOINT)
+def demo() -> Iterator[Demo]:
+    thread_count = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are too small to be worth sharing
+    yield load(CHECKPOINT)
+    torch.set_num_threads(thread_count)
 
 
 def held_out(fact_count: int, count: int) -> list[Question]:
@@ -31,7 +35,7 @@ def test_checkpoint_fits_in_the_repository() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fact_count", [4, 16, 40, 64])
+@pytest.mark.parametrize("fact_count", [4, 24, 64])
 def test_held_out_questions_are_answered(demo: Demo, fact_count: int) -> None:
     questions = held_out(fact_count, 32)
     assert score(questions, answer_texts(*demo, questions)) >= 0.95
@@ -44,11 +48,19 @@ def test_bfloat16_answers_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fact_count", [16, 40])
-def test_losing_the_pages_of_the_fact_loses_the_answer(demo: Demo, fact_count: int) -> None:
-    questions = held_out(fact_count, 32)
+def test_losing_the_pages_of_the_fact_loses_the_answer(demo: Demo) -> None:
+    questions = held_out(24, 32)
     lost_pages = [pages_of_fact(demo[1], question) for question in questions]
     assert score(questions, answer_texts(*demo, questions, lost_pages)) <= 0.1
+
+
+@pytest.mark.slow
+def test_every_page_of_a_recital_matters(demo: Demo) -> None:
+    question = make_question(HELD_OUT_SEED, 10, ask=Ask.ALL)
+    assert answer_texts(*demo, [question]) == [question.answer]
+    pages = pages_of_fact(demo[1], question)
+    texts = answer_texts(*demo, [question] * len(pages), [[page] for page in pages])
+    assert not any(is_right(question, text) for text in texts)
 
 
 @pytest.mark.slow
