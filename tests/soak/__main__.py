@@ -82,6 +82,7 @@ async def soak(duration_s: float, client_count: int, seed: int, transport: str) 
         )
         load = Load(target, goldens, seed, client_count)
         log = UseLog(warm_up_s=min(WARM_UP_S, duration_s / 3))
+        print(f"prefill {pair.prefill.url}, decode {pair.decode.url}")
         print(f"{client_count} clients for {duration_s / 60:g} minutes, {len(goldens)} goldens")
         load.start()
         await _watch(pair, load, log, duration_s)
@@ -125,7 +126,8 @@ async def _tell(pair: ServerPair, load: Load, log: UseLog, elapsed_s: float) -> 
     open_count = load.sent_count - len(load.answers)
     print(
         f"{elapsed_s:6.0f} s  sent {load.sent_count} open {open_count} {words}  "
-        f"pages held {held}  rss {log.total_rss_mb():.0f} MB",
+        f"pages held {held}  rss {log.total_rss_mb():.0f} MB  workers waited for a core "
+        f"{log.starved_share('prefill worker'):.0%}+{log.starved_share('decode worker'):.0%}",
         flush=True,
     )
 

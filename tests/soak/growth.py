@@ -50,6 +50,14 @@ class UseLog:
         """Of the last sample; pages that processes share count in each."""
         return sum(series[-1].use.rss_nbytes for series in self.samples.values()) / MB
 
+    def starved_share(self, process: str) -> float:
+        """Cores that a process wanted and did not get between its last two samples."""
+        series = self.samples.get(process, [])
+        if len(series) < 2:
+            return 0.0
+        before, after = series[-2], series[-1]
+        return (after.use.ready_s - before.use.ready_s) / (after.at - before.at)
+
     def growths(self) -> list[Growth]:
         return [self._growth(name, series) for name, series in sorted(self.samples.items())]
 

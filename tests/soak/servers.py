@@ -261,22 +261,25 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What one process holds."""
+    """What one process holds. ready_s: time in which its threads could run and got no core."""
 
     rss_nbytes: int
     fd_count: int
     thread_count: int
+    ready_s: float
 
 
 def read_use(pid: int) -> ProcessUse | None:
     """None if the process has ended."""
     try:
         resident = int(_read(f"/proc/{pid}/statm").split()[1]) * PAGE_NBYTES
-        return ProcessUse(
-            resident, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
-        )
+        fd_count = len(os.listdir(f"/proc/{pid}/fd"))
+        threads = os.listdir(f"/proc/{pid}/task")
     except (OSError, IndexError):
         return None
+    waits = [_read(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    ready_s = sum(int(words[1]) for words in waits if len(words) == 3) / 1e9
+    return ProcessUse(resident, fd_count, len(threads), ready_s)
 
 
 def _children(pid: int) -> list[int]:

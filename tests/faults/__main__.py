@@ -1,0 +1,133 @@
+"""`python -m tests.faults [--cases NAME,...] [--minutes N]`: break a pair and see what it costs.
+
+Real processes and real UCX, killed, frozen and restarted under load. Exit code 0 if in every case
+nothing hung, nothing was wrong, every page came back and the pair healed by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from pathlib import Path
+
+from tests.faults.cases import TRANSPORTS, Case, find_cases
+from tests.faults.keeper import Keeper
+from tests.faults.run import COMMON_ARGS, Report, Stage
+from tests.soak.golden import Golden, draw_prompts, take_goldens
+from tests.soak.servers import ServerPair, start_lone
+
+GOLDEN_COUNT = 64
+OUTPUT_TOKENS_MAX = 64
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--cases", default="", help="comma-separated names; all if not given")
+    parser.add_argument("--transport", default="", help="shm or tcp; both if not given")
+    parser.add_argument("--minutes", type=float, default=0.0, help="repeat, at random, this long")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    transports = (options.transport,) if options.transport else TRANSPORTS
+    if not set(transports) <= set(TRANSPORTS):
+        parser.error(f"--transport {options.transport}: must be of {', '.join(TRANSPORTS)}")
+    try:
+        cases = find_cases(options.cases)
+    except ValueError as error:
+        parser.error(str(error))
+    left_before = set(SHARED_MEMORY.iterdir())
+    reports = asyncio.run(
+        run_all(cases, transports, options.minutes * 60, options.clients, options.seed)
+    )
+    left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)
+    bad = [report for report in reports if report.problems]
+    print(f"\n{Report.HEAD}")
+    for report in reports:
+        print(report.row)
+    for report in bad:
+        for problem in report.problems:
+            print(f"OFF: {report.name}: {problem}")
+    if left:
+        print(f"OFF: left in {SHARED_MEMORY}: {', '.join(left)}")
+    print(f"{len(reports) - len(bad)} cases passed, {len(bad)} failed")
+    return 1 if bad or left else 0
+
+
+async def run_all(
+    cases: list[Case],
+    transports: tuple[str, ...],
+    duration_s: float,
+    client_count: int,
+    seed: int,
+    golden_count: int = GOLDEN_COUNT,
+) -> list[Report]:
+    """All cases once on each of their transports, then at random until the time is over."""
+    goldens = await learn(seed, golden_count)
+    reports: list[Report] = []
+    end_at = time.monotonic() + duration_s
+    rng = random.Random(seed)
+    while True:
+        for transport in transports:
+            chosen = [case for case in cases if transport in case.transports]
+            reports += await run_on(transport, chosen, goldens, client_count, seed)
+        if time.monotonic() >= end_at:
+            return reports
+        seed = rng.getrandbits(31)
+        rng.shuffle(cases)
+
+
+async def learn(seed: int, count: int) -> list[Golden]:
+    """Right answers of a server that computes alone."""
+    log_path = Path(f"/tmp/baton-faults-single-{seed}.log")
+    lone = await start_lone(COMMON_ARGS, log_path)
+    try:
+        return await take_goldens(lone.url, draw_prompts(seed, count, OUTPUT_TOKENS_MAX))
+    finally:
+        lone.kill()
+        log_path.unlink()
+
+
+async def run_on(
+    transport: str, cases: list[Case], goldens: list[Golden], client_count: int, seed: int
+) -> list[Report]:
+    """The cases one after another on one pair; a pair that failed a case is replaced."""
+    reports: list[Report] = []
+    queue = list(cases)
+    while queue:
+        async with ServerPair((*COMMON_ARGS, "--transport", transport)) as pair:
+            print(f"\n{transport}: logs in {pair.log_dir}\n{Report.HEAD}", flush=True)
+            keeper = Keeper(pair)
+            keeper.start()
+            stage = Stage(pair, keeper, goldens, client_count, seed)
+            try:
+                while queue:
+                    report = await stage.run(queue.pop(0))
+                    report.name = f"{transport} {report.name}"
+                    reports.append(report)
+                    _tell(report)
+                    if report.problems:
+                        break
+            finally:
+                await keeper.stop()
+            if not (reports and reports[-1].problems):
+                codes = await pair.stop()
+                if codes != [0, 0]:
+                    reports[-1].problems.append(f"exit codes at the end: {codes}")
+    return reports
+
+
+def _tell(report: Report) -> None:
+    print(report.row)
+    for line in report.details:
+        print(f"    {line}")
+    for problem in report.problems:
+        print(f"    OFF: {problem}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Runs one case on a pair under load, and says what it did to the requests and the pages."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.faults.cases import Act, Case, Fault
+from tests.faults.keeper import Keeper
+from tests.soak.clients import Answer, Load, Target
+from tests.soak.golden import Golden
+from tests.soak.plans import Side
+from tests.soak.servers import Part, Server, ServerPair, send_signal
+from tests.soak.verdicts import Verdict
+
+REQUEST_TIMEOUT_S = 20
+FREEZE_S = (2.0, 6.0)
+# Beyond the servers' own timeout: a freeze, and what a crowded machine adds.
+HANG_AFTER_S = REQUEST_TIMEOUT_S + FREEZE_S[1] + 10.0
+# The fault strikes at a random moment after the load has come up to speed.
+WARM_ANSWER_COUNT = 24
+PHASE_MAX_S = 1.5
+WARM_TIMEOUT_S = 60.0
+# Healed means: this many requests and seconds of nothing but right answers.
+HEALED_ANSWER_COUNT = 24
+HEALED_S = 3.0
+HEAL_TIMEOUT_S = 75.0
+REST_TIMEOUT_S = 20.0
+LOOK_INTERVAL_S = 0.1
+TROUBLES = (Verdict.ERROR, Verdict.UNREACHABLE, Verdict.CUT, Verdict.HANG, Verdict.WRONG)
+DETAIL_COUNT_MAX = 6
+COMMON_ARGS = (
+    *("--dtype", "float32", "--cpu-threads", "1", "--log-level", "info"),
+    *("--chunked-prefill-size", "512", "--request-timeout", str(REQUEST_TIMEOUT_S)),
+    *("--drain-timeout", "10", "--max-total-tokens", "12288"),
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """What one case did. heal_s: from the end of the fault to the last request sent in vain."""
+
+    name: str
+    sent_count: int
+    counts: Counter[Verdict]
+    leaked_count: int
+    heal_s: float
+    details: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    HEAD = (
+        f"{'case':<50}{'sent':>6}{'right':>7}{'abort':>6}{'error':>6}{'unrea':>6}{'cut':>5}"
+        f"{'hang':>5}{'wrong':>6}{'leaked':>7}{'heal s':>8}"
+    )
+
+    @property
+    def row(self) -> str:
+        counts = self.counts
+        return (
+            f"{self.name:<50}{self.sent_count:>6}{counts[Verdict.RIGHT]:>7}"
+            f"{counts[Verdict.ABORTED]:>6}{counts[Verdict.ERROR]:>6}"
+            f"{counts[Verdict.UNREACHABLE]:>6}{counts[Verdict.CUT]:>5}{counts[Verdict.HANG]:>5}"
+            f"{counts[Verdict.WRONG]:>6}{self.leaked_count:>7}{self.heal_s:>8.1f}"
+        )
+
+
+@dataclass(slots=True)
+class Stage:
+    """A pair, its keeper and what its clients ask; cases follow each other on it."""
+
+    pair: ServerPair
+    keeper: Keeper
+    goldens: Sequence[Golden]
+    client_count: int
+    seed: int
+
+    async def run(self, case: Case) -> Report:
+        """One case, from a pair at rest to a pair at rest."""
+        rng = random.Random(f"{case.name} {self.seed}")
+        log_sizes = {s.role: s.log_path.stat().st_size for s in self.pair.servers}
+        self.keeper.forget()
+        urls = {Side.PREFILL: self.pair.prefill.url, Side.DECODE: self.pair.decode.url}
+        target = Target(urls, self.pair.bootstrap_port, HANG_AFTER_S, keeps_connections=False)
+        load = Load(target, self.goldens, self.seed, self.client_count)
+        load.start()
+        await self._warm_up(load)
+        await asyncio.sleep(rng.random() * PHASE_MAX_S)
+        began_at = time.monotonic()
+        await asyncio.gather(*(self._inflict(fault, rng) for fault in case.faults))
+        ended_at = time.monotonic()
+        is_healed = await self._wait_healed(load, ended_at)
+        await load.stop()
+        leaked_count = await self.pair.wait_at_rest(REST_TIMEOUT_S)
+        report = Report(
+            name=case.name,
+            sent_count=load.sent_count,
+            counts=load.counts(),
+            leaked_count=leaked_count,
+            heal_s=_last_trouble(load.answers, ended_at) - ended_at,
+        )
+        report.details = _details(load.answers)
+        early_count = sum(
+            answer.verdict in TROUBLES and answer.ended_at < began_at for answer in load.answers
+        )
+        report.problems = _problems(case, report, is_healed=is_healed, early_count=early_count)
+        report.problems += self._find_damage(case, log_sizes)
+        return report
+
+    async def _warm_up(self, load: Load) -> None:
+        end_at = time.monotonic() + WARM_TIMEOUT_S
+        while load.counts()[Verdict.RIGHT] < WARM_ANSWER_COUNT and time.monotonic() < end_at:
+            load.check()
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _inflict(self, fault: Fault, rng: random.Random) -> None:
+        freeze_s = rng.uniform(*FREEZE_S)
+        await asyncio.sleep(fault.after_s)
+        server = self._server(fault.side)
+        pids = _struck(server, fault.parts)
+        match fault.act:
+            case Act.KILL:
+                _signal_all(pids, signal.SIGKILL)
+            case Act.RESTART:
+                _signal_all(pids, signal.SIGTERM)
+            case Act.FREEZE:
+                _signal_all(pids, signal.SIGSTOP)
+                await asyncio.sleep(freeze_s)
+                _signal_all(pids, signal.SIGCONT)
+
+    def _server(self, side: Side) -> Server:
+        return self.pair.prefill if side is Side.PREFILL else self.pair.decode
+
+    async def _wait_healed(self, load: Load, ended_at: float) -> bool:
+        """Until requests sent after the last trouble have all been right for a while."""
+        while time.monotonic() < ended_at + HEAL_TIMEOUT_S:
+            load.check()
+            calm_since = _last_trouble(load.answers, ended_at)
+            right_count = sum(
+                answer.verdict is Verdict.RIGHT and answer.sent_at > calm_since
+                for answer in load.answers
+            )
+            is_long = time.monotonic() - calm_since > HEALED_S
+            if is_long and right_count >= HEALED_ANSWER_COUNT:
+                return True
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        return False
+
+    def _find_damage(self, case: Case, log_sizes: dict[str, int]) -> list[str]:
+        """What no fault excuses: servers that died by themselves, crashes, processes left."""
+        problems = [f"left behind: {name}" for name in self.keeper.left_behind]
+        for side in Side:
+            server = self._server(side)
+            count, expected = self.keeper.restart_counts.get(side, 0), case.restart_count(side)
+            if count != expected:
+                codes = self.keeper.exit_codes.get(side, [])
+                problems.append(f"{side} ended {count} times {codes}, expected {expected}")
+            with server.log_path.open("rb") as log:
+                log.seek(log_sizes[server.role])
+                words = log.read().decode(errors="replace")
+            if "Traceback" in words:
+                lines = words[words.index("Traceback") :].splitlines()
+                raised = next((line for line in lines[1:] if line and line[0] != " "), "?")
+                problems.append(f"{side} crashed: {raised} (see {server.log_path})")
+        return problems
+
+
+def _struck(server: Server, parts: tuple[Part, ...]) -> list[int]:
+    """The supervisor first: what it does not see, it does not act on."""
+    pids = server.pids()
+    missing = [part for part in parts if part not in pids]
+    assert not missing, f"{server.role} has no {missing}"
+    return [pids[part] for part in parts]
+
+
+def _signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        send_signal(pid, number)
+
+
+def _last_trouble(answers: list[Answer], at_least: float) -> float:
+    """When the last request was sent that came to nothing."""
+    troubled = (answer.sent_at for answer in answers if answer.verdict in TROUBLES)
+    return max([at_least, *troubled])
+
+
+def _details(answers: list[Answer]) -> list[str]:
+    counts = Counter(f"{answer.verdict}: {answer.detail}" for answer in answers if answer.detail)
+    return [f"{count} x {detail}" for detail, count in counts.most_common(DETAIL_COUNT_MAX)]
+
+
+def _problems(case: Case, report: Report, *, is_healed: bool, early_count: int) -> list[str]:
+    """What must not be, whatever was done."""
+    problems = [
+        f"{report.counts[verdict]} x {verdict}"
+        for verdict in (Verdict.HANG, Verdict.WRONG)
+        if report.counts[verdict]
+    ]
+    if not any(fault.ends_server for fault in case.faults):
+        problems += [
+            f"{report.counts[verdict]} x {verdict}, although no server ended"
+            for verdict in (Verdict.CUT, Verdict.UNREACHABLE)
+            if report.counts[verdict]
+        ]
+    if report.leaked_count:
+        problems.append(f"{report.leaked_count} pages leaked")
+    if not is_healed:
+        problems.append(f"not healed after {HEAL_TIMEOUT_S:g} s")
+    if early_count:
+        problems.append(f"{early_count} requests came to nothing before the fault")
+    return problems
