@@ -1,0 +1,140 @@
+"""The parts of the servers' replies that the end-to-end tests read. Knows nothing of sockets."""
+
+from __future__ import annotations
+
+import msgspec
+
+# value, token id, text
+Logprob = tuple[float | None, int, str | None]
+
+
+class Finish(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str = ""
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+class HandOver(msgspec.Struct):
+    """The prefill server's part of a timeline; seconds."""
+
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    nbytes: int
+    run_count: int
+    chunk_count: int
+
+
+class Timeline(msgspec.Struct):
+    peer: str
+    status: str
+    reserve_s: float
+    hand_over: HandOver
+    first_token_s: float
+    ttft_s: float
+
+
+class Meta(msgspec.Struct):
+    id: str
+    finish_reason: Finish | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    timeline: Timeline | None = None
+    input_token_logprobs: list[Logprob] = []
+    output_token_logprobs: list[Logprob] = []
+    input_top_logprobs: list[list[Logprob] | None] = []
+    output_top_logprobs: list[list[Logprob] | None] = []
+
+
+class Reply(msgspec.Struct):
+    """A reply of /generate, or one event of its stream."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: Meta
+    index: int = 0
+
+    @property
+    def finish(self) -> Finish:
+        assert self.meta_info.finish_reason is not None, "the reply has not ended"
+        return self.meta_info.finish_reason
+
+    @property
+    def timeline(self) -> Timeline:
+        assert self.meta_info.timeline is not None, "the reply has no timeline"
+        return self.meta_info.timeline
+
+
+class ErrorMessage(msgspec.Struct):
+    message: str
+    type: str = ""
+    code: str | int | None = None
+    param: str | None = None
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorMessage
+
+
+class Peer(msgspec.Struct):
+    address: str
+    incarnation: str
+    state: str
+    detail: str
+    transports: list[str]
+    in_flight_count: int
+
+
+class PageGroup(msgspec.Struct):
+    name: str
+    total: int
+    free: int
+    used: int
+    cached: int
+    quarantined: int
+
+    @property
+    def is_all_free(self) -> bool:
+        """Nobody has a page; cached ones count as free."""
+        return self.free == self.total and not self.used and not self.quarantined
+
+
+class Internal(msgspec.Struct):
+    queues: dict[str, int]
+    counters: dict[str, float]
+    step_count: int
+
+
+class Info(msgspec.Struct):
+    """/server_info."""
+
+    status: str
+    is_state_fresh: bool
+    peers: list[Peer]
+    page_groups: list[PageGroup]
+    internal_states: list[Internal]
+    dtype: str
+    max_request_token_count: int | None
+
+    @property
+    def queues(self) -> dict[str, int]:
+        return self.internal_states[0].queues
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self.internal_states[0].counters
+
+    @property
+    def step_count(self) -> int:
+        return self.internal_states[0].step_count
+
+    @property
+    def is_at_rest(self) -> bool:
+        """No request in any queue, and every page free."""
+        is_free = bool(self.page_groups) and all(g.is_all_free for g in self.page_groups)
+        return self.is_state_fresh and is_free and not any(self.queues.values())

@@ -1,0 +1,205 @@
+"""The pair gives what one server gives, whatever the prompt's length, the sampling, the reply's
+form and the transport; and one prefill server serves two decode servers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
+from tests.e2e.replies import Logprob, Reply
+from tests.engine.tiny_checkpoints import Reference, random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+PAGE_SIZE = 16
+CHUNK_SIZE = 32
+LENGTHS = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, CHUNK_SIZE + 1, 3 * CHUNK_SIZE + 7]
+OUTPUT_COUNT = 20
+LOGPROB_TOLERANCE = 1e-4
+
+GREEDY: Body = {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True}
+SEEDED: Body = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "presence_penalty": 0.5,
+    "seed": 7,
+    "max_new_tokens": OUTPUT_COUNT,
+    "ignore_eos": True,
+}
+
+
+@dataclass
+class House:
+    """One checkpoint served by one server, and by a pair over each transport."""
+
+    alone: Node
+    prefill: Node
+    decodes: dict[str, Node]
+    oracle: Reference
+
+
+@pytest.fixture(scope="module")
+def house(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> House:
+    checkpoint = tiny_checkpoint("qwen3")
+    fleet.model_path = checkpoint
+    # The tiny checkpoint has no tokenizer of its own, and prompts are sent as token ids.
+    flags = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT))
+    chunks = ("--chunked-prefill-size", str(CHUNK_SIZE))
+    prefill = fleet.prefill(*flags, *chunks, "--page-size", str(PAGE_SIZE))
+    decodes = {
+        name: fleet.decode([prefill], *flags, "--transport", name, name=f"decode-{name}")
+        for name in ("shm", "tcp")
+    }
+    alone = fleet.decode([], *flags, name="alone")
+    fleet.wait_ready()
+    return House(alone, prefill, decodes, Reference.load(checkpoint))
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def decode(request: pytest.FixtureRequest, house: House) -> Node:
+    return house.decodes[str(request.param)]
+
+
+def prompt(length: int) -> list[int]:
+    return random_prompt(length, seed=length)
+
+
+def body(length: int, sampling: Body, **more: object) -> Body:
+    return {"input_ids": prompt(length), "sampling_params": sampling, **more}
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_the_transport_that_was_asked_for_is_used(house: House, name: str) -> None:
+    (peer,) = house.decodes[name].info().peers
+    assert peer.transports == [{"shm": "posix", "tcp": "tcp"}[name]]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_greedy_tokens_equal_one_servers(house: House, decode: Node, length: int) -> None:
+    paired = decode.generate(body(length, GREEDY))
+    assert paired.output_ids == house.oracle.greedy(prompt(length), OUTPUT_COUNT)
+    assert paired.output_ids == house.alone.generate(body(length, GREEDY)).output_ids
+    assert paired.timeline.hand_over.nbytes > 0
+    assert paired.finish.type == "length"
+
+
+def test_every_chunk_of_a_long_prompt_leaves_on_its_own(house: House, decode: Node) -> None:
+    house.prefill.get("/flush_cache")
+    reply = decode.generate(body(LENGTHS[-1], GREEDY))
+    assert reply.timeline.hand_over.chunk_count == -(-LENGTHS[-1] // CHUNK_SIZE)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sampled_tokens_equal_one_servers(house: House, decode: Node, length: int) -> None:
+    paired = decode.generate(body(length, SEEDED))
+    assert paired.output_ids == house.alone.generate(body(length, SEEDED)).output_ids
+    assert paired.output_ids != decode.generate(body(length, SEEDED | {"seed": 8})).output_ids
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_logprobs_of_prompt_and_output_equal_one_servers(
+    house: House, decode: Node, length: int
+) -> None:
+    asked = body(length, GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=3)
+    paired, alone = decode.generate(asked).meta_info, house.alone.generate(asked).meta_info
+    assert len(paired.input_token_logprobs) == length
+    assert len(paired.output_token_logprobs) == OUTPUT_COUNT
+    assert_close(paired.input_token_logprobs, alone.input_token_logprobs)
+    assert_close(paired.output_token_logprobs, alone.output_token_logprobs)
+    assert len(paired.input_top_logprobs) == len(alone.input_top_logprobs) == length
+    assert len(paired.output_top_logprobs) == len(alone.output_top_logprobs) == OUTPUT_COUNT
+    for ours, theirs in chain(
+        zip(paired.input_top_logprobs, alone.input_top_logprobs, strict=True),
+        zip(paired.output_top_logprobs, alone.output_top_logprobs, strict=True),
+    ):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert len(ours) == 3
+            assert_close(ours, theirs)
+
+
+def assert_close(ours: list[Logprob], theirs: list[Logprob]) -> None:
+    assert [entry[1] for entry in ours] == [entry[1] for entry in theirs]
+    for (value, token_id, _), (expected, _, _) in zip(ours, theirs, strict=True):
+        if value is None or expected is None:
+            assert value is expected, f"token {token_id}: {value}, {expected}"
+        else:
+            assert value == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+
+
+def test_a_batch_equals_its_parts(house: House, decode: Node) -> None:
+    batch: Body = {"input_ids": [prompt(n) for n in LENGTHS], "sampling_params": GREEDY}
+    replies = decode.generate_list(batch)
+    expected = [house.oracle.greedy(prompt(n), OUTPUT_COUNT) for n in LENGTHS]
+    assert [reply.output_ids for reply in replies] == expected
+    assert [reply.meta_info.prompt_tokens for reply in replies] == LENGTHS
+
+
+def test_several_samples_of_a_prompt_equal_one_servers(house: House, decode: Node) -> None:
+    asked = body(PAGE_SIZE + 1, SEEDED | {"n": 3})
+    ours, theirs = decode.generate_list(asked), house.alone.generate_list(asked)
+    assert [reply.output_ids for reply in ours] == [reply.output_ids for reply in theirs]
+    assert len({tuple(reply.output_ids) for reply in ours}) == 3
+
+
+def test_a_stream_grows_to_the_plain_reply(decode: Node) -> None:
+    asked = body(CHUNK_SIZE + 1, SEEDED)
+    plain = decode.generate(asked)
+    with decode.stream(asked) as events:
+        seen = list(events)
+    assert seen[-1].output_ids == plain.output_ids
+    assert seen[-1].text == plain.text
+    assert seen[-1].finish == plain.finish
+    assert len(seen) > 1
+    for before, after in pairwise(seen):
+        assert before.meta_info.finish_reason is None
+        assert after.output_ids[: len(before.output_ids)] == before.output_ids
+        assert after.text.startswith(before.text)
+
+
+def test_a_streamed_batch_grows_to_the_plain_replies(decode: Node) -> None:
+    asked: Body = {"input_ids": [prompt(n) for n in LENGTHS], "sampling_params": GREEDY}
+    last: dict[int, Reply] = {}
+    with decode.stream(asked) as events:
+        for event in events:
+            last[event.index] = event
+    plain = decode.generate_list(asked)
+    assert [last[i].output_ids for i in range(len(LENGTHS))] == [r.output_ids for r in plain]
+
+
+def test_one_prefill_server_serves_two_decode_servers_at_once(fleet: Fleet, house: House) -> None:
+    asked = [(node, n) for n in LENGTHS for node in house.decodes.values()]
+    pending = [(n, fleet.in_background(node, body(n, GREEDY))) for node, n in asked]
+    for length, future in pending:
+        expected = house.oracle.greedy(prompt(length), OUTPUT_COUNT)
+        assert reply_of(future.result()).output_ids == expected
+
+
+def test_completions_of_openai_equal_generate(decode: Node) -> None:
+    asked = body(PAGE_SIZE + 1, GREEDY)
+    sent: Body = {"model": "default", "prompt": prompt(PAGE_SIZE + 1), "temperature": 0}
+    sent |= {"max_tokens": OUTPUT_COUNT, "ignore_eos": True}
+    response = decode.post("/v1/completions", sent)
+    assert response.status_code == 200, response.text
+    choices = msgspec.json.decode(response.content, type=Completion).choices
+    assert [choice.text for choice in choices] == [decode.generate(asked).text]
+
+
+class Choice(msgspec.Struct):
+    text: str
+    finish_reason: str
+
+
+class Completion(msgspec.Struct):
+    choices: list[Choice]
+
+
+def test_all_pages_come_back(fleet: Fleet, house: House) -> None:
+    assert fleet.nodes == [house.prefill, *house.decodes.values(), house.alone]
+    fleet.wait_at_rest()
