@@ -83,7 +83,8 @@ class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
 
     queue_s: reservation arrived to first chunk scheduled. prefill_s: to last chunk computed and
     first token sampled. transfer_s: from there to the last flush (what was not hidden behind
-    compute). wire_s: sum over batches of the time from submit to flush.
+    compute). wire_s: sum over batches of the time from submit to flush. exposed_nbytes: bytes that
+    were still to move when the last layer of the last chunk was computed.
     """
 
     queue_s: float = 0.0
@@ -91,6 +92,7 @@ class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_s: float = 0.0
     wire_s: float = 0.0
     nbytes: int = 0
+    exposed_nbytes: int = 0
     run_count: int = 0
     chunk_count: int = 0
     cached_token_count: int = 0

@@ -63,6 +63,7 @@ class PrefillRequest:
     computed_at: float = 0.0
     wire_s: float = 0.0
     nbytes: int = 0
+    exposed_nbytes: int = 0
     run_count: int = 0
     chunk_count: int = 0
     cached_token_count: int = 0
@@ -79,6 +80,7 @@ class PrefillRequest:
             transfer_s=now - computed_at,
             wire_s=self.wire_s,
             nbytes=self.nbytes,
+            exposed_nbytes=self.exposed_nbytes,
             run_count=self.run_count,
             chunk_count=self.chunk_count,
             cached_token_count=self.cached_token_count,

@@ -124,6 +124,10 @@ class PrefillScheduler:
         assert not planned.retracted, "a prompt's pages are all there before it is computed"
         if planned.step is not None:
             self._outbox.to_workers(planned.step)
+            for chunk in planned.step.chunks:
+                request = self._table.get(chunk.request_id)
+                assert request is not None
+                self._sender.send_chunk(request, chunk, planned.step.step_id)
         self._peers.send_heartbeats(
             now,
             progress=self._batcher.step_count,
@@ -338,11 +342,9 @@ class PrefillScheduler:
         request = self._table.get(chunk.sequence.request_id)
         assert request is not None
         request.prompt_logprobs += chunk.prompt_logprobs
-        if not chunk.is_last:
-            self._sender.send_chunk(request, chunk.stop, is_final=False)
 
     def _handle_token(self, token: TokenDone, now: float) -> None:
-        """The prompt is computed and the first token drawn: the last piece may leave."""
+        """The prompt is computed and the first token drawn; the last layers may be on their way."""
         request = self._table.get(token.sequence.request_id)
         assert request is not None
         request.first_token = token.token_id
@@ -350,8 +352,8 @@ class PrefillScheduler:
         request.computed_at = now
         self._batcher.stop(token.sequence)
         self.account.remember(token.sequence)
-        self._sender.send_chunk(request, token.sequence.computed_count, is_final=True)
         request.advance(PrefillEvent.LAST_CHUNK)
+        self._handle_settled(request, now)
 
     def _handle_settled(self, request: PrefillRequest, now: float) -> None:
         if request.state is PrefillState.DRAINING:

@@ -1,11 +1,11 @@
-"""Turns finished chunks into Send messages and counts what has settled.
+"""Turns chunks into Send messages and counts what has settled.
 
 Knows nothing of clients; which bytes a Send means is the worker's to plan.
 """
 
 from __future__ import annotations
 
-from common.protocol.local import CancelSends, Send, SendSettled
+from common.protocol.local import CancelSends, PrefillChunk, Send, SendSettled
 from common.scheduling.peers import Outbox
 from prefill_server.request import Failure, PrefillRequest, Reservation
 
@@ -20,8 +20,9 @@ class Sender:
         self._next_send_id = 1
         self._unquiet: dict[int, str] = {}
 
-    def send_chunk(self, request: PrefillRequest, token_stop: int, *, is_final: bool) -> None:
-        """Hand over what has become final up to `token_stop`: one Send for all ranks."""
+    def send_chunk(self, request: PrefillRequest, chunk: PrefillChunk, step_id: int) -> None:
+        """Hand over what a step makes final, as its layer groups are computed: one Send for all
+        ranks. The first one also takes along what a cached prefix had ready."""
         reservation, sequence = request.reservation, request.sequence
         assert reservation is not None and sequence is not None
         send_id = self._next_send_id
@@ -31,16 +32,17 @@ class Sender:
         self._outbox.to_workers(
             Send(
                 send_id=send_id,
+                step_id=step_id,
                 transfer_id=reservation.message.transfer_id,
                 peer=reservation.peer,
                 token_start=request.sent_token_count,
-                token_stop=token_stop,
-                is_final=is_final,
+                token_stop=chunk.stop,
+                is_final=chunk.is_last,
                 source_pages=sequence.page_lists(),
                 target_pages=reservation.message.pages,
             )
         )
-        request.sent_token_count = token_stop
+        request.sent_token_count = chunk.stop
         request.chunk_count += 1
 
     def cancel(self, request: PrefillRequest, reservation: Reservation) -> None:
@@ -59,6 +61,7 @@ class Sender:
             del request.sends_open[settled.send_id]
             del self._requests[settled.send_id]
         request.nbytes += settled.nbytes
+        request.exposed_nbytes += settled.exposed_nbytes
         request.run_count += settled.run_count
         request.wire_s += settled.seconds
         request.writers_settled.add(settled.rank)

@@ -6,7 +6,7 @@ Knows nothing of sockets, peers or the reasons for a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ from common.engine.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable, Slots
 from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
+
+OnLayer = Callable[[int], None]
 
 NO_TOKEN = 0
 """Stands in `StepDone.token_ids` for the token of a failed sequence; nobody reads it."""
@@ -66,8 +68,8 @@ class ModelRunner:
         return len(self._sequences)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepDone:
-        """Apply what changed, compute, draw.
+    def run(self, step: Step, on_layer: OnLayer | None = None) -> StepDone:
+        """Apply what changed, compute, draw. on_layer: told each layer whose cache is complete.
 
         Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
         the others are not affected. A sequence that can't be run (a token outside the vocabulary,
@@ -88,7 +90,7 @@ class ModelRunner:
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         if len(work.chunk_slots) or len(work.decode_slots):
-            logits = self._forward(work)
+            logits = self._forward(work, on_layer)
             if logits is None:
                 return StepDone(step.step_id, [], [], seconds=self._clock.now() - started)
             row_count = len(work.sampled_slots)
@@ -193,7 +195,7 @@ class ModelRunner:
         has_first_token = first == 0 and chunk.start == 0
         return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
 
-    def _forward(self, work: _Work) -> Tensor | None:
+    def _forward(self, work: _Work, on_layer: OnLayer | None) -> Tensor | None:
         """float32 logits of the rows that `_Work` lists; None without the model's head."""
         table = self._sequences
         decode_lengths = table.lengths[work.decode_slots]
@@ -221,7 +223,7 @@ class ModelRunner:
             page_items=self._page_items,
             logits_rows=self._to_device(_logits_rows(work)),
         )
-        return self._model.forward(batch, self._pool)
+        return self._model.forward(batch, self._pool, on_layer)
 
     # ---- the draw --------------------------------------------------------------------------------
 

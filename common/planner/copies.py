@@ -44,14 +44,19 @@ class PairPlan:
     must be the same ones in the same order, which the handshake makes sure of.
     """
 
-    def __init__(self, source: RankLayout, target: RankLayout) -> None:
-        """Raises: PlanMismatch if the two sides do not cache the same things."""
+    def __init__(
+        self, source: RankLayout, target: RankLayout, layer_group: int | None = None
+    ) -> None:
+        """layer_group: plan for one layer group of the source rank only; None for all of them.
+
+        Raises: PlanMismatch if the two sides do not cache the same things.
+        """
         if len(source.groups) != len(target.groups):
             raise PlanMismatch(
                 f"{len(source.groups)} page groups here, {len(target.groups)} at the target"
             )
         self._groups = tuple(
-            _GroupPair(index, source, target) for index in range(len(source.groups))
+            _GroupPair(index, source, target, layer_group) for index in range(len(source.groups))
         )
 
     @property
@@ -94,7 +99,9 @@ class _GroupPair:
     in a page of either side, `_item_nbytes` the size of an item. All int64[row].
     """
 
-    def __init__(self, index: int, source: RankLayout, target: RankLayout) -> None:
+    def __init__(
+        self, index: int, source: RankLayout, target: RankLayout, layer_group: int | None
+    ) -> None:
         self._index = index
         self._source = source.groups[index]
         self._target = target.groups[index]
@@ -103,7 +110,11 @@ class _GroupPair:
             raise PlanMismatch(
                 f"page group {index} is {self._live} here, {self._target.group.live} at the target"
             )
-        pairs = _pair_cells(source, target, self._source, self._target)
+        pairs = [
+            pair
+            for pair in _pair_cells(source, target, self._source, self._target)
+            if layer_group is None or pair[0].layer_group == layer_group
+        ]
         self._source_base, self._target_base, self._item_nbytes = _expand_units(pairs)
         self._offsets_of_shape: dict[tuple[int, int, int], Offsets] = {}
 

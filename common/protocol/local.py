@@ -238,12 +238,15 @@ class Send(_Message, frozen=True):
     """Hand over items of one request to one peer, from this rank to every target rank.
 
     send_id: unique per transfer attempt and piece; answered by exactly one SendSettled.
+    step_id: the step that computes these tokens: layer groups leave as it finishes them. 0 if all
+        is computed already.
     token_start, token_stop: the token range whose streamable items leave now.
     is_final: also send what is only final after `token_stop` tokens (windows, tails, slots).
     source_pages, target_pages: per page group (first logical page index, page ids).
     """
 
     send_id: int
+    step_id: int
     transfer_id: int
     peer: str
     token_start: int
@@ -332,6 +335,8 @@ class PeerClosed(_Message, frozen=True):
 class SendSettled(_Message, frozen=True):
     """Every operation of a Send has returned. error "" means its bytes are final at the target.
 
+    exposed_nbytes: how many of its bytes were not yet at the target when the last chunk's last
+        layer was computed.
     is_quiet: no byte of this Send changes at the target any more. False only with an error: the
         connection broke while bytes were under way, and only a fence at the target ends them.
     """
@@ -344,6 +349,7 @@ class SendSettled(_Message, frozen=True):
     run_count: int
     seconds: float
     is_quiet: bool = True
+    exposed_nbytes: int = 0
 
 
 FrontendToScheduler = Submit | Cancel | FlushCache | GetState

@@ -31,7 +31,7 @@ from common.protocol.local import (
 from common.transport import transport as moving
 from common.transport.transport import Transport
 from common.worker.peer_links import PeerLinks
-from common.worker.sends import Sends
+from common.worker.sends import Computed, Sends
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +45,17 @@ class SchedulerStuck(BatonError):
 
 
 class Outbox:
-    """From the engine to the I/O thread: messages for the scheduler, and a descriptor that wakes.
+    """From the engine to the I/O thread: what is computed, messages for the scheduler, and a
+    descriptor that wakes.
 
     A closed outbox ends the I/O thread once it is empty.
     """
 
     def __init__(self) -> None:
-        self._messages: SimpleQueue[WorkerToScheduler | None] = SimpleQueue()
+        self._messages: SimpleQueue[WorkerToScheduler | Computed | None] = SimpleQueue()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def put(self, message: WorkerToScheduler) -> None:
+    def put(self, message: WorkerToScheduler | Computed) -> None:
         self._messages.put(message)
         os.eventfd_write(self._fd, 1)
 
@@ -65,13 +66,13 @@ class Outbox:
     def fileno(self) -> int:
         return self._fd
 
-    def take(self) -> list[WorkerToScheduler | None]:
+    def take(self) -> list[WorkerToScheduler | Computed | None]:
         """What was put since the last call; None last if it has ended."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
             return []
-        taken: list[WorkerToScheduler | None] = []
+        taken: list[WorkerToScheduler | Computed | None] = []
         while True:
             try:
                 taken.append(self._messages.get_nowait())
@@ -116,6 +117,8 @@ class IoLoop:
             for message in self._outbox.take():
                 if message is None:
                     is_ended = True
+                elif isinstance(message, Computed):
+                    self._tell(self._sends.apply_computed(message))
                 else:
                     self._tell([message])
             for event in self._transport.poll():
@@ -130,13 +133,14 @@ class IoLoop:
             case Send():
                 return self._sends.send(message)
             case CancelSends():
-                self._sends.cancel(message)
+                return self._sends.cancel(message)
             case OpenPeer():
                 return [self._links.open(message.peer)]
             case ConnectPeer():
                 return self._links.connect(message)
             case ClosePeer():
-                return self._links.close(message.peer)
+                settled = self._sends.cancel_peer(message.peer, "the peer is closed")
+                return [*settled, *self._links.close(message.peer)]
             case Shutdown():
                 self._steps.put(None)
             case _:

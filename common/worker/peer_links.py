@@ -41,12 +41,12 @@ class Phase(StrEnum):
 class TargetRank:
     """One rank of a peer that this rank writes to.
 
-    name: of the transport connection. page_counts: per page group, pages behind the scratch page
-    that its regions have room for.
+    name: of the transport connection. pairs: one per layer group of this rank. page_counts: per
+    page group, pages behind the scratch page that its regions have room for.
     """
 
     name: str
-    pair: PairPlan
+    pairs: tuple[PairPlan, ...]
     page_counts: tuple[int, ...]
 
 
@@ -155,14 +155,17 @@ class PeerLinks:
         announced = {descriptor.rank: descriptor for descriptor in message.ranks}
         targets: list[tuple[TargetRank, TargetDescriptor]] = []
         for layout in server.ranks:
-            pair = PairPlan(self._layout, layout)
-            if pair.is_empty:
+            pairs = tuple(
+                PairPlan(self._layout, layout, group)
+                for group in range(len(self._layout.layer_groups))
+            )
+            if all(pair.is_empty for pair in pairs):
                 continue
             descriptor = announced.get(layout.index)
             if descriptor is None:
                 raise ProtocolError(f"rank {layout.index} of the peer did not announce itself")
             page_counts = _page_counts(layout, descriptor)
-            target = TargetRank(f"{message.peer}/{layout.index}", pair, page_counts)
+            target = TargetRank(f"{message.peer}/{layout.index}", pairs, page_counts)
             targets.append((target, _heard(descriptor)))
         return targets
 

@@ -1,7 +1,7 @@
-"""Hand-overs of one rank: a Send becomes one copy plan per target rank, and settles once for all.
+"""Hand-overs of one rank: a Send becomes copy plans per target rank, and settles once for all.
 
-Owned by the I/O thread. Knows nothing of requests or of when their cache is ready: whoever orders a
-Send has seen the step that computed it finish.
+Owned by the I/O thread. A Send leaves layer group by layer group, as the engine reports them
+computed. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -12,22 +12,37 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.errors import TransportError
+from common.layout.cache_layout import RankLayout
 from common.planner.copies import Pages
 from common.planner.pairing import TokenRange
 from common.protocol.local import CancelSends, Send, SendSettled
-from common.transport.transport import TransferSettled, Transport
+from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The engine's word: the first `layer_group_count` layer groups of a step are in the cache."""
+
+    step_id: int
+    layer_group_count: int
 
 
 @dataclass(slots=True)
 class _OpenSend:
-    """A Send whose plans have not all settled. error: of the first that failed."""
+    """A Send that has not settled. error: of the first plan that failed.
+
+    submitted_count: layer groups that have left.
+    """
 
     message: Send
+    targets: tuple[TargetRank, ...]
+    submitted_count: int = 0
     tags: set[int] = field(default_factory=set)
     error: str = ""
     is_quiet: bool = True
     nbytes: int = 0
+    exposed_nbytes: int = 0
     run_count: int = 0
     seconds: float = 0.0
 
@@ -36,13 +51,19 @@ class Sends:
     """Owner of every Send that is under way."""
 
     def __init__(
-        self, transport: Transport, links: PeerLinks, rank: int, page_counts: Sequence[int]
+        self,
+        transport: Transport,
+        links: PeerLinks,
+        layout: RankLayout,
+        page_counts: Sequence[int],
     ) -> None:
         """page_counts: of this rank's own pool, per page group, without the scratch page."""
         self._transport = transport
         self._links = links
-        self._rank = rank
+        self._rank = layout.index
+        self._layer_group_count = len(layout.layer_groups)
         self._page_counts = tuple(page_counts)
+        self._computed = Computed(0, self._layer_group_count)
         self._open: dict[int, _OpenSend] = {}
         self._send_of_tag: dict[int, int] = {}
         self._next_tag = 1
@@ -51,42 +72,42 @@ class Sends:
     def open_count(self) -> int:
         return len(self._open)
 
-    def send(self, message: Send) -> list[SendSettled]:
-        """Start writing; settled at once if there is nothing to write or it can't be done."""
-        assert message.send_id not in self._open, f"send {message.send_id} is under way"
-        send = _OpenSend(message)
-        targets = self._links.targets(message.peer)
-        if isinstance(targets, str):
-            send.error = targets
-            return [self._settle(send)]
-        send.error = self._why_refused(message, targets)
-        if send.error:
-            return [self._settle(send)]
-        tokens = TokenRange(message.token_start, message.token_stop, message.is_final)
-        for target in targets:
-            plan = target.pair.plan(message.source_pages, message.target_pages, tokens)
-            if plan.run_count == 0:
-                continue
-            tag = self._next_tag
-            self._next_tag += 1
-            try:
-                self._transport.submit(target.name, plan, tag)
-            except TransportError as exc:
-                send.error = str(exc)
-                break
-            send.tags.add(tag)
-            self._send_of_tag[tag] = message.send_id
-        if not send.tags:
-            return [self._settle(send)]
-        self._open[message.send_id] = send
-        if send.error:
-            self._cancel(send)
-        return []
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is with the transport; what is open then waits for the engine."""
+        return not self._send_of_tag
 
-    def cancel(self, message: CancelSends) -> None:
-        for send in self._open.values():
+    def send(self, message: Send) -> list[SendSettled]:
+        """Start writing what is computed; settled at once if it can't be done."""
+        assert message.send_id not in self._open, f"send {message.send_id} is under way"
+        targets = self._links.targets(message.peer)
+        error = targets if isinstance(targets, str) else self._why_refused(message, targets)
+        send = _OpenSend(message, () if isinstance(targets, str) else targets, error=error)
+        self._open[message.send_id] = send
+        return self._advance(send)
+
+    def apply_computed(self, computed: Computed) -> list[SendSettled]:
+        """The engine got further: more of what waits for it may leave."""
+        self._computed = computed
+        settled: list[SendSettled] = []
+        for send in list(self._open.values()):
+            settled += self._advance(send)
+        return settled
+
+    def cancel(self, message: CancelSends) -> list[SendSettled]:
+        settled: list[SendSettled] = []
+        for send in list(self._open.values()):
             if send.message.transfer_id == message.transfer_id:
-                self._cancel(send)
+                settled += self._stop(send, CANCELLED)
+        return settled
+
+    def cancel_peer(self, peer: str, reason: str) -> list[SendSettled]:
+        """A peer is given up: what waits for the engine will not leave any more."""
+        settled: list[SendSettled] = []
+        for send in list(self._open.values()):
+            if send.message.peer == peer:
+                settled += self._stop(send, reason)
+        return settled
 
     def apply_settled(self, event: TransferSettled) -> list[SendSettled]:
         """One plan of a Send has returned."""
@@ -94,19 +115,70 @@ class Sends:
         send.tags.remove(event.tag)
         send.nbytes += event.nbytes
         send.run_count += event.run_count
-        send.seconds = max(send.seconds, event.seconds)
+        send.seconds += event.seconds
         send.is_quiet = send.is_quiet and event.is_quiet
-        if event.error is not None and not send.error:
-            send.error = event.error
-            self._cancel(send)  # the other target ranks' bytes are of no use any more
-        if send.tags:
+        if self._is_computed(send.message.transfer_id):
+            send.exposed_nbytes += event.nbytes
+        if event.error is not None:
+            # The other target ranks' bytes are of no use any more.
+            return self._stop(send, event.error)
+        return self._advance(send)
+
+    def _stop(self, send: _OpenSend, error: str) -> list[SendSettled]:
+        """Nothing more of it leaves; it settles once what is out has returned."""
+        self._fail(send, error)
+        return self._advance(send)
+
+    def _fail(self, send: _OpenSend, error: str) -> None:
+        """First cause wins."""
+        if not send.error:
+            send.error = error
+            for tag in sorted(send.tags):
+                self._transport.cancel(tag)
+
+    def _ready_count(self, message: Send) -> int:
+        """Layer groups of a Send that are computed."""
+        if message.step_id == self._computed.step_id:
+            return self._computed.layer_group_count
+        return self._layer_group_count if message.step_id < self._computed.step_id else 0
+
+    def _is_computed(self, transfer_id: int) -> bool:
+        """Whether nothing of a transfer waits for the engine any more: what moves now is exposed."""
+        return any(
+            send.message.transfer_id == transfer_id
+            and send.message.is_final
+            and self._ready_count(send.message) == self._layer_group_count
+            for send in self._open.values()
+        )
+
+    def _advance(self, send: _OpenSend) -> list[SendSettled]:
+        """Submit what may leave; settle if nothing is out and nothing will be."""
+        while not send.error and send.submitted_count < self._ready_count(send.message):
+            self._submit(send, send.submitted_count)
+            send.submitted_count += 1
+        if send.tags or not (send.error or send.submitted_count == self._layer_group_count):
             return []
         del self._open[send.message.send_id]
         return [self._settle(send)]
 
-    def _cancel(self, send: _OpenSend) -> None:
-        for tag in sorted(send.tags):
-            self._transport.cancel(tag)
+    def _submit(self, send: _OpenSend, layer_group: int) -> None:
+        message = send.message
+        tokens = TokenRange(message.token_start, message.token_stop, message.is_final)
+        for target in send.targets:
+            plan = target.pairs[layer_group].plan(
+                message.source_pages, message.target_pages, tokens
+            )
+            if plan.run_count == 0:
+                continue
+            tag = self._next_tag
+            self._next_tag += 1
+            try:
+                self._transport.submit(target.name, plan, tag)
+            except TransportError as exc:
+                self._fail(send, str(exc))
+                return
+            send.tags.add(tag)
+            self._send_of_tag[tag] = message.send_id
 
     def _settle(self, send: _OpenSend) -> SendSettled:
         return SendSettled(
@@ -118,6 +190,7 @@ class Sends:
             run_count=send.run_count,
             seconds=send.seconds,
             is_quiet=send.is_quiet,
+            exposed_nbytes=send.exposed_nbytes,
         )
 
     def _why_refused(self, message: Send, targets: Sequence[TargetRank]) -> str:

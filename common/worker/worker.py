@@ -20,10 +20,11 @@ import torch
 from common.channel.local import LocalClient
 from common.clock import SystemClock
 from common.config import ServerConfig
+from common.engine.model_runner import OnLayer
 from common.errors import ConfigError
 from common.worker.io_loop import IoLoop, Outbox, Steps
 from common.worker.peer_links import PeerLinks
-from common.worker.sends import Sends
+from common.worker.sends import Computed, Sends
 from common.worker.start import StartedRank, start_rank
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,12 @@ class _Worker:
         layout = started.layout
         last_stage = len(layout.server.stages) - 1
         self._is_speaker = (layout.pp_rank, layout.tp_rank) == (last_stage, 0)
+        # Last layer of each layer group -> layer groups that are complete with it.
+        self._last_layers = {
+            layers[-1]: index + 1 for index, layers in enumerate(layout.layer_groups)
+        }
         links = PeerLinks(started.transport, started.layout)
-        sends = Sends(started.transport, links, started.layout.index, started.page_counts)
+        sends = Sends(started.transport, links, layout, started.page_counts)
         self._loop = IoLoop(client, started.transport, links, sends, self._steps, self._outbox)
         self._outbox.put(started.ready)
 
@@ -104,13 +109,27 @@ class _Worker:
 
     def _compute(self) -> None:
         """The engine thread, until it is told to end."""
+        on_layer: OnLayer | None = None
         while (step := self._steps.get()) is not None:
-            done = self._runner.run(step)
+            if self._device.type == "cpu":
+                on_layer = self._tell_layers(step.step_id)
+            done = self._runner.run(step, on_layer)
             if self._device.type == "cuda":
-                # A hand-over of what this step computed may start as soon as it is told.
+                # Kernels only were launched so far: nothing may leave before they have finished.
                 torch.cuda.synchronize(self._device)
+            self._outbox.put(Computed(step.step_id, len(self._last_layers)))
             if self._is_speaker:
                 self._outbox.put(done)
+
+    def _tell_layers(self, step_id: int) -> OnLayer:
+        """What the model calls after each layer: a finished layer group may leave at once."""
+
+        def on_layer(layer: int) -> None:
+            group_count = self._last_layers.get(layer)
+            if group_count is not None:
+                self._outbox.put(Computed(step_id, group_count))
+
+        return on_layer
 
     def _run_io(self) -> None:
         try:

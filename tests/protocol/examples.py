@@ -115,11 +115,12 @@ SCHEDULER_TO_WORKER: list[local.SchedulerToWorker] = [
         [local.PrefillChunk(1, 0, 2, True)],
         [7],
         [6],
+        [41],
     ),
     local.OpenPeer("inc"),
     local.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR]),
     local.ClosePeer("inc"),
-    local.Send(1, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
+    local.Send(1, 3, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
     local.CancelSends(2**62),
     local.Shutdown(),
 ]
@@ -141,7 +142,7 @@ WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
     local.PeerConnected("inc", 1, "tcp"),
     local.PeerFailed("inc", 1, "refused"),
     local.PeerClosed("inc", 1),
-    local.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False),
+    local.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
 ]
 DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     peer.Hello(1, 2, "decode", "inc-d", {"dtype": "float32"}, encode_layout(LAYOUT)),

@@ -66,7 +66,9 @@ class SimWorker:
         self._steps: list[Step] = []
         self._is_computing = False
         self._cancelled: set[int] = set()
-        self._sends_open: dict[int, tuple[Send, bool]] = {}
+        self._sends_open: dict[int, Send] = {}
+        self._finished_step = 0
+        self._waiting: list[Send] = []
 
     def handle(self, message: SchedulerToWorker, find: Callable[[str], SimWorker | None]) -> None:
         if self.is_dead:
@@ -79,6 +81,10 @@ class SimWorker:
                 self._send(message)
             case CancelSends():
                 self._cancelled.add(message.transfer_id)
+                for send in list(self._waiting):
+                    if send.transfer_id == message.transfer_id:
+                        self._waiting.remove(send)
+                        self._settle(send, "cancelled")
             case OpenPeer():
                 region = ("pages", 0, self._region_nbytes(), b"key")
                 descriptor = RankDescriptor(0, b"address", [region])
@@ -140,6 +146,11 @@ class SimWorker:
         for request_id, token in zip(ids, sampled, strict=True):
             self._known[request_id].tokens.append(token)
         self._is_computing = False
+        self._finished_step = step.step_id
+        waiting, self._waiting = self._waiting, []
+        for send in waiting:
+            if send.send_id in self._sends_open:
+                self._send(send)
         self._say(StepDone(step.step_id, ids, sampled))
         self._compute_next()
 
@@ -155,7 +166,11 @@ class SimWorker:
     # ---- hand-over -------------------------------------------------------------------------------
 
     def _send(self, send: Send) -> None:
-        self._sends_open[send.send_id] = (send, False)
+        """Waits for its step, as the real one does for each layer group."""
+        self._sends_open[send.send_id] = send
+        if send.step_id > self._finished_step:
+            self._waiting.append(send)
+            return
         middle = (send.token_start + send.token_stop) // 2
         target = self.targets.get(send.peer)
         first = self._rng.uniform(0.0005, 0.01)
@@ -187,7 +202,7 @@ class SimWorker:
         self._reply(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
 
     def _close(self, peer: str) -> None:
-        for send, _ in list(self._sends_open.values()):
+        for send in list(self._sends_open.values()):
             if send.peer == peer:
                 self._settle(send, "closed")
         self.targets.pop(peer, None)

@@ -30,15 +30,15 @@ from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.io_loop import Outbox
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
-from common.worker.sends import Sends
+from common.worker.sends import Computed, Sends
 
 WAIT_S = 30.0
 TOKENS = 45
 
 
-def server_layout(*, tp_size: int, page_size: int) -> ServerLayout:
+def server_layout(*, tp_size: int, page_size: int, layer_group_count: int = 1) -> ServerLayout:
     components = gqa_components(layer_count=3, kv_head_count=4, head_dim=4, dtype="float32")
-    return ServerLayout(components, tp_size, ((0, 3),), page_size)
+    return ServerLayout(components, tp_size, ((0, 3),), page_size, layer_group_count)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Rank:
         transport = UcxTransport(UcxSettings(tls=tls))
         pool = allocate_pool(transport, layout, [page_count], torch.device("cpu"))
         links = PeerLinks(transport, layout)
-        sends = Sends(transport, links, layout.index, [page_count])
+        sends = Sends(transport, links, layout, [page_count])
         return Rank(layout, transport, pool, links, sends)
 
     def wait(self) -> list[WorkerToScheduler]:
@@ -104,8 +104,10 @@ class World:
             rank.transport.close()
 
 
-def make_world(target_tp: int, target_page_size: int, page_count: int = 32) -> World:
-    source = server_layout(tp_size=1, page_size=8)
+def make_world(
+    target_tp: int, target_page_size: int, page_count: int = 32, layer_group_count: int = 1
+) -> World:
+    source = server_layout(tp_size=1, page_size=8, layer_group_count=layer_group_count)
     target = server_layout(tp_size=target_tp, page_size=target_page_size)
     return World(
         Rank.start(source.rank(0, 0), page_count),
@@ -124,6 +126,7 @@ def world() -> Iterator[World]:
 def send_of(send_id: int, start: int, stop: int, **changes: object) -> Send:
     values: dict[str, object] = {
         "send_id": send_id,
+        "step_id": 0,
         "transfer_id": 70,
         "peer": "target",
         "token_start": start,
@@ -265,6 +268,45 @@ def test_a_cancelled_transfer_settles_once_and_is_quiet() -> None:
         assert torch.equal(world.targets[0].pool.buffers[0].view(10_001, -1)[1:], rows[scattered])
     finally:
         world.close()
+
+
+def test_layer_groups_leave_as_they_are_computed_and_the_last_is_exposed() -> None:
+    world = make_world(2, 4, layer_group_count=2)
+    try:
+        world.connected()
+        fill(world.source, 3)
+        sends = world.source.sends
+        assert sends.send(send_of(1, 0, TOKENS, step_id=5)) == []
+        assert sends.apply_computed(Computed(4, 2)) == []  # the step before
+        assert not any(rank.pool.buffers[0].any() for rank in world.targets)
+        assert sends.apply_computed(Computed(5, 1)) == []
+        while sends.open_count and not sends.is_idle:
+            assert world.source.wait() == []
+        half = [int(rank.pool.buffers[0].count_nonzero()) for rank in world.targets]
+        assert sends.apply_computed(Computed(5, 2)) == []
+        (settled,) = world.source.wait_for(1)
+        assert isinstance(settled, SendSettled) and settled.error == ""
+        assert 0 < settled.exposed_nbytes < settled.nbytes
+        full = [int(rank.pool.buffers[0].count_nonzero()) for rank in world.targets]
+        assert all(0 < before < after for before, after in zip(half, full, strict=True))
+    finally:
+        world.close()
+
+
+def test_a_send_that_waits_for_the_engine_can_be_cancelled(world: World) -> None:
+    world.connected()
+    assert world.source.sends.send(send_of(1, 0, TOKENS, step_id=5)) == []
+    (settled,) = world.source.sends.cancel(CancelSends(70))
+    assert (settled.error, settled.is_quiet, settled.nbytes) == (moving.CANCELLED, True, 0)
+    assert world.source.sends.apply_computed(Computed(5, 1)) == []
+    assert world.source.sends.open_count == 0
+
+
+def test_closing_a_peer_settles_what_waits_for_the_engine(world: World) -> None:
+    world.connected()
+    assert world.source.sends.send(send_of(1, 0, TOKENS, step_id=5)) == []
+    (settled,) = world.source.sends.cancel_peer("target", "the peer is closed")
+    assert settled.error == "the peer is closed" and world.source.sends.open_count == 0
 
 
 def test_peers_are_told_which_rank_did_not_announce_itself(world: World) -> None:

@@ -45,7 +45,7 @@ def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
     [
         ({"context_length": 5000}, r"--context-length 5000: must be in 1\.\.1024"),
         ({"max_total_tokens": 2**40}, "--max-total-tokens 1099511627776: needs"),
-        ({"pp_size": 2}, "--pp-size 2: must be 1"),
+        ({"pp_size": 99}, "pp_size=99: must be in 1"),
         ({"tp_size": 3}, "tp_size=3"),
         ({"ucx": "/nowhere"}, "--ucx /nowhere"),
         ({"page_size": 48}, "page_size=48"),

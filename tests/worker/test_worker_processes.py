@@ -84,6 +84,7 @@ class Pair:
             self.prefill.tell(
                 Send(
                     send_id=request_id * 1000 + start,
+                    step_id=0,
                     transfer_id=request_id,
                     peer="decode",
                     token_start=start,
@@ -188,7 +189,7 @@ def test_a_hand_over_settles_while_the_engine_computes(pair: Pair) -> None:
         retired = [900 + index - 1] if index else []
         pair.prefill.tell(Step(10_000 + index, new, grants, chunks, [], retired))
     pair.prefill.tell(
-        Send(8, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, [*range(1, 9)])])
+        Send(8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, [*range(1, 9)])])
     )
     settled, earlier = pair.prefill.expect_after(SendSettled)
     assert settled.error == ""
@@ -213,13 +214,15 @@ def test_a_hand_over_settles_while_the_engine_computes(pair: Pair) -> None:
 def test_bad_page_ids_are_answered_and_nothing_is_written(
     pair: Pair, source: list[int], target: list[int], named: str
 ) -> None:
-    pair.prefill.tell(Send(5, 5, "decode", 0, 8 * len(source), True, [(0, source)], [(0, target)]))
+    pair.prefill.tell(
+        Send(5, 0, 5, "decode", 0, 8 * len(source), True, [(0, source)], [(0, target)])
+    )
     settled = pair.prefill.expect(SendSettled)
     assert (settled.error, settled.nbytes, settled.is_quiet) == (named, 0, True)
 
 
 def test_a_send_to_a_peer_that_is_not_connected_is_answered(pair: Pair) -> None:
-    pair.prefill.tell(Send(6, 6, "nobody", 0, 8, True, [(0, [1])], [(0, [1])]))
+    pair.prefill.tell(Send(6, 0, 6, "nobody", 0, 8, True, [(0, [1])], [(0, [1])]))
     settled = pair.prefill.expect(SendSettled)
     assert settled.error == "peer nobody is not connected"
 
@@ -261,7 +264,7 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             os.kill(decode.processes[0].pid, signal.SIGKILL)
             failed = prefill.expect(PeerFailed)
             assert failed.peer == "decode" and failed.reason
-        prefill.tell(Send(1, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
+        prefill.tell(Send(1, 0, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
         assert "failed" in prefill.expect(SendSettled).error
         prefill.tell(ClosePeer("decode"))
         assert prefill.expect(PeerClosed).peer == "decode"

@@ -5,7 +5,7 @@ What a layer is made of is the family's business. Knows nothing of sampling, req
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -88,9 +88,12 @@ class CausalLm:
                 self._tables.append(head_table)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: KvPool) -> Tensor | None:
+    def forward(
+        self, batch: ForwardBatch, pool: KvPool, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor | None:
         """Compute a batch and append its keys and values to the cache.
 
+        on_layer: called with a layer's global id once its part of the cache is complete.
         Returns: logits float32[R, vocabulary] of batch.logits_rows, on every rank of the last
             pipeline stage; None on the others.
         """
@@ -103,8 +106,10 @@ class CausalLm:
             )
         rotation = self.rotary.rotate(batch.positions)
         attention = self.attention.start(batch, pool)
-        for layer in self.layers:
+        for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
             hidden = layer(hidden, rotation, attention)
+            if on_layer is not None:
+                on_layer(layer_id)
         if self.norm is None or self.head is None:
             parallel.send_to_next_stage(hidden)
             return None
