@@ -28,7 +28,7 @@ const char* const ENGINE_CLOSED = "the transport is closed";
 }  // namespace
 
 Engine::Engine(const EngineSettings& settings)
-    : spin_us_(settings.spin_us) {
+    : spin_us_(settings.spin_us), owns_cuda_memory_(settings.cuda_device >= 0) {
     std::promise<void> started;
     std::future<void> outcome = started.get_future();
     thread_ = std::thread([this, settings, promise = std::move(started)]() mutable {
@@ -124,8 +124,11 @@ void Engine::connect(uint64_t id, std::string worker_address, std::vector<Remote
     }
     post([this, id, address = std::move(worker_address), regions = std::move(regions),
           probe = std::move(probe)]() mutable {
+        // UCX also answers with an address for a region of a GPU, and it is the GPU's: nothing may be
+        // stored there from here. Memory of a GPU is never a source of such copies anyway.
+        const bool maps_memory = !owns_cuda_memory_;
         peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, std::move(regions),
-                                                std::move(probe)));
+                                                std::move(probe), maps_memory));
         peers_.back()->connect(address);
     });
 }

@@ -93,6 +93,7 @@ private:
     int epoll_fd_ = -1;
     bool is_stopping_ = false;
     const int spin_us_;
+    const bool owns_cuda_memory_;
 };
 
 }  // namespace baton

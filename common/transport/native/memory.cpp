@@ -2,6 +2,13 @@
 
 namespace baton {
 
+namespace {
+
+// A CUDA IPC handle, which the key of memory that another process can open must hold.
+constexpr size_t CUDA_IPC_HANDLE_NBYTES = 64;
+
+}  // namespace
+
 std::shared_ptr<Memory> Memory::allocate(std::shared_ptr<Context> context, uint64_t nbytes) {
     ucp_mem_map_params_t params{};
     params.field_mask = UCP_MEM_MAP_PARAM_FIELD_FLAGS;
@@ -41,6 +48,13 @@ Memory::Memory(std::shared_ptr<Context> context, ucp_mem_map_params_t& params, u
     address_ = reinterpret_cast<uint64_t>(attributes.address);
     remote_key_.assign(static_cast<const char*>(key), key_nbytes);
     ucp_rkey_buffer_release(key);
+    // UCX only warns when its CUDA modules can't be loaded, and registers the memory for nobody: every
+    // transfer would fail much later.
+    if (type == UCS_MEMORY_TYPE_CUDA && remote_key_.size() < CUDA_IPC_HANDLE_NBYTES) {
+        ucp_mem_unmap(context_->handle(), handle_);
+        throw UcxError(what + " of CUDA memory: no UCX transport can share it; its CUDA modules need "
+                              "libcuda.so.1 and libnvidia-ml.so.1");
+    }
 }
 
 Memory::~Memory() { ucp_mem_unmap(context_->handle(), handle_); }

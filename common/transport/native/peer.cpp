@@ -34,8 +34,8 @@ std::string endpoint_text(ucp_ep_h endpoint) {
 }  // namespace
 
 Peer::Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources,
-           std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe)
-    : id_(id), worker_(worker), events_(events), sources_(sources),
+           std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe, bool maps_memory)
+    : id_(id), worker_(worker), events_(events), sources_(sources), maps_memory_(maps_memory),
       specs_(std::move(regions)), probe_spec_(std::move(probe)) {}
 
 Peer::~Peer() {
@@ -78,7 +78,7 @@ Peer::RemoteRegion Peer::unpack_key(RemoteRegionSpec spec) const {
     RemoteRegion region{std::move(spec), nullptr, nullptr};
     check(ucp_ep_rkey_unpack(endpoint_, region.spec.key.data(), &region.key), "ucp_ep_rkey_unpack");
     void* mapped = nullptr;
-    if (ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
+    if (maps_memory_ && ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
         if (!is_shared_mapping(mapped, region.spec.nbytes)) {
             ucp_rkey_destroy(region.key);
             throw UcxError("the peer announced a region of " + std::to_string(region.spec.nbytes) +

@@ -28,9 +28,10 @@ public:
     using Sources = std::vector<std::shared_ptr<Memory>>;
     static constexpr uint64_t PROBE_NBYTES_MAX = 16384;
 
-    // `probe` is scratch memory of the peer, written once while connecting.
+    // `probe` is scratch memory of the peer, written once while connecting. `maps_memory`: whether runs
+    // into shared memory of this host are copied here instead of put by UCX.
     Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources,
-         std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe);
+         std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe, bool maps_memory);
     ~Peer();
     Peer(const Peer&) = delete;
     Peer& operator=(const Peer&) = delete;
@@ -90,6 +91,7 @@ private:
     Worker& worker_;
     EventQueue& events_;
     const Sources& sources_;
+    const bool maps_memory_;
     std::vector<RemoteRegionSpec> specs_;
     RemoteRegionSpec probe_spec_;
     std::vector<RemoteRegion> regions_;

@@ -1,0 +1,56 @@
+"""What a transport says where CUDA is asked for and there is none; nothing of it may hang or pass."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from common.errors import TransportError
+from common.transport.transport import RegionRefused
+from common.transport.ucx import UcxSettings, UcxTransport, resolve_tls
+
+
+def has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+no_driver = pytest.mark.skipif(has_cuda_driver(), reason="needs a machine without a CUDA driver")
+
+
+def test_a_cuda_device_adds_its_transports_to_the_automatic_choice() -> None:
+    names = resolve_tls(UcxSettings(cuda_device=0)).split(",")
+    assert {"cuda_copy", "cuda_ipc", "tcp", "posix"} <= set(names)
+    assert not any("cuda" in name for name in resolve_tls(UcxSettings()).split(","))
+
+
+@no_driver
+def test_a_device_without_a_driver_ends_the_start() -> None:
+    with pytest.raises(TransportError, match=r"cuda_device=0: libcuda\.so\.1 can't be loaded"):
+        UcxTransport(UcxSettings(cuda_device=0))
+
+
+@no_driver
+def test_memory_that_no_transport_can_share_is_refused_at_once() -> None:
+    """UCX itself registers it without a word, and every put to it would fail much later."""
+    memory = np.zeros(4096, dtype=np.uint8)
+    transport = UcxTransport(UcxSettings(tls="tcp,cuda_copy,cuda_ipc"))
+    try:
+        with pytest.raises(RegionRefused, match=r"region pages-0: .*no UCX transport can share it"):
+            transport.register("pages-0", memory.ctypes.data, memory.nbytes, "cuda")
+    finally:
+        transport.close()
+
+
+def test_cuda_memory_needs_a_transport_that_was_told_of_cuda() -> None:
+    transport = UcxTransport(UcxSettings(tls="tcp"))
+    try:
+        with pytest.raises(RegionRefused, match=r"cuda_copy,cuda_ipc in tls=tcp"):
+            transport.register("pages-0", 4096, 4096, "cuda")
+    finally:
+        transport.close()
