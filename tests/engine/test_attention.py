@@ -233,6 +233,38 @@ def test_shapes_without_a_kernel_use_sdpa_on_cuda(dtype: torch.dtype, head_dim: 
     assert choice.attention.name == "sdpa" and "no kernel" in choice.reason
 
 
+def test_a_cache_of_another_dtype_uses_sdpa_on_cuda() -> None:
+    shape = AttentionShape(
+        8, 2, 64, torch.bfloat16, torch.device("cuda"), 16, cache_dtype=torch.float16
+    )
+    choice = choose_attention(shape)
+    assert choice.attention.name == "sdpa" and "torch.float16" in choice.reason
+
+
+class Rounded:
+    """SDPA whose output is rounded down by one last bit of bfloat16."""
+
+    name = "rounded"
+
+    def start(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
+        return RoundedPass(SdpaAttention().start(batch, pool))
+
+
+class RoundedPass:
+    def __init__(self, inner: AttentionPass) -> None:
+        self.inner = inner
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = self.inner.attend(layer, query, key, value)
+        return (output.view(torch.int16) - 1).view(torch.bfloat16)
+
+
+def test_a_last_bit_of_a_large_value_is_within_the_tolerance() -> None:
+    shape = AttentionShape(32, 8, 128, torch.bfloat16, torch.device("cpu"), 16)
+    difference = check_attention(Rounded(), shape)
+    assert 0.0 < difference <= TOLERANCE[torch.bfloat16] / 2
+
+
 def test_page_table_in_rows_one_after_the_other() -> None:
     pool, batch = deal([(3, 1), (0, 9), (11, 1)], seed=1)
     table = csr_page_table(batch, pool)

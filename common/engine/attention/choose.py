@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,8 @@ from common.engine.kv_pool import DTYPES, KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 
-# Two roundings of an output of order one: the kernels may round their probabilities, SDPA rounds
-# its own. A wrong page, head or mask is off by the order of one.
+# Two roundings, relative to an output of at least one: the kernels may round their probabilities,
+# SDPA rounds its own. A wrong page, head or mask is off by the order of one.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _CHECK_LAYERS = 2
 # (tokens in the cache before, new tokens), in tokens: first chunks, later chunks, decodes; lengths
@@ -28,10 +29,25 @@ _CHECK_LAYERS = 2
 _CHECK_MIXED = ((0, 5), (0, 16), (31, 17), (300, 40), (64, 1), (15, 1))
 _CHECK_DECODE = ((0, 1), (15, 1), (16, 1), (299, 1), (47, 1))
 
+FLASHINFER_FAILURES = (
+    ImportError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    OSError,
+    subprocess.SubprocessError,
+)
+"""What a release that we don't fit, a missing compiler or a GPU without a kernel makes it raise.
+Its kernels are compiled on first use, so all of them show in the first passes. A server without it
+is slower; a server that does not start serves nobody."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The heads of one rank."""
+    """The heads of one rank. cache_dtype: of the pool's keys and values; None for `dtype`."""
 
     head_count: int
     kv_head_count: int
@@ -39,6 +55,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     page_size: int
+    cache_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +75,10 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
         return AttentionChoice(
             sdpa, f"flashinfer has no kernel for {shape.dtype} with head dim {shape.head_dim}"
         )
+    if shape.cache_dtype not in (None, shape.dtype):
+        return AttentionChoice(
+            sdpa, f"flashinfer is not checked over a cache of {shape.cache_dtype} for {shape.dtype}"
+        )
     try:
         candidate = FlashInferAttention(
             head_count=shape.head_count,
@@ -67,8 +88,7 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
             device=shape.device,
         )
         difference = check_attention(candidate, shape)
-    except (ImportError, RuntimeError, ValueError, OSError) as exc:
-        # Its kernels are compiled on first use, so this is also where a missing compiler shows.
+    except FLASHINFER_FAILURES as exc:
         return AttentionChoice(sdpa, f"flashinfer can't be used: {type(exc).__name__}: {exc}"[:300])
     if not difference <= TOLERANCE[shape.dtype]:
         return AttentionChoice(sdpa, f"flashinfer differs from sdpa by {difference:.3g}")
@@ -79,6 +99,7 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
 def check_attention(candidate: Attention, shape: AttentionShape) -> float:
     """The largest difference to SDPA over a mixed and a decode-only batch of random content.
 
+    Relative where SDPA's output is above one, absolute below: roundings grow with the value.
     NaN if anything is not finite. Both write to pools of their own, which are compared as well.
     """
     worst = 0.0
@@ -92,7 +113,8 @@ def check_attention(candidate: Attention, shape: AttentionShape) -> float:
             key = _random(generator, shape, batch.token_count, shape.kv_head_count)
             value = _random(generator, shape, batch.token_count, shape.kv_head_count)
             expected, actual = (p.attend(layer, query, key, value) for p in passes)
-            difference = (expected.float() - actual.float()).abs().max()
+            wide = expected.float()
+            difference = ((wide - actual.float()).abs() / wide.abs().clamp(min=1.0)).max()
             if not torch.isfinite(difference):
                 return float("nan")
             worst = max(worst, float(difference))

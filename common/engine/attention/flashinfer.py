@@ -1,9 +1,10 @@
 """Attention on CUDA by FlashInfer, straight over the strided envelopes [page, head, token, dim].
 
 Nothing is gathered or copied. The library is imported when the backend is made, never before;
-whoever makes it checks its numbers against SDPA first (`choose.py`). Written against the documented
-interface of FlashInfer 0.6 and 0.7. It needs a CUDA device: without one only the page table's
-conversion is tested.
+whoever makes it checks its numbers against SDPA first (`choose.py`). Written against the sources of
+FlashInfer 0.6.18 and 0.7.2, whose kernels ask that keys and values have equal strides: in an
+envelope they do. It needs a CUDA device, and no machine that had one has run it yet: without one
+only the page table's conversion is tested; `tests/gpu/check.py` does the rest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import KvPool
 
-# The scratch that FlashInfer's documentation recommends for split keys.
-WORKSPACE_NBYTES = 128 * 1024 * 1024
+# Scratch for the partial outputs of split keys. A plan that does not fit raises: FA2 may ask for
+# heads * (2 * SMs / KV heads) tiles of 128 rows in fp32, on an H200 with 64 heads, 8 KV heads and
+# dim 128 that is 138 MB, more than the 128 MiB that FlashInfer's documentation recommends.
+WORKSPACE_NBYTES = 384 * 1024 * 1024
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
 SUPPORTED_HEAD_DIMS = (64, 128, 256)
 # Query heads per KV head from which a decode fills a tensor core's tile better than a vector unit.

@@ -70,7 +70,7 @@ class _Gather:
         if stale_rows is not None:
             rows = gathered.view(-1, gathered.shape[-1])
             rows.index_copy_(0, stale_rows, rows.new_zeros(len(stale_rows), rows.shape[1]))
-        return gathered.to(dtype)
+        return plane.widen(gathered, dtype)
 
     def _stale_rows(self, geometry: Geometry) -> Tensor | None:
         if self.stale is None:
