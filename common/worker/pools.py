@@ -6,6 +6,7 @@ torch on CUDA, where the transport only registers it. Knows nothing of models or
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,8 +120,11 @@ def allocate_pool(
 def _allocate(transport: Transport, name: str, nbytes: int, device: torch.device) -> Tensor:
     try:
         if device.type == "cuda":
+            check_cuda_allocator()
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            check_cuda_segment(buffer.data_ptr(), segments)
             transport.register(name, buffer.data_ptr(), nbytes, "cuda")
             return buffer
         region = transport.allocate(name, nbytes)
@@ -131,6 +135,34 @@ def _allocate(transport: Transport, name: str, nbytes: int, device: torch.device
     # The first write to a page costs a fault; pay it before the first request does.
     buffer.zero_()
     return buffer
+
+
+def check_cuda_allocator() -> None:
+    """Raises: ConfigError if torch was told to take its memory from where no peer can open it."""
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise ConfigError(
+            f"PYTORCH_CUDA_ALLOC_CONF: backend:{backend}: must be native, so that another process "
+            "can open the KV pool"
+        )
+
+
+def check_cuda_segment(address: int, segments: Sequence[Mapping[str, object]]) -> None:
+    """Raises: ConfigError if the memory at `address` was not made by a plain cudaMalloc.
+
+    segments: as `torch.cuda.memory_snapshot` lists them. Peers would find no way to write to
+    expandable segments but the slow one over host memory, and UCX would not say so.
+    """
+    for segment in segments:
+        start, nbytes = segment.get("address"), segment.get("total_size")
+        is_ours = (
+            isinstance(start, int) and isinstance(nbytes, int) and start <= address < start + nbytes
+        )
+        if is_ours and segment.get("is_expandable"):
+            raise ConfigError(
+                "PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True: must be False, so that another "
+                "process can open the KV pool"
+            )
 
 
 def _page_count(group: PageGroup, page_size: int, token_count: int, request_count: int) -> int:

@@ -166,7 +166,10 @@ def _device(config: ServerConfig, rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if config.rank_count > count:
         raise ConfigError(f"{config.rank_count} ranks: must be at most {count}, the CUDA devices")
-    return torch.device("cuda", rank)
+    device = torch.device("cuda", rank)
+    # NCCL and FlashInfer use the current device of the thread that calls them: this one.
+    torch.cuda.set_device(device)
+    return device
 
 
 def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
@@ -209,6 +212,7 @@ def _attention_shape(
         dtype=DTYPES[model_config.dtype],
         device=device,
         page_size=config.page_size,
+        cache_dtype=DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype],
     )
 
 

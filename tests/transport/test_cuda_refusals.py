@@ -1,4 +1,4 @@
-"""What a transport says where CUDA is asked for and there is none; nothing of it may hang or pass."""
+"""What a transport says where CUDA is asked for and there is none: nothing may hang or pass."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from common.layout.families import gqa_components
 from common.worker.pools import (
     HOST_POOL_NBYTES_MAX,
     FreeMemory,
+    check_cuda_segment,
     decide_page_counts,
     free_nbytes,
     page_counts_for,
@@ -123,3 +124,23 @@ def test_every_live_rule_gets_the_pages_its_requests_can_touch() -> None:
 
 def test_free_memory_of_the_host_is_what_the_kernel_says() -> None:
     assert 0 < free_nbytes(torch.device("cpu")) < 1 << 50
+
+
+def segment_of(start: int, **more: object) -> dict[str, object]:
+    return {"address": start, "total_size": 100, **more}
+
+
+def test_a_pool_in_expandable_segments_is_refused() -> None:
+    segments = [segment_of(0), segment_of(100, is_expandable=True)]
+    with pytest.raises(ConfigError, match="expandable_segments:True: must be False"):
+        check_cuda_segment(150, segments)
+
+
+@pytest.mark.parametrize("address", [99, 200])
+def test_expandable_segments_of_others_are_no_concern(address: int) -> None:
+    segments = [
+        segment_of(0, is_expandable=False),
+        segment_of(100, is_expandable=True),
+        segment_of(200),
+    ]
+    check_cuda_segment(address, segments)
