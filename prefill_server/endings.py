@@ -92,7 +92,7 @@ class Endings:
             self._outbox.to_frontend(
                 Failed(request.client_id, failure.status, failure.kind, failure.message, trace)
             )
-        self._rendezvous.withdraw_request(request)
+        self._rendezvous.give_up(request, failure, now)
         self._table.queue.pop(request.request_id, None)
         if request.sequence is not None:
             self._batcher.stop(request.sequence)

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefill_server.request import PrefillRequest, Reservation
+from prefill_server.request import Failure, PrefillRequest, Reservation
 
-# A half whose other half never comes (a router's retry went elsewhere) is given up after this long.
-RENDEZVOUS_TIMEOUT_S = 30.0
+# A request whose other half never comes (a router's retry went elsewhere) is given up after this
+# long. It may be early by what its decode server's queue takes, and costs nothing.
+REQUEST_TIMEOUT_S = 30.0
+# A reservation holds pages that others wait for, and a router posts both halves at once.
+RESERVATION_TIMEOUT_S = 10.0
+# Rooms whose request has ended before its reservation came, to tell that one at once: the last so
+# many, so that what routers post can't fill the memory.
+GIVEN_UP_COUNT_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    until: float
+    failure: Failure
 
 
 @dataclass(slots=True)
@@ -26,6 +38,7 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._rooms: dict[int, _Room] = {}
+        self._given_up: dict[int, _GivenUp] = {}
 
     @property
     def request_count(self) -> int:
@@ -43,10 +56,11 @@ class Rendezvous:
 
     def offer(self, room: int, request: PrefillRequest, now: float) -> Reservation | None:
         """Bring the client's half; the other half if it is there, and then the room is empty."""
+        self._given_up.pop(room, None)  # a router that uses a room again begins anew
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.reservation is not None:
             return waiting.reservation
-        expires_at = min(request.deadline, now + RENDEZVOUS_TIMEOUT_S)
+        expires_at = min(request.deadline, now + REQUEST_TIMEOUT_S)
         self._rooms[room] = _Room(expires_at, request=request)
         return None
 
@@ -55,14 +69,26 @@ class Rendezvous:
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.request is not None:
             return waiting.request
-        budget_s = min(RENDEZVOUS_TIMEOUT_S, reservation.message.budget_ms / 1000)
+        budget_s = min(RESERVATION_TIMEOUT_S, reservation.message.budget_ms / 1000)
         self._rooms[room] = _Room(now + budget_s, reservation=reservation)
         return None
 
-    def withdraw_request(self, request: PrefillRequest) -> None:
-        room = self._rooms.get(request.room) if request.room is not None else None
-        if room is not None and room.request is request and request.room is not None:
+    def give_up(self, request: PrefillRequest, failure: Failure, now: float) -> None:
+        """A request has ended; a reservation that comes for it later is to hear of it at once."""
+        if request.room is None or request.reservation is not None:
+            return
+        room = self._rooms.get(request.room)
+        if room is not None and room.request is request:
             del self._rooms[request.room]
+        self._given_up.pop(request.room, None)  # so that the newest are last
+        self._given_up[request.room] = _GivenUp(now + REQUEST_TIMEOUT_S, failure)
+        if len(self._given_up) > GIVEN_UP_COUNT_MAX:
+            del self._given_up[next(iter(self._given_up))]
+
+    def why_given_up(self, room: int, now: float) -> Failure | None:
+        """How the request of a room ended that no reservation had come for."""
+        ended = self._given_up.get(room)
+        return ended.failure if ended is not None and now < ended.until else None
 
     def withdraw_transfer(self, transfer_id: int) -> bool:
         """Forget a reservation; whether it was waiting here."""

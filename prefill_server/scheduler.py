@@ -256,6 +256,10 @@ class PrefillScheduler:
             text = f"bootstrap_room={room}: already reserved by another request"
             self._endings.reply_failed(reservation, Failure("bad_reservation", text, 400))
             return
+        given_up = self._rendezvous.why_given_up(room, now)
+        if given_up is not None:
+            self._endings.reply_failed(reservation, given_up)
+            return
         request = self._rendezvous.reserve(room, reservation, now)
         if request is not None:
             self._pair(request, reservation, now)

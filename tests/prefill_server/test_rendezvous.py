@@ -1,0 +1,109 @@
+"""Halves of a routed request that do not meet: who is told, when, and what is held meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.request import Bootstrap
+from prefill_server.rendezvous import GIVEN_UP_COUNT_MAX, REQUEST_TIMEOUT_S, RESERVATION_TIMEOUT_S
+from tests.sim.world import Client, Node, World
+
+PROMPT = list(range(20, 60))
+ROOM = Bootstrap("p0", 1, 77)
+
+
+@pytest.fixture
+def world() -> World:
+    """A connected pair at rest, at time 3."""
+    world = World(seed=1)
+    world.add("p0", "prefill", 4, 64)
+    world.add("d0", "decode", 4, 64).links = ["p0:1"]
+    for node in world.nodes.values():
+        node.boot()
+    world.start_ticks()
+    world.run(3.0)
+    return world
+
+
+def prefill(world: World) -> Node:
+    return world.nodes["p0"]
+
+
+def decode(world: World) -> Node:
+    return world.nodes["d0"]
+
+
+def used_count(world: World) -> int:
+    return decode(world).core.account.pool.used_count(0)
+
+
+def cancel_first_half(world: World, room: Bootstrap = ROOM) -> None:
+    world.cancel(world.submit(prefill(world), PROMPT, 1, room))
+
+
+def submit_second_half(world: World, room: Bootstrap = ROOM) -> Client:
+    return world.submit(decode(world), PROMPT, 8, room)
+
+
+def test_a_reservation_hears_at_once_that_its_request_was_cancelled(world: World) -> None:
+    cancel_first_half(world)
+    client = submit_second_half(world)
+    world.run(world.now + 0.5)
+    assert client.failure.startswith("aborted")
+    assert used_count(world) == 0
+
+
+def test_a_room_that_is_used_again_after_a_cancel_works(world: World) -> None:
+    cancel_first_half(world)
+    world.submit(prefill(world), PROMPT, 1, ROOM)
+    client = submit_second_half(world)
+    world.run(world.now + 5.0)
+    assert client.output == client.expected()
+
+
+def test_a_cancelled_room_is_forgotten_in_time(world: World) -> None:
+    cancel_first_half(world)
+    world.run(world.now + REQUEST_TIMEOUT_S + 1)
+    client = submit_second_half(world)
+    world.run(world.now + 1.0)
+    assert client.finals == []
+    world.submit(prefill(world), PROMPT, 1, ROOM)
+    world.run(world.now + 5.0)
+    assert client.output == client.expected()
+
+
+def test_only_so_many_cancelled_rooms_are_kept_the_newest(world: World) -> None:
+    for number in range(GIVEN_UP_COUNT_MAX + 1):
+        cancel_first_half(world, Bootstrap("p0", 1, 1000 + number))
+    oldest = submit_second_half(world, Bootstrap("p0", 1, 1000))
+    second = submit_second_half(world, Bootstrap("p0", 1, 1001))
+    world.run(world.now + 0.5)
+    assert oldest.finals == []
+    assert second.failure.startswith("aborted")
+
+
+def test_a_request_that_met_its_reservation_leaves_no_memory(world: World) -> None:
+    first = world.submit(prefill(world), PROMPT, 1, ROOM)
+    client = submit_second_half(world)
+    world.run(world.now + 5.0)
+    assert first.finals == client.finals == ["finished"]
+    later = submit_second_half(world)
+    world.run(world.now + 1.0)
+    assert later.finals == []
+
+
+def test_a_lone_reservation_gives_its_pages_back_soon(world: World) -> None:
+    client = submit_second_half(world)
+    world.run(world.now + RESERVATION_TIMEOUT_S - 1)
+    assert client.finals == [] and used_count(world) > 0
+    world.run(world.now + 2.0)
+    assert client.failure.startswith("rendezvous_timeout")
+    assert used_count(world) == 0
+
+
+def test_a_lone_request_waits_longer_than_a_lone_reservation(world: World) -> None:
+    client = world.submit(prefill(world), PROMPT, 1, ROOM)  # whose budget is 20 s
+    world.run(world.now + RESERVATION_TIMEOUT_S + 2)
+    assert client.finals == []
+    world.run(world.now + 20.0)
+    assert client.failure.startswith(("timed_out", "rendezvous_timeout"))
