@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ from common.transport.transport import (
     UnknownPeer,
     is_fenced_by_close,
 )
+
+STATE_TIMEOUT_S = 10.0
 
 # How it ends --------------------------------------------------------------------------------------
 
@@ -109,6 +112,31 @@ def test_stopped_peer_can_be_left_and_its_transfers_settle(pair: Pair, doomed: R
     assert all(pair.writer.settle(tag).error is not None for tag in tags)
     for name in (peer, connecting):
         assert pair.writer.last_event(name) == PeerClosed(name)
+
+
+def thread_state(pid: int) -> str:
+    """What the kernel says of the progress thread of a process: S asleep, T stopped, ..."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == "baton-ucx":
+            return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    raise AssertionError(f"process {pid} has no progress thread")
+
+
+def wait_thread_state(pid: int, state: str) -> None:
+    end_at = time.monotonic() + STATE_TIMEOUT_S
+    while thread_state(pid) != state:
+        assert time.monotonic() < end_at, f"progress thread of {pid} is {thread_state(pid)}"
+
+
+@pytest.mark.slow
+def test_target_that_slept_when_it_was_stopped_goes_on(pair: Pair, doomed: Remote) -> None:
+    peer = pair.connect(doomed)
+    wait_thread_state(doomed.pid, "S")
+    os.kill(doomed.pid, signal.SIGSTOP)
+    wait_thread_state(doomed.pid, "T")
+    os.kill(doomed.pid, signal.SIGCONT)
+    assert pair.writer.copy(peer, plan_volume(1 << 20), tag=next(unique)).error is None
+    assert isinstance(pair.connect(doomed), str), "its progress thread still takes commands"
 
 
 @pytest.mark.slow

@@ -296,9 +296,10 @@ void Engine::sleep() {
     }
     std::array<epoll_event, EPOLL_EVENTS_MAX> events;
     const int ready = epoll_wait(epoll_fd_, events.data(), EPOLL_EVENTS_MAX, -1);
+    const int error = ready < 0 ? errno : 0;  // before anything else can overwrite it
     commands_.end_sleep();
-    if (ready < 0 && errno != EINTR) {
-        throw UcxError("epoll_wait: " + std::generic_category().message(errno));
+    if (error != 0 && error != EINTR) {  // EINTR: this process was stopped and goes on
+        throw UcxError("epoll_wait: " + std::generic_category().message(error));
     }
     for (int index = 0; index < ready; ++index) {
         if (auto* worker = static_cast<Worker*>(events[index].data.ptr)) {
