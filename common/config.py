@@ -36,6 +36,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
     prefill: "host:port" of the prefill servers' bootstrap ports; empty: the server serves alone.
     dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
+    nnodes, node_rank: machines that the ranks are spread over evenly, and which of them this is;
+        machine 0 has the frontend and the scheduler. dist_init_addr: "host:port" of machine 0,
+        where the ranks meet; its next port is where their workers find the scheduler.
     chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
@@ -43,6 +46,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport: which UCX transports may be used. ucx: which libucp is loaded: "auto", "wheel",
         "system", or a directory.
+    hand_over: "auto" stages a transfer where that is faster or its element types differ; "direct"
+        never does; "landing" always does, so that the KV pool is not writable from outside.
+    landing_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
@@ -73,10 +79,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     random_seed: int = 0
     tp_size: int = 1
     pp_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str = ""
     layer_group_count: int = 1
     cpu_thread_count: int | None = None
     disable_radix_cache: bool = False
     transport: str = "auto"
+    hand_over: str = "auto"
+    landing_mb: int = 64
     ucx: str = "auto"
     request_timeout_s: float = 600.0
     max_body_nbytes: int = 32 << 20
@@ -93,6 +104,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def rank_count(self) -> int:
         """Workers of this server, one per (pipeline stage, tensor parallel rank)."""
         return self.tp_size * self.pp_size
+
+    @property
+    def local_ranks(self) -> range:
+        """Global ranks of the workers on this machine."""
+        count = self.rank_count // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
+
+    @property
+    def scheduler_address(self) -> str:
+        """ "host:port" where workers of other machines find the scheduler; "" if there are none."""
+        if self.nnodes == 1:
+            return ""
+        host, _, port = self.dist_init_addr.rpartition(":")
+        return f"{host}:{int(port) + 1}"
 
     @property
     def scheduler_ipc_path(self) -> str:
@@ -133,12 +158,25 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(
             f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"
         )
+    _check_nodes(config)
     _check_model(Path(config.model_path))
     tokenizer = Path(config.tokenizer_path)
     if not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(
             f"--tokenizer-path {config.tokenizer_path}: must be a directory with a tokenizer.json"
         )
+
+
+def _check_nodes(config: ServerConfig) -> None:
+    if config.rank_count % config.nnodes:
+        raise ConfigError(
+            f"--nnodes {config.nnodes}: must divide the {config.rank_count} ranks of "
+            f"--tp-size {config.tp_size} x --pp-size {config.pp_size}"
+        )
+    if config.node_rank >= config.nnodes:
+        raise ConfigError(f"--node-rank {config.node_rank}: must be in 0..{config.nnodes - 1}")
+    if config.nnodes > 1 and not config.dist_init_addr:
+        raise ConfigError(f"--nnodes {config.nnodes}: needs --dist-init-addr host:port of node 0")
 
 
 def _check_model(directory: Path) -> None:

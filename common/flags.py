@@ -113,6 +113,14 @@ def ucx_origin(value: str) -> str:
 port = integer(1, 65535)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OR_DTYPES = ", ".join(_DTYPES)
+_FP8_SPELLINGS = ("fp8_e4m3", "float8_e4m3fn")
+
+
+def cache_dtype(value: str) -> str:
+    if value in _FP8_SPELLINGS:
+        return "float8_e4m3fn"
+    return choice(*_DTYPES, *_FP8_SPELLINGS)(value)
+
 
 COMMON_FLAGS: tuple[Flag, ...] = (
     Flag("model_path", ("model-path", "model"), text, "directory of the checkpoint"),
@@ -129,8 +137,8 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "kv_cache_dtype",
         ("kv-cache-dtype",),
-        choice(*_DTYPES),
-        "of the cache, as --dtype; auto: the weights'",
+        cache_dtype,
+        "of the cache: as --dtype, or fp8_e4m3 (scale 1.0); auto: the weights'",
     ),
     Flag("page_size", ("page-size",), page_size, "tokens per page, a power of two in 1..256"),
     Flag(
@@ -192,6 +200,14 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         integer(1, 1024),
         "pipeline stages",
     ),
+    Flag("nnodes", ("nnodes",), integer(1, 1024), "machines that the ranks are spread over"),
+    Flag("node_rank", ("node-rank",), integer(0, 1023), "which of them this is; 0 serves HTTP"),
+    Flag(
+        "dist_init_addr",
+        ("dist-init-addr", "nccl-init-addr"),
+        address,
+        "host:port of node 0 where the ranks meet; the next port must be free as well",
+    ),
     Flag(
         "layer_group_count",
         ("layer-group-count",),
@@ -216,6 +232,18 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         ("transport",),
         choice("auto", "shm", "tcp"),
         "what UCX may use: auto, shm or tcp",
+    ),
+    Flag(
+        "hand_over",
+        ("hand-over",),
+        choice("auto", "direct", "landing"),
+        "how caches travel: auto, direct (never staged), landing (staged; the pool stays private)",
+    ),
+    Flag(
+        "landing_mb",
+        ("landing-mb",),
+        integer(1, 1 << 16),
+        "MiB of a rank that staged transfers land in, on a decode server",
     ),
     Flag("ucx", ("ucx",), ucx_origin, "which UCX is loaded: auto, wheel, system or a directory"),
     Flag(

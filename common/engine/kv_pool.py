@@ -12,13 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.engine.cast import CACHE_DTYPES, DTYPES, cast, raw
 from common.layout.cache_layout import Cell, GroupLayout, RankLayout
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+__all__ = ["DTYPES", "KvPool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +50,31 @@ class Plane:
 
     def write(self, index: WriteIndex, values: Tensor) -> None:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""
-        values = values.to(self.view.dtype)
+        values = raw(cast(values, self.view.dtype).contiguous())
         if self.items is None or index.item_numbers is None:
-            self.view[index.token_pages, :, index.token_rows] = values
+            raw(self.view)[index.token_pages, :, index.token_rows] = values
             return
         rows = values.reshape(-1, values.shape[-1])
-        self.items.index_copy_(0, index.item_numbers, rows)
+        raw(self.items).index_copy_(0, index.item_numbers, rows)
 
     def gather(self, index: GatherIndex, scratch: Scratch) -> Tensor:
         """A copy [B, unit, pages * page_items, element] of the pages of a table, in its order.
 
-        It lies in `scratch` and is good until that is used again.
+        It lies in `scratch` and is good until that is used again. float8 comes as raw bytes; see
+        `widen`.
         """
         geometry = self.geometry
         sequence_count, page_count = index.page_table.shape
         shape = (sequence_count, geometry.unit_count, page_count * geometry.page_items, -1)
         if self.pages is None or index.page_numbers is None:
-            return self.view[index.page_table].transpose(1, 2).reshape(shape)
-        out = scratch.take(self.pages, len(index.page_numbers))
-        return torch.index_select(self.pages, 0, index.page_numbers, out=out).view(shape)
+            return raw(self.view)[index.page_table].transpose(1, 2).reshape(shape)
+        pages = raw(self.pages)
+        out = scratch.take(pages, len(index.page_numbers))
+        return torch.index_select(pages, 0, index.page_numbers, out=out).view(shape)
+
+    def widen(self, gathered: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `gather` returned, in `dtype`."""
+        return cast(gathered.view(self.view.dtype), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ class KvPool:
         self.page_items = tuple(group.group.page_items for group in layout.groups)
         self._planes: dict[tuple[str, int], Plane] = {}
         for index, group in enumerate(layout.groups):
-            dtypes = {c.name: DTYPES[c.dtype] for c in group.group.components}
+            dtypes = {c.name: CACHE_DTYPES[c.dtype] for c in group.group.components}
             for cell in group.cells:
                 key = (cell.component, cell.layer)
                 assert key not in self._planes, f"{key} has more than one segment"

@@ -79,6 +79,10 @@ VALID = [
     (("--device", "cuda"), "device", "cuda"),
     (("--dtype", "bfloat16"), "dtype", "bfloat16"),
     (("--kv-cache-dtype", "float16"), "kv_cache_dtype", "float16"),
+    (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype", "float8_e4m3fn"),
+    (("--kv-cache-dtype", "float8_e4m3fn"), "kv_cache_dtype", "float8_e4m3fn"),
+    (("--hand-over", "landing"), "hand_over", "landing"),
+    (("--landing-mb", "8"), "landing_mb", 8),
     (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
     (("--max-total-tokens", "16"), "max_total_tokens", 16),
     (("--load-format", "dummy"), "load_format", "dummy"),
@@ -120,7 +124,9 @@ BAD = [
     ("--host", "a b", "without scheme"),
     ("--device", "tpu", "cpu, cuda"),
     ("--dtype", "fp32", "auto, float32, bfloat16, float16"),
-    ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16"),
+    ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16, fp8_e4m3"),
+    ("--hand-over", "staged", "must be one of auto, direct, landing"),
+    ("--landing-mb", "0", "must be an integer in 1..65536"),
     ("--chunked-prefill-size", "0", "1..1048576"),
     ("--chunked-prefill-size", "-1", "1..1048576"),
     ("--max-running-requests", "0", "1..4096"),
@@ -256,7 +262,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"log-level": "info", "log-requests": "true", "disable-radix-cache": "true"}
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
-    values |= {"max-body-bytes": "4096"}
+    values |= {"max-body-bytes": "4096", "hand-over": "direct"}
     for flag in COMMON_FLAGS:
         for spelling in flag.spellings:
             file = tmp_path / "one.yaml"

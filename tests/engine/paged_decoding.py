@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.cast import CACHE_DTYPES
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import DTYPES, KvPool
+from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
@@ -36,7 +37,7 @@ def make_pool(
     pool = KvPool.allocate(layout.rank(parallel.pp_rank, parallel.tp_rank), [page_count], "cpu")
     generator = torch.Generator().manual_seed(7)
     for buffer in pool.buffers:
-        values = buffer.view(DTYPES[layout.components[0].dtype])
+        values = buffer.view(CACHE_DTYPES[layout.components[0].dtype])
         values.copy_(torch.randn(values.shape, generator=generator) * 3.0)
     return pool
 

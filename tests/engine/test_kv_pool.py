@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.cast import raw
 from common.engine.kv_pool import KvPool, Scratch, gather_index, write_index
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
@@ -35,6 +36,7 @@ def odd_layout() -> RankLayout:
 LAYOUTS = {
     "plain": gqa_layout(),
     "bfloat16": gqa_layout(dtype="bfloat16"),
+    "float8": gqa_layout(dtype="float8_e4m3fn"),
     "rank 1 of 2": gqa_layout(tp_size=2, tp_rank=1),
     "replicated": gqa_layout(tp_size=8, tp_rank=5),
     "two layer groups": gqa_layout(layer_group_count=2),
@@ -63,7 +65,7 @@ def random_rows(pool: KvPool, component: str, layer: int, count: int) -> Tensor:
 
 def test_views_lie_where_the_cells_say(pool: KvPool) -> None:
     group = pool.layout.groups[0]
-    raw = bytes(pool.buffers[0].tolist())
+    memory = bytes(pool.buffers[0].tolist())
     for cell in group.cells:
         view = pool.view(cell.component, cell.layer)
         assert view.shape[:3] == (PAGE_COUNT + 1, len(cell.units), 4)
@@ -76,7 +78,7 @@ def test_views_lie_where_the_cells_say(pool: KvPool) -> None:
                         + unit * cell.unit_stride
                         + row * cell.item_nbytes
                     )
-                    expected = raw[start : start + cell.item_nbytes]
+                    expected = memory[start : start + cell.item_nbytes]
                     item = view[page, unit, row].contiguous().view(torch.uint8)
                     assert bytes(item.tolist()) == expected
 
@@ -85,10 +87,10 @@ def test_planes_cover_every_byte_of_the_envelopes_once(pool: KvPool) -> None:
     pool.buffers[0].zero_()
     for component, layer in all_planes(pool):
         view = pool.view(component, layer)
-        assert not view.any(), f"{component} {layer} overlaps another plane"
+        assert not raw(view).any(), f"{component} {layer} overlaps another plane"
         view.fill_(1.0)
     element_nbytes = pool.view("k", 0).element_size()
-    ones = pool.buffers[0].view(pool.view("k", 0).dtype)
+    ones = pool.buffers[0].view(pool.view("k", 0).dtype).float()
     assert int((ones == 1.0).sum()) * element_nbytes == pool.buffers[0].numel()
 
 
@@ -100,10 +102,10 @@ def test_write_puts_rows_at_their_tokens_and_touches_nothing_else(pool: KvPool) 
         before = pool.buffers[0].clone()
         values = random_rows(pool, component, layer, 5)
         plane.write(write_index(plane.geometry, pages, rows), values)
-        assert torch.equal(plane.view[pages, :, rows], values)
+        assert torch.equal(raw(plane.view)[pages, :, rows], raw(values))
         after = pool.buffers[0].clone()
         pool.buffers[0].copy_(before)
-        plane.view[pages, :, rows] = values
+        raw(plane.view)[pages, :, rows] = raw(values)
         assert torch.equal(after, pool.buffers[0])
 
 
@@ -115,7 +117,7 @@ def test_gather_equals_indexing_the_view(pool: KvPool) -> None:
         gathered = plane.gather(gather_index(plane.geometry, table), scratch)
         # Bytes are compared: the pattern in the buffer holds NaNs.
         expected = torch.stack(
-            [torch.cat([plane.view[p] for p in pages.tolist()], dim=1) for pages in table]
+            [torch.cat([raw(plane.view)[p] for p in pages.tolist()], dim=1) for pages in table]
         )
         assert gathered.shape == expected.shape
         assert torch.equal(gathered.view(torch.uint8), expected.view(torch.uint8))

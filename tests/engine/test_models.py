@@ -193,13 +193,14 @@ def test_half_precision_stays_near_float32(
     assert (logits - expected).abs().median() < (0.1 if dtype == "bfloat16" else 0.02)
 
 
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_a_cache_of_less_precision_than_the_model_is_used_rounded(
-    tiny_checkpoint: Checkpoints,
+    tiny_checkpoint: Checkpoints, cache_dtype: str
 ) -> None:
     model = load_model(tiny_checkpoint("llama"))
     results = []
     for sizes in ([33], [20, 13]):
-        pool = make_pool(model, 8, kv_cache_dtype="bfloat16")
+        pool = make_pool(model, 8, kv_cache_dtype=cache_dtype)
         sequence = Sequence(random_prompt(33, 6), shuffled_pages(8, 2))
         for size in sizes:
             logits = forward(model, pool, [sequence.chunk(size)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.engine.kv_pool import DTYPES
+from common.engine.cast import CACHE_DTYPES
 from common.engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.engine.models.causal_lm import LayerBuilder
 from common.engine.models.llama import build_llama_layer
@@ -51,6 +51,7 @@ def cache_components(config: ModelConfig, kv_cache_dtype: str) -> tuple[CacheCom
     Raises: ConfigError for a type that can't be stored.
     """
     dtype = config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-    if dtype not in DTYPES:
-        raise ConfigError(f"kv_cache_dtype={dtype}: must be auto or one of {', '.join(DTYPES)}")
+    if dtype not in CACHE_DTYPES:
+        allowed = ", ".join(CACHE_DTYPES)
+        raise ConfigError(f"kv_cache_dtype={dtype}: must be auto or one of {allowed}")
     return FAMILIES[config.architecture].components(config, dtype)

@@ -1,0 +1,63 @@
+"""Element types of a cache: torch's names for them, and turning one into another.
+
+A value that float16 or float8 can't hold is cut to the largest they can, never made infinite or
+NaN; NaN stays NaN. float8_e4m3fn is stored with scale 1.0, so its largest value is 448.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""What a model may be computed in."""
+
+CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
+"""What a cache may be stored in."""
+
+FLOAT16_MAX = torch.finfo(torch.float16).max
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` in another type, of the same shape and on the same device; the same if it fits."""
+    if values.dtype == dtype:
+        return values
+    if values.dtype == torch.float8_e4m3fn and values.device.type == "cpu":
+        return _widen_by_table(values, dtype)
+    # bfloat16 has the exponents of float32: only what rounds beyond its last value overflows.
+    if dtype == torch.float16:
+        return values.to(dtype).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
+    if dtype == torch.float8_e4m3fn and not _cuts_float8(values.device):
+        values = values.clamp(-FLOAT8_MAX, FLOAT8_MAX)
+    return values.to(dtype)
+
+
+def raw(values: Tensor) -> Tensor:
+    """The same memory as something that every kernel takes: float8 as bytes, others as they are."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
+
+@cache
+def _cuts_float8(device: torch.device) -> bool:
+    """Whether torch's own conversion cuts instead of making NaN; its versions differ."""
+    too_large = torch.tensor([1e30], device=device).to(torch.float8_e4m3fn)
+    return not bool(too_large.float().isnan().any())
+
+
+def _widen_by_table(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """There are 256 of them; torch's own conversion takes 6 times longer on a CPU."""
+    table = _table(dtype)
+    numbers = values.contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
+    return table.index_select(0, numbers).view(values.shape)
+
+
+@cache
+def _table(dtype: torch.dtype) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
