@@ -176,8 +176,9 @@ def _timeline(answer: Answered) -> str:
     speed = hand_over.nbytes / hand_over.wire_s / 1e9 if hand_over.wire_s > 0 else 0.0
     decoded = max(0, meta.completion_tokens - 1)
     rate = decoded / stages.decode_s if stages.decode_s > 0 else 0.0
+    queued_s = stages.reserve_s + hand_over.queue_s
     return (
-        f"  {meta.prompt_tokens:4} tokens | queued {1e3 * (stages.reserve_s + hand_over.queue_s):5.1f}"
+        f"  {meta.prompt_tokens:4} tokens | queued {1e3 * queued_s:5.1f}"
         f" | prefill {1e3 * hand_over.prefill_s:5.1f}"
         f" | hand-over {1e3 * hand_over.transfer_s:4.1f} ms: {hand_over.nbytes / 1e6:.2f} MB in"
         f" {hand_over.run_count} runs, {speed:.1f} GB/s"

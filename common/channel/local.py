@@ -2,7 +2,8 @@
 
 Payloads are bytes; `common.protocol.codec` gives them meaning. Processes are known by name:
 "frontend", "worker-0", "worker-1", ... A Unix socket in a private directory carries it all, so
-whoever can reach it already is this user.
+whoever can reach it already is this user. Workers on other machines of the same server come over
+tcp instead; like the port where their ranks meet, that one must be reachable by them alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import zmq
 
+from common.channel.address import parse_address
 from common.channel.sockets import (
+    ChannelClosed,
     SendResult,
     Socket,
     open_local_dealer,
@@ -33,19 +36,23 @@ class LocalServer:
     malformed_count: messages that were not one frame from a readable name; they were dropped.
     """
 
-    def __init__(self, path: str) -> None:
-        """Bind a socket at `path`, whose directory nobody else may enter.
+    def __init__(self, path: str, address: str = "") -> None:
+        """Bind a socket at `path`, whose directory nobody else may enter, and for workers of other
+        machines at `address`, "host:port", if there are any.
 
-        Raises: ConfigError naming the path if it can't be used.
+        Raises: ConfigError naming the path or address if it can't be used.
         """
         _check_path(path)
         self.malformed_count = 0
         self._socket = open_local_router()
         try:
             self._socket.bind(f"ipc://{path}")
+            if address:
+                self._socket.bind(f"tcp://{parse_address(address)}")
         except zmq.ZMQError as exc:
             self._socket.close()
-            raise ConfigError(f"local socket {path!r} can't be bound: {exc.strerror}") from exc
+            where = f"{path!r}, {address}" if address else repr(path)
+            raise ConfigError(f"local socket {where} can't be bound: {exc.strerror}") from exc
 
     def sockets(self) -> tuple[Socket, ...]:
         return (self._socket,)
@@ -66,9 +73,9 @@ class LocalServer:
                 self.malformed_count += 1
         return messages
 
-    def close(self) -> None:
-        """Drops what is still queued. Harmless if closed."""
-        self._socket.close()
+    def close(self, linger_ms: int = 0) -> None:
+        """What is still queued is dropped after `linger_ms`. Harmless if closed."""
+        self._socket.close(linger_ms)
 
 
 class LocalClient:
@@ -77,24 +84,43 @@ class LocalClient:
     It may be opened before the scheduler's end is: messages wait.
     """
 
-    def __init__(self, path: str, name: str) -> None:
-        """Raises: ConfigError naming the path if it can't be used."""
-        self._socket = connect_local(path, name)
+    def __init__(self, path: str, name: str, address: str = "") -> None:
+        """address: of a scheduler on another machine; path is not used then.
+
+        Raises: ConfigError naming the path if it can't be used.
+        """
+        self._monitor: Socket | None = None
+        if address:
+            self._socket = open_local_dealer(name.encode("ascii"))
+            # On one machine the supervisor ends everybody; over tcp a lost scheduler has to be
+            # noticed here.
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._socket.connect(f"tcp://{parse_address(address)}")
+        else:
+            self._socket = connect_local(path, name)
 
     def sockets(self) -> tuple[Socket, ...]:
-        return (self._socket,)
+        return (self._socket,) if self._monitor is None else (self._socket, self._monitor)
 
     def send(self, payload: bytes) -> SendResult:
         return send_dealt(self._socket, payload)
 
     def receive(self) -> list[bytes]:
-        """What has come, oldest first. Never waits."""
+        """What has come, oldest first. Never waits.
+
+        Raises: ChannelClosed if a scheduler on another machine is gone.
+        """
+        if self._monitor is not None and self._monitor.poll(0):
+            raise ChannelClosed("the scheduler's machine has closed the connection")
         received, malformed_count = receive_dealt(self._socket)
         assert malformed_count == 0, "our own scheduler sends one frame"
         return received
 
     def close(self) -> None:
         """Drops what is still queued. Harmless if closed."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
         self._socket.close()
 
 

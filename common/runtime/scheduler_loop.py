@@ -19,7 +19,7 @@ from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.clock import SystemClock
 from common.config import Role, ServerConfig
-from common.errors import ConfigError, ProtocolError
+from common.errors import BatonError, ConfigError, ProtocolError
 from common.protocol.codec import (
     decode_decode_to_prefill,
     decode_frontend_to_scheduler,
@@ -36,6 +36,7 @@ from common.protocol.local import (
     Shutdown,
     State,
     WorkerReady,
+    WorkerToScheduler,
 )
 from common.runtime.processes import ProcessWatch
 from common.scheduling.events import (
@@ -62,6 +63,12 @@ FRONTEND = "frontend"
 # Effects of one round can cause events at once only through sockets, so a round is bounded by what
 # the sockets held; this bounds how long the loop goes without looking at the time.
 POLL_MAX_S = 0.5
+# How long the last messages to workers may take to leave when the process ends.
+LAST_MESSAGES_MS = 500
+
+
+class WorkerLost(BatonError):
+    """A worker takes no messages: its server can't go on."""
 
 
 class Core(Protocol):
@@ -89,7 +96,7 @@ class SchedulerLoop:
         self._config = config
         self._make_core = make_core
         self._clock = SystemClock()
-        self._local = LocalServer(config.scheduler_ipc_path)
+        self._local = LocalServer(config.scheduler_ipc_path, config.scheduler_address)
         self._peers: PeerListener | PeerDialer
         if config.role is Role.PREFILL:
             self._peers = PeerListener(config.host, config.bootstrap_port)
@@ -100,6 +107,7 @@ class SchedulerLoop:
         self._poller.register(self._peers)
         self._watch = ProcessWatch()
         self._workers: dict[int, WorkerReady] = {}
+        self._worker_names = [f"worker-{rank}" for rank in range(config.rank_count)]
         self._core: Core | None = None
         self._info: ServerInfo | None = None
         self._is_frontend_known = False
@@ -126,7 +134,7 @@ class SchedulerLoop:
 
     def close(self) -> None:
         self._peers.close()
-        self._local.close()
+        self._local.close(LAST_MESSAGES_MS)
 
     def _handle_signal(self, signum: int, frame: object) -> None:
         if not self._is_stopping:
@@ -143,14 +151,22 @@ class SchedulerLoop:
 
     def _receive_local(self) -> None:
         for name, payload in self._local.receive():
-            if name == FRONTEND:
-                self._handle_frontend(payload)
-            else:
-                message = decode_worker_to_scheduler(payload)
-                if isinstance(message, WorkerReady):
-                    self._note_worker(message)
+            try:
+                if name == FRONTEND:
+                    self._handle_frontend(payload)
+                elif name in self._worker_names:
+                    self._handle_worker(decode_worker_to_scheduler(payload))
                 else:
-                    self._feed(FromWorker(message))
+                    self.dropped_count += 1
+            except ProtocolError as error:
+                log.warning("dropped a message of %r: %s", name, error)
+                self.dropped_count += 1
+
+    def _handle_worker(self, message: WorkerToScheduler) -> None:
+        if isinstance(message, WorkerReady):
+            self._note_worker(message)
+        else:
+            self._feed(FromWorker(message))
 
     def _handle_frontend(self, payload: bytes) -> None:
         message = decode_frontend_to_scheduler(payload)
@@ -249,9 +265,9 @@ class SchedulerLoop:
 
     def _send_workers(self, message: SchedulerToWorker) -> None:
         payload = encode(message)
-        for rank in range(self._config.rank_count):
-            if self._local.send(f"worker-{rank}", payload) is not SendResult.SENT:
-                self.dropped_count += 1
+        for name in self._worker_names:
+            if self._local.send(name, payload) is not SendResult.SENT and not self._is_stopping:
+                raise WorkerLost(f"{name} is gone or reads nothing")
 
     def _send_peer(self, link: str, message: PeerMessage) -> None:
         if self._peers.send(link, encode(message)) is not SendResult.SENT:
@@ -284,7 +300,8 @@ def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serv
         fingerprint=first.fingerprint,
         sequence_token_max=config.context_length or first.context_length,
         eos_token_ids=frozenset(first.eos_token_ids),
-        host_id=first.host_id,
+        # Process ids of several machines prove nothing to a peer that can only watch its own.
+        host_id=first.host_id if len({worker.host_id for worker in ordered}) == 1 else "",
         pids=tuple(worker.pid for worker in ordered),
         workers=tuple(worker.describe for worker in ordered),
     )
@@ -300,6 +317,9 @@ def run(config: ServerConfig, make_core: MakeCore) -> int:
     log.debug("scheduler process %d", os.getpid())
     try:
         loop.run()
+    except WorkerLost as error:
+        log.error("%s: the server stops", error)
+        return 1
     finally:
         loop.close()
     return 0

@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Supervisor:
-    """The processes of one server, in the order in which they are stopped."""
+    """The processes of one server on this machine, in the order in which they are stopped."""
 
     def __init__(self, config: ServerConfig, scheduler_module: str) -> None:
         self._config = config
@@ -52,10 +52,11 @@ class Supervisor:
         """Start everything and watch it; returns the exit code of the server."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._handle_signal)
-        self._start("scheduler", self._scheduler_module)
-        for rank in range(self._config.rank_count):
+        if self._config.node_rank == 0:
+            self._start("frontend", "common.frontend")
+            self._start("scheduler", self._scheduler_module)
+        for rank in self._config.local_ranks:
             self._start(f"worker-{rank}", "common.worker", "--rank", str(rank))
-        self._start("frontend", "common.frontend")
         code = self._watch()
         self._end_rest()
         return code
@@ -84,6 +85,9 @@ class Supervisor:
     def _explain(self, name: str, code: int) -> int:
         if code == EXIT_CONFIG:
             return EXIT_CONFIG
+        if code == 0 and self._config.node_rank > 0:
+            log.info("%s was told to end by the scheduler on node 0", name)
+            return 0
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         log.error("%s ended with %s: the server stops", name, how)
         return EXIT_CHILD_DIED
@@ -92,9 +96,7 @@ class Supervisor:
         """Frontend first, so that open requests end well; then the scheduler, then its workers."""
         log.info("draining for at most %.0f s", self._config.drain_timeout_s)
         code = 0
-        workers = [name for name in self._children if name.startswith("worker-")]
-        for name in ["frontend", "scheduler", *workers]:
-            child = self._children[name]
+        for name, child in self._children.items():
             if child.poll() is None:
                 child.terminate()
             if not self._wait(child, self._config.drain_timeout_s + END_TIMEOUT_S):
@@ -115,10 +117,10 @@ class Supervisor:
 
     def _end_rest(self) -> None:
         """The frontend first, and gently: it answers its open requests before it goes."""
-        frontend = self._children["frontend"]
-        if frontend.poll() is None:
-            frontend.terminate()
-            self._wait(frontend, LAST_ANSWERS_TIMEOUT_S)
+        for name, child in self._children.items():
+            if name == "frontend" and child.poll() is None:
+                child.terminate()
+                self._wait(child, LAST_ANSWERS_TIMEOUT_S)
         for child in self._children.values():
             if child.poll() is None:
                 child.kill()

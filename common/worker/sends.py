@@ -143,7 +143,7 @@ class Sends:
         return self._layer_group_count if message.step_id < self._computed.step_id else 0
 
     def _is_computed(self, transfer_id: int) -> bool:
-        """Whether nothing of a transfer waits for the engine any more: what moves now is exposed."""
+        """Whether nothing of a transfer waits for the engine: what moves now is exposed."""
         return any(
             send.message.transfer_id == transfer_id
             and send.message.is_final

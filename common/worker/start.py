@@ -77,7 +77,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         tp_size=config.tp_size,
         pp_size=config.pp_size,
         backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{config.runtime_dir}/ranks" if config.rank_count > 1 else "",
+        init_method=_meeting_place(config),
         timeout_s=RANKS_MEET_TIMEOUT_S,
     )
     choice = choose_attention(_attention_shape(config, model_config, parallel, device))
@@ -122,7 +122,7 @@ def _thread_count(config: ServerConfig) -> int:
     if config.cpu_thread_count is not None:
         return config.cpu_thread_count
     core_count = len(os.sched_getaffinity(0))
-    return max(1, core_count // 2 // config.rank_count)
+    return max(1, core_count // 2 // len(config.local_ranks))
 
 
 def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int) -> None:
@@ -158,15 +158,23 @@ def host_id() -> str:
     return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
 
 
+def _meeting_place(config: ServerConfig) -> str:
+    """Where the ranks meet, as torch.distributed spells it."""
+    if config.nnodes > 1:
+        return f"tcp://{config.dist_init_addr}"
+    return f"file://{config.runtime_dir}/ranks"
+
+
 def _device(config: ServerConfig, rank: int) -> torch.device:
     if config.device != "cuda":
         return torch.device(config.device)
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; must be cpu")
     count = torch.cuda.device_count()
-    if config.rank_count > count:
-        raise ConfigError(f"{config.rank_count} ranks: must be at most {count}, the CUDA devices")
-    device = torch.device("cuda", rank)
+    local_count = len(config.local_ranks)
+    if local_count > count:
+        raise ConfigError(f"{local_count} ranks here: must be at most {count}, the CUDA devices")
+    device = torch.device("cuda", rank - config.local_ranks.start)
     # NCCL and FlashInfer use the current device of the thread that calls them: this one.
     torch.cuda.set_device(device)
     return device

@@ -43,7 +43,8 @@ def run_worker(config: ServerConfig, rank: int) -> int:
     started_at = clock.now()
     try:
         started = start_rank(config, rank, clock)
-        client = LocalClient(config.scheduler_ipc_path, f"worker-{rank}")
+        address = config.scheduler_address if config.node_rank > 0 else ""
+        client = LocalClient(config.scheduler_ipc_path, f"worker-{rank}", address)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
