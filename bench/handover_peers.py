@@ -81,11 +81,7 @@ def perftest_gbps(library_directory: str, message_nbytes: int) -> float:
     """ucp_put_bw between two processes over tcp, the best UCX does at this message size."""
     program = str(Path(library_directory).parent / "bin" / "ucx_perftest")
     environment = {"LD_LIBRARY_PATH": library_directory, "UCX_TLS": "tcp"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    server = subprocess.Popen([program, "-p", port], env=environment, stdout=subprocess.DEVNULL)
-    wait_until_listening(int(port))
+    server, port = start_perftest_server(program, environment)
     test = f"127.0.0.1 -p {port} -t ucp_put_bw -s {message_nbytes} -w 100 -f"
     client = subprocess.run(
         [program, *test.split(), "-n", str(PERFTEST_NBYTES // message_nbytes)],
@@ -100,13 +96,27 @@ def perftest_gbps(library_directory: str, message_nbytes: int) -> float:
     return float(client.stdout.split()[-3]) * (1 << 20) / 1e9
 
 
-def wait_until_listening(port: int) -> None:
-    """Looks at the kernel's table: to connect would use up the server's one connection."""
+def start_perftest_server(
+    program: str, environment: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A listening server. A port that is free when asked for may be taken a moment later: try on."""
     deadline = time.monotonic() + PATIENCE_S
-    listening = f":{port:04X} 00000000:0000 0A"
-    while listening not in Path("/proc/net/tcp").read_text():
-        assert time.monotonic() < deadline, f"nothing listens on port {port}"
-        time.sleep(0.005)
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        command = [program, "-p", str(port)]
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        while server.poll() is None and time.monotonic() < deadline:
+            if is_listening(port):
+                return server, port
+            time.sleep(0.005)
+    raise TimeoutError("ucx_perftest does not come up as a server")
+
+
+def is_listening(port: int) -> bool:
+    """Looks at the kernel's table: to connect would use up the server's one connection."""
+    return f":{port:04X} 00000000:0000 0A" in Path("/proc/net/tcp").read_text()
 
 
 # NIXL ---------------------------------------------------------------------------------------------
