@@ -12,6 +12,7 @@ from bench.report import REPORT_PATH, Row, print_table, write_report
 
 SECTIONS = {
     "handover": "bench.handover",
+    "planner": "bench.planner",
     "scheduler": "bench.scheduler",
     "pair": "bench.pair",
 }

@@ -99,7 +99,7 @@ def perftest_gbps(library_directory: str, message_nbytes: int) -> float:
 def start_perftest_server(
     program: str, environment: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """A listening server. A port that is free when asked for may be taken a moment later: try on."""
+    """A listening server. A port that was free may be taken a moment later: try on."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with socket.socket() as probe:

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from bench.report import Row
-from demo.__main__ import CHECKPOINT, Reply
+from demo.__main__ import CHECKPOINT, HandOver, Reply
 from demo.facts import make_question
 from demo.servers import Pair
 
@@ -23,25 +23,48 @@ REQUEST_COUNT = 60
 WARM_UP_COUNT = 10
 TARGET_MS = 10.0
 FACT_COUNTS = (4, 16, 40, 60)
+CHUNK_SIZE = 64
+FOUR_CHUNKS_FACT_COUNT = 40  # 251 tokens
 
 
 def run() -> list[Row]:
-    with Pair(CHECKPOINT, say=lambda line: print(line, flush=True)) as pair:
+    with Pair(CHECKPOINT, say=_say) as pair:
         with httpx.Client(base_url=pair.decode.url, timeout=60.0) as client:
-            samples = [_ask(client, index) for index in range(REQUEST_COUNT)][WARM_UP_COUNT:]
+            samples = [
+                _ask(client, index, FACT_COUNTS[index % len(FACT_COUNTS)])
+                for index in range(REQUEST_COUNT)
+            ][WARM_UP_COUNT:]
         memory = _memory_rows(pair.decode.process.pid)
-    bandwidth = max(nbytes / wire_s for _, nbytes, wire_s in samples)
-    overhead_ms = [1e3 * (seconds - nbytes / bandwidth) for seconds, nbytes, _ in samples]
+    bandwidth = max(hand_over.nbytes / hand_over.wire_s for _, hand_over in samples)
+    overhead_ms = [1e3 * (seconds - h.nbytes / bandwidth) for seconds, h in samples]
     p50 = statistics.median(overhead_ms)
     return [
         Row("handover_overhead_p50", p50, "ms", "target", TARGET_MS, p50 / TARGET_MS, len(samples)),
+        _hidden_row(),
         *memory,
     ]
 
 
-def _ask(client: httpx.Client, index: int) -> tuple[float, int, float]:
-    """(seconds from the first token on prefill to the client, bytes, seconds on the wire)."""
-    question = make_question(5000 + index, FACT_COUNTS[index % len(FACT_COUNTS)])
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _hidden_row() -> Row:
+    """Share of the bytes that are at the target before the last layer of the last chunk is done."""
+    chunks = ("--chunked-prefill-size", str(CHUNK_SIZE), "--layer-group-count", "3")
+    with (
+        Pair(CHECKPOINT, prefill_args=chunks, say=_say) as pair,
+        httpx.Client(base_url=pair.decode.url, timeout=60.0) as client,
+    ):
+        hand_overs = [_ask(client, index, FOUR_CHUNKS_FACT_COUNT)[1] for index in range(20)]
+    shares = [1 - h.exposed_nbytes / h.nbytes for h in hand_overs]
+    value = statistics.median(shares)
+    return Row("handover_hidden_share_4_chunks", value, "of bytes", None, None, None, len(shares))
+
+
+def _ask(client: httpx.Client, index: int, fact_count: int) -> tuple[float, HandOver]:
+    """(seconds from the first token on prefill to the client, the hand-over's account)."""
+    question = make_question(5000 + index, fact_count)
     sampling = {"temperature": 0, "max_new_tokens": 4}
     body = {"text": question.prompt, "sampling_params": sampling, "stream": True}
     first_at = 0.0
@@ -57,7 +80,7 @@ def _ask(client: httpx.Client, index: int) -> tuple[float, int, float]:
     assert stages is not None
     hand_over = stages.hand_over
     computed_s = stages.reserve_s + hand_over.queue_s + hand_over.prefill_s
-    return first_at - started_at - computed_s, hand_over.nbytes, hand_over.wire_s
+    return first_at - started_at - computed_s, hand_over
 
 
 def _memory_rows(supervisor_pid: int) -> list[Row]:

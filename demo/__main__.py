@@ -34,6 +34,7 @@ class HandOver(msgspec.Struct):
     transfer_s: float
     wire_s: float
     nbytes: int
+    exposed_nbytes: int
     run_count: int
 
 
