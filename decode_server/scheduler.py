@@ -299,7 +299,11 @@ class DecodeScheduler:
         request = transfer.request
         assert request is not None
         request.transfer = None
-        self._retry(request, failed.kind, failed.message, failed.status, now, failed.is_retryable)
+        kind, status = failed.kind, failed.status
+        if kind == "aborted":
+            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
+            kind, status = "other_half_aborted", 500
+        self._retry(request, kind, failed.message, status, now, failed.is_retryable)
 
     def _free(self, transfer: Transfer) -> None:
         for group, span in enumerate(transfer.spans):

@@ -291,7 +291,11 @@ class PrefillScheduler:
             return
         request.is_abort_asked = True
         text = f"the decode server gave up: {message.reason}"
-        self._endings.fail(request, Failure("aborted", text, 499), now)
+        failure = Failure("aborted", text, 499)
+        if request.client_id is not None:
+            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
+            failure = Failure("other_half_aborted", text, 500)
+        self._endings.fail(request, failure, now)
 
     def _lose(self, incarnation: str, reason: str, now: float) -> None:
         if self._peers.lose(incarnation, reason):

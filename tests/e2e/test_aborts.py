@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from demo.facts import is_right, make_question
-from tests.e2e.fleet import Body, Fleet, Node, reply_of, wait_until
+from tests.e2e.fleet import Body, Fleet, Node, error_message, reply_of, wait_until
 from tests.e2e.replies import Reply
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -89,7 +89,7 @@ def decoding(pair: Pair, post: Callable[[Body], None]) -> Iterator[None]:
 
 
 STATES = pytest.mark.parametrize("state", [waiting, prefilling, transferring, decoding])
-State = Callable[[Pair, Callable[[Body], None]], "contextmanager[None]"]
+State = Callable[[Pair, Callable[[Body], None]], AbstractContextManager[None]]
 
 
 # ---- ways to give up -----------------------------------------------------------------------------
@@ -183,7 +183,8 @@ def test_an_abort_of_nobody_is_no_error(pair: Pair) -> None:
     assert "rid" in pair.decode.refused("/abort_request", {}, 400)
 
 
-def test_a_prefill_half_that_hangs_up_ends_the_decode_half_too(pair: Pair) -> None:
+@pytest.mark.parametrize("leaver", ["prefill", "decode"])
+def test_a_half_that_hangs_up_ends_the_other_one_as_an_error(pair: Pair, leaver: str) -> None:
     body: Body = {
         "input_ids": LONG_PROMPT,
         "sampling_params": BRIEF,
@@ -191,12 +192,15 @@ def test_a_prefill_half_that_hangs_up_ends_the_decode_half_too(pair: Pair) -> No
         "bootstrap_port": pair.prefill.bootstrap_port,
         "bootstrap_room": 77,
     }
-    with ExitStack() as stack:
-        client = Connection(pair.prefill)
-        stack.callback(client.close)
-        client.post(body)
-        decoded = pair.fleet.in_background(pair.decode, body)
-        pair.prefill.wait_queued("running")
-    response = decoded.result()
-    assert response.status_code >= 400, response.text
+    left, stays = pair.prefill, pair.decode
+    if leaver == "decode":
+        left, stays = stays, left
+    client = Connection(left)
+    client.post(body)
+    pending = pair.fleet.in_background(stays, body)
+    pair.prefill.wait_queued("running")
+    client.close()
+    response = pending.result()
+    assert response.status_code == 500, response.text
+    assert "went away" in error_message(response)
     assert pair.is_right_again()

@@ -24,7 +24,7 @@ from common.protocol.local import (
 )
 from common.request import SamplingParams
 from demo.facts import Question, is_right, make_question
-from demo.score import pages_of_fact
+from demo.score import PAGE_TOKEN_COUNT, pages_of_fact
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet
 from tests.worker.worker_processes import WorkerProcesses
 
@@ -100,7 +100,7 @@ class Workers:
         if corrupted_page is not None:
             # Another page of the same prompt: plausible bytes in the wrong place.
             other = pages[(corrupted_page + page_count // 2) % page_count]
-            self.send(request_id, 1, [other], [pages[corrupted_page]])
+            self.send(request_id, PAGE_TOKEN_COUNT, [other], [pages[corrupted_page]])
         self.prefill.step(retired=[request_id])
         new = [NewSequence(request_id, tokens + output, len(tokens), sampling)]
         grants = [PageGrant(request_id, 0, 0, [*pages, page_count + 1, page_count + 2])]
@@ -117,6 +117,7 @@ class Workers:
         self.prefill.tell(
             Send(
                 send_id=send_id,
+                step_id=0,
                 transfer_id=transfer_id,
                 peer="decode",
                 token_start=0,
@@ -134,7 +135,7 @@ class Workers:
 def workers() -> Iterator[Workers]:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    changes = {"page_size": 16, "cpu_thread_count": 1}
+    changes = {"page_size": PAGE_TOKEN_COUNT, "cpu_thread_count": 1}
     with (
         WorkerProcesses(CHECKPOINT, Role.PREFILL, **changes) as prefill,
         WorkerProcesses(CHECKPOINT, Role.DECODE, **changes) as decode,
