@@ -1,0 +1,192 @@
+"""Attention and sampling on the device, against SDPA and against the same code on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from common.engine.attention.attention import Attention
+from common.engine.attention.choose import AttentionShape, choose_attention
+from common.engine.attention.sdpa import SdpaAttention
+from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.kv_pool import KvPool
+from common.engine.noise import hash_bits, row_keys
+from common.engine.sampler import Sampler
+from common.layout.cache_layout import ServerLayout
+from common.layout.families import gqa_components
+from common.request import SamplingParams
+from tests.gpu.report import Section
+
+# (query heads, KV heads, head dim, dtype, page size): Llama-3-8B, Qwen2.5-7B with its groups of 7,
+# heads that are not grouped, large pages, and one rank's share of a model cut eight times.
+SHAPES = (
+    (32, 8, 128, torch.bfloat16, 16),
+    (28, 4, 128, torch.bfloat16, 16),
+    (8, 8, 64, torch.float16, 16),
+    (32, 8, 128, torch.bfloat16, 64),
+    (4, 1, 256, torch.bfloat16, 16),
+)
+MIXED = ((0, 5), (31, 17), (300, 40), (64, 1), (15, 1))
+SDPA_TOLERANCE = 1e-4
+TIMED_LAYERS = 4
+TIMED_REPEATS = 10
+DECODE_SEQUENCES, DECODE_TOKENS = 64, 4096
+PREFILL_TOKENS = 4096
+VOCAB = 1000
+
+
+def check_attention_section(section: Section, device: torch.device) -> None:
+    _check_sdpa(section, device)
+    _check_sampler(section, device)
+    if device.type != "cuda":
+        section.skip("flashinfer", f"runs on CUDA only, this is {device}")
+        return
+    if importlib.util.find_spec("flashinfer") is None:
+        section.skip("flashinfer", "is not installed; servers here use sdpa")
+        return
+    for heads, kv_heads, dim, dtype, page_size in SHAPES:
+        shape = AttentionShape(heads, kv_heads, dim, dtype, device, page_size)
+        choice = choose_attention(shape)
+        name = f"flashinfer {heads}/{kv_heads} x {dim} {dtype} page {page_size}"
+        section.check(name, choice.attention.name == "flashinfer", choice.reason)
+        if choice.attention.name == "flashinfer" and shape.head_count == SHAPES[0][0]:
+            section.figure(f"{name} difference", choice.reason)
+            if page_size == SHAPES[0][4]:
+                _time(section, "flashinfer", choice.attention, shape)
+    _time(section, "sdpa", SdpaAttention(), AttentionShape(*SHAPES[0][:4], device, SHAPES[0][4]))
+
+
+# Correctness --------------------------------------------------------------------------------------
+
+
+def _check_sdpa(section: Section, device: torch.device) -> None:
+    """The reference of every other check is itself checked: the CPU's fp32 numbers."""
+    outputs = []
+    for where in (torch.device("cpu"), device):
+        shape = AttentionShape(8, 2, 64, torch.float32, where, 16)
+        pool, batch = _deal(MIXED, shape, layer_count=1)
+        generator = torch.Generator().manual_seed(3)
+        query, key, value = (
+            torch.randn(batch.token_count, heads, 64, generator=generator).to(where)
+            for heads in (8, 2, 2)
+        )
+        output = SdpaAttention().start(batch, pool).attend(0, query, key, value)
+        outputs.append((output.cpu(), pool.buffers[0].cpu()))
+    (expected, expected_bytes), (actual, actual_bytes) = outputs
+    difference = float((expected - actual).abs().max())
+    section.figure("sdpa fp32, device against cpu", difference)
+    section.check("sdpa agrees with the cpu", difference <= SDPA_TOLERANCE, f"off by {difference}")
+    section.check("the cache's bytes agree", torch.equal(expected_bytes, actual_bytes))
+
+
+def _check_sampler(section: Section, device: torch.device) -> None:
+    keys = row_keys(torch.arange(64), torch.arange(64) * 7)
+    ids = torch.arange(VOCAB, dtype=torch.int32)
+    expected = hash_bits(keys, ids)
+    actual = hash_bits(keys.to(device), ids.to(device)).cpu()
+    section.check("noise has the same bits", torch.equal(expected, actual))
+    drawn = [_draw(torch.device("cpu")), _draw(device)]
+    equal_count = sum(a == b for a, b in zip(*drawn, strict=True))
+    section.figure("tokens drawn as on the cpu", f"{equal_count} of {len(drawn[0])}")
+    # The logarithms behind the noise may differ in their last bit, which decides rarely.
+    section.check("tokens agree", equal_count >= len(drawn[0]) - 1, f"{equal_count} equal")
+
+
+def _draw(device: torch.device) -> list[int]:
+    kinds = (
+        SamplingParams(max_new_tokens=4, seed=0, temperature=0.0),
+        SamplingParams(max_new_tokens=4, seed=1),
+        SamplingParams(max_new_tokens=4, seed=2, temperature=0.8, top_p=0.9),
+        SamplingParams(max_new_tokens=4, seed=3, temperature=1.2, top_k=20, min_p=0.05),
+        SamplingParams(max_new_tokens=4, seed=4, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=4, seed=5, logit_bias={7: 3.0}),
+    )
+    sampler = Sampler(VOCAB, [2], device)
+    count = 10 * len(kinds)
+    for slot in range(count):
+        sampler.add(slot, kinds[slot % len(kinds)], torch.arange(slot % 9 + 1), 1)
+    logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+    slots = np.arange(count, dtype=np.int64)
+    return sampler.sample(logits.to(device), slots, slots + 10).token_ids
+
+
+# Speed --------------------------------------------------------------------------------------------
+
+
+def _time(section: Section, name: str, attention: Attention, shape: AttentionShape) -> None:
+    """Kernels and the writing of new rows, planning left out."""
+    decode = ((DECODE_TOKENS - 1, 1),) * DECODE_SEQUENCES
+    seconds = _seconds_per_layer(attention, decode, shape)
+    per_token = 2 * shape.kv_head_count * shape.head_dim * shape.dtype.itemsize
+    nbytes = DECODE_SEQUENCES * DECODE_TOKENS * per_token
+    section.figure(
+        f"{name} decode {DECODE_SEQUENCES} x {DECODE_TOKENS} GB/s", nbytes / seconds / 1e9
+    )
+    seconds = _seconds_per_layer(attention, ((0, PREFILL_TOKENS),), shape)
+    operations = 2 * PREFILL_TOKENS**2 * shape.head_count * shape.head_dim
+    section.figure(f"{name} prefill {PREFILL_TOKENS} TFLOP/s", operations / seconds / 1e12)
+
+
+@torch.inference_mode()
+def _seconds_per_layer(
+    attention: Attention, lengths: tuple[tuple[int, int], ...], shape: AttentionShape
+) -> float:
+    pool, batch = _deal(lengths, shape, layer_count=TIMED_LAYERS)
+    attention_pass = attention.start(batch, pool)
+    query, key, value = (
+        torch.randn(
+            batch.token_count, heads, shape.head_dim, dtype=shape.dtype, device=shape.device
+        )
+        for heads in (shape.head_count, shape.kv_head_count, shape.kv_head_count)
+    )
+
+    def run() -> None:
+        for layer in range(TIMED_LAYERS):
+            attention_pass.attend(layer, query, key, value)
+
+    return _timed(run) / TIMED_LAYERS
+
+
+def _timed(run: Callable[[], None]) -> float:
+    """Seconds of one call on the device, the mean of several."""
+    run()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(TIMED_REPEATS):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3 / TIMED_REPEATS
+
+
+def _deal(
+    lengths: tuple[tuple[int, int], ...], shape: AttentionShape, *, layer_count: int
+) -> tuple[KvPool, ForwardBatch]:
+    """A batch of (cached, new) tokens per sequence on shuffled pages of random content."""
+    dtype_name = str(shape.dtype).removeprefix("torch.")
+    components = gqa_components(
+        layer_count=layer_count,
+        kv_head_count=shape.kv_head_count,
+        head_dim=shape.head_dim,
+        dtype=dtype_name,
+    )
+    layout = ServerLayout(components, 1, ((0, layer_count),), shape.page_size)
+    counts = [-(-(cached + new) // shape.page_size) for cached, new in lengths]
+    pool = KvPool.allocate(layout.rank(0, 0), [sum(counts)], shape.device)
+    content = pool.buffers[0].view(shape.dtype)
+    if shape.device.type == "cpu" or content.numel() < 1 << 24:
+        generator = torch.Generator().manual_seed(0)
+        content.copy_(torch.randn(content.shape, generator=generator))
+    else:
+        content.normal_()
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+    pages: list[int] = order.tolist()
+    chunks = [
+        SequenceChunk([0] * new, cached, ([pages.pop() for _ in range(count)],))
+        for (cached, new), count in zip(lengths, counts, strict=True)
+    ]
+    batch = ForwardBatch.build(chunks, page_items=pool.page_items, device=shape.device)
+    return pool, batch

@@ -1,0 +1,93 @@
+"""The GPU check itself, on the CPU: it must see what it is there to see."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.handover_section import (
+    POISON,
+    Ask,
+    content_of,
+    hand_over,
+    layout_of,
+    words_of,
+    wrong_pages,
+)
+from tests.gpu.pair_section import LLAMA_8B, first_difference, prompt_of
+from tests.gpu.report import Report, Section
+
+LAYOUT = layout_of(1)
+ASK = Ask(np.array([4, 2, 9]), np.array([3, 6, 1]))
+
+
+def landed() -> torch.Tensor:
+    """A target pool of 7 pages and scratch after a hand-over that went well."""
+    buffer = torch.full((8 * LAYOUT.groups[0].page_nbytes,), POISON, dtype=torch.uint8)
+    rows = words_of(buffer, LAYOUT)
+    rows[torch.from_numpy(ASK.target_pages)] = content_of(
+        torch.from_numpy(ASK.source_pages), rows.shape[1]
+    )
+    return buffer
+
+
+def test_pages_that_landed_are_right() -> None:
+    assert wrong_pages(landed(), LAYOUT, ASK) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "mistake"),
+    [
+        (3, lambda rows: rows[3].fill_(-1)),
+        (6, lambda rows: rows[6, -1:].add_(1)),
+        (1, lambda rows: rows[1].copy_(content_of(torch.tensor([8]), rows.shape[1])[0])),
+        (3, lambda rows: rows[3].copy_(rows[3].roll(1))),
+        (0, lambda rows: rows[0, :1].zero_()),
+        (5, lambda rows: rows[5, 7:8].add_(1)),
+    ],
+)
+def test_a_page_that_is_torn_swapped_or_not_asked_for_is_seen(page: int, mistake: object) -> None:
+    buffer = landed()
+    assert callable(mistake)
+    mistake(words_of(buffer, LAYOUT))
+    assert wrong_pages(buffer, LAYOUT, ASK) == [page]
+
+
+def test_no_two_words_of_two_pages_are_alike() -> None:
+    content = content_of(torch.arange(64), 512)
+    assert len(content.unique()) == content.numel()
+
+
+@pytest.mark.slow
+def test_a_hand_over_between_two_processes_is_found_right_on_the_cpu() -> None:
+    section = Section("hand-over")
+    hand_over(section, "pages", torch.device("cpu"), LAYOUT, page_count=64, spin_us=0)
+    assert len(section.checks) == 2 and not section.has_failed, section.checks
+    assert section.figures["pages: lanes"] == "posix"
+
+
+def test_an_error_in_a_section_fails_it_and_the_others_still_run() -> None:
+    report = Report()
+    with report.section("first"):
+        raise ValueError("no such thing")
+    with report.section("second") as second:
+        second.check("fine", True)
+        second.skip("more", "no device")
+    assert report.has_failed
+    parts = report.as_dict()["sections"]
+    assert isinstance(parts, dict)
+    assert parts["first"]["checks"] == {"runs to its end": "ValueError: no such thing"}
+    assert parts["second"]["checks"] == {"fine": "ok"}
+    assert parts["second"]["skipped"] == {"more": "no device"}
+
+
+def test_prompts_of_the_pair_section_share_no_prefix() -> None:
+    prompts = [prompt_of(n, LLAMA_8B, s) for n in (1, 15, 300) for s in range(5)]
+    assert len({prompt[0] for prompt in prompts}) == len(prompts)
+    assert all(0 <= token < LLAMA_8B.vocab_size for prompt in prompts for token in prompt)
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
