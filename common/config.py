@@ -30,6 +30,14 @@ class EngineType(StrEnum):
     UNIFIED = "unified"
 
 
+class HandOver(StrEnum):
+    """How caches travel: straight into pages, through landing slots, or as each transfer likes."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    LANDING = "landing"
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one server, checked by `flags.parse_args`; None means: decided at start.
 
@@ -86,7 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_thread_count: int | None = None
     disable_radix_cache: bool = False
     transport: str = "auto"
-    hand_over: str = "auto"
+    hand_over: HandOver = HandOver.AUTO
     landing_mb: int = 64
     ucx: str = "auto"
     request_timeout_s: float = 600.0

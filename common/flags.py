@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 import yaml
 
-from common.config import ServerConfig, check_config
+from common.config import HandOver, ServerConfig, check_config
 from common.errors import ConfigError
 
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -120,6 +120,10 @@ def cache_dtype(value: str) -> str:
     if value in _FP8_SPELLINGS:
         return "float8_e4m3fn"
     return choice(*_DTYPES, *_FP8_SPELLINGS)(value)
+
+
+def hand_over(value: str) -> HandOver:
+    return HandOver(choice(*HandOver)(value))
 
 
 COMMON_FLAGS: tuple[Flag, ...] = (
@@ -236,7 +240,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "hand_over",
         ("hand-over",),
-        choice("auto", "direct", "landing"),
+        hand_over,
         "how caches travel: auto, direct (never staged), landing (staged; the pool stays private)",
     ),
     Flag(

@@ -16,7 +16,7 @@ import msgspec
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, LiveKind
-from common.protocol.local import RankDescriptor
+from common.protocol.descriptor import LandingDescriptor, RankDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.request import SamplingParams
 
@@ -31,6 +31,8 @@ RANK_COUNT_MAX = 1024  # tp x pp of one server
 GROUP_COUNT_MAX = 64
 ADDRESS_NBYTES_MAX = 1 << 16  # a UCX worker address takes some hundred bytes per transport
 MEMORY_KEY_NBYTES_MAX = 1 << 16
+SLOT_NBYTES_MAX = 1 << 30
+RING_SLOT_COUNT_MAX = 4096
 
 COMPONENT_COUNT_MAX = GROUP_COUNT_MAX  # each may have a live rule of its own
 SEGMENT_COUNT_MAX = 16
@@ -197,6 +199,33 @@ def _check_ranks(name: str, value: object) -> None:
         _check_count(f"{here}.regions", len(descriptor.regions), GROUP_COUNT_MAX)
         for region in (*descriptor.regions, descriptor.probe):
             _check_region(here, region)
+        _check_ints(f"{here}.page_counts", descriptor.page_counts, 0, INT32_MAX, GROUP_COUNT_MAX)
+        if descriptor.landing is not None:
+            _check_landing(f"{here}.landing", descriptor.landing)
+
+
+def _check_landing(here: str, landing: LandingDescriptor) -> None:
+    """Slots that lie in the region, each in one ring, and one ring per source rank."""
+    _check_name(f"{here}.address", landing.address)
+    _check_region(here, landing.region)
+    _, _, nbytes, _ = landing.region
+    check_int(f"{here}.slot_nbytes", landing.slot_nbytes, 1, SLOT_NBYTES_MAX)
+    _check_count(f"{here}.rings", len(landing.rings), RANK_COUNT_MAX)
+    slot_count = nbytes // landing.slot_nbytes
+    seen_ranks: set[int] = set()
+    seen_slots: set[int] = set()
+    for ring in landing.rings:
+        check_int(f"{here}.source_rank", ring.source_rank, 0, RANK_COUNT_MAX - 1)
+        check_int(f"{here}.ring", ring.ring, 0, INT64_MAX)
+        _check_ints(f"{here}.slots", ring.slots, 0, slot_count - 1, RING_SLOT_COUNT_MAX)
+        if ring.source_rank in seen_ranks or not ring.slots:
+            raise ProtocolError(
+                f"{here}: source rank {ring.source_rank} must have one ring of at least one slot"
+            )
+        if not seen_slots.isdisjoint(ring.slots) or len(set(ring.slots)) != len(ring.slots):
+            raise ProtocolError(f"{here}: a slot of rank {ring.source_rank} is granted twice")
+        seen_ranks.add(ring.source_rank)
+        seen_slots.update(ring.slots)
 
 
 def _check_region(here: str, region: tuple[str, int, int, bytes]) -> None:

@@ -13,6 +13,14 @@ import msgspec
 from common.errors import LayoutError, ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.bounds import check_layout_bounds, check_peer_message
+from common.protocol.landing import (
+    LANDING_MESSAGE_NBYTES_MAX,
+    Credit,
+    Landed,
+    LandingMessage,
+    check_credit,
+    check_landed,
+)
 from common.protocol.local import (
     FrontendToScheduler,
     SchedulerToFrontend,
@@ -38,7 +46,7 @@ _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
-def encode(message: LocalMessage | PeerMessage) -> bytes:
+def encode(message: LocalMessage | PeerMessage | LandingMessage) -> bytes:
     """Raises: ProtocolError if the message is larger than its receiver takes."""
     payload = _encoder.encode(message)
     is_peer = type(message) in _PEER_TYPES
@@ -81,6 +89,20 @@ def decode_prefill_to_decode(payload: bytes) -> PrefillToDecode:
     """A message of a prefill server, within bounds. Raises: ProtocolError."""
     message = _prefill_to_decode.decode(payload)
     check_peer_message(message)
+    return message
+
+
+def decode_landed(payload: bytes) -> Landed:
+    """A piece's arrival, within bounds. Raises: ProtocolError."""
+    message = _landed.decode(payload)
+    check_landed(message)
+    return message
+
+
+def decode_credit(payload: bytes) -> Credit:
+    """A slot's return, within bounds. Raises: ProtocolError."""
+    message = _credit.decode(payload)
+    check_credit(message)
     return message
 
 
@@ -149,6 +171,12 @@ _prefill_to_decode: _Decoder[PrefillToDecode] = _Decoder(
     msgspec.msgpack.Decoder(PrefillToDecode),
     "message of a prefill server",
     PEER_MESSAGE_NBYTES_MAX,
+)
+_landed: _Decoder[Landed] = _Decoder(
+    msgspec.msgpack.Decoder(Landed), "message of a prefill rank", LANDING_MESSAGE_NBYTES_MAX
+)
+_credit: _Decoder[Credit] = _Decoder(
+    msgspec.msgpack.Decoder(Credit), "message of a decode rank", LANDING_MESSAGE_NBYTES_MAX
 )
 _layout: _Decoder[ServerLayout] = _Decoder(
     msgspec.msgpack.Decoder(ServerLayout), "layout", LAYOUT_NBYTES_MAX

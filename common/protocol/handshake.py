@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from common.config import HandOver
 from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
+from common.layout.conversion import why_not_convertible
 from common.protocol.local import RankDescriptor
 from common.protocol.peer import TransferRequest
 
@@ -41,11 +43,34 @@ def compare_fingerprints(ours: dict[str, str], theirs: dict[str, str]) -> list[s
     ]
 
 
-def compare_layouts(ours: ServerLayout, theirs: ServerLayout) -> list[str]:
+def agree_hand_over(ours: HandOver, theirs: HandOver) -> HandOver | None:
+    """How caches travel between two sides that want them so; None if that can't be.
+
+    `landing` on either side keeps the target's pages out of reach, `direct` on either side means
+    that there is nothing to stage with, and the two exclude each other.
+    """
+    both = {ours, theirs}
+    if both == {HandOver.LANDING, HandOver.DIRECT}:
+        return None
+    for strict in (HandOver.LANDING, HandOver.DIRECT):
+        if strict in both:
+            return strict
+    return HandOver.AUTO
+
+
+def compare_hand_over(ours: HandOver, theirs: HandOver) -> list[str]:
+    """Empty if caches can travel between the two sides."""
+    return [] if agree_hand_over(ours, theirs) else _compare("hand-over", ours, theirs)
+
+
+def compare_layouts(
+    ours: ServerLayout, theirs: ServerLayout, hand_over: HandOver = HandOver.DIRECT
+) -> list[str]:
     """What keeps pages of one cache from being written into the other; both passed `check`.
 
     Tensor and pipeline parallel sizes, page sizes and layer groups may differ: the planner maps
-    them. The components must be the same, in the same order, which numbers the page groups.
+    them. The components must be the same, in the same order, which numbers the page groups. Their
+    element types may differ where transfers may be staged and the conversion is known.
     """
     our_components, their_components = _by_name(ours.components), _by_name(theirs.components)
     differences = _compare("layer count", ours.stages[-1][1], theirs.stages[-1][1])
@@ -62,13 +87,32 @@ def compare_layouts(ours: ServerLayout, theirs: ServerLayout) -> list[str]:
             continue
         for field, our_value, their_value in (
             ("layers", our.layers, their.layers),
-            ("segments", _show_segments(our), _show_segments(their)),
             ("live rule", _show_live(our), _show_live(their)),
             ("shard", our.shard, their.shard),
-            ("dtype", our.dtype, their.dtype),
             ("order", our.order, their.order),
         ):
             differences += _compare(f"component {_show(name)} {field}", our_value, their_value)
+        differences += _compare_elements(f"component {_show(name)}", our, their, hand_over)
+    return differences
+
+
+def _compare_elements(
+    name: str, our: CacheComponent, their: CacheComponent, hand_over: HandOver
+) -> list[str]:
+    """What keeps the elements of two components from being copied, or converted."""
+    if our.dtype == their.dtype:
+        return _compare(f"{name} segments", _show_segments(our), _show_segments(their))
+    reason = why_not_convertible(our, their)
+    if reason is None and hand_over is not HandOver.DIRECT:
+        return []
+    if reason is None:
+        reason = "a direct hand-over does not convert"
+    shown = f"ours {_show(our.dtype)}, theirs {_show(their.dtype)} ({_show(reason)})"
+    differences = [f"{name} dtype: {shown}"]
+    if [(s.name, s.unit_count) for s in our.segments] != [
+        (s.name, s.unit_count) for s in their.segments
+    ]:
+        differences += _compare(f"{name} segments", _show_segments(our), _show_segments(their))
     return differences
 
 
@@ -163,6 +207,9 @@ def _check_pages(
 
 def _count_pages(layout: RankLayout, descriptor: RankDescriptor, counts: list[list[int]]) -> None:
     """Append to `counts` how many pages of each group this rank's regions hold."""
+    if not descriptor.regions and descriptor.landing is not None:
+        _count_announced_pages(layout, descriptor, counts)
+        return
     if len(descriptor.regions) != len(layout.groups):
         raise ProtocolError(
             f"rank {descriptor.rank} announced {len(descriptor.regions)} regions for "
@@ -178,6 +225,25 @@ def _count_pages(layout: RankLayout, descriptor: RankDescriptor, counts: list[li
             raise ProtocolError(
                 f"rank {descriptor.rank} announced region {_show(name)} of {nbytes} bytes: must "
                 f"hold the scratch page and one more, of {group.page_nbytes} bytes each"
+            )
+        of_ranks.append(count)
+
+
+def _count_announced_pages(
+    layout: RankLayout, descriptor: RankDescriptor, counts: list[list[int]]
+) -> None:
+    """Of a rank whose pages are not in reach: it scatters into them itself."""
+    if len(descriptor.page_counts) != len(layout.groups):
+        raise ProtocolError(
+            f"rank {descriptor.rank} announced page counts of {len(descriptor.page_counts)} page "
+            f"groups: there are {len(layout.groups)}"
+        )
+    for group, count, of_ranks in zip(layout.groups, descriptor.page_counts, counts, strict=True):
+        if group.page_nbytes == 0:
+            continue
+        if count < 1:
+            raise ProtocolError(
+                f"rank {descriptor.rank} announced {count} pages: must be at least 1"
             )
         of_ranks.append(count)
 

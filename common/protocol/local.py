@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from common.config import HandOver
+from common.protocol.descriptor import RankDescriptor as RankDescriptor
 from common.request import (
     Bootstrap,
     FinishReason,
@@ -105,6 +107,7 @@ class PeerState(_Message, frozen=True):
     pp_size: int = 0
     page_size: int = 0
     in_flight_count: int = 0
+    hand_over: list[str] = []
 
 
 class PageGroupState(_Message, frozen=True):
@@ -199,22 +202,16 @@ class Step(_Message, frozen=True):
 
 
 class OpenPeer(_Message, frozen=True):
-    """Make a place that this peer incarnation may write through; answered by PeerOpened."""
+    """Make a place that this peer incarnation may write through; answered by PeerOpened.
 
-    peer: str
-
-
-class RankDescriptor(msgspec.Struct, frozen=True):
-    """How to write into one rank: its UCX worker address and its regions, one per page group.
-
-    regions: (name, base address, nbytes, packed memory key).
-    probe: scratch memory, described likewise, that connecting writes to.
+    layout: the peer's ServerLayout, msgpack as in the handshake. link: the address it was dialled
+    at. Both only matter where transfers may be staged, as `hand_over` says.
     """
 
-    rank: int
-    worker_address: bytes
-    regions: list[tuple[str, int, int, bytes]]
-    probe: tuple[str, int, int, bytes] = ("", 0, 0, b"")
+    peer: str
+    layout: bytes = b""
+    link: str = ""
+    hand_over: HandOver = HandOver.DIRECT
 
 
 class ConnectPeer(_Message, frozen=True):
@@ -226,12 +223,37 @@ class ConnectPeer(_Message, frozen=True):
     peer: str
     layout: bytes
     ranks: list[RankDescriptor]
+    hand_over: HandOver = HandOver.DIRECT
 
 
 class ClosePeer(_Message, frozen=True):
     """Drop the connection to a peer and destroy what it writes through; answered by PeerClosed."""
 
     peer: str
+
+
+class ReclaimPeer(_Message, frozen=True):
+    """Nothing of a closed peer can write here any more: its landing slots may be given away."""
+
+    peer: str
+
+
+class Expect(_Message, frozen=True):
+    """Staged pieces of this transfer may be scattered into these pages, if this peer sends them.
+
+    token_count, pages: as in the TransferRequest.
+    """
+
+    transfer_id: int
+    peer: str
+    token_count: int
+    pages: list[tuple[int, list[int]]]
+
+
+class Forget(_Message, frozen=True):
+    """Refuse whatever still comes for a transfer; answered by Forgotten, known or not."""
+
+    transfer_id: int
 
 
 class Send(_Message, frozen=True):
@@ -312,9 +334,19 @@ class PeerOpened(_Message, frozen=True):
 
 
 class PeerConnected(_Message, frozen=True):
+    """transports: what UCX chose. hand_over: how transfers will travel, with what was measured."""
+
     peer: str
     rank: int
     transports: str
+    hand_over: str = ""
+
+
+class Forgotten(_Message, frozen=True):
+    """No piece of a transfer is being scattered on this rank, and none will be."""
+
+    transfer_id: int
+    rank: int
 
 
 class PeerFailed(_Message, frozen=True):
@@ -354,7 +386,25 @@ class SendSettled(_Message, frozen=True):
 
 FrontendToScheduler = Submit | Cancel | FlushCache | GetState
 SchedulerToFrontend = Tokens | Failed | Traced | FlushDone | State | ServerInfo
-SchedulerToWorker = Step | OpenPeer | ConnectPeer | ClosePeer | Send | CancelSends | Shutdown
+SchedulerToWorker = (
+    Step
+    | OpenPeer
+    | ConnectPeer
+    | ClosePeer
+    | ReclaimPeer
+    | Send
+    | CancelSends
+    | Expect
+    | Forget
+    | Shutdown
+)
 WorkerToScheduler = (
-    WorkerReady | StepDone | PeerOpened | PeerConnected | PeerFailed | PeerClosed | SendSettled
+    WorkerReady
+    | StepDone
+    | PeerOpened
+    | PeerConnected
+    | PeerFailed
+    | PeerClosed
+    | SendSettled
+    | Forgotten
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
+from common.config import HandOver
 from common.protocol.local import RankDescriptor
 from common.request import HandOverTrace, SamplingParams, TokenLogprobs
 
@@ -30,7 +31,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Hello(_Message, frozen=True):
-    """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack."""
+    """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack.
+
+    hand_over: how this side may be written to; a peer that does not say knows no staging.
+    """
 
     version_min: int
     version_max: int
@@ -38,6 +42,7 @@ class Hello(_Message, frozen=True):
     incarnation: str
     fingerprint: dict[str, str]
     layout: bytes
+    hand_over: HandOver = HandOver.DIRECT
 
 
 class Welcome(_Message, frozen=True):
@@ -53,6 +58,7 @@ class Welcome(_Message, frozen=True):
     request_token_max: int
     host_id: str = ""
     pids: list[int] = []
+    hand_over: HandOver = HandOver.DIRECT
 
 
 class Refuse(_Message, frozen=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
-from common.protocol import local, peer
+from common.protocol import landing, local, peer
 from common.protocol.codec import encode_layout
+from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.request import (
     Bootstrap,
     FinishKind,
@@ -80,6 +82,13 @@ DESCRIPTOR = local.RankDescriptor(
     worker_address=b"\x00\xffaddress",
     regions=[("pages-0", 2**63 + 5, 1 << 20, b"key"), ("pages-1", 4096, 1, b"")],
     probe=("probe", 64, 64, b"k"),
+    landing=LandingDescriptor(
+        "127.0.0.1:4000",
+        ("landing", 4096, 8 << 20, b"key"),
+        1 << 20,
+        [LandingRing(0, 2**62, [0, 3]), LandingRing(3, 5, [7])],
+    ),
+    page_counts=[4, 0],
 )
 
 FRONTEND_TO_SCHEDULER: list[local.FrontendToScheduler] = [
@@ -101,7 +110,7 @@ SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
         {"waiting": 2},
         {"requests": 3.0},
         [local.PageGroupState("full", 16, 4096, 10, 5, 4, 1, 1)],
-        [local.PeerState("a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3)],
+        [local.PeerState("a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3, ["direct"])],
         17,
         [{"rank": "0"}],
     ),
@@ -117,9 +126,12 @@ SCHEDULER_TO_WORKER: list[local.SchedulerToWorker] = [
         [6],
         [41],
     ),
-    local.OpenPeer("inc"),
-    local.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR]),
+    local.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", HandOver.LANDING),
+    local.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], HandOver.AUTO),
     local.ClosePeer("inc"),
+    local.ReclaimPeer("inc"),
+    local.Expect(2**62, "inc", 17, [(0, [1, 2])]),
+    local.Forget(2**62),
     local.Send(1, 3, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
     local.CancelSends(2**62),
     local.Shutdown(),
@@ -139,13 +151,14 @@ WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
     ),
     local.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: LOGPROBS}, {2: "not finite"}, 0.25),
     local.PeerOpened("inc", 1, DESCRIPTOR),
-    local.PeerConnected("inc", 1, "tcp"),
+    local.PeerConnected("inc", 1, "tcp", "direct"),
+    local.Forgotten(2**62, 1),
     local.PeerFailed("inc", 1, "refused"),
     local.PeerClosed("inc", 1),
     local.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
 ]
 DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
-    peer.Hello(1, 2, "decode", "inc-d", {"dtype": "float32"}, encode_layout(LAYOUT)),
+    peer.Hello(1, 2, "decode", "inc-d", {"dtype": "float32"}, encode_layout(LAYOUT), HandOver.AUTO),
     peer.Attach("inc-d", "inc-p", [DESCRIPTOR]),
     peer.TransferRequest(
         transfer_id=2**63 - 1,
@@ -165,7 +178,16 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     peer.Detached("inc-d", "inc-p", "lost"),
 ]
 PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
-    peer.Welcome(1, "inc-p", {"dtype": "float32"}, encode_layout(LAYOUT), 4096, "host", [17]),
+    peer.Welcome(
+        1,
+        "inc-p",
+        {"dtype": "float32"},
+        encode_layout(LAYOUT),
+        4096,
+        "host",
+        [17],
+        HandOver.LANDING,
+    ),
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"]),
     peer.Detached("inc-p", "inc-d", "lost"),
@@ -174,3 +196,5 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4),
 ]
+LANDED: list[landing.Landed] = [landing.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
+CREDIT: list[landing.Credit] = [landing.Credit(2**62, 9, 3, "not expected here")]

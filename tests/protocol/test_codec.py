@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.protocol import codec, local, peer
+from common.protocol import codec, landing, local, peer
 from tests.protocol import examples
 
 Decode = Callable[[bytes], object]
+Message = codec.LocalMessage | codec.PeerMessage | landing.LandingMessage
 
-Direction = tuple[Decode, object, Sequence[codec.LocalMessage | codec.PeerMessage]]
+Direction = tuple[Decode, object, Sequence[Message]]
 DIRECTIONS: list[Direction] = [
     (codec.decode_frontend_to_scheduler, local.FrontendToScheduler, examples.FRONTEND_TO_SCHEDULER),
     (codec.decode_scheduler_to_frontend, local.SchedulerToFrontend, examples.SCHEDULER_TO_FRONTEND),
@@ -26,6 +27,8 @@ DIRECTIONS: list[Direction] = [
     (codec.decode_worker_to_scheduler, local.WorkerToScheduler, examples.WORKER_TO_SCHEDULER),
     (codec.decode_decode_to_prefill, peer.DecodeToPrefill, examples.DECODE_TO_PREFILL),
     (codec.decode_prefill_to_decode, peer.PrefillToDecode, examples.PREFILL_TO_DECODE),
+    (codec.decode_landed, landing.Landed, examples.LANDED),
+    (codec.decode_credit, landing.Credit, examples.CREDIT),
 ]
 DECODERS: list[Decode] = [decode for decode, _, _ in DIRECTIONS] + [codec.decode_layout]
 PAYLOADS: list[tuple[Decode, bytes]] = [
@@ -41,6 +44,11 @@ FUZZ = settings(
 )
 
 
+def kinds(union: object) -> set[object]:
+    """The members of a union; a direction with one message is that message."""
+    return set(get_args(union)) or {union}
+
+
 def decode_or_refuse(decode: Decode, payload: bytes) -> None:
     """Any other exception than ProtocolError fails the test."""
     try:
@@ -51,9 +59,9 @@ def decode_or_refuse(decode: Decode, payload: bytes) -> None:
 
 @pytest.mark.parametrize(("decode", "union", "messages"), DIRECTIONS)
 def test_every_message_of_a_direction_comes_back_equal(
-    decode: Decode, union: object, messages: Sequence[codec.LocalMessage | codec.PeerMessage]
+    decode: Decode, union: object, messages: Sequence[Message]
 ) -> None:
-    assert {type(message) for message in messages} == set(get_args(union)), "one example of each"
+    assert {type(message) for message in messages} == kinds(union), "one example of each"
     for message in messages:
         assert decode(codec.encode(message)) == message
 
@@ -73,11 +81,11 @@ def test_examples_leave_no_field_at_its_default(message: msgspec.Struct) -> None
 
 @pytest.mark.parametrize(("decode", "union", "messages"), DIRECTIONS)
 def test_a_message_of_another_direction_is_refused(
-    decode: Decode, union: object, messages: Sequence[codec.LocalMessage | codec.PeerMessage]
+    decode: Decode, union: object, messages: Sequence[Message]
 ) -> None:
     for _, _, others in DIRECTIONS:
         for message in others:
-            if type(message) not in get_args(union):
+            if type(message) not in kinds(union):
                 with pytest.raises(ProtocolError, match="can't be read"):
                     decode(codec.encode(message))
 

@@ -121,8 +121,17 @@ def test_how_a_cache_is_cut_may_differ(theirs: ServerLayout) -> None:
         (
             gqa(dtype="float16"),
             [
-                "component k dtype: ours bfloat16, theirs float16",
-                "component v dtype: ours bfloat16, theirs float16",
+                f"component {name} dtype: ours bfloat16, theirs float16 "
+                "(bfloat16 and float16 can't be converted into each other)"
+                for name in ("k", "v")
+            ],
+        ),
+        (
+            gqa(dtype="float8_e4m3fn"),
+            [
+                f"component {name} dtype: ours bfloat16, theirs float8_e4m3fn "
+                "(a direct hand-over does not convert)"
+                for name in ("k", "v")
             ],
         ),
         (

@@ -1,0 +1,45 @@
+"""How one rank can be written to, as its server announces it to one peer. Values only."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LandingRing(msgspec.Struct, frozen=True):
+    """Slots of a landing region that one source rank may write, each once until it is credited.
+
+    ring: random; whoever names it may have pieces scattered from these slots.
+    """
+
+    source_rank: int
+    ring: int
+    slots: list[int]
+
+
+class LandingDescriptor(msgspec.Struct, frozen=True):
+    """Where staged transfers land on one rank: slot s starts at s * slot_nbytes of the region.
+
+    address: "host:port" that the source ranks dial. region: as those of `RankDescriptor`.
+    """
+
+    address: str
+    region: tuple[str, int, int, bytes]
+    slot_nbytes: int
+    rings: list[LandingRing]
+
+
+class RankDescriptor(msgspec.Struct, frozen=True):
+    """How to write into one rank: its UCX worker address and its regions, one per page group.
+
+    regions: (name, base address, nbytes, packed memory key); none if pages are not to be written.
+    probe: scratch memory, described likewise, that connecting writes to.
+    landing: where staged transfers arrive, if they may. page_counts: per page group, without the
+        scratch page, in place of regions that are not announced.
+    """
+
+    rank: int
+    worker_address: bytes
+    regions: list[tuple[str, int, int, bytes]]
+    probe: tuple[str, int, int, bytes] = ("", 0, 0, b"")
+    landing: LandingDescriptor | None = None
+    page_counts: list[int] = []

@@ -1,0 +1,87 @@
+"""Messages between the ranks of two servers while a transfer is staged, and their bounds.
+
+A prefill rank dials the address that a decode rank announced in its `LandingDescriptor`:
+
+    prefill rank                       decode rank
+    put into a slot of its ring, flushed
+    Landed  ------------------------>  scatters the slot into pages that were expected for it
+            <------------------------  Credit: the slot is free again; error "" if it was scattered
+
+A Landed without rows carries nothing and is credited: it tries the link. A Landed that was not
+answered may be repeated; the same sequence number is scattered once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.protocol.bounds import (
+    GROUP_COUNT_MAX,
+    INT64_MAX,
+    TEXT_LENGTH_MAX,
+    TOKEN_COUNT_MAX,
+    check_int,
+)
+
+# Rows are units times cells of one rank: far above what any layout within bounds can have.
+ROW_COUNT_MAX = 1 << 40
+SLOT_COUNT_MAX = 1 << 20
+LANDING_MESSAGE_NBYTES_MAX = 1 << 18
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A tagged struct, told apart by its class name."""
+
+
+class Landed(_Message, frozen=True):
+    """A piece lies in a slot, flushed. See `Piece` for rows and items.
+
+    ring: the random id under which the slots were granted; it proves who speaks.
+    sequence: grows by one with every piece of a ring.
+    """
+
+    ring: int
+    sequence: int
+    slot: int
+    transfer_id: int = 0
+    group: int = 0
+    row_first: int = 0
+    row_stop: int = 0
+    item_first: int = 0
+    item_stop: int = 0
+
+
+class Credit(_Message, frozen=True):
+    """The slot may be written again. error: why nothing was scattered, "" if the piece was."""
+
+    ring: int
+    sequence: int
+    slot: int
+    error: str = ""
+
+
+LandingMessage = Landed | Credit
+
+
+def check_landed(message: Landed) -> None:
+    """Raises: ProtocolError naming the first field out of bounds."""
+    for name, value, high in (
+        ("ring", message.ring, INT64_MAX),
+        ("sequence", message.sequence, INT64_MAX),
+        ("slot", message.slot, SLOT_COUNT_MAX),
+        ("transfer_id", message.transfer_id, INT64_MAX),
+        ("group", message.group, GROUP_COUNT_MAX),
+        ("row_first", message.row_first, ROW_COUNT_MAX),
+        ("row_stop", message.row_stop, ROW_COUNT_MAX),
+        ("item_first", message.item_first, TOKEN_COUNT_MAX),
+        ("item_stop", message.item_stop, TOKEN_COUNT_MAX),
+    ):
+        check_int(f"Landed.{name}", value, 0, high)
+
+
+def check_credit(message: Credit) -> None:
+    """Raises: ProtocolError naming the first field out of bounds."""
+    check_int("Credit.ring", message.ring, 0, INT64_MAX)
+    check_int("Credit.sequence", message.sequence, 0, INT64_MAX)
+    check_int("Credit.slot", message.slot, 0, SLOT_COUNT_MAX)
+    check_int("length of Credit.error", len(message.error), 0, TEXT_LENGTH_MAX)
