@@ -33,7 +33,7 @@ HEAL_TIMEOUT_S = 75.0
 REST_TIMEOUT_S = 20.0
 LOOK_INTERVAL_S = 0.1
 TROUBLES = (Verdict.ERROR, Verdict.UNREACHABLE, Verdict.CUT, Verdict.HANG, Verdict.WRONG)
-DETAIL_COUNT_MAX = 6
+DETAIL_COUNT_MAX = 8
 COMMON_ARGS = (
     *("--dtype", "float32", "--cpu-threads", "1", "--log-level", "info"),
     *("--chunked-prefill-size", "512", "--request-timeout", str(REQUEST_TIMEOUT_S)),
@@ -189,8 +189,17 @@ def _last_trouble(answers: list[Answer], at_least: float) -> float:
 
 
 def _details(answers: list[Answer]) -> list[str]:
-    counts = Counter(f"{answer.verdict}: {answer.detail}" for answer in answers if answer.detail)
-    return [f"{count} x {detail}" for detail, count in counts.most_common(DETAIL_COUNT_MAX)]
+    counts = Counter(_in_words(answer) for answer in answers if answer.detail)
+    return [f"{count} x {words}" for words, count in counts.most_common(DETAIL_COUNT_MAX)]
+
+
+def _in_words(answer: Answer) -> str:
+    """What happened to a request, and what was special about it."""
+    plan = answer.plan
+    twisted = f", {plan.twist} on {'+'.join(plan.twisted_sides)}" if plan.twisted_sides else ""
+    way = "routed" if plan.is_routed else "plain"
+    duration_s = answer.ended_at - answer.sent_at
+    return f"{answer.verdict}: {answer.detail} ({way}{twisted}, after {duration_s:.0f} s)"
 
 
 def _problems(case: Case, report: Report, *, is_healed: bool, early_count: int) -> list[str]:

@@ -21,7 +21,7 @@ from tests.soak.servers import ServerPair, start_lone
 from tests.soak.verdicts import Verdict
 
 GOLDEN_COUNT = 96
-OUTPUT_TOKENS_MAX = 96
+OUTPUT_TOKENS_MAX = 192
 REQUEST_TIMEOUT_S = 60
 # Beyond the server's own timeout: what the client's and the server's scheduling may add.
 HANG_GRACE_S = 15.0
