@@ -15,9 +15,9 @@ import torch
 from common.clock import Clock
 from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice, AttentionShape, choose_attention
+from common.engine.cast import CACHE_DTYPES, DTYPES
 from common.engine.distributed import ParallelContext
 from common.engine.fingerprint import model_fingerprint
-from common.engine.kv_pool import DTYPES
 from common.engine.loader import load_model, read_served_config
 from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.model_runner import ModelRunner
@@ -213,6 +213,7 @@ def _attention_shape(
     kv_heads = units_of_rank(
         model_config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank
     )
+    components = cache_components(model_config, config.kv_cache_dtype)
     return AttentionShape(
         head_count=model_config.head_count // parallel.tp_size,
         kv_head_count=len(kv_heads),
@@ -220,7 +221,7 @@ def _attention_shape(
         dtype=DTYPES[model_config.dtype],
         device=device,
         page_size=config.page_size,
-        cache_dtype=DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype],
+        cache_dtype=CACHE_DTYPES[components[0].dtype],
     )
 
 

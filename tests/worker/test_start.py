@@ -97,3 +97,13 @@ def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path)
     assert ready.host_id == host_id() and "pid:[" in ready.host_id
     assert started.runner.sequence_count == 0
     started.transport.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_a_cache_may_be_stored_in_less_than_the_model_computes_in(
+    checkpoint: Path, dtype: str
+) -> None:
+    config = config_of(checkpoint, kv_cache_dtype=dtype, transport="tcp")
+    started = start_rank(config, 0, ManualClock())
+    assert {component.dtype for component in started.layout.server.components} == {dtype}
+    started.transport.close()
