@@ -105,7 +105,9 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
             model_config,
             load_format=config.load_format,
             seed=config.random_seed,
-        ),
+        )
+        # Pools of different kinds of memory have no transport in common.
+        | {"memory": device.type},
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
