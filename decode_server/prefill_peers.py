@@ -142,7 +142,7 @@ class PrefillPeers:
         except ProtocolError as error:
             differences.append(f"layout: {error}")
         if differences or layout is None:
-            self._refuse(peer, differences, now)
+            self._refuse(peer, "; ".join(differences), now)
             return
         peer.incarnation = welcome.incarnation
         peer.layout = layout
@@ -164,16 +164,20 @@ class PrefillPeers:
         peer = self._peers.get(link)
         if peer is None:
             return None
+        detail = f"in the prefill server's words: {'; '.join(refuse.differences)}"
         if peer.phase in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED):
-            return self.lose(link, "; ".join(refuse.differences))
-        self._refuse(peer, refuse.differences, now)
+            return self.lose(link, detail)
+        self._refuse(peer, detail, now)
         return None
 
-    def _refuse(self, peer: PrefillPeer, differences: list[str], now: float) -> None:
+    def _refuse(self, peer: PrefillPeer, detail: str, now: float) -> None:
         if peer.phase is Phase.CLOSING:
             return
+        if peer.phase is not Phase.REFUSED or peer.detail != detail:
+            text = f"prefill server {peer.link} and this server refused each other: {detail}"
+            self._outbox.report(text, is_warning=True)
         peer.phase = Phase.REFUSED
-        peer.detail = "; ".join(differences)
+        peer.detail = detail
         peer.next_hello_at = now + REFUSED_RETRY_S
 
     def handle_opened(self, message: PeerOpened) -> None:
@@ -202,6 +206,8 @@ class PrefillPeers:
         peer.phase = Phase.CONNECTED
         peer.transports = list(attached.transports)
         peer.liveness = Liveness.start(now)
+        over = ", ".join(peer.transports)
+        self._outbox.report(f"prefill server {link} is connected over {over}")
 
     # ---- liveness --------------------------------------------------------------------------------
 
@@ -225,6 +231,7 @@ class PrefillPeers:
         if peer is None or peer.phase not in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED):
             return None
         peer.detail = reason
+        self._outbox.report(f"lost prefill server {link}: {reason}", is_warning=True)
         peer.phase = Phase.CLOSING
         peer.closed = RankSet(self._facts.rank_count)
         self._outbox.to_peer(link, Detached(self._facts.incarnation, peer.incarnation, reason))
@@ -283,6 +290,12 @@ class PrefillPeers:
             if peer.incarnation == incarnation:
                 return peer
         return None
+
+    def in_words(self, link: str | None) -> str:
+        """What is the matter with the peer at an address, or with all, for an error message."""
+        peers = [peer for peer in self._peers.values() if link in (None, peer.link)]
+        words = [f"{p.link} {p.phase}{f' ({p.detail})' if p.detail else ''}" for p in peers]
+        return ", ".join(words) or f"too many addresses are dialled to try {link}"
 
     def states(self, in_flight: dict[str, int]) -> list[PeerState]:
         """For operators. in_flight: link -> hand-overs under way."""

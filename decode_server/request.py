@@ -48,6 +48,14 @@ class DecodeRequest:
     def output_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
 
+    @property
+    def bootstrap_link(self) -> str | None:
+        """The one prefill server that can serve this request: the router's choice, for as long as
+        that server alone knows the prompt's other half. None: any can."""
+        if self.bootstrap is None or self.output_count > 0:
+            return None
+        return f"{self.bootstrap.host}:{self.bootstrap.port}"
+
     def note_computed_here(self, sequence: Sequence, now: float) -> None:
         """This server computed the prompt itself: there was no hand-over to account for."""
         self.hand_over = HandOverTrace(

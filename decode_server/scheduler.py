@@ -327,7 +327,7 @@ class DecodeScheduler:
         is_retryable: bool,
     ) -> None:
         """Try another prefill server, unless a router's room binds the request to this one."""
-        is_bound = request.bootstrap is not None and request.output_count == 0
+        is_bound = request.bootstrap_link is not None
         if not is_retryable or is_bound or request.attempt_count >= ATTEMPT_COUNT_MAX:
             self._endings.fail(request, kind, message, status, now)
             return
@@ -388,7 +388,8 @@ class DecodeScheduler:
                 text = "the request's time budget is used up"
                 self._endings.fail(request, "timed_out", text, 504, now)
             elif self._waits_for_peer(request, now):
-                text = f"no prefill server was connected for {PEER_WAIT_S:.0f} s"
+                found = self._peers.in_words(request.bootstrap_link)
+                text = f"no prefill server could be used for {PEER_WAIT_S:.0f} s: {found}"
                 self._endings.fail(request, "no_prefill_server", text, 503, now)
         for link in self._peers.silent(now):
             self._lose(self._peers.lose(link, "no heartbeat"), now)
@@ -398,11 +399,9 @@ class DecodeScheduler:
             return False
         if now - request.waiting_since < PEER_WAIT_S:
             return False
-        if request.bootstrap is not None and request.output_count == 0:
-            links = [f"{request.bootstrap.host}:{request.bootstrap.port}"]
-        else:
-            links = [peer.link for peer in self._peers.connected()]
-        return not any(peer.link in links for peer in self._peers.connected())
+        links = [peer.link for peer in self._peers.connected()]
+        bound = request.bootstrap_link
+        return not links if bound is None else bound not in links
 
     # ---- what others may know --------------------------------------------------------------------
 

@@ -33,10 +33,13 @@ from common.protocol.peer import (
     Welcome,
 )
 from common.scheduling.facts import ServerFacts
-from common.scheduling.peers import Liveness, Outbox, RankSet
+from common.scheduling.peers import REFUSED_RETRY_S, Liveness, Outbox, RankSet
 
 # Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
 PEER_COUNT_MAX = 256
+# Refused decode servers that operators are shown, and for how long after their last attempt.
+REFUSED_COUNT_MAX = 16
+REFUSED_SHOWN_S = 3 * REFUSED_RETRY_S
 
 
 class Phase(StrEnum):
@@ -64,6 +67,16 @@ class DecodePeer:
     transfer_count: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedPeer:
+    """A decode process that was sent away; it asks again now and then."""
+
+    incarnation: str
+    link: str
+    detail: str
+    asked_at: float
+
+
 class DecodePeers:
     """Owner of every `DecodePeer`."""
 
@@ -71,6 +84,7 @@ class DecodePeers:
         self._facts = facts
         self._outbox = outbox
         self._peers: dict[str, DecodePeer] = {}
+        self._refused: dict[str, RefusedPeer] = {}
         self.refused_count = 0
 
     def connected(self, incarnation: str) -> DecodePeer | None:
@@ -99,13 +113,25 @@ class DecodePeers:
         if len(self._peers) >= PEER_COUNT_MAX:
             differences.append(f"peers: {PEER_COUNT_MAX} decode servers are connected already")
         if differences or layout is None:
-            self.refused_count += 1
-            self._outbox.to_peer(link, Refuse(self._facts.incarnation, differences))
+            self._refuse(link, hello.incarnation, differences, now)
             return None
+        self._refused.pop(hello.incarnation, None)
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
         self._peers[hello.incarnation] = peer
         self._send_welcome(peer)
         return None
+
+    def _refuse(self, link: str, incarnation: str, differences: list[str], now: float) -> None:
+        self.refused_count += 1
+        self._outbox.to_peer(link, Refuse(self._facts.incarnation, differences))
+        detail = "; ".join(differences)
+        known = self._refused.pop(incarnation, None)
+        if known is None or known.detail != detail:
+            text = f"refused decode server {incarnation} ({link}): {detail}"
+            self._outbox.report(text, is_warning=True)
+        if len(self._refused) >= REFUSED_COUNT_MAX:
+            del self._refused[next(iter(self._refused))]
+        self._refused[incarnation] = RefusedPeer(incarnation, link, detail, now)
 
     def _differences(self, hello: Hello) -> tuple[list[str], ServerLayout | None]:
         facts = self._facts
@@ -150,8 +176,7 @@ class DecodePeers:
         try:
             peer.page_counts = announced_page_counts(peer.layout, attach.ranks)
         except ProtocolError as error:
-            self.refused_count += 1
-            self._outbox.to_peer(link, Refuse(self._facts.incarnation, [str(error)]))
+            self._refuse(link, peer.incarnation, [str(error)], now)
             del self._peers[peer.incarnation]
             return False
         peer.phase = Phase.CONNECTING
@@ -167,9 +192,12 @@ class DecodePeers:
         if peer.connected.add(message.rank):
             peer.phase = Phase.CONNECTED
             peer.liveness = Liveness.start(now)
+            transports = sorted(set(peer.transports))
             self._outbox.to_peer(
-                peer.link,
-                Attached(self._facts.incarnation, peer.incarnation, sorted(set(peer.transports))),
+                peer.link, Attached(self._facts.incarnation, peer.incarnation, transports)
+            )
+            self._outbox.report(
+                f"decode server {peer.incarnation} is connected over {', '.join(transports)}"
             )
 
     def detach_unknown(self, link: str, incarnation: str) -> None:
@@ -193,6 +221,7 @@ class DecodePeers:
             return False
         self._outbox.to_peer(peer.link, Detached(self._facts.incarnation, incarnation, reason))
         peer.detail = reason
+        self._outbox.report(f"lost decode server {incarnation}: {reason}", is_warning=True)
         if peer.phase is Phase.WELCOMED:
             del self._peers[incarnation]
             return True
@@ -217,6 +246,9 @@ class DecodePeers:
     def send_heartbeats(
         self, now: float, *, progress: int, is_busy: bool, load_tokens: int
     ) -> None:
+        for refused in list(self._refused.values()):
+            if now - refused.asked_at > REFUSED_SHOWN_S:
+                del self._refused[refused.incarnation]
         for peer in self._peers.values():
             if peer.phase is Phase.CLOSING:
                 continue
@@ -231,7 +263,8 @@ class DecodePeers:
                 self._outbox.to_peer(peer.link, beat)
 
     def states(self) -> list[PeerState]:
-        return [
+        """For operators; those that were refused lately come last."""
+        known = [
             PeerState(
                 address=peer.link,
                 incarnation=peer.incarnation,
@@ -245,3 +278,8 @@ class DecodePeers:
             )
             for peer in self._peers.values()
         ]
+        refused = [
+            PeerState(peer.link, peer.incarnation, "refused", peer.detail)
+            for peer in self._refused.values()
+        ]
+        return known + refused

@@ -49,6 +49,7 @@ from common.scheduling.events import (
     HangUp,
     PeerMessage,
     ProcessesGone,
+    Report,
     Tick,
     ToFrontend,
     ToPeer,
@@ -254,6 +255,8 @@ class SchedulerLoop:
                 case WatchProcesses(incarnation=incarnation, pids=pids):
                     for fd in self._watch.watch(incarnation, pids):
                         self._poller.register(fd)
+                case Report(text=text, is_warning=is_warning):
+                    log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
                 case _:
                     assert_never(effect)
 

@@ -93,4 +93,12 @@ class WatchProcesses:
     pids: tuple[int, ...]
 
 
-Effect = ToFrontend | ToWorkers | ToPeer | Dial | HangUp | WatchProcesses
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One line for the operator's log: what became of a peer."""
+
+    text: str
+    is_warning: bool = False
+
+
+Effect = ToFrontend | ToWorkers | ToPeer | Dial | HangUp | WatchProcesses | Report

@@ -14,6 +14,7 @@ from common.scheduling.events import (
     Effect,
     HangUp,
     PeerMessage,
+    Report,
     ToFrontend,
     ToPeer,
     ToWorkers,
@@ -53,6 +54,9 @@ class Outbox:
 
     def watch_processes(self, incarnation: str, pids: tuple[int, ...]) -> None:
         self._effects.append(WatchProcesses(incarnation, pids))
+
+    def report(self, text: str, *, is_warning: bool = False) -> None:
+        self._effects.append(Report(text, is_warning))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -1,0 +1,90 @@
+"""Prefill servers that can't be used: operators and clients are told which, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.protocol.local import GetState, PeerState, State
+from common.request import Bootstrap
+from common.scheduling.events import FromFrontend, ToFrontend
+from common.scheduling.facts import SchedulerLimits
+from decode_server.scheduler import PEER_WAIT_S
+from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
+from prefill_server.scheduler import PrefillScheduler
+from tests.sim.world import Node, World
+
+PROMPT = list(range(20, 60))
+DIFFERENCE = "model: ours another, theirs sim"
+
+
+@pytest.fixture
+def world() -> World:
+    """A decode server that dials p0, which is not up yet, at time 1."""
+    world = World(seed=1)
+    world.add("p0", "prefill", 4, 64)
+    world.add("d0", "decode", 4, 64).links = ["p0:1"]
+    world.nodes["d0"].boot()
+    world.start_ticks()
+    return world
+
+
+def boot_another_model(world: World) -> Node:
+    node = world.nodes["p0"]
+    node.boot()
+    facts = replace(node.facts, fingerprint={"model": "another"})
+    node.core = PrefillScheduler(facts, SchedulerLimits(24, 8, 64))
+    return node
+
+
+def peers(node: Node) -> list[PeerState]:
+    for effect in node.core.handle(FromFrontend(GetState(1)), node.world.now):
+        if isinstance(effect, ToFrontend) and isinstance(effect.message, State):
+            return effect.message.peers
+    raise AssertionError("GetState was not answered")
+
+
+def test_a_request_that_found_nobody_is_told_whom_was_looked_for(world: World) -> None:
+    client = world.submit(world.nodes["d0"], PROMPT, 4)
+    world.run(world.now + PEER_WAIT_S + 1)
+    assert client.failure.startswith("no_prefill_server: ")
+    assert "p0:1 connecting" in client.failure
+
+
+def test_a_routed_request_is_told_of_the_server_that_its_body_names(world: World) -> None:
+    client = world.submit(world.nodes["d0"], PROMPT, 4, Bootstrap("p9", 7, 1))
+    world.run(world.now + PEER_WAIT_S + 1)
+    assert "p9:7 connecting" in client.failure
+    assert "p0:1" not in client.failure
+
+
+def test_a_refused_pair_shows_the_differences_on_both_sides(world: World) -> None:
+    prefill = boot_another_model(world)
+    client = world.submit(world.nodes["d0"], PROMPT, 4)
+    world.run(world.now + PEER_WAIT_S + 1)
+    (ours,), (theirs,) = peers(world.nodes["d0"]), peers(prefill)
+    assert (theirs.state, theirs.detail) == ("refused", DIFFERENCE)
+    # What is ours to the one who says it is theirs to the one who shows it.
+    said = f"in the prefill server's words: {DIFFERENCE}"
+    assert (ours.state, ours.detail) == ("refused", said)
+    assert theirs.incarnation == "d0-1"
+    assert ours.detail in client.failure
+
+
+def test_a_refused_decode_server_that_is_gone_is_no_longer_shown(world: World) -> None:
+    prefill = boot_another_model(world)
+    world.run(world.now + 3)
+    assert len(peers(prefill)) == 1
+    world.nodes["d0"].crash()
+    world.run(world.now + REFUSED_SHOWN_S + 1)
+    assert peers(prefill) == []
+
+
+def test_only_the_last_refused_decode_servers_are_shown(world: World) -> None:
+    prefill = boot_another_model(world)
+    for _ in range(REFUSED_COUNT_MAX + 3):
+        world.nodes["d0"].boot()
+        world.run(world.now + 0.5)
+    shown = [peer.incarnation for peer in peers(prefill)]
+    assert shown == [f"d0-{life}" for life in range(5, REFUSED_COUNT_MAX + 5)]
