@@ -135,6 +135,21 @@ class PeerDialer:
             self.hang_up(link)
 
 
+def local_host_towards(link: str) -> str:
+    """The address of this host from which "host:port" is reached: where it can reach us in turn.
+
+    Sends nothing. Raises: ConfigError if that is no address or there is no way to it.
+    """
+    address = _resolve(parse_address(link))
+    family = system_socket.AF_INET6 if address.is_ipv6 else system_socket.AF_INET
+    try:
+        with system_socket.socket(family, system_socket.SOCK_DGRAM) as probe:
+            probe.connect((address.host, address.port))
+            return str(probe.getsockname()[0])
+    except OSError as exc:
+        raise ConfigError(f"address {link!r}: there is no way to it: {exc.strerror}") from exc
+
+
 def _resolve(address: Address) -> Address:
     """ZMQ binds to numbers only, so a name is looked up here, once, at start; IPv4 is preferred."""
     try:

@@ -29,14 +29,25 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """`values` in another type, of the same shape and on the same device; the same if it fits."""
     if values.dtype == dtype:
         return values
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    cast_into(out, values)
+    return out
+
+
+def cast_into(out: Tensor, values: Tensor) -> None:
+    """`values` in the type of `out`, a contiguous tensor of the same shape and device.
+
+    Memory that is there already takes a fraction of the time of fresh memory.
+    """
     if values.dtype == torch.float8_e4m3fn and values.device.type == "cpu":
-        return _widen_by_table(values, dtype)
-    # bfloat16 has the exponents of float32: only what rounds beyond its last value overflows.
-    if dtype == torch.float16:
-        return values.to(dtype).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
-    if dtype == torch.float8_e4m3fn and not _cuts_float8(values.device):
-        values = values.clamp(-FLOAT8_MAX, FLOAT8_MAX)
-    return values.to(dtype)
+        _widen_by_table(out, values)
+    elif out.dtype == torch.float8_e4m3fn and not _cuts_float8(values.device):
+        out.copy_(values.clamp(-FLOAT8_MAX, FLOAT8_MAX))
+    else:
+        # bfloat16 has the exponents of float32: only what rounds beyond its last value overflows.
+        out.copy_(values)
+        if out.dtype == torch.float16:
+            out.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
 
 
 def raw(values: Tensor) -> Tensor:
@@ -51,11 +62,10 @@ def _cuts_float8(device: torch.device) -> bool:
     return not bool(too_large.float().isnan().any())
 
 
-def _widen_by_table(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _widen_by_table(out: Tensor, values: Tensor) -> None:
     """There are 256 of them; torch's own conversion takes 6 times longer on a CPU."""
-    table = _table(dtype)
     numbers = values.contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
-    return table.index_select(0, numbers).view(values.shape)
+    torch.index_select(_table(out.dtype), 0, numbers, out=out.view(-1))
 
 
 @cache

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.errors import Bug, TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
@@ -263,6 +266,22 @@ class UcxTransport:
                 )
             case _:
                 raise Bug(f"native event of kind {kind}")
+
+
+def copy_runs(
+    target: NDArray[np.uint8],
+    source: NDArray[np.uint8],
+    target_offsets: NDArray[np.int64],
+    source_offsets: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+) -> None:
+    """Copies runs between two buffers of this process, without the interpreter lock.
+
+    The caller has checked that every run lies in both buffers. A transport must be open.
+    """
+    from common.transport import _ucx
+
+    _ucx.copy_runs(target, source, target_offsets, source_offsets, nbytes)
 
 
 def resolve_tls(settings: UcxSettings) -> str:

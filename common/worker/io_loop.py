@@ -15,13 +15,17 @@ from typing import assert_never
 from common.channel.local import LocalClient
 from common.channel.poller import Poller
 from common.channel.sockets import SendResult
+from common.clock import SystemClock
 from common.errors import BatonError
 from common.protocol.codec import decode_scheduler_to_worker, encode
 from common.protocol.local import (
     CancelSends,
     ClosePeer,
     ConnectPeer,
+    Expect,
+    Forget,
     OpenPeer,
+    ReclaimPeer,
     SchedulerToWorker,
     Send,
     Shutdown,
@@ -32,6 +36,7 @@ from common.transport import transport as moving
 from common.transport.transport import Transport
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
+from common.worker.staged_io import StagedIo
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +100,9 @@ class IoLoop:
         sends: Sends,
         steps: Steps,
         outbox: Outbox,
+        staged: StagedIo | None = None,
     ) -> None:
+        self._staged = staged or StagedIo(sends, links, None, None, SystemClock())
         self._client = client
         self._transport = transport
         self._links = links
@@ -106,12 +113,13 @@ class IoLoop:
         self._poller.register(client)
         self._poller.register(transport.fileno())
         self._poller.register(outbox.fileno())
+        self._poller.register(self._staged)
 
     def run(self) -> None:
         """Until the outbox has ended. Raises: SchedulerStuck."""
         is_ended = False
         while not is_ended:
-            self._poller.poll(None)
+            self._poller.poll(self._staged.timeout_s())
             # What the engine finished goes first: the next step, and every hand-over of what was
             # computed, wait for it.
             for message in self._outbox.take():
@@ -125,6 +133,7 @@ class IoLoop:
                 self._tell(self._apply(event))
             for payload in self._client.receive():
                 self._tell(self._handle(decode_scheduler_to_worker(payload)))
+            self._tell(self._staged.receive())
 
     def _handle(self, message: SchedulerToWorker) -> Sequence[WorkerToScheduler]:
         match message:
@@ -135,12 +144,21 @@ class IoLoop:
             case CancelSends():
                 return self._sends.cancel(message)
             case OpenPeer():
-                return [self._links.open(message.peer)]
+                return [
+                    self._links.open(
+                        message.peer,
+                        layout=message.layout,
+                        link=message.link,
+                        hand_over=message.hand_over,
+                    )
+                ]
             case ConnectPeer():
                 return self._links.connect(message)
             case ClosePeer():
                 settled = self._sends.cancel_peer(message.peer, "the peer is closed")
                 return [*settled, *self._links.close(message.peer)]
+            case Expect() | Forget() | ReclaimPeer():
+                return self._staged.handle(message)
             case Shutdown():
                 self._steps.put(None)
             case _:
@@ -150,17 +168,26 @@ class IoLoop:
     def _apply(self, event: moving.TransportEvent) -> Sequence[WorkerToScheduler]:
         match event:
             case moving.TransferSettled():
+                if self._staged.apply_settled(event):
+                    return self._staged.take()
                 return self._sends.apply_settled(event)
             case moving.PeerConnected():
                 log.info("connected to %s over %s", event.peer, event.transports)
                 return self._links.apply_connected(event)
             case moving.PeerFailed():
                 log.warning("lost %s: %s", event.peer, event.reason)
-                return self._links.apply_gone(event)
+                return self._apply_gone(event)
             case moving.PeerClosed():
-                return self._links.apply_gone(event)
+                return self._apply_gone(event)
             case _:
                 assert_never(event)
+
+    def _apply_gone(
+        self, event: moving.PeerFailed | moving.PeerClosed
+    ) -> Sequence[WorkerToScheduler]:
+        """What was staged for the connection settles first."""
+        told = self._links.apply_gone(event)
+        return [*self._staged.take(), *told]
 
     def _tell(self, messages: Sequence[WorkerToScheduler]) -> None:
         for message in messages:

@@ -9,14 +9,19 @@ Owned by the I/O thread. Knows nothing of requests; `sends.py` uses the connecti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
+from common.config import HandOver
 from common.errors import BatonError, PlanMismatch, ProtocolError
-from common.layout.cache_layout import RankLayout
+from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.copies import PairPlan
+from common.planner.staging import StagedPair
 from common.protocol.codec import decode_layout
+from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.protocol.local import (
     ConnectPeer,
     PeerClosed,
@@ -28,6 +33,13 @@ from common.protocol.local import (
 )
 from common.transport import transport as moving
 from common.transport.transport import RegionDescriptor, TargetDescriptor, Transport
+from common.worker.landing import REGION as LANDING_REGION
+from common.worker.landing import Landing
+from common.worker.pools import pool_names
+from common.worker.staged_job import LaneFailed, LaneReady
+from common.worker.staging import Staging
+
+log = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
@@ -41,37 +53,59 @@ class Phase(StrEnum):
 class TargetRank:
     """One rank of a peer that this rank writes to.
 
-    name: of the transport connection. pairs: one per layer group of this rank. page_counts: per
-    page group, pages behind the scratch page that its regions have room for.
+    name: of the transport connection. pairs: one per layer group of this rank; none if nothing may
+    be written into its pages directly. staged, landing: where transfers may be staged.
+    page_counts: per page group, pages behind the scratch page that it has.
     """
 
     name: str
     pairs: tuple[PairPlan, ...]
     page_counts: tuple[int, ...]
+    staged: StagedPair | None = None
+    landing: LandingDescriptor | None = None
 
 
 @dataclass(slots=True)
 class PeerLink:
-    """All connections to one peer incarnation. open: names of those not closed yet."""
+    """All connections to one peer incarnation. open: names of those not closed yet.
+
+    connected, carried_by: what carries the connections that can be used, and those whose lane is
+    still tried.
+    """
 
     peer: str
     targets: tuple[TargetRank, ...]
     phase: Phase = Phase.CONNECTING
     open: set[str] = field(default_factory=set)
     connected: dict[str, str] = field(default_factory=dict)
+    carried_by: dict[str, str] = field(default_factory=dict)
     reason: str = ""
 
 
 class PeerLinks:
     """Owner of every `PeerLink` and of the targets that peers write through."""
 
-    def __init__(self, transport: Transport, layout: RankLayout) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: RankLayout,
+        landing: Landing | None = None,
+        staging: Staging | None = None,
+    ) -> None:
+        """landing, staging: if transfers may be staged, towards here and from here."""
         self._transport = transport
         self._layout = layout
+        self._landing = landing
+        self._staging = staging
         self._rank = layout.index
         self._links: dict[str, PeerLink] = {}
         self._opened: dict[str, RankDescriptor] = {}
         self._peer_of: dict[str, str] = {}
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this worker."""
+        return self._rank
 
     def targets(self, peer: str) -> tuple[TargetRank, ...] | str:
         """Where to write for a peer, or why nothing can be written."""
@@ -84,17 +118,60 @@ class PeerLinks:
 
     # ---- asked by the scheduler ------------------------------------------------------------------
 
-    def open(self, peer: str) -> WorkerToScheduler:
+    def open(
+        self,
+        peer: str,
+        *,
+        layout: bytes = b"",
+        link: str = "",
+        hand_over: HandOver = HandOver.DIRECT,
+    ) -> WorkerToScheduler:
         """Asked again, the answer is the same: there is one target per incarnation."""
         descriptor = self._opened.get(peer)
         if descriptor is None:
             try:
-                target = self._transport.open_target(peer)
+                landing = self._open_landing(peer, layout, link, hand_over)
+                descriptor = self._announce(peer, landing, hand_over)
             except BatonError as exc:
                 return PeerFailed(peer, self._rank, str(exc))
-            descriptor = _announce(self._rank, target)
             self._opened[peer] = descriptor
         return PeerOpened(peer, self._rank, descriptor)
+
+    def _open_landing(
+        self, peer: str, layout: bytes, link: str, hand_over: HandOver
+    ) -> LandingDescriptor | None:
+        """Rings for a peer; None if there are none and none are needed. Raises: BatonError."""
+        if self._landing is None or hand_over is HandOver.DIRECT:
+            return None
+        source = decode_layout(layout)
+        found = self._landing.open(peer, source, link)
+        if isinstance(found, LandingDescriptor):
+            return found
+        if hand_over is HandOver.LANDING or _dtypes(source) != _dtypes(self._layout.server):
+            raise ProtocolError(found)
+        log.warning("nothing of %s can be staged: %s", peer, found)
+        return None
+
+    def _announce(
+        self, peer: str, landing: LandingDescriptor | None, hand_over: HandOver
+    ) -> RankDescriptor:
+        """Raises: TransportError."""
+        is_hidden = landing is not None and hand_over is HandOver.LANDING
+        pools = [] if is_hidden else pool_names(self._layout)
+        names = [*pools, LANDING_REGION] if landing is not None else pools
+        target = self._transport.open_target(peer, names)
+        regions = [(r.name, r.address, r.nbytes, r.key) for r in target.regions]
+        if landing is not None:
+            landing = msgspec.structs.replace(landing, region=regions.pop())
+        probe = target.probe
+        return RankDescriptor(
+            rank=self._rank,
+            worker_address=target.worker_address,
+            regions=regions,
+            probe=(probe.name, probe.address, probe.nbytes, probe.key),
+            landing=landing,
+            page_counts=self._landing.page_counts() if self._landing is not None else [],
+        )
 
     def connect(self, message: ConnectPeer) -> list[WorkerToScheduler]:
         """Start connecting to every rank of the peer that holds part of what this one holds."""
@@ -120,6 +197,8 @@ class PeerLinks:
         if peer in self._opened:
             del self._opened[peer]
             self._transport.close_target(peer)
+        if self._landing is not None:
+            self._landing.close(peer)
         link = self._links.get(peer)
         if link is None:
             return [PeerClosed(peer, self._rank)]
@@ -133,8 +212,29 @@ class PeerLinks:
     # ---- told by the transport -------------------------------------------------------------------
 
     def apply_connected(self, event: moving.PeerConnected) -> list[WorkerToScheduler]:
+        """A connection is up; with a landing ring, its lane is tried before it counts."""
         link = self._links[self._peer_of[event.peer]]
-        link.connected[event.peer] = event.transports
+        target = next(target for target in link.targets if target.name == event.peer)
+        if target.landing is None:
+            link.connected[event.peer] = event.transports
+            return self._check_connected(link)
+        assert self._staging is not None, "a ring is taken only with something to stage in"
+        link.carried_by[event.peer] = event.transports
+        ring = _ring_of(target.landing, self._rank)
+        assert ring is not None
+        region = 0 if not target.pairs else len(self._layout.groups)
+        self._staging.open_lane(event.peer, target.landing, ring, region)
+        return []
+
+    def apply_lane(self, event: LaneReady | LaneFailed) -> list[WorkerToScheduler]:
+        """A lane can be used, or can not."""
+        peer = self._peer_of.get(event.name)
+        if peer is None:
+            return []
+        link = self._links[peer]
+        if isinstance(event, LaneFailed):
+            return self._fail(link, f"{event.name}: {event.reason}")
+        link.connected[event.name] = link.carried_by.pop(event.name, "")
         return self._check_connected(link)
 
     def apply_gone(self, event: moving.PeerFailed | moving.PeerClosed) -> list[WorkerToScheduler]:
@@ -142,9 +242,11 @@ class PeerLinks:
         link = self._links[self._peer_of.pop(event.peer)]
         link.open.remove(event.peer)
         link.connected.pop(event.peer, None)
+        reason = event.reason if isinstance(event, moving.PeerFailed) else "closed"
+        if self._staging is not None:
+            self._staging.close_lane(event.peer, reason)
         if link.phase is Phase.CLOSING:
             return self._check_closed(link)
-        reason = event.reason if isinstance(event, moving.PeerFailed) else "closed"
         return self._fail(link, f"{event.peer}: {reason}")
 
     # ---- helpers ---------------------------------------------------------------------------------
@@ -155,26 +257,60 @@ class PeerLinks:
         announced = {descriptor.rank: descriptor for descriptor in message.ranks}
         targets: list[tuple[TargetRank, TargetDescriptor]] = []
         for layout in server.ranks:
+            descriptor = announced.get(layout.index)
+            target = self._pair_rank(message, layout, descriptor)
+            if target is None:
+                continue
+            if descriptor is None:
+                raise ProtocolError(f"rank {layout.index} of the peer did not announce itself")
+            targets.append((target, _heard(descriptor, target.landing)))
+        return targets
+
+    def _pair_rank(
+        self, message: ConnectPeer, layout: RankLayout, descriptor: RankDescriptor | None
+    ) -> TargetRank | None:
+        """None if this rank has nothing to write to that one."""
+        may_stage = message.hand_over is not HandOver.DIRECT and self._staging is not None
+        staged = StagedPair(self._layout, layout) if may_stage else None
+        is_converting = staged is not None and staged.is_converting
+        pairs: tuple[PairPlan, ...] = ()
+        if not is_converting and message.hand_over is not HandOver.LANDING:
             pairs = tuple(
                 PairPlan(self._layout, layout, group)
                 for group in range(len(self._layout.layer_groups))
             )
-            if all(pair.is_empty for pair in pairs):
-                continue
-            descriptor = announced.get(layout.index)
-            if descriptor is None:
-                raise ProtocolError(f"rank {layout.index} of the peer did not announce itself")
-            page_counts = _page_counts(layout, descriptor)
-            target = TargetRank(f"{message.peer}/{layout.index}", pairs, page_counts)
-            targets.append((target, _heard(descriptor)))
-        return targets
+        if staged.is_empty if staged is not None else all(pair.is_empty for pair in pairs):
+            return None
+        name = f"{message.peer}/{layout.index}"
+        if descriptor is None:
+            return TargetRank(name, pairs, ())
+        landing = descriptor.landing if may_stage else None
+        if landing is not None and _ring_of(landing, self._rank) is None:
+            landing = None
+        if not pairs and landing is None:
+            raise ProtocolError(
+                f"rank {layout.index} of the peer granted no landing slots to rank {self._rank}"
+            )
+        counts = _page_counts(layout, descriptor)
+        return TargetRank(name, pairs, counts, staged if landing is not None else None, landing)
 
     def _check_connected(self, link: PeerLink) -> list[WorkerToScheduler]:
         if link.phase is not Phase.CONNECTING or len(link.connected) < len(link.targets):
             return []
         link.phase = Phase.CONNECTED
         names = sorted({name for names in link.connected.values() for name in names.split(",")})
-        return [PeerConnected(link.peer, self._rank, ",".join(names))]
+        hand_over = "; ".join(dict.fromkeys(map(self._describe, link.targets)))
+        log.info("caches for %s travel %s", link.peer, hand_over or "nowhere")
+        return [PeerConnected(link.peer, self._rank, ",".join(names), hand_over)]
+
+    def _describe(self, target: TargetRank) -> str:
+        """How caches travel to one rank, with what that was decided on."""
+        lane = self._staging.lane(target.name) if self._staging is not None else None
+        if lane is None or lane.cost is None:
+            return "direct"
+        if not target.pairs:
+            return f"staged ({lane.cost})"
+        return f"staged in runs below about {lane.cost.break_even_nbytes:.0f} bytes ({lane.cost})"
 
     def _check_closed(self, link: PeerLink) -> list[WorkerToScheduler]:
         if link.open:
@@ -191,8 +327,23 @@ class PeerLinks:
         return [PeerFailed(link.peer, self._rank, reason)]
 
 
+def _dtypes(server: ServerLayout) -> list[str]:
+    return [component.dtype for component in server.components]
+
+
+def _ring_of(landing: LandingDescriptor, rank: int) -> LandingRing | None:
+    return next((ring for ring in landing.rings if ring.source_rank == rank), None)
+
+
 def _page_counts(layout: RankLayout, descriptor: RankDescriptor) -> tuple[int, ...]:
-    """Pages per group that the announced regions hold, the scratch page not counted."""
+    """Pages per group that a target rank has, the scratch page not counted."""
+    if not descriptor.regions and descriptor.landing is not None:
+        if len(descriptor.page_counts) != len(layout.groups):
+            raise ProtocolError(
+                f"rank {descriptor.rank} of the peer announced pages of "
+                f"{len(descriptor.page_counts)} page groups: there are {len(layout.groups)}"
+            )
+        return tuple(descriptor.page_counts)
     if len(descriptor.regions) != len(layout.groups):
         raise ProtocolError(
             f"rank {descriptor.rank} of the peer announced {len(descriptor.regions)} regions for "
@@ -205,20 +356,13 @@ def _page_counts(layout: RankLayout, descriptor: RankDescriptor) -> tuple[int, .
     )
 
 
-def _announce(rank: int, target: TargetDescriptor) -> RankDescriptor:
-    return RankDescriptor(
-        rank=rank,
-        worker_address=target.worker_address,
-        regions=[(r.name, r.address, r.nbytes, r.key) for r in target.regions],
-        probe=(target.probe.name, target.probe.address, target.probe.nbytes, target.probe.key),
-    )
-
-
-def _heard(descriptor: RankDescriptor) -> TargetDescriptor:
+def _heard(descriptor: RankDescriptor, landing: LandingDescriptor | None) -> TargetDescriptor:
     """Memory types are in the keys; the transport does not ask for them again."""
 
     def region(name: str, address: int, nbytes: int, key: bytes) -> RegionDescriptor:
         return RegionDescriptor(name, address, nbytes, "host", key)
 
-    regions: Sequence[RegionDescriptor] = [region(*entry) for entry in descriptor.regions]
+    regions = [region(*entry) for entry in descriptor.regions]
+    if landing is not None:
+        regions.append(region(*landing.region))
     return TargetDescriptor(descriptor.worker_address, tuple(regions), region(*descriptor.probe))

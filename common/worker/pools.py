@@ -112,12 +112,18 @@ def allocate_pool(
     buffers: list[Tensor] = []
     for group, nbytes in enumerate(KvPool.buffer_nbytes(layout, page_counts)):
         # A group that this rank's layers have nothing of still is a region, to keep the numbering.
-        buffer = _allocate(transport, f"pages-{group}", max(nbytes, 1), device)
+        buffer = allocate_region(transport, pool_names(layout)[group], max(nbytes, 1), device)
         buffers.append(buffer[:nbytes])
     return KvPool(layout, page_counts, buffers)
 
 
-def _allocate(transport: Transport, name: str, nbytes: int, device: torch.device) -> Tensor:
+def pool_names(layout: RankLayout) -> list[str]:
+    """Names of the regions of a pool, one per page group."""
+    return [f"pages-{group}" for group in range(len(layout.groups))]
+
+
+def allocate_region(transport: Transport, name: str, nbytes: int, device: torch.device) -> Tensor:
+    """uint8[nbytes] that peers can write, every byte touched. Raises: ConfigError."""
     try:
         if device.type == "cuda":
             check_cuda_allocator()
@@ -129,7 +135,7 @@ def _allocate(transport: Transport, name: str, nbytes: int, device: torch.device
             return buffer
         region = transport.allocate(name, nbytes)
     except (TransportError, torch.OutOfMemoryError) as exc:
-        raise ConfigError(f"KV pool: {exc}") from exc
+        raise ConfigError(f"memory of the cache: {exc}") from exc
     assert region.view is not None, "memory that the transport allocated has a view"
     buffer = torch.from_numpy(region.view)
     # The first write to a page costs a fault; pay it before the first request does.

@@ -14,10 +14,12 @@ import numpy as np
 from common.errors import TransportError
 from common.layout.cache_layout import RankLayout
 from common.planner.copies import Pages
+from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
 from common.protocol.local import CancelSends, Send, SendSettled
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
+from common.worker.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,14 @@ class Sends:
         links: PeerLinks,
         layout: RankLayout,
         page_counts: Sequence[int],
+        staging: Staging | None = None,
     ) -> None:
-        """page_counts: of this rank's own pool, per page group, without the scratch page."""
+        """page_counts: of this rank's own pool, per page group, without the scratch page.
+
+        staging: takes what is not written directly; its settled events come here as well.
+        """
         self._transport = transport
+        self._staging = staging
         self._links = links
         self._rank = layout.index
         self._layer_group_count = len(layout.layer_groups)
@@ -135,6 +142,8 @@ class Sends:
             send.error = error
             for tag in sorted(send.tags):
                 self._transport.cancel(tag)
+                if self._staging is not None:
+                    self._staging.cancel(tag)
 
     def _ready_count(self, message: Send) -> int:
         """Layer groups of a Send that are computed."""
@@ -165,20 +174,47 @@ class Sends:
         message = send.message
         tokens = TokenRange(message.token_start, message.token_stop, message.is_final)
         for target in send.targets:
+            tag = self._next_tag
+            try:
+                is_submitted = self._submit_to(target, tag, message, tokens, layer_group)
+            except TransportError as exc:
+                self._fail(send, str(exc))
+                return
+            if is_submitted:
+                self._next_tag += 1
+                send.tags.add(tag)
+                self._send_of_tag[tag] = message.send_id
+
+    def _submit_to(
+        self, target: TargetRank, tag: int, message: Send, tokens: TokenRange, layer_group: int
+    ) -> bool:
+        """Directly or through staging; False if there is nothing for this target rank."""
+        if target.pairs:
             plan = target.pairs[layer_group].plan(
                 message.source_pages, message.target_pages, tokens
             )
             if plan.run_count == 0:
-                continue
-            tag = self._next_tag
-            self._next_tag += 1
-            try:
+                return False
+            if not self._prefers_staging(target, plan):
                 self._transport.submit(target.name, plan, tag)
-            except TransportError as exc:
-                self._fail(send, str(exc))
-                return
-            send.tags.add(tag)
-            self._send_of_tag[tag] = message.send_id
+                return True
+        staging, staged = self._staging, target.staged
+        assert staging is not None and staged is not None, "there is one way at least"
+        nbytes_max = staging.pieces_nbytes_max(target.name)
+        pieces = staged.pieces(tokens, nbytes_max, layer_group)
+        if pieces:
+            staging.start(
+                tag, target.name, message.transfer_id, staged, message.source_pages, pieces
+            )
+        return bool(pieces)
+
+    def _prefers_staging(self, target: TargetRank, plan: CopyPlan) -> bool:
+        if self._staging is None or target.staged is None:
+            return False
+        lane = self._staging.lane(target.name)
+        if lane is None or lane.cost is None:
+            return False
+        return lane.cost.prefers_staging(plan.total_nbytes, plan.run_count)
 
     def _settle(self, send: _OpenSend) -> SendSettled:
         return SendSettled(

@@ -31,6 +31,7 @@ from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, Wo
 from common.request import SamplingParams
 from common.transport.transport import Transport
 from common.transport.ucx import UcxSettings, UcxTransport
+from common.worker.landing import Landing
 from common.worker.pools import (
     SHARED_MEMORY,
     FreeMemory,
@@ -38,6 +39,8 @@ from common.worker.pools import (
     decide_page_counts,
     free_nbytes,
 )
+from common.worker.staging import Staging
+from common.worker.start_staging import start_landing, start_staging
 
 RANKS_MEET_TIMEOUT_S = 120.0
 """How long the ranks of a server wait for each other before any of them loads weights."""
@@ -58,6 +61,8 @@ class StartedRank:
     runner: ModelRunner
     transport: Transport
     page_counts: list[int]
+    landing: Landing | None
+    staging: Staging | None
     ready: WorkerReady
 
 
@@ -94,6 +99,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     page_counts = decide_page_counts(layout, config, context_length, free)
     transport = _start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
+    landing = start_landing(config, transport, layout, pool)
+    staging = start_staging(config, transport, layout, pool, clock)
     runner = ModelRunner(model, pool, clock)
     warm_up(runner, layout, model_config.vocab_size)
     ready = WorkerReady(
@@ -115,7 +122,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         host_id=host_id(),
         pid=os.getpid(),
     )
-    return StartedRank(device, layout, runner, transport, page_counts, ready)
+    return StartedRank(device, layout, runner, transport, page_counts, landing, staging, ready)
 
 
 def _thread_count(config: ServerConfig) -> int:

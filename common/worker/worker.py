@@ -25,6 +25,7 @@ from common.errors import ConfigError
 from common.worker.io_loop import IoLoop, Outbox, Steps
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
+from common.worker.staged_io import StagedIo
 from common.worker.start import StartedRank, start_rank
 
 log = logging.getLogger(__name__)
@@ -83,9 +84,12 @@ class _Worker:
         self._last_layers = {
             layers[-1]: index + 1 for index, layers in enumerate(layout.layer_groups)
         }
-        links = PeerLinks(started.transport, started.layout)
-        sends = Sends(started.transport, links, layout, started.page_counts)
-        self._loop = IoLoop(client, started.transport, links, sends, self._steps, self._outbox)
+        links = PeerLinks(started.transport, layout, started.landing, started.staging)
+        sends = Sends(started.transport, links, layout, started.page_counts, started.staging)
+        self._staged = StagedIo(sends, links, started.landing, started.staging, SystemClock())
+        self._loop = IoLoop(
+            client, started.transport, links, sends, self._steps, self._outbox, self._staged
+        )
         self._outbox.put(started.ready)
 
     def run(self) -> int:
@@ -104,6 +108,7 @@ class _Worker:
         self._outbox.end()
         io_thread.join()
         self._client.close()
+        self._staged.close()
         self._transport.close()
         self._outbox.close()
         return EXIT_FAILED if self._has_io_failed else code

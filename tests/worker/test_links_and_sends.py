@@ -97,7 +97,7 @@ class World:
 
     def connected(self) -> None:
         assert self.connect(self.announce()) == []
-        assert self.source.wait_for(1) == [PeerConnected("target", 0, "posix")]
+        assert self.source.wait_for(1) == [PeerConnected("target", 0, "posix", "direct")]
 
     def close(self) -> None:
         for rank in (self.source, *self.targets):

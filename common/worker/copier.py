@@ -1,0 +1,116 @@
+"""Moves pieces between the pages of a pool and staging slots, converting element types on the way.
+
+On the CPU by the transport's native list of copies, without the interpreter lock; on CUDA by
+torch's index operations, on a stream of their own. Both are complete when a call returns. Knows
+nothing of peers or messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.cast import CACHE_DTYPES, cast_into
+from common.planner.copy_plan import Int64Array
+from common.planner.staging import Conversion, LinearCopy
+
+Bytes = NDArray[np.uint8]
+CopyRuns = Callable[[Bytes, Bytes, Int64Array, Int64Array, Int64Array], None]
+"""(target, source, target offsets, source offsets, sizes)."""
+
+Copy = tuple[Int64Array, Int64Array, Int64Array]
+"""Target offsets, source offsets and sizes."""
+
+
+class Copier:
+    """The pool's buffers, one per page group, uint8[nbytes] each, on one device."""
+
+    def __init__(self, buffers: Sequence[Tensor], copy_runs: CopyRuns) -> None:
+        self._buffers = tuple(buffers)
+        self._device = buffers[0].device
+        self._copy_runs = copy_runs
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._stream = (
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            if self._device.type == "cuda"
+            else None
+        )
+
+    @torch.inference_mode()
+    def gather(self, copy: LinearCopy, conversion: Conversion, slot: Tensor) -> None:
+        """Pages to a slot, in the wire's element type. slot: uint8[at least the piece]."""
+        pages = self._buffers[copy.region]
+        with self._on_stream():
+            if conversion.source == conversion.wire:
+                self._copy(slot, pages, (copy.linear_offset, copy.page_offset, copy.nbytes))
+            else:
+                linear = self._take_scratch(copy.total_nbytes)
+                self._copy(linear, pages, (copy.linear_offset, copy.page_offset, copy.nbytes))
+                source, wire = CACHE_DTYPES[conversion.source], CACHE_DTYPES[conversion.wire]
+                wire_nbytes = len(linear) // source.itemsize * wire.itemsize
+                cast_into(slot[:wire_nbytes].view(wire), linear.view(source))
+        self._finish()
+
+    @torch.inference_mode()
+    def scatter(self, copy: LinearCopy, conversion: Conversion, slot: Tensor) -> None:
+        """A slot to pages, in the target's element type."""
+        pages = self._buffers[copy.region]
+        total_nbytes = copy.total_nbytes
+        with self._on_stream():
+            linear = slot
+            if conversion.target != conversion.wire:
+                wire, target = CACHE_DTYPES[conversion.wire], CACHE_DTYPES[conversion.target]
+                wire_nbytes = total_nbytes // target.itemsize * wire.itemsize
+                linear = self._take_scratch(total_nbytes)
+                cast_into(linear.view(target), slot[:wire_nbytes].view(wire))
+            self._copy(pages, linear, (copy.page_offset, copy.linear_offset, copy.nbytes))
+        self._finish()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, target: Tensor, source: Tensor, copy: Copy) -> None:
+        if self._stream is None:
+            self._copy_runs(target.numpy(), source.numpy(), *copy)
+        else:
+            copy_by_index(target, source, copy)
+
+    def _take_scratch(self, nbytes: int) -> Tensor:
+        """Memory that is kept: fresh memory costs more than the copy into it."""
+        if len(self._scratch) < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._scratch[:nbytes]
+
+
+def copy_by_index(target: Tensor, source: Tensor, copy: Copy) -> None:
+    """The same copies by index operations, in grains that divide every offset and size.
+
+    target, source: uint8[nbytes]; the copies do not overlap.
+    """
+    target_offset, source_offset, nbytes = copy
+    if len(nbytes) == 0:
+        return
+    grain = math.gcd(*(int(np.gcd.reduce(column)) for column in copy))
+    counts = nbytes // grain
+    # 0, 1, 2, ... within each run
+    step = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    target_index = np.repeat(target_offset // grain, counts) + step
+    source_index = np.repeat(source_offset // grain, counts) + step
+    device = target.device
+    rows = _grains(source, grain).index_select(0, torch.from_numpy(source_index).to(device))
+    _grains(target, grain).index_copy_(0, torch.from_numpy(target_index).to(device), rows)
+
+
+def _grains(buffer: Tensor, grain: int) -> Tensor:
+    count = len(buffer) // grain
+    return buffer[: count * grain].view(count, grain)

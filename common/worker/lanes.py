@@ -1,0 +1,135 @@
+"""Where staged transfers of a prefill rank go: per target rank, a ring of slots and a way to speak.
+
+A lane is tried before it is used: the address is dialled, a round trip is timed, and the connection
+is measured on the lane's own slot. Knows nothing of pieces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from common.planner.copy_plan import CopyPlan, Int64Array
+from common.planner.link_cost import LinkCost, measured_cost
+from common.protocol.descriptor import LandingDescriptor, LandingRing
+
+ROUND_TRIP_COUNT = 4
+"""The first one also makes the connection; the quickest counts."""
+
+MEASURE_COUNT = 3
+"""How often each of the two transfers is measured; the quickest counts."""
+
+SHORT_RUN_NBYTES = 1024
+"""Runs whose price is measured; short enough that their bytes are no matter."""
+
+LANE_TIMEOUT_S = 10.0
+"""How long a lane may take until it is tried and measured, with its first connection."""
+
+
+class Phase(StrEnum):
+    DIALING = "dialing"
+    MEASURING = "measuring"
+    READY = "ready"
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One target rank. name: of its transport connection. link: its address, as dialled.
+
+    region: of the slots, among those of the connection. free: slots that may be written.
+    held: per transfer id, slots that are not free because of it.
+    """
+
+    name: str
+    link: str
+    ring: int
+    region: int
+    slot_nbytes: int
+    slot_count: int
+    opened_at: float
+    free: deque[int]
+    phase: Phase = Phase.DIALING
+    next_sequence: int = 1
+    held: Counter[int] = field(default_factory=Counter)
+    round_trips_s: list[float] = field(default_factory=list)
+    asked_at: float = 0.0
+    measured_s: list[float] = field(default_factory=list)
+    cost: LinkCost | None = None
+
+    @staticmethod
+    def of(
+        name: str, landing: LandingDescriptor, ring: LandingRing, region: int, now: float
+    ) -> Lane:
+        return Lane(
+            name=name,
+            link=landing.address,
+            ring=ring.ring,
+            region=region,
+            slot_nbytes=landing.slot_nbytes,
+            slot_count=len(ring.slots),
+            opened_at=now,
+            free=deque(ring.slots),
+        )
+
+    @property
+    def slots_per_transfer_max(self) -> int:
+        """So that a transfer whose pieces do not come back leaves slots to the others."""
+        return max(1, self.slot_count // 2)
+
+    def take_slot(self, transfer_id: int) -> int | None:
+        """A slot to write, None if this transfer has to wait for one."""
+        if not self.free or self.held[transfer_id] >= self.slots_per_transfer_max:
+            return None
+        self.held[transfer_id] += 1
+        return self.free.popleft()
+
+    def put_back(self, slot: int, transfer_id: int) -> None:
+        assert slot not in self.free and self.held[transfer_id] > 0
+        self.free.append(slot)
+        self.held[transfer_id] -= 1
+        if not self.held[transfer_id]:
+            del self.held[transfer_id]
+
+    def take_sequence(self) -> int:
+        self.next_sequence += 1
+        return self.next_sequence - 1
+
+    # ---- measuring -------------------------------------------------------------------------------
+
+    def next_measurement(self, source_region: int, nbytes: int) -> CopyPlan | None:
+        """One long run and many short ones in turn; None when enough was measured."""
+        count = len(self.measured_s)
+        if count == 2 * MEASURE_COUNT:
+            return None
+        starts = np.zeros(1, dtype=np.int64)
+        sizes = np.full(1, nbytes, dtype=np.int64)
+        if count % 2 and nbytes > SHORT_RUN_NBYTES:
+            starts = short_run_starts(nbytes)
+            sizes = np.full(len(starts), SHORT_RUN_NBYTES, dtype=np.int64)
+        slot_start = self.free[0] * self.slot_nbytes
+        return CopyPlan(
+            np.full(len(starts), source_region, dtype=np.int64),
+            starts,
+            np.full(len(starts), self.region, dtype=np.int64),
+            slot_start + starts,
+            sizes,
+        )
+
+    def settle_measurement(self, nbytes: int, copy_bandwidth: float) -> None:
+        self.cost = measured_cost(
+            nbytes=nbytes,
+            one_put_s=min(self.measured_s[0::2]),
+            run_count=max(2, nbytes // SHORT_RUN_NBYTES),
+            many_puts_s=min(self.measured_s[1::2]),
+            copy_bandwidth=copy_bandwidth,
+            round_trip_s=min(self.round_trips_s),
+        )
+
+
+def short_run_starts(nbytes: int) -> Int64Array:
+    """Starts of all short runs of a slot, no two neighbours one after the other."""
+    starts = np.arange(0, nbytes - SHORT_RUN_NBYTES + 1, SHORT_RUN_NBYTES, dtype=np.int64)
+    return np.concatenate((starts[0::2], starts[1::2]))
