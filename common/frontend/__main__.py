@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 
 import uvicorn
@@ -33,6 +34,9 @@ from common.metrics import ServerMetrics
 
 LISTEN_BACKLOG = 2048  # connections that may wait to be accepted; a burst of clients fits
 STOP_PROBE_S = 1.0  # a scheduler that lives answers in milliseconds
+# After the drain, for the last answers to leave before connections are closed.
+LAST_ANSWERS_S = 2
+STOPPING = "the server is stopping"
 PARTS = (info, page, sglang_api, openai_api)
 
 logger = logging.getLogger(__name__)
@@ -95,7 +99,7 @@ async def serve(
             log_config=None,
             access_log=config.log_requests,
             backlog=LISTEN_BACKLOG,
-            timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+            timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + LAST_ANSWERS_S,
             lifespan="off",
         )
     )
@@ -105,7 +109,7 @@ async def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        stopper = tasks.create_task(_stop(stop, server, client))
+        stopper = tasks.create_task(_stop(stop, server, client, config.drain_timeout_s))
         logger.info("listening on http://%s:%d", config.host, config.port)
         await server.serve(sockets=[listener])
         stopper.cancel()
@@ -120,14 +124,20 @@ def _version() -> str:
         return "not installed"
 
 
-async def _stop(stop: asyncio.Event, server: uvicorn.Server, client: SchedulerClient) -> None:
-    """Begin the end. Nobody waits for a scheduler that is gone: that may be why we are to stop."""
+async def _stop(
+    stop: asyncio.Event, server: uvicorn.Server, client: SchedulerClient, drain_timeout_s: float
+) -> None:
+    """Begin the end. Nobody waits for a scheduler that is gone: that may be why we are to stop.
+
+    What is still open after the drain is answered and cancelled, not cut off.
+    """
     await stop.wait()
     server.should_exit = True
-    try:
+    with suppress(RequestError):
         await client.get_state(STOP_PROBE_S)
-    except RequestError:
-        client.lose("the server is stopping")
+        await asyncio.sleep(drain_timeout_s)
+    client.cancel_matching("", STOPPING)
+    client.lose(STOPPING)
 
 
 class _Server(uvicorn.Server):

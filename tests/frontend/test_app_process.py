@@ -20,6 +20,7 @@ from frontend_rig import decode_config
 from scripted_scheduler import ScriptedScheduler
 
 from common.config import ServerConfig, write_config
+from common.protocol.local import Cancel
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 START_TIMEOUT_S = 30.0
@@ -154,6 +155,27 @@ def test_stopping_without_a_scheduler_answers_what_is_open_at_once(
         process.send_signal(signal.SIGTERM)
         assert reply.result().status_code == 500
         assert "stopping" in reply.result().json()["error"]["message"]
+    process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_what_is_open_when_the_drain_is_over_gets_a_typed_error(
+    config: ServerConfig, scheduler: ScriptedScheduler, start: Start, path: str
+) -> None:
+    write_config(msgspec.structs.replace(config, drain_timeout_s=0.5))
+    scheduler.holds = True
+    process = start()
+    with http(config) as client, ThreadPoolExecutor(1) as thread:
+        assert client.get("/ping").status_code == 200
+        scheduler.wait_for(lambda s: bool(s.seen))
+        prompt = "prompt" if path.startswith("/v1") else "input_ids"
+        reply = thread.submit(client.post, path, json={prompt: [5]})
+        scheduler.wait_for(lambda s: bool(s.held))
+        process.send_signal(signal.SIGTERM)
+        assert reply.result().status_code == 500
+        assert "stopping" in reply.result().json()["error"]["message"]
+    scheduler.wait_for(lambda s: any(isinstance(message, Cancel) for message in s.seen))
     process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 0
 
