@@ -78,15 +78,19 @@ class Stage:
     goldens: Sequence[Golden]
     client_count: int
     seed: int
+    _case_count: int = 0
 
     async def run(self, case: Case) -> Report:
         """One case, from a pair at rest to a pair at rest."""
-        rng = random.Random(f"{case.name} {self.seed}")
+        rng = random.Random(f"{case.name} {self.seed} {self._case_count}")
         log_sizes = {s.role: s.log_path.stat().st_size for s in self.pair.servers}
         self.keeper.forget()
         urls = {Side.PREFILL: self.pair.prefill.url, Side.DECODE: self.pair.decode.url}
         target = Target(urls, self.pair.bootstrap_port, HANG_AFTER_S, keeps_connections=False)
-        load = Load(target, self.goldens, self.seed, self.client_count)
+        # Each case has clients of its own: a router uses a room once.
+        self._case_count += 1
+        load_seed = self.seed * 1000 + self._case_count
+        load = Load(target, self.goldens, load_seed, self.client_count)
         load.start()
         await self._warm_up(load)
         await asyncio.sleep(rng.random() * PHASE_MAX_S)
