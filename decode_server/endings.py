@@ -9,6 +9,7 @@ from __future__ import annotations
 from common.protocol.local import Failed, Tokens
 from common.request import FinishReason, TokenLogprobs
 from common.scheduling.batcher import Batcher
+from common.scheduling.deadlines import Deadlines
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import DecodeEvent, DecodeState
@@ -19,7 +20,7 @@ ENDED = (DecodeState.DRAINING, DecodeState.FINISHED, DecodeState.FAILED)
 
 
 class Endings:
-    """Owner of the table of live requests and of the waiting queue."""
+    """Owner of the table of live requests, of their deadlines and of the waiting queue."""
 
     def __init__(
         self, account: PageAccount, batcher: Batcher, receiver: Receiver, outbox: Outbox
@@ -29,6 +30,7 @@ class Endings:
         self._receiver = receiver
         self._outbox = outbox
         self.requests: dict[int, DecodeRequest] = {}
+        self.deadlines = Deadlines()
         self.queue: dict[int, DecodeRequest] = {}
         self.counters = dict.fromkeys(
             ("finished", "failed", "aborted", "timed_out", "transfer_failed", "retracted"), 0.0
@@ -101,4 +103,5 @@ class Endings:
 
     def _forget(self, request: DecodeRequest) -> None:
         self.requests.pop(request.request_id, None)
+        self.deadlines.forget(request.request_id)
         self.queue.pop(request.request_id, None)

@@ -81,6 +81,7 @@ class RequestTable:
 
     def forget(self, request: PrefillRequest) -> None:
         del self._by_id[request.request_id]
+        self.deadlines.forget(request.request_id)
         self.queue.pop(request.request_id, None)
         if request.client_id is not None:
             del self._by_client[request.client_id]
