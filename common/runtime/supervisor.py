@@ -75,21 +75,24 @@ class Supervisor:
     def _watch(self) -> int:
         """Until a child ends unasked or a signal asks for the end."""
         while self._signal_count == 0:
-            for name, child in self._children.items():
-                code = child.poll()
-                if code is not None:
-                    return self._explain(name, code)
+            codes = {name: child.poll() for name, child in self._children.items()}
+            ended = {name: code for name, code in codes.items() if code is not None}
+            if ended:
+                return self._explain(ended)
             self._sleep()
         return self._drain()
 
-    def _explain(self, name: str, code: int) -> int:
-        if code == EXIT_CONFIG:
+    def _explain(self, codes: dict[str, int]) -> int:
+        """Several children may have ended since the last look, the first one by itself and others
+        because of it: all are named, and a setting that one found unusable is the cause."""
+        if EXIT_CONFIG in codes.values():
             return EXIT_CONFIG
-        if code == 0 and self._config.node_rank > 0:
-            log.info("%s was told to end by the scheduler on node 0", name)
+        if self._config.node_rank > 0 and not any(codes.values()):
+            log.info("%s was told to end by the scheduler on node 0", ", ".join(codes))
             return 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        log.error("%s ended with %s: the server stops", name, how)
+        for name, code in codes.items():
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            log.error("%s ended with %s: the server stops", name, how)
         return EXIT_CHILD_DIED
 
     def _drain(self) -> int:
