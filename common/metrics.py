@@ -267,7 +267,15 @@ class ServerMetrics:
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, (*BASE_LABELS, *labels), registry=self._registry)
+        """A series whose labels are known beforehand starts at 0, so that a dashboard finds it and
+        a rate over the first event is right."""
+        counter = Counter(name, text, (*BASE_LABELS, *labels), registry=self._registry)
+        if not labels:
+            counter.labels(**self._labels)
+        elif labels == ("is_streaming",):
+            for flag in ("true", "false"):
+                counter.labels(**self._labels, is_streaming=flag)
+        return counter
 
 
 def _flag(is_set: bool) -> str:

@@ -137,6 +137,7 @@ def test_a_rid_that_is_open_is_refused_and_free_again_after_its_cancel(tmp_path:
         await read(first)
         with pytest.raises(RequestError):
             submit(rig, "same")
+        await rig.until(lambda s: len(s.submits) == 2)
         rig.scheduler.release(second.request_id)
         await read(second)
         submit(rig, "same").cancel()

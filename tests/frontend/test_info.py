@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,8 @@ def test_health_generate_generates_one_token_that_no_metric_counts(tmp_path: Pat
             max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True
         )
         text = (await rig.http.get("/metrics")).text
-        assert "sglang:num_requests_total{" not in text
+        counts = re.findall(r"^sglang:num_requests_total\{.*\} (\S+)$", text, re.MULTILINE)
+        assert counts == ["0.0", "0.0"], "streamed and not"
         assert "sglang:time_to_first_token_seconds_count{" not in text
 
     run_with_rig(tmp_path, story)
