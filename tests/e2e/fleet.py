@@ -100,16 +100,17 @@ class Node:
         return [self.server.process.pid, *self._children().values()]
 
     def process_id_of(self, module: str) -> int:
-        """The child that runs a module, e.g. common.worker."""
-        return self._children()[module]
+        """The child that runs a module, e.g. common.worker; the end of its name will do."""
+        (found,) = [pid for name, pid in self._children().items() if name.endswith(module)]
+        return found
 
     def _children(self) -> dict[str, int]:
         found: dict[str, int] = {}
         parent = self.server.process.pid
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         for pid in map(int, children):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            found[words[2].decode() if len(words) > 2 else str(pid)] = pid
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            found[words[2]] = pid  # python -m MODULE ...
         return found
 
     @contextmanager

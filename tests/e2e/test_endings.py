@@ -1,0 +1,116 @@
+"""How a server ends: asked, it finishes what it has begun; struck, it says so; either way nothing
+of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fleet import (
+    WAIT_TIMEOUT_S,
+    Body,
+    Fleet,
+    Node,
+    is_alive,
+    reply_of,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+LONG: Body = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+ENDLESS: Body = LONG | {"max_new_tokens": 1900}
+SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
+
+
+class Remains:
+    """What a running server holds, to see later that it is gone."""
+
+    def __init__(self, node: Node) -> None:
+        self.pids = node.process_ids()
+        self.runtime_dir = Path(str(node.get("/server_info").json()["runtime_dir"]))
+        self.shared: set[Path] = set()
+        for pid in self.pids:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            self.shared |= {Path(name) for name in SHARED_MEMORY.findall(maps)}
+        assert len(self.pids) == 4, "supervisor, scheduler, worker, frontend"
+        assert self.runtime_dir.is_dir()
+        assert self.shared, "the pool lies in shared memory"
+
+    def check_gone(self) -> None:
+        wait_until("its processes to be gone", lambda: not any(map(is_alive, self.pids)))
+        assert not self.runtime_dir.exists()
+        assert not [path for path in self.shared if path.exists()]
+
+
+@pytest.fixture(scope="module")
+def prefill(fleet: Fleet) -> Node:
+    return fleet.prefill("--transport", "shm").wait_ready()
+
+
+@pytest.fixture
+def decode(fleet: Fleet, prefill: Node) -> Iterator[Node]:
+    """A fresh decode server, which the test ends."""
+    node = fleet.decode([prefill], "--transport", "shm", "--drain-timeout", "30").wait_ready()
+    yield node
+    fleet.nodes.remove(node)
+    prefill.wait_at_rest()
+
+
+def body(sampling: Body) -> Body:
+    return {"text": "Facts:", "sampling_params": sampling}
+
+
+def test_a_server_that_is_told_to_stop_finishes_what_runs(fleet: Fleet, decode: Node) -> None:
+    remains = Remains(decode)
+    plain = fleet.in_background(decode, body(LONG))
+    with decode.stream(body(LONG)) as events:
+        next(events)
+        decode.wait_queued("running", 2)
+        decode.server.process.send_signal(signal.SIGTERM)
+        last = list(events)[-1]
+    assert len(last.output_ids) == LONG["max_new_tokens"]
+    assert reply_of(plain.result()).output_ids == last.output_ids
+    assert decode.server.process.wait(WAIT_TIMEOUT_S) == 0
+    remains.check_gone()
+
+
+def test_a_second_signal_ends_a_draining_server_at_once(fleet: Fleet, decode: Node) -> None:
+    remains = Remains(decode)
+    with decode.stream(body(ENDLESS)) as events:
+        next(events)
+        decode.server.process.send_signal(signal.SIGINT)
+        wait_until("it to drain", lambda: "draining" in decode.log)
+        decode.server.process.send_signal(signal.SIGINT)
+        assert decode.server.process.wait(WAIT_TIMEOUT_S) != 0
+    remains.check_gone()
+
+
+@pytest.mark.parametrize("module", ["common.worker", "scheduler_process", "common.frontend"])
+def test_a_killed_process_ends_its_server_and_is_named(
+    fleet: Fleet, decode: Node, module: str
+) -> None:
+    remains = Remains(decode)
+    running = fleet.in_background(decode, body(ENDLESS))
+    decode.wait_queued("running")
+    os.kill(decode.process_id_of(module), signal.SIGKILL)
+    assert decode.server.process.wait(WAIT_TIMEOUT_S) not in (0, 2)
+    assert "signal 9" in decode.log
+    remains.check_gone()
+    if module == "common.frontend":
+        assert running.exception() is not None, "its connection broke with its server"
+    else:
+        assert running.result().status_code >= 500
+
+
+def test_a_killed_supervisor_takes_its_processes_along(decode: Node) -> None:
+    remains = Remains(decode)
+    decode.server.process.kill()
+    decode.server.process.wait()
+    wait_until("its processes to be gone", lambda: not any(map(is_alive, remains.pids)))
+    assert not [path for path in remains.shared if path.exists()]

@@ -1,0 +1,182 @@
+"""What Prometheus is told after some requests: the stages of the hand-over add up to the time to
+first token, every metric is explained, and dashboards made for SGLang find their names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from demo.facts import make_question
+from tests.e2e.fleet import Body, Fleet, Node
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+REQUEST_COUNT = 12
+STAGES = {"reserve", "queue", "prefill", "transfer", "first_token"}
+SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
+LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+
+BOTH = [
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:token_usage",
+    "sglang:cache_config_info",
+    "sglang:gen_throughput",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
+    "sglang:num_requests_total",
+    "sglang:num_aborted_requests_total",
+    "sglang:num_retracted_requests_total",
+    "sglang:queue_time_seconds_bucket",
+    "sglang:num_prefill_bootstrap_queue_reqs",
+    "sglang:num_prefill_inflight_queue_reqs",
+    "sglang:num_decode_prealloc_queue_reqs",
+    "sglang:num_decode_transfer_queue_reqs",
+    "sglang:num_bootstrap_failed_reqs_total",
+    "sglang:num_transfer_failed_reqs_total",
+]
+ON_PREFILL = [
+    "sglang:kv_transfer_latency_ms_bucket",
+    "sglang:kv_transfer_total_mb_bucket",
+    "sglang:kv_transfer_speed_gb_s_bucket",
+    "sglang:per_stage_req_latency_seconds_bucket",
+]
+ON_DECODE = [
+    "sglang:cached_tokens_total",
+    "sglang:generation_tokens_histogram_bucket",
+    "sglang:prompt_tokens_histogram_bucket",
+    "sglang:time_to_first_token_seconds_bucket",
+    "sglang:inter_token_latency_seconds_bucket",
+    "sglang:request_time_per_output_token_seconds_bucket",
+    "sglang:e2e_request_latency_seconds_bucket",
+    "sglang:kv_transfer_alloc_ms_bucket",
+    "baton:hand_over_stage_seconds_bucket",
+]
+
+
+@dataclass(frozen=True)
+class Sample:
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def scrape(node: Node) -> list[Sample]:
+    """Every sample of /metrics; each line must be a comment or a sample."""
+    found = []
+    for line in node.get("/metrics").text.splitlines():
+        if line and not line.startswith("#"):
+            match = SAMPLE.match(line)
+            assert match is not None, line
+            labels = dict(LABEL.findall(match[2] or ""))
+            found.append(Sample(match[1], labels, float(match[3])))
+    return found
+
+
+def total(samples: list[Sample], name: str, **labels: str) -> float:
+    """Sum over the samples of a name that have these labels; there must be one."""
+    values = [
+        sample.value
+        for sample in samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert values, f"{name} {labels} is missing"
+    return sum(values)
+
+
+@dataclass
+class Measured:
+    """A pair after REQUEST_COUNT requests, half of them streamed."""
+
+    prefill: Node
+    decode: Node
+    output_count: int
+    ttft_s: float
+
+
+@pytest.fixture(scope="module")
+def measured(fleet: Fleet) -> Measured:
+    prefill = fleet.prefill("--chunked-prefill-size", "32")
+    decode = fleet.decode([prefill])
+    fleet.wait_ready()
+    replies = []
+    for index in range(REQUEST_COUNT):
+        sampling: Body = {"temperature": 0, "max_new_tokens": 32}
+        question = make_question(970 + index, 8)
+        body: Body = {"text": question.prompt, "sampling_params": sampling}
+        if index % 2:
+            replies.append(decode.generate(body))
+        else:
+            with decode.stream(body) as events:
+                replies.append(list(events)[-1])
+    fleet.wait_at_rest()
+    output_count = sum(reply.meta_info.completion_tokens for reply in replies)
+    ttft_s = sum(reply.timeline.ttft_s for reply in replies)
+    return Measured(prefill, decode, output_count, ttft_s)
+
+
+def test_the_stages_of_the_hand_over_add_up_to_the_time_to_first_token(measured: Measured) -> None:
+    samples = scrape(measured.decode)
+    name = "baton:hand_over_stage_seconds"
+    stages = {s.labels["stage"] for s in samples if s.name == f"{name}_sum"}
+    assert stages == STAGES
+    for stage in STAGES:
+        assert total(samples, f"{name}_count", stage=stage) == REQUEST_COUNT
+    ttft_s = total(samples, "sglang:time_to_first_token_seconds_sum")
+    assert total(samples, f"{name}_sum") == pytest.approx(ttft_s, rel=0.01)
+    assert ttft_s == pytest.approx(measured.ttft_s)
+    assert total(samples, f"{name}_sum", stage="prefill") > 0
+    assert total(samples, f"{name}_sum", stage="transfer") > 0
+
+
+def test_requests_and_tokens_are_counted(measured: Measured) -> None:
+    samples = scrape(measured.decode)
+    for flag in ("true", "false"):
+        half = total(samples, "sglang:num_requests_total", is_streaming=flag)
+        assert half == REQUEST_COUNT / 2
+    assert total(samples, "sglang:generation_tokens_total") == measured.output_count
+    assert total(samples, "sglang:e2e_request_latency_seconds_count") == REQUEST_COUNT
+    between = total(samples, "sglang:inter_token_latency_seconds_count")
+    assert between == measured.output_count - REQUEST_COUNT
+
+
+def test_both_servers_count_the_same_bytes(measured: Measured) -> None:
+    name = "baton:hand_over_bytes_total"
+    sent, received = (total(scrape(n), name) for n in (measured.prefill, measured.decode))
+    assert sent == received > 0
+    transfers = total(scrape(measured.prefill), "sglang:kv_transfer_total_mb_count")
+    assert transfers == REQUEST_COUNT
+
+
+def test_every_metric_is_explained_and_labelled(measured: Measured) -> None:
+    for node, role in ((measured.prefill, "prefill"), (measured.decode, "decode")):
+        text = node.get("/metrics").text
+        helped = set(re.findall(r"^# HELP (\S+) \S.*$", text, re.MULTILINE))
+        typed = set(re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", text, re.MULTILINE))
+        assert helped == typed
+        for sample in scrape(node):
+            family = re.sub(r"_(bucket|sum|count)$", "", sample.name)
+            assert family in helped or sample.name in helped, sample.name
+            assert sample.labels["model_name"] == "checkpoint"
+            assert sample.labels["engine_type"] == role
+
+
+def test_the_names_of_sglang_are_there(measured: Measured) -> None:
+    for node, own in ((measured.prefill, ON_PREFILL), (measured.decode, ON_DECODE)):
+        names = {sample.name for sample in scrape(node)}
+        assert set(BOTH + own) - names == set()
+
+
+def test_a_server_at_rest_shows_all_pages_free(measured: Measured) -> None:
+    for node in (measured.prefill, measured.decode):
+        samples = scrape(node)
+        pages = {
+            state: total(samples, "baton:pages", state=state)
+            for state in ("free", "cached", "used", "quarantined")
+        }
+        assert (pages["used"], pages["quarantined"]) == (0, 0)
+        assert pages["free"] + pages["cached"] == total(samples, "sglang:num_pages")
+        assert total(samples, "sglang:token_usage") == 0
+        assert total(samples, "baton:ready") == 1
