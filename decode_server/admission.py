@@ -148,6 +148,7 @@ class Admission:
             spans=spans,
             writers=peer.writers,
             request=request,
+            hand_over=peer.hand_over,
         )
         self._receiver.add(transfer)
         if request.state is DecodeState.WAITING:

@@ -13,11 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.config import HandOver
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
 from common.protocol.handshake import (
+    agree_hand_over,
     compare_fingerprints,
+    compare_hand_over,
     compare_layouts,
     expected_writers,
 )
@@ -79,6 +82,7 @@ class PrefillPeer:
     opened: dict[int, RankDescriptor] = field(default_factory=dict)
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     transports: list[str] = field(default_factory=list)
+    hand_over: HandOver = HandOver.DIRECT
     detail: str = ""
 
     @property
@@ -135,10 +139,12 @@ class PrefillPeers:
         if peer is None or peer.phase not in (Phase.DIALING, Phase.REFUSED):
             return
         differences = compare_fingerprints(self._facts.fingerprint, welcome.fingerprint)
+        differences += compare_hand_over(self._facts.hand_over, welcome.hand_over)
+        hand_over = agree_hand_over(self._facts.hand_over, welcome.hand_over) or HandOver.DIRECT
         layout: ServerLayout | None = None
         try:
             layout = decode_layout(welcome.layout)
-            differences += compare_layouts(self._facts.layout, layout)
+            differences += compare_layouts(self._facts.layout, layout, hand_over)
         except ProtocolError as error:
             differences.append(f"layout: {error}")
         if differences or layout is None:
@@ -146,6 +152,7 @@ class PrefillPeers:
             return
         peer.incarnation = welcome.incarnation
         peer.layout = layout
+        peer.hand_over = hand_over
         peer.request_token_max = welcome.request_token_max
         peer.writers = expected_writers(layout, self._facts.layout)
         peer.is_same_host = bool(welcome.host_id) and welcome.host_id == self._facts.host_id
@@ -157,7 +164,7 @@ class PrefillPeers:
         peer.phase = Phase.OPENING
         if peer.is_same_host and peer.pids:
             self._outbox.watch_processes(peer.incarnation, peer.pids)
-        self._outbox.to_workers(OpenPeer(peer.incarnation))
+        self._outbox.to_workers(OpenPeer(peer.incarnation, welcome.layout, link, hand_over))
 
     def handle_refuse(self, link: str, refuse: Refuse, now: float) -> str | None:
         """Returns the incarnation that must be closed, if we had opened something for it."""
@@ -283,6 +290,7 @@ class PrefillPeers:
             incarnation=facts.incarnation,
             fingerprint=facts.fingerprint,
             layout=facts.layout_bytes,
+            hand_over=facts.hand_over,
         )
 
     def _of_incarnation(self, incarnation: str) -> PrefillPeer | None:
@@ -306,6 +314,7 @@ class PrefillPeers:
                 state=str(peer.phase),
                 detail=peer.detail,
                 transports=list(peer.transports),
+                hand_over=[str(peer.hand_over)] if peer.layout is not None else [],
                 tp_size=peer.layout.tp_size if peer.layout is not None else 0,
                 pp_size=len(peer.layout.stages) if peer.layout is not None else 0,
                 page_size=peer.layout.page_size if peer.layout is not None else 0,

@@ -4,15 +4,21 @@
                          -> abandoned: pages in quarantine -> writer proved quiet -> pool
 
 Only two things prove a writer quiet: its own terminal message for the transfer, or the proof that
-the whole peer incarnation can not write any more. No timer does.
+the whole peer incarnation can not write any more. No timer does. What is staged is written by our
+own workers: their word that they have forgotten a transfer is asked for as well, and where nothing
+but them can write (`landing`) it is proof enough.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
+from common.config import HandOver
+from common.protocol.local import Expect, Forget, Forgotten, ReclaimPeer
 from common.protocol.peer import Abort
-from common.scheduling.peers import Outbox
+from common.scheduling.facts import ServerFacts
+from common.scheduling.peers import Outbox, RankSet
 from common.scheduling.sequence import PageAccount
 from decode_server.request import DecodeRequest, Transfer
 
@@ -20,15 +26,30 @@ from decode_server.request import DecodeRequest, Transfer
 ABORT_REPEAT_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
+class _Abandoned:
+    """A transfer nobody waits for, and what is known of those who could still write its pages.
+
+    is_quiet: the peer can not. forgotten: ranks of ours that will not; is_forgotten: all of them.
+    """
+
+    transfer: Transfer
+    forgotten: RankSet
+    is_quiet: bool
+    is_forgotten: bool = False
+
+
 class Receiver:
     """Owner of every `Transfer`."""
 
-    def __init__(self, incarnation: str, account: PageAccount, outbox: Outbox) -> None:
-        self._incarnation = incarnation
+    def __init__(self, facts: ServerFacts, account: PageAccount, outbox: Outbox) -> None:
+        self._incarnation = facts.incarnation
+        self._rank_count = facts.rank_count
+        self._may_stage = facts.hand_over is not HandOver.DIRECT
         self._account = account
         self._outbox = outbox
         self._under_way: dict[int, Transfer] = {}
-        self._abandoned: dict[int, Transfer] = {}
+        self._abandoned: dict[int, _Abandoned] = {}
         self._repeat_at = 0.0
 
     @property
@@ -51,16 +72,35 @@ class Receiver:
         return sum(t.token_count for t in self._under_way.values() if t.link == link)
 
     def add(self, transfer: Transfer) -> None:
+        """Begin to wait for a transfer; if pieces of it may be staged, our workers are told."""
         assert not self.is_known(transfer.transfer_id)
         self._under_way[transfer.transfer_id] = transfer
+        if transfer.hand_over is not HandOver.DIRECT:
+            pages = [(span.first_index, list(span.page_ids)) for span in transfer.spans]
+            expect = Expect(transfer.transfer_id, transfer.peer, transfer.token_count, pages)
+            self._outbox.to_workers(expect)
 
     def take(self, transfer_id: int) -> Transfer | None:
-        """The transfer has ended with its writer quiet; its pages go to whoever takes it."""
-        return self._under_way.pop(transfer_id, None)
+        """The transfer has ended with its writer quiet; its pages go to whoever takes it.
+
+        Every piece of a transfer that is done was credited, so no scatter of it is running.
+        """
+        transfer = self._under_way.pop(transfer_id, None)
+        if transfer is not None:
+            self._forget(transfer)
+        return transfer
+
+    def release(self, transfer: Transfer) -> None:
+        """Give back the pages of a transfer that was taken and is of no use to anybody."""
+        if transfer.hand_over is HandOver.DIRECT:
+            for group, span in enumerate(transfer.spans):
+                self._account.pool.release(group, span.page_ids)
+        else:
+            self._set_aside(transfer, is_quiet=True)
 
     def abandon(self, transfer: Transfer, reason: str) -> None:
         """Give up on a transfer whose writer may still write: quarantine and ask it to stop."""
-        self._set_aside(transfer)
+        self._take_away(transfer)
         self._outbox.to_peer(transfer.link, self._abort(transfer, reason))
 
     def abandon_peer(self, incarnation: str) -> list[DecodeRequest]:
@@ -70,7 +110,7 @@ class Receiver:
             if transfer.peer == incarnation:
                 if transfer.request is not None:
                     orphans.append(transfer.request)
-                self._set_aside(transfer)
+                self._take_away(transfer)
         return orphans
 
     def repeat_aborts(self, now: float) -> None:
@@ -78,30 +118,65 @@ class Receiver:
         if now < self._repeat_at:
             return
         self._repeat_at = now + ABORT_REPEAT_S
-        for transfer in self._abandoned.values():
-            self._outbox.to_peer(transfer.link, self._abort(transfer, "asked again"))
+        for abandoned in self._abandoned.values():
+            if not abandoned.is_quiet:
+                transfer = abandoned.transfer
+                self._outbox.to_peer(transfer.link, self._abort(transfer, "asked again"))
 
     def apply_quiet(self, transfer_id: int) -> bool:
-        """The writer's terminal message for an abandoned transfer: its pages are free again."""
-        transfer = self._abandoned.pop(transfer_id, None)
-        if transfer is None:
+        """The writer's terminal message for an abandoned transfer; whether there is such a one."""
+        abandoned = self._abandoned.get(transfer_id)
+        if abandoned is None:
             return False
-        for group, span in enumerate(transfer.spans):
-            self._account.pool.release_quarantined(group, span.page_ids)
+        abandoned.is_quiet = True
+        self._free_if_out_of_reach(abandoned)
         return True
+
+    def apply_forgotten(self, message: Forgotten) -> None:
+        """A rank of ours will not scatter anything of a transfer any more."""
+        abandoned = self._abandoned.get(message.transfer_id)
+        if abandoned is not None and abandoned.forgotten.add(message.rank):
+            abandoned.is_forgotten = True
+            self._free_if_out_of_reach(abandoned)
 
     def apply_gone(self, incarnation: str) -> None:
         """Nothing of this peer incarnation can write any more."""
-        for transfer in list(self._abandoned.values()):
-            if transfer.peer == incarnation:
-                self.apply_quiet(transfer.transfer_id)
+        for abandoned in list(self._abandoned.values()):
+            if abandoned.transfer.peer == incarnation:
+                self.apply_quiet(abandoned.transfer.transfer_id)
+        if self._may_stage:
+            self._outbox.to_workers(ReclaimPeer(incarnation))
 
-    def _set_aside(self, transfer: Transfer) -> None:
+    def _take_away(self, transfer: Transfer) -> None:
         del self._under_way[transfer.transfer_id]
-        self._abandoned[transfer.transfer_id] = transfer
+        self._forget(transfer)
+        self._set_aside(transfer, is_quiet=False)
+
+    def _forget(self, transfer: Transfer) -> None:
+        if transfer.hand_over is not HandOver.DIRECT:
+            self._outbox.to_workers(Forget(transfer.transfer_id))
+
+    def _set_aside(self, transfer: Transfer, *, is_quiet: bool) -> None:
+        """Pages that the peer itself can not reach stay used for the moment, not in quarantine."""
+        abandoned = _Abandoned(transfer, RankSet(self._rank_count), is_quiet=is_quiet)
+        abandoned.is_forgotten = transfer.hand_over is HandOver.DIRECT
+        self._abandoned[transfer.transfer_id] = abandoned
         transfer.request = None
+        if transfer.hand_over is not HandOver.LANDING:
+            for group, span in enumerate(transfer.spans):
+                self._account.pool.quarantine(group, span.page_ids)
+
+    def _free_if_out_of_reach(self, abandoned: _Abandoned) -> None:
+        transfer, pool = abandoned.transfer, self._account.pool
+        is_hidden = transfer.hand_over is HandOver.LANDING
+        if not abandoned.is_forgotten or not (abandoned.is_quiet or is_hidden):
+            return
+        del self._abandoned[transfer.transfer_id]
         for group, span in enumerate(transfer.spans):
-            self._account.pool.quarantine(group, span.page_ids)
+            if is_hidden:
+                pool.release(group, span.page_ids)
+            else:
+                pool.release_quarantined(group, span.page_ids)
 
     def _abort(self, transfer: Transfer, reason: str) -> Abort:
         return Abort(transfer.transfer_id, self._incarnation, transfer.peer, reason)

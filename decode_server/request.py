@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.config import HandOver
 from common.request import Bootstrap, HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
 from common.scheduling.sequence import PageSpan, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
@@ -90,7 +91,8 @@ class DecodeRequest:
 class Transfer:
     """One attempt to get a cache. request is None once the client has been answered without it.
 
-    spans: the reserved pages, owned by the transfer until it settles.
+    spans: the reserved pages, owned by the transfer until it settles. hand_over: how they may be
+        written; unless directly, our workers must forget the transfer before anyone else has them.
     """
 
     transfer_id: int
@@ -100,3 +102,4 @@ class Transfer:
     spans: list[PageSpan]
     writers: list[int]
     request: DecodeRequest | None
+    hand_over: HandOver = HandOver.DIRECT

@@ -13,6 +13,7 @@ from common.protocol.local import (
     Failed,
     FlushCache,
     FlushDone,
+    Forgotten,
     FrontendToScheduler,
     GetState,
     PeerClosed,
@@ -37,7 +38,6 @@ from common.protocol.peer import (
     Welcome,
 )
 from common.scheduling.batcher import Batcher, BatchLimits
-from common.scheduling.deadlines import Deadlines
 from common.scheduling.events import (
     Effect,
     Event,
@@ -95,7 +95,7 @@ class DecodeScheduler:
             limits.chunk_token_max, limits.running_max, self.request_token_max, facts.eos_token_ids
         )
         self._batcher = Batcher(self.account, batch_limits)
-        self._receiver = Receiver(facts.incarnation, self.account, self._outbox)
+        self._receiver = Receiver(facts, self.account, self._outbox)
         self._endings = Endings(self.account, self._batcher, self._receiver, self._outbox)
         self._admission = Admission(
             facts.incarnation,
@@ -107,7 +107,6 @@ class DecodeScheduler:
             running_max=limits.running_max,
             seed=seed,
         )
-        self._deadlines = Deadlines()
         self._counters = dict.fromkeys(("requests", "stale_messages"), 0.0)
 
     @property
@@ -164,7 +163,7 @@ class DecodeScheduler:
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
-        deadline = self._deadlines.next_at
+        deadline = self._endings.deadlines.next_at
         latest = now + HEARTBEAT_INTERVAL_S
         return latest if deadline is None else min(deadline, latest)
 
@@ -216,8 +215,8 @@ class DecodeScheduler:
             )
             self._endings.requests[request.request_id] = request
             self._endings.queue[request.request_id] = request
-            self._deadlines.add(request.request_id, request.deadline)
-            self._deadlines.add(request.request_id, now + PEER_WAIT_S)
+            self._endings.deadlines.add(request.request_id, request.deadline)
+            self._endings.deadlines.add(request.request_id, now + PEER_WAIT_S)
 
     def _refuse(self, submit: Submit, status: int, kind: str, message: str) -> None:
         self._outbox.to_frontend(Failed(submit.request_id, status, kind, message))
@@ -267,7 +266,7 @@ class DecodeScheduler:
                 f"prefill wrote {done.token_count} tokens from ranks {done.writers}, "
                 f"expected {transfer.token_count} from {transfer.writers}"
             )
-            self._free(transfer)
+            self._receiver.release(transfer)
             request.transfer = None
             self._endings.fail(request, "transfer_failed", text, 500, now)
             return
@@ -295,19 +294,15 @@ class DecodeScheduler:
         transfer = self._take_transfer(failed.transfer_id, failed.peer_incarnation)
         if transfer is None:
             return
-        self._free(transfer)
         request = transfer.request
         assert request is not None
+        self._receiver.release(transfer)
         request.transfer = None
         kind, status = failed.kind, failed.status
         if kind == "aborted":
             # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
             kind, status = "other_half_aborted", 500
         self._retry(request, kind, failed.message, status, now, failed.is_retryable)
-
-    def _free(self, transfer: Transfer) -> None:
-        for group, span in enumerate(transfer.spans):
-            self.account.pool.release(group, span.page_ids)
 
     def _lose(self, incarnation: str | None, now: float) -> None:
         """A peer is lost: its hand-overs go elsewhere, their pages wait for proof."""
@@ -333,7 +328,7 @@ class DecodeScheduler:
             return
         request.tried_links.add(request.link)
         self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
-        self._deadlines.add(request.request_id, now + PEER_WAIT_S)
+        self._endings.deadlines.add(request.request_id, now + PEER_WAIT_S)
 
     # ---- workers ---------------------------------------------------------------------------------
 
@@ -350,6 +345,8 @@ class DecodeScheduler:
                 gone = self._peers.handle_closed(message.peer, message.rank)
                 if gone is not None:
                     self._receiver.apply_gone(gone)
+            case Forgotten():
+                self._receiver.apply_forgotten(message)
             case PeerConnected() | SendSettled() | WorkerReady():
                 self._counters["stale_messages"] += 1
             case _:
@@ -380,7 +377,7 @@ class DecodeScheduler:
     # ---- time ------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
-        for request_id in self._deadlines.take_expired(now):
+        for request_id in self._endings.deadlines.take_expired(now):
             request = self._endings.requests.get(request_id)
             if request is None:
                 continue

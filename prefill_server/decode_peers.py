@@ -11,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.config import HandOver
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
 from common.protocol.handshake import (
+    agree_hand_over,
     announced_page_counts,
     compare_fingerprints,
+    compare_hand_over,
     compare_layouts,
     compare_versions,
 )
@@ -51,7 +54,10 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class DecodePeer:
-    """One decode process. page_counts: pages per group that its regions have room for."""
+    """One decode process. page_counts: pages per group that it has.
+
+    hand_over: how caches travel there; hand_over_notes: what its connections said of that.
+    """
 
     incarnation: str
     link: str
@@ -62,6 +68,8 @@ class DecodePeer:
     connected: RankSet = field(default_factory=lambda: RankSet(0))
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     transports: list[str] = field(default_factory=list)
+    hand_over: HandOver = HandOver.DIRECT
+    hand_over_notes: list[str] = field(default_factory=list)
     page_counts: tuple[int, ...] = ()
     detail: str = ""
     transfer_count: int = 0
@@ -117,6 +125,7 @@ class DecodePeers:
             return None
         self._refused.pop(hello.incarnation, None)
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
+        peer.hand_over = self._agree(hello)
         self._peers[hello.incarnation] = peer
         self._send_welcome(peer)
         return None
@@ -145,8 +154,13 @@ class DecodePeers:
             layout = decode_layout(hello.layout)
         except ProtocolError as error:
             return [*differences, f"layout: {error}"], None
-        differences += compare_layouts(facts.layout, layout)
+        differences += compare_hand_over(facts.hand_over, hello.hand_over)
+        differences += compare_layouts(facts.layout, layout, self._agree(hello))
         return differences, layout
+
+    def _agree(self, hello: Hello) -> HandOver:
+        """How caches will travel; direct stands for no agreement, which is a difference."""
+        return agree_hand_over(self._facts.hand_over, hello.hand_over) or HandOver.DIRECT
 
     def _send_welcome(self, peer: DecodePeer) -> None:
         facts = self._facts
@@ -160,6 +174,7 @@ class DecodePeers:
                 request_token_max=facts.sequence_token_max,
                 host_id=facts.host_id,
                 pids=list(facts.pids),
+                hand_over=facts.hand_over,
             ),
         )
 
@@ -181,7 +196,9 @@ class DecodePeers:
             return False
         peer.phase = Phase.CONNECTING
         peer.connected = RankSet(self._facts.rank_count)
-        self._outbox.to_workers(ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks))
+        self._outbox.to_workers(
+            ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks, peer.hand_over)
+        )
         return True
 
     def handle_connected(self, message: PeerConnected, now: float) -> None:
@@ -189,6 +206,7 @@ class DecodePeers:
         if peer is None or peer.phase is not Phase.CONNECTING:
             return
         peer.transports.append(message.transports)
+        peer.hand_over_notes.append(message.hand_over)
         if peer.connected.add(message.rank):
             peer.phase = Phase.CONNECTED
             peer.liveness = Liveness.start(now)
@@ -271,6 +289,7 @@ class DecodePeers:
                 state=str(peer.phase),
                 detail=peer.detail,
                 transports=sorted(set(peer.transports)),
+                hand_over=sorted(set(peer.hand_over_notes)),
                 tp_size=peer.layout.tp_size,
                 pp_size=len(peer.layout.stages),
                 page_size=peer.layout.page_size,

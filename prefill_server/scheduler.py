@@ -14,6 +14,7 @@ from common.protocol.local import (
     Failed,
     FlushCache,
     FlushDone,
+    Forgotten,
     FrontendToScheduler,
     GetState,
     PeerClosed,
@@ -327,7 +328,7 @@ class PrefillScheduler:
                 self._lose(message.peer, f"rank {message.rank}: {message.reason}", now)
             case PeerClosed():
                 self._peers.handle_closed(message.peer, message.rank)
-            case PeerOpened() | WorkerReady():
+            case PeerOpened() | WorkerReady() | Forgotten():
                 self._counters["stale_messages"] += 1
             case _:
                 assert_never(message)

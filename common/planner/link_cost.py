@@ -54,7 +54,7 @@ def measured_cost(
     copy_bandwidth: float,
     round_trip_s: float,
 ) -> LinkCost:
-    """From the same `nbytes` put as one run and as `run_count` runs; both times end with a flush."""
+    """From the same `nbytes` put as one run and as `run_count` runs; both end with a flush."""
     return LinkCost(
         put_s=max(many_puts_s - one_put_s, 0.0) / (run_count - 1),
         bandwidth=nbytes / max(one_put_s, 1e-9),

@@ -307,6 +307,7 @@ def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serv
         host_id=first.host_id if len({worker.host_id for worker in ordered}) == 1 else "",
         pids=tuple(worker.pid for worker in ordered),
         workers=tuple(worker.describe for worker in ordered),
+        hand_over=config.hand_over,
     )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """incarnation: random per process start. page_counts: per page group, the least of all ranks.
-    sequence_token_max: context length. host_id, pids: of the worker processes."""
+    sequence_token_max: context length. host_id, pids: of the worker processes.
+    hand_over: how caches may travel, as far as this side is concerned."""
 
     incarnation: str
     layout: ServerLayout
@@ -22,6 +24,7 @@ class ServerFacts:
     host_id: str
     pids: tuple[int, ...]
     workers: tuple[dict[str, str], ...] = ()
+    hand_over: HandOver = HandOver.DIRECT
 
     @property
     def rank_count(self) -> int:

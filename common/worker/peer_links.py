@@ -55,6 +55,7 @@ class TargetRank:
 
     name: of the transport connection. pairs: one per layer group of this rank; none if nothing may
     be written into its pages directly. staged, landing: where transfers may be staged.
+    landing_region: number of the landing region among those of the connection.
     page_counts: per page group, pages behind the scratch page that it has.
     """
 
@@ -63,6 +64,7 @@ class TargetRank:
     page_counts: tuple[int, ...]
     staged: StagedPair | None = None
     landing: LandingDescriptor | None = None
+    landing_region: int = 0
 
 
 @dataclass(slots=True)
@@ -222,8 +224,7 @@ class PeerLinks:
         link.carried_by[event.peer] = event.transports
         ring = _ring_of(target.landing, self._rank)
         assert ring is not None
-        region = 0 if not target.pairs else len(self._layout.groups)
-        self._staging.open_lane(event.peer, target.landing, ring, region)
+        self._staging.open_lane(event.peer, target.landing, ring, target.landing_region)
         return []
 
     def apply_lane(self, event: LaneReady | LaneFailed) -> list[WorkerToScheduler]:
@@ -292,7 +293,9 @@ class PeerLinks:
                 f"rank {layout.index} of the peer granted no landing slots to rank {self._rank}"
             )
         counts = _page_counts(layout, descriptor)
-        return TargetRank(name, pairs, counts, staged if landing is not None else None, landing)
+        if landing is None:
+            return TargetRank(name, pairs, counts)
+        return TargetRank(name, pairs, counts, staged, landing, len(descriptor.regions))
 
     def _check_connected(self, link: PeerLink) -> list[WorkerToScheduler]:
         if link.phase is not Phase.CONNECTING or len(link.connected) < len(link.targets):
