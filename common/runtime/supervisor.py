@@ -30,7 +30,7 @@ WATCH_INTERVAL_S = 0.1
 # What a process may take to end after the drain before it is killed.
 END_TIMEOUT_S = 5.0
 # What the frontend may take to answer its open requests when the server has failed.
-LAST_ANSWERS_TIMEOUT_S = 3.0
+LAST_ANSWERS_TIMEOUT_S = 5.0
 # The exit code of a process that found its settings unusable, passed on as it is.
 EXIT_CONFIG = 2
 EXIT_CHILD_DIED = 1
@@ -119,14 +119,17 @@ class Supervisor:
         return True
 
     def _end_rest(self) -> None:
-        """The frontend first, and gently: it answers its open requests before it goes."""
+        """All but the frontend at once, then the frontend gently.
+
+        It answers its open requests as soon as the scheduler is gone; while that lives, it hopes.
+        """
         for name, child in self._children.items():
-            if name == "frontend" and child.poll() is None:
-                child.terminate()
-                self._wait(child, LAST_ANSWERS_TIMEOUT_S)
-        for child in self._children.values():
-            if child.poll() is None:
+            if name != "frontend" and child.poll() is None:
                 child.kill()
+        frontend = self._children.get("frontend")
+        if frontend is not None and frontend.poll() is None:
+            frontend.terminate()
+            self._wait(frontend, LAST_ANSWERS_TIMEOUT_S)
         for child in self._children.values():
             child.wait()
 

@@ -37,6 +37,11 @@ class Fault:
     def ends_server(self) -> bool:
         return self.act is not Act.FREEZE
 
+    @property
+    def cuts_connections(self) -> bool:
+        """Whether a frontend has no time to answer: it ends with its supervisor."""
+        return self.act is Act.KILL and bool({Part.FRONTEND, Part.SUPERVISOR} & set(self.parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

@@ -213,12 +213,10 @@ def _problems(case: Case, report: Report, *, is_healed: bool, early_count: int) 
         for verdict in (Verdict.HANG, Verdict.WRONG)
         if report.counts[verdict]
     ]
-    if not any(fault.ends_server for fault in case.faults):
-        problems += [
-            f"{report.counts[verdict]} x {verdict}, although no server ended"
-            for verdict in (Verdict.CUT, Verdict.UNREACHABLE)
-            if report.counts[verdict]
-        ]
+    if not any(fault.ends_server for fault in case.faults) and report.counts[Verdict.UNREACHABLE]:
+        problems.append(f"{report.counts[Verdict.UNREACHABLE]} x unreachable, but no server ended")
+    if not any(fault.cuts_connections for fault in case.faults) and report.counts[Verdict.CUT]:
+        problems.append(f"{report.counts[Verdict.CUT]} x cut, but no frontend was killed")
     if report.leaked_count:
         problems.append(f"{report.leaked_count} pages leaked")
     if not is_healed:

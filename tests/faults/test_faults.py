@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
 
 from tests.faults.__main__ import run_all
 from tests.faults.cases import CASES, TRANSPORTS, find_cases
-from tests.faults.run import Report
-from tests.soak.verdicts import Verdict
+from tests.faults.run import COMMON_ARGS, Report
+from tests.soak.servers import Part, send_signal, start_lone
+from tests.soak.verdicts import Payload, Verdict
 
 CLIENT_COUNT = 6
 GOLDEN_COUNT = 16
@@ -35,6 +40,42 @@ def test_a_fault_costs_no_hang_no_wrong_token_and_no_page(
     report = reports[name]
     assert report.problems == []
     assert report.counts[Verdict.RIGHT] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_its_clients_an_error_and_no_connection(tmp_path: Path) -> None:
+    text = asyncio.run(read_while_worker_dies(tmp_path / "lone.log"))
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    last = msgspec.json.decode(lines[-2], type=Payload)
+    assert last.meta_info is not None and last.meta_info.finish_reason is not None
+    finish = last.meta_info.finish_reason
+    assert (finish.type, finish.status_code) == ("abort", 500)
+    assert finish.message
+
+
+async def read_while_worker_dies(log_path: Path) -> str:
+    """All that a client reads of a stream in whose midst the worker is killed."""
+    server = await start_lone(COMMON_ARGS, log_path)
+    sampling = {"max_new_tokens": 1900, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
+    text = ""
+    try:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=60.0) as client,
+            client.stream("POST", "/generate", json=body) as response,
+        ):
+            async for piece in response.aiter_text():
+                if not text:
+                    send_signal(server.pids()[Part.WORKER], signal.SIGKILL)
+                text += piece
+        while server.is_running:
+            await asyncio.sleep(0.1)
+    finally:
+        server.kill()
+    assert server.process is not None and server.process.returncode == 1
+    return text
 
 
 def test_case_names_are_unique_and_every_case_runs_somewhere() -> None:
