@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.config import HandOver
 from common.protocol.local import (
     CancelSends,
     ClosePeer,
     ConnectPeer,
+    Expect,
+    Forget,
+    Forgotten,
     OpenPeer,
     PeerClosed,
     PeerConnected,
@@ -59,6 +63,9 @@ class SimWorker:
         self.pool = np.full((facts.page_counts[0] + 1, self.page_size), UNWRITTEN, dtype=np.int64)
         self.is_dead = False
         self.targets: dict[str, SimWorker] = {}
+        self.expected: dict[int, Expect] = {}
+        self._hand_over: dict[str, HandOver] = {}
+        self._refused: set[int] = set()
         self._rng = rng
         self._after = after
         self._reply = reply
@@ -85,6 +92,11 @@ class SimWorker:
                     if send.transfer_id == message.transfer_id:
                         self._waiting.remove(send)
                         self._settle(send, "cancelled")
+            case Expect():
+                self.expected[message.transfer_id] = message
+            case Forget():
+                self.expected.pop(message.transfer_id, None)
+                self._soon(Forgotten(message.transfer_id, 0))
             case OpenPeer():
                 region = ("pages", 0, self._region_nbytes(), b"key")
                 descriptor = RankDescriptor(0, b"address", [region])
@@ -93,6 +105,7 @@ class SimWorker:
                 target = find(message.peer)
                 if target is not None:
                     self.targets[message.peer] = target
+                    self._hand_over[message.peer] = message.hand_over
                     self._soon(PeerConnected(message.peer, 0, "posix"))
             case ClosePeer():
                 self._close(message.peer)
@@ -183,7 +196,10 @@ class SimWorker:
         is_open = send.send_id in self._sends_open
         if self.is_dead or not is_open or target is None or target.is_dead:
             return
-        if send.transfer_id in self._cancelled:
+        if send.transfer_id in self._cancelled or send.send_id in self._refused:
+            return
+        if self._is_staged(send) and not target.expects(send, self.facts.incarnation):
+            self._refused.add(send.send_id)
             return
         source_first, source_pages = send.source_pages[0]
         target_first, target_pages = send.target_pages[0]
@@ -193,11 +209,28 @@ class SimWorker:
             value = self.pool[source, position % self.page_size]
             target.pool[page, position % target.page_size] = value
 
+    def _is_staged(self, send: Send) -> bool:
+        """Every transfer in landing mode, some in auto mode."""
+        mode = self._hand_over[send.peer]
+        return mode is HandOver.LANDING or (mode is HandOver.AUTO and send.send_id % 2 == 1)
+
+    def expects(self, send: Send, source: str) -> bool:
+        """Whether a staged copy of a source incarnation may be scattered here, now."""
+        expected = self.expected.get(send.transfer_id)
+        return (
+            expected is not None
+            and expected.peer == source
+            and expected.pages == send.target_pages
+            and send.token_stop <= expected.token_count
+        )
+
     def _settle(self, send: Send, error: str) -> None:
         if self.is_dead or self._sends_open.pop(send.send_id, None) is None:
             return
         if send.transfer_id in self._cancelled:
             error = "cancelled"
+        elif send.send_id in self._refused:
+            error = "refused by the target"
         nbytes = (send.token_stop - send.token_start) * 8
         self._reply(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
 

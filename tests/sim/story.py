@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import random
 
+from common.config import HandOver
 from common.request import Bootstrap
 from tests.sim.world import Client, Node, World
 
 QUIET_AT = 20.0  # accidents stop here; what is left must end by itself
+# What the servers of a story want; those of one story can agree.
+HAND_OVERS = (
+    (HandOver.DIRECT,),
+    (HandOver.LANDING,),
+    (HandOver.DIRECT, HandOver.AUTO),
+    (HandOver.LANDING, HandOver.AUTO),
+)
 END_AT = 75.0  # later than any deadline and grace
 
 
@@ -23,6 +31,10 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
         world.add(f"d{i}", "decode", rng.choice((4, 8)), rng.randint(30, 80))
         for i in range(rng.randint(1, 2))
     ]
+    modes = random.Random(seed ^ 0xCAFE)
+    one_of = modes.choice(HAND_OVERS)
+    for node in world.nodes.values():
+        node.hand_over = modes.choice(one_of)
     for decode in decodes:
         decode.links = [f"{prefill.name}:1" for prefill in prefills]
     for node in world.nodes.values():

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout
@@ -73,6 +74,7 @@ class Node:
         self.page_size, self.pages = page_size, pages
         self.links: list[str] = []
         self.is_local = False
+        self.hand_over = HandOver.DIRECT
         self.life = 0
         self.is_up = False
         self.is_frozen = False
@@ -94,6 +96,7 @@ class Node:
             eos_token_ids=frozenset({EOS}),
             host_id="here",
             pids=(hash_pid(self.name, self.life),),
+            hand_over=self.hand_over,
         )
         limits = SchedulerLimits(chunk_token_max=24, running_max=8, queue_max=64)
         self.core: PrefillScheduler | DecodeScheduler
