@@ -48,11 +48,9 @@ def share_right(questions: list[Question], texts: list[str]) -> float:
     return sum(is_right(question, text) for question, text in pairs) / len(questions)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_questions_are_answered_through_the_pair(fleet: Fleet, transport: str) -> None:
-    flags = ("--transport", transport)
-    prefill = fleet.prefill(*flags, name=f"prefill-{transport}")
-    decode = fleet.decode([prefill], *flags, name=f"decode-{transport}")
+def test_questions_are_answered_through_the_pair(fleet: Fleet) -> None:
+    prefill = fleet.prefill()
+    decode = fleet.decode([prefill])
     fleet.wait_ready()
 
     def ask(question: Question) -> str:
