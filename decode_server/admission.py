@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from common.layout.component import LiveKind
 from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
@@ -66,7 +67,7 @@ class Admission:
             if self.active_count >= self._running_max:
                 break
             tokens = request.token_ids
-            if not self._fits([0] * len(self._account.groups), len(tokens) + 1):
+            if not self._fits(self._account.needs_to_compute(len(tokens) + 1)):
                 if now - request.waiting_since > PASSED_OVER_MAX_S:
                     break
                 continue
@@ -121,21 +122,29 @@ class Admission:
             key=lambda p: p.liveness.load_tokens + self._receiver.tokens_from(p.link),
         )
 
-    def _fits(self, ends: list[int], token_count: int) -> bool:
+    def _fits(self, needs: list[int]) -> bool:
         """Whether a newcomer's pages fit beside what the active requests are about to need."""
-        for group, page_group in enumerate(self._account.groups):
-            need = max(0, self._account.end_index(group, token_count) - ends[group])
-            per_request = -(-RESERVED_TOKENS // page_group.page_items)
-            headroom = self.active_count * per_request if page_group.live.is_paged else 0
-            if need + headroom > self._account.available_count(group):
-                return False
-        return True
+        return all(
+            need + self._headroom(group) <= self._account.available_count(group)
+            for group, need in enumerate(needs)
+        )
+
+    def _headroom(self, group: int) -> int:
+        """Pages of a group that the active requests are about to need. A window stops growing."""
+        page_group = self._account.groups[group]
+        if not page_group.live.is_paged:
+            return 0
+        headroom = self.active_count * -(-RESERVED_TOKENS // page_group.page_items)
+        if page_group.live.kind is LiveKind.WINDOW:
+            page_max = self.active_count * self._account.decode_page_max(group)
+            headroom = min(headroom, max(0, page_max - self._account.pool.used_count(group)))
+        return headroom
 
     def _reserve(self, request: DecodeRequest, peer: PrefillPeer, now: float) -> bool:
         """Reserve pages for the whole cache and ask for it; False if they are not there."""
         token_count = len(request.token_ids)
         spans = self._account.spans_for_prompt(token_count)
-        if not self._fits([span.first_index for span in spans], token_count + 1):
+        if not self._fits(self._account.needs(spans, token_count + 1)):
             return False
         needs = self._account.needs(spans, token_count)
         for span, pages in zip(spans, self._account.allocate(needs), strict=True):

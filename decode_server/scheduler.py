@@ -89,6 +89,7 @@ class DecodeScheduler:
             facts.layout.groups,
             facts.page_counts,
             has_prefix_cache=is_local and limits.has_prefix_cache,
+            chunk_token_max=limits.chunk_token_max,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = BatchLimits(

@@ -75,7 +75,10 @@ class PrefillScheduler:
         self._sender = Sender(facts.rank_count, self._outbox)
         self._table = RequestTable()
         self.account = PageAccount(
-            facts.layout.groups, facts.page_counts, has_prefix_cache=limits.has_prefix_cache
+            facts.layout.groups,
+            facts.page_counts,
+            has_prefix_cache=limits.has_prefix_cache,
+            chunk_token_max=limits.chunk_token_max,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = BatchLimits(

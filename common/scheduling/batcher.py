@@ -166,6 +166,8 @@ class Batcher:
         that are left have one."""
         for request_id in list(self._running):
             sequence = self._running.get(request_id)
+            if sequence is not None:
+                self._account.recycle(sequence)
             while sequence is not None and not self._account.grow(
                 sequence, len(sequence.token_ids)
             ):
@@ -180,14 +182,17 @@ class Batcher:
         return min(candidates, key=lambda s: (len(s.token_ids), -s.request_id))
 
     def _plan_chunks(self) -> list[PrefillChunk]:
-        """First come, first served, within the token budget that the decodes leave."""
+        """First come, first served, within the token budget that the decodes leave and the window
+        pages that a prompt has."""
         budget = max(1, self.limits.chunk_token_max - len(self._running))
         chunks: list[PrefillChunk] = []
         for sequence in self._prompts.values():
             if budget == 0:
                 break
+            self._account.recycle(sequence)
             start = sequence.computed_count
-            stop = min(len(sequence.token_ids), start + budget)
+            stop = min(self._account.chunk_stop_max(sequence), start + budget)
+            assert start < stop, f"request {sequence.request_id}: no page for token {start}"
             is_last = stop == len(sequence.token_ids)
             chunks.append(PrefillChunk(sequence.request_id, start, stop, is_last))
             budget -= stop - start
@@ -233,6 +238,8 @@ class Batcher:
         if chunk.is_last:
             del self._prompts[chunk.request_id]
             self._running[chunk.request_id] = sequence
+            # Whoever sends the window now keeps no more than it.
+            self._account.recycle(sequence)
         prompt_logprobs = done.prompt_logprobs.get(chunk.request_id, [])
         outcome.chunks.append(
             ChunkDone(sequence, chunk.start, chunk.stop, chunk.is_last, prompt_logprobs)

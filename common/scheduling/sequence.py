@@ -5,6 +5,9 @@ Knows nothing of HTTP or peers. Tokens and pages of a sequence, page size 4:
     tokens     a b c d | e f g h | i j            10 known
     computed   ------------------------           9: cache of tokens 0..8 is in pages
     pages      [ 7 ]     [ 3 ]     [ 12 ]         logical page indices 0, 1, 2
+
+Pages of a window group go once no later token can see into them, mostly by taking the next logical
+index of their own sequence: with a window of 4, page 7 holds tokens 12..15 once token 9 is known.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from common.layout.cache_layout import PageGroup, ServerLayout
+from common.layout.component import LiveKind
 from common.protocol.local import PageGrant, PageGroupState
 from common.request import SamplingParams
 from common.scheduling.page_pool import PagePool
 from common.scheduling.prefix_cache import CacheNode, PrefixCache
+
+# Tokens of a pool without a group that grows with them; the context length is what limits then.
+CAPACITY_UNLIMITED = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -33,6 +40,15 @@ class PageSpan:
     @property
     def end_index(self) -> int:
         return self.first_index + len(self.page_ids)
+
+    def drop_before(self, index: int) -> list[int]:
+        """Let go of the pages before a logical index; returns their ids."""
+        count = max(0, min(index - self.first_index, len(self.page_ids)))
+        dropped = self.page_ids[:count]
+        del self.page_ids[:count]
+        self.first_index += count
+        self.granted_count = max(0, self.granted_count - count)
+        return dropped
 
 
 @dataclass(slots=True, eq=False)
@@ -86,27 +102,61 @@ def page_end(group: PageGroup, token_count: int) -> int:
     return -(-items_end // group.page_items)
 
 
+def page_first(group: PageGroup, token_count: int) -> int:
+    """Logical index of the first page that the token behind `token_count` computed ones reads."""
+    if not group.live.is_paged:
+        return 0
+    return group.live.items(token_count).start // group.page_items
+
+
+def touched_page_max(group: PageGroup, item_count: int) -> int:
+    """Pages that `item_count` consecutive items touch at most, wherever they start."""
+    return (item_count + group.page_items - 2) // group.page_items + 1
+
+
 class PageAccount:
-    """Gives pages to sequences and takes them back; evicts cached prefixes when it must."""
+    """Gives pages to sequences and takes them back; evicts cached prefixes when it must.
+
+    chunk_token_max: prompt tokens that are computed in one step; a window group keeps that many
+    beside the window. None for whole prompts.
+    """
 
     def __init__(
-        self, groups: List[PageGroup], page_counts: List[int], *, has_prefix_cache: bool
+        self,
+        groups: List[PageGroup],
+        page_counts: List[int],
+        *,
+        has_prefix_cache: bool,
+        chunk_token_max: int | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = PagePool(page_counts)
+        self._chunk_token_max = chunk_token_max
+        self._windows = [
+            index for index, group in enumerate(groups) if group.live.kind is LiveKind.WINDOW
+        ]
         self.cache: PrefixCache | None = None
         if has_prefix_cache and len(groups) == 1 and groups[0].live.is_streamable:
             self.cache = PrefixCache(self.pool, 0, groups[0].page_items)
 
     @property
     def token_capacity(self) -> int:
-        """Tokens that fit if one request had the whole pool."""
-        capacities = [
-            count * group.page_items * max(1, group.live.size)
-            for group, count in zip(self.groups, self.pool.page_counts, strict=True)
-            if group.live.is_streamable
-        ]
-        return min(capacities, default=0)
+        """Tokens that fit if one request had the whole pool. A group that holds a window limits
+        nothing, and one that does not holds no more than its pages do."""
+        capacities = [CAPACITY_UNLIMITED]
+        for index, (group, count) in enumerate(
+            zip(self.groups, self.pool.page_counts, strict=True)
+        ):
+            if group.live.is_streamable:
+                capacities.append(count * group.page_items * max(1, group.live.size))
+            elif index in self._windows and count < self.decode_page_max(index):
+                capacities.append(count * group.page_items)
+        return min(capacities)
+
+    def decode_page_max(self, group: int) -> int:
+        """Pages that a decoding sequence has in a window group at most, its next token included."""
+        page_group = self.groups[group]
+        return touched_page_max(page_group, page_group.live.size)
 
     def available_count(self, group: int) -> int:
         """Free pages and those that eviction would free."""
@@ -150,16 +200,50 @@ class PageAccount:
 
     def spans_for_prompt(self, token_count: int) -> list[PageSpan]:
         """Empty spans that start at the first live page of each group."""
-        return [
-            PageSpan(group.page_indices(group.live.items(token_count)).start, [])
-            for group in self.groups
+        return [PageSpan(page_first(group, token_count), []) for group in self.groups]
+
+    def needs_to_compute(self, token_count: int) -> list[int]:
+        """Pages per group to compute a prompt from its first token on.
+
+        Of a window group, those of the window and one chunk: they move along as chunks are done,
+        so that two long prompts can't each wait for pages that the other one has. A pool that is
+        smaller makes the chunks smaller.
+        """
+        needs = [page_end(group, token_count) for group in self.groups]
+        if self._chunk_token_max is not None:
+            for index in self._windows:
+                group = self.groups[index]
+                items = group.live.size - 1 + self._chunk_token_max
+                needs[index] = min(needs[index], touched_page_max(group, items))
+        for index in self._windows:
+            needs[index] = min(needs[index], self.pool.page_counts[index])
+        return needs
+
+    def recycle(self, sequence: Sequence) -> None:
+        """Window pages that no later token reads go to where the next tokens do, or back to the
+        pool. No step of the sequence may be in flight. A hand-over needs no others either: only
+        the window of the whole prompt leaves, after the last chunk."""
+        for index in self._windows:
+            group, span = self.groups[index], sequence.spans[index]
+            dropped = span.drop_before(page_first(group, sequence.computed_count))
+            if dropped:
+                wanted = max(0, page_end(group, len(sequence.token_ids)) - span.end_index)
+                span.page_ids += dropped[:wanted]
+                self.pool.release(index, dropped[wanted:])
+
+    def chunk_stop_max(self, sequence: Sequence) -> int:
+        """Tokens of a prompt, from its first, that have a page in every group."""
+        stops = [
+            sequence.spans[index].end_index * self.groups[index].page_items
+            for index in self._windows
         ]
+        return min([len(sequence.token_ids), *stops])
 
     def open(
         self, request_id: int, token_ids: list[int], prompt_count: int, sampling: SamplingParams
     ) -> Sequence | None:
-        """A sequence to be computed here, with pages for all its tokens; None if they are not
-        there now. A cached prefix is reused, but at least one token is left to compute."""
+        """A sequence to be computed here, with the pages that takes; None if they are not there
+        now. A cached prefix is reused, but at least one token is left to compute."""
         nodes: list[CacheNode] = []
         if self.cache is not None:
             reusable = len(token_ids) - 1
@@ -173,10 +257,14 @@ class PageAccount:
         sequence = Sequence(request_id, token_ids, prompt_count, sampling, spans, nodes=nodes)
         sequence.cached_count = len(nodes) * self.groups[0].page_items
         sequence.computed_count = sequence.cached_count
-        if not self.grow(sequence, len(token_ids)):
+        needs = self.needs_to_compute(len(token_ids))
+        needs[0] -= len(nodes)
+        if not self.can_allocate(needs):
             if self.cache is not None:
                 self.cache.unlock(nodes)
             return None
+        for span, pages in zip(spans, self.allocate(needs), strict=True):
+            span.page_ids.extend(pages)
         return sequence
 
     def remember(self, sequence: Sequence) -> None:

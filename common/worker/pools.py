@@ -66,7 +66,7 @@ def decide_page_counts(
     tokens_max = config.max_running_requests * context_length
     budget = _budget_nbytes(config, free)
     if config.max_total_tokens is not None:
-        counts = page_counts_for(layout, config.max_total_tokens, config.max_running_requests)
+        counts = _counts_of(layout, config, config.max_total_tokens)
         needed = sum(KvPool.buffer_nbytes(layout, counts))
         limit = min(n for n in (free.now_nbytes, free.shared_nbytes) if n is not None)
         if needed > limit:
@@ -80,7 +80,7 @@ def decide_page_counts(
     low, high = 0, -(-tokens_max // page_size)
     while low < high:
         middle = (low + high + 1) // 2
-        counts = page_counts_for(layout, middle * page_size, config.max_running_requests)
+        counts = _counts_of(layout, config, middle * page_size)
         if sum(KvPool.buffer_nbytes(layout, counts)) <= budget:
             low = middle
         else:
@@ -91,15 +91,25 @@ def decide_page_counts(
             f"{page_size} tokens takes {sum(group.page_nbytes for group in layout.groups)}; lower "
             "--page-size or --max-running-requests, or give --max-total-tokens"
         )
-    return page_counts_for(layout, low * page_size, config.max_running_requests)
+    return _counts_of(layout, config, low * page_size)
 
 
-def page_counts_for(layout: RankLayout, token_count: int, request_count: int) -> list[int]:
-    """Pages per group that `token_count` tokens of at most `request_count` requests need."""
+def page_counts_for(
+    layout: RankLayout, token_count: int, request_count: int, chunk_token_max: int = 0
+) -> list[int]:
+    """Pages per group that `token_count` tokens of at most `request_count` requests need, while
+    up to `chunk_token_max` tokens of a prompt are computed at once."""
+    page_size = layout.server.page_size
     return [
-        _page_count(group.group, layout.server.page_size, token_count, request_count)
+        _page_count(group.group, page_size, token_count, request_count, chunk_token_max)
         for group in layout.groups
     ]
+
+
+def _counts_of(layout: RankLayout, config: ServerConfig, token_count: int) -> list[int]:
+    return page_counts_for(
+        layout, token_count, config.max_running_requests, config.chunked_prefill_size
+    )
 
 
 def allocate_pool(
@@ -171,15 +181,19 @@ def check_cuda_segment(address: int, segments: Sequence[Mapping[str, object]]) -
             )
 
 
-def _page_count(group: PageGroup, page_size: int, token_count: int, request_count: int) -> int:
+def _page_count(
+    group: PageGroup, page_size: int, token_count: int, request_count: int, chunk_token_max: int
+) -> int:
     match group.live.kind:
         case LiveKind.FULL:
             return -(-token_count // page_size)
         case LiveKind.BLOCK:
             return -(-token_count // (group.live.size * group.page_items))
         case LiveKind.WINDOW:
-            # A window that starts inside a page touches one page more.
-            return request_count * (-(-group.live.size // group.page_items) + 1)
+            # A window that starts inside a page touches one page more; a chunk lies beside it.
+            per_request = -(-group.live.size // group.page_items) + 1
+            chunk = -(-chunk_token_max // group.page_items)
+            return min(request_count * per_request + chunk, -(-token_count // group.page_items))
         case LiveKind.TAIL | LiveKind.SLOT:
             return request_count
 
