@@ -188,26 +188,52 @@ class SimWorker:
         target = self.targets.get(send.peer)
         first = self._rng.uniform(0.0005, 0.01)
         second = first + self._rng.uniform(0.0005, 0.01)
+        if target is not None and self._is_staged(send) and self._rng.random() < 0.2:
+            # A slot that waits: long enough for its transfer to be given up and forgotten.
+            second += self._rng.uniform(0.1, 1.0)
+        scatter_at = second
+        if target is not None and self._is_staged(send):
+            # It is in the slot by then: the target scatters it whatever the source does.
+            second = first
         self._after(first, lambda: self._copy(send, target, send.token_start, middle))
-        self._after(second, lambda: self._copy(send, target, middle, send.token_stop))
-        self._after(second + 0.0001, lambda: self._settle(send, ""))
+        wait = scatter_at - second
+        self._after(second, lambda: self._copy(send, target, middle, send.token_stop, wait))
+        self._after(scatter_at + 0.0001, lambda: self._settle(send, ""))
 
-    def _copy(self, send: Send, target: SimWorker | None, start: int, stop: int) -> None:
+    def _copy(
+        self, send: Send, target: SimWorker | None, start: int, stop: int, wait: float = 0.0
+    ) -> None:
+        """wait: how long what is staged lies in its slot."""
         is_open = send.send_id in self._sends_open
         if self.is_dead or not is_open or target is None or target.is_dead:
             return
         if send.transfer_id in self._cancelled or send.send_id in self._refused:
             return
-        if self._is_staged(send) and not target.expects(send, self.facts.incarnation):
-            self._refused.add(send.send_id)
+        first, pages = send.source_pages[0]
+        values = [
+            self.pool[pages[position // self.page_size - first], position % self.page_size]
+            for position in range(start, stop)
+        ]
+        if not self._is_staged(send):
+            target.write(send, start, values)
             return
-        source_first, source_pages = send.source_pages[0]
-        target_first, target_pages = send.target_pages[0]
-        for position in range(start, stop):
-            source = source_pages[position // self.page_size - source_first]
-            page = target_pages[position // target.page_size - target_first]
-            value = self.pool[source, position % self.page_size]
-            target.pool[page, position % target.page_size] = value
+
+        def scatter() -> None:
+            if target.expects(send, self.facts.incarnation):
+                target.write(send, start, values)
+            else:
+                self._refused.add(send.send_id)
+
+        self._after(wait, scatter)
+
+    def write(self, send: Send, start: int, values: list[np.int64]) -> None:
+        """Into this target's pages, from position `start` on."""
+        if self.is_dead:
+            return
+        first, pages = send.target_pages[0]
+        for position, value in enumerate(values, start):
+            page = pages[position // self.page_size - first]
+            self.pool[page, position % self.page_size] = value
 
     def _is_staged(self, send: Send) -> bool:
         """Every transfer in landing mode, some in auto mode."""
