@@ -1,0 +1,236 @@
+"""Ranks that stage over real UCX and real ZMQ in one process, turned by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from common.channel.poller import Poller
+from common.clock import SystemClock
+from common.config import HandOver
+from common.engine.cast import CACHE_DTYPES, cast
+from common.engine.kv_pool import KvPool
+from common.layout.cache_layout import RankLayout, ServerLayout
+from common.layout.families import gqa_components
+from common.protocol.codec import encode_layout
+from common.protocol.local import (
+    ConnectPeer,
+    Expect,
+    PeerOpened,
+    Send,
+    WorkerToScheduler,
+)
+from common.transport import transport as moving
+from common.transport.ucx import UcxSettings, UcxTransport, copy_runs
+from common.worker.copier import Copier
+from common.worker.landing import REGION as LANDING_REGION
+from common.worker.landing import Landing
+from common.worker.peer_links import PeerLinks
+from common.worker.pools import allocate_pool, allocate_region
+from common.worker.sends import Sends
+from common.worker.staged_io import StagedIo
+from common.worker.staging import REGION as STAGING_REGION
+from common.worker.staging import Staging
+
+WAIT_S = 30.0
+CPU = torch.device("cpu")
+PAGE_COUNT = 64
+BUFFER_NBYTES = 1 << 16
+
+
+def server_layout(
+    tp: int = 1, page_size: int = 8, dtype: str = "float32", *, groups: int = 1, head_dim: int = 32
+) -> ServerLayout:
+    components = gqa_components(layer_count=3, kv_head_count=4, head_dim=head_dim, dtype=dtype)
+    return ServerLayout(components, tp, ((0, 3),), page_size, groups)
+
+
+@dataclass
+class Rank:
+    """What the I/O thread of one rank owns; a source has a staging, a target a landing."""
+
+    layout: RankLayout
+    transport: UcxTransport
+    pool: KvPool
+    landing: Landing | None
+    staging: Staging | None
+    links: PeerLinks = field(init=False)
+    sends: Sends = field(init=False)
+    io: StagedIo = field(init=False)
+    told: list[WorkerToScheduler] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.links = PeerLinks(self.transport, self.layout, self.landing, self.staging)
+        self.sends = Sends(self.transport, self.links, self.layout, [PAGE_COUNT], self.staging)
+        self.io = StagedIo(self.sends, self.links, self.landing, self.staging, SystemClock())
+
+    @staticmethod
+    def source(layout: RankLayout, tls: str, buffer_count: int = 4) -> Rank:
+        transport, pool = _start(layout, tls)
+        region = allocate_region(transport, STAGING_REGION, buffer_count * BUFFER_NBYTES, CPU)
+        staging = Staging(
+            transport,
+            region,
+            region_index=1,
+            buffer_nbytes=BUFFER_NBYTES,
+            copier=Copier(pool.buffers, copy_runs),
+            copy_bandwidth=5e9,
+            clock=SystemClock(),
+        )
+        return Rank(layout, transport, pool, None, staging)
+
+    @staticmethod
+    def target(layout: RankLayout, tls: str, slot_count: int = 16) -> Rank:
+        transport, pool = _start(layout, tls)
+        region = allocate_region(transport, LANDING_REGION, slot_count * BUFFER_NBYTES, CPU)
+        copier = Copier(pool.buffers, copy_runs)
+        landing = Landing(region, copier, layout, [PAGE_COUNT], "127.0.0.1")
+        return Rank(layout, transport, pool, landing, None)
+
+    def turn(self) -> None:
+        """What the I/O loop does once; nothing waits here."""
+        for event in self.transport.poll():
+            match event:
+                case moving.TransferSettled():
+                    if self.io.apply_settled(event):
+                        self.told += self.io.take()
+                    else:
+                        self.told += self.sends.apply_settled(event)
+                case moving.PeerConnected():
+                    self.told += self.links.apply_connected(event)
+                case moving.PeerFailed() | moving.PeerClosed():
+                    told = self.links.apply_gone(event)
+                    self.told += [*self.io.take(), *told]
+        self.told += self.io.receive()
+
+    def close(self) -> None:
+        self.io.close()
+        self.transport.close()
+
+
+def _start(layout: RankLayout, tls: str) -> tuple[UcxTransport, KvPool]:
+    transport = UcxTransport(UcxSettings(tls=tls))
+    return transport, allocate_pool(transport, layout, [PAGE_COUNT], CPU)
+
+
+@dataclass
+class World:
+    """One source rank and the target ranks of a peer. stalled: targets that are not turned."""
+
+    source: Rank
+    targets: list[Rank]
+    hand_over: HandOver = HandOver.LANDING
+    stalled: bool = False
+
+    @staticmethod
+    def make(
+        source: ServerLayout,
+        target: ServerLayout,
+        tls: str = "posix,tcp",
+        hand_over: HandOver = HandOver.LANDING,
+        slot_count: int = 16,
+    ) -> World:
+        return World(
+            Rank.source(source.ranks[0], tls),
+            [Rank.target(rank, tls, slot_count) for rank in target.ranks],
+            hand_over,
+        )
+
+    def turn(self) -> None:
+        ranks = [self.source] if self.stalled else [self.source, *self.targets]
+        poller = Poller()
+        for rank in ranks:
+            poller.register(rank.transport.fileno())
+            poller.register(rank.io)
+        poller.poll(0.05)
+        for rank in ranks:
+            rank.turn()
+
+    def wait_for(self, count: int) -> list[WorkerToScheduler]:
+        """The next messages of the source rank to its scheduler."""
+        end_at = SystemClock().now() + WAIT_S
+        while len(self.source.told) < count:
+            assert SystemClock().now() < end_at, f"only {self.source.told} of {count}"
+            self.turn()
+        told, self.source.told = self.source.told, []
+        return told
+
+    def connect(self) -> list[WorkerToScheduler]:
+        layout = encode_layout(self.source.layout.server)
+        opened = [
+            rank.links.open("source", layout=layout, hand_over=self.hand_over)
+            for rank in self.targets
+        ]
+        ranks = [answer.descriptor for answer in opened if isinstance(answer, PeerOpened)]
+        assert len(ranks) == len(opened), opened
+        theirs = encode_layout(self.targets[0].layout.server)
+        message = ConnectPeer("target", theirs, ranks, self.hand_over)
+        self.source.told += self.source.links.connect(message)
+        return self.wait_for(1)
+
+    def expect(self, transfer_id: int, token_count: int, pages: Sequence[int]) -> None:
+        for rank in self.targets:
+            assert rank.landing is not None
+            rank.landing.expect(Expect(transfer_id, "source", token_count, [(0, list(pages))]))
+
+    def close(self) -> None:
+        for rank in (self.source, *self.targets):
+            rank.close()
+
+
+def send_of(
+    send_id: int,
+    token_count: int,
+    source_pages: Sequence[int],
+    target_pages: Sequence[int],
+    transfer_id: int = 70,
+) -> Send:
+    return Send(
+        send_id=send_id,
+        step_id=0,
+        transfer_id=transfer_id,
+        peer="target",
+        token_start=0,
+        token_stop=token_count,
+        is_final=True,
+        source_pages=[(0, list(source_pages))],
+        target_pages=[(0, list(target_pages))],
+    )
+
+
+def fill(rank: Rank, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = CACHE_DTYPES[rank.layout.server.components[0].dtype]
+    buffer = rank.pool.buffers[0].view(dtype)
+    buffer.copy_(cast(torch.randn(buffer.shape, generator=generator), dtype))
+
+
+def after_hand_over(
+    source: Rank,
+    target: Rank,
+    before: torch.Tensor,
+    token_count: int,
+    source_pages: Sequence[int],
+    target_pages: Sequence[int],
+) -> torch.Tensor:
+    """What a target's pool must hold, element by element through the pools' own views.
+
+    before: its bytes before the hand-over; they are written to.
+    """
+    expected = KvPool(target.layout, [PAGE_COUNT], [before])
+    source_size, target_size = (rank.layout.server.page_size for rank in (source, target))
+    dtype = CACHE_DTYPES[target.layout.server.components[0].dtype]
+    for component in ("k", "v"):
+        for layer in range(3):
+            held = source.pool.view(component, layer)
+            wanted = expected.view(component, layer)
+            unit_count = wanted.shape[1]
+            first = target.layout.tp_rank * unit_count
+            for token in range(token_count):
+                row = held[source_pages[token // source_size], :, token % source_size]
+                wanted[target_pages[token // target_size], :, token % target_size] = cast(
+                    row[first : first + unit_count].contiguous(), dtype
+                )
+    return expected.buffers[0]
