@@ -10,16 +10,17 @@ import argparse
 import asyncio
 import random
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.cases import TRANSPORTS, Case, find_cases
 from tests.faults.keeper import Keeper
-from tests.faults.run import COMMON_ARGS, Report, Stage
+from tests.faults.run import COMMON_ARGS, Report, Settings, Stage
 from tests.soak.golden import Golden, draw_prompts, take_goldens
 from tests.soak.servers import ServerPair, start_lone
 
-GOLDEN_COUNT = 64
 OUTPUT_TOKENS_MAX = 64
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -40,9 +41,8 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     left_before = set(SHARED_MEMORY.iterdir())
-    reports = asyncio.run(
-        run_all(cases, transports, options.minutes * 60, options.clients, options.seed)
-    )
+    settings = Settings(options.clients, options.seed)
+    reports = asyncio.run(run_all(cases, transports, options.minutes * 60, settings))
     left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)
     bad = [report for report in reports if report.problems]
     print(f"\n{Report.HEAD}")
@@ -58,51 +58,48 @@ def main() -> int:
 
 
 async def run_all(
-    cases: list[Case],
-    transports: tuple[str, ...],
-    duration_s: float,
-    client_count: int,
-    seed: int,
-    golden_count: int = GOLDEN_COUNT,
+    cases: list[Case], transports: tuple[str, ...], duration_s: float, settings: Settings
 ) -> list[Report]:
     """All cases once on each of their transports, then at random until the time is over."""
-    goldens = await learn(seed, golden_count)
+    goldens = await learn(settings)
     reports: list[Report] = []
     end_at = time.monotonic() + duration_s
-    rng = random.Random(seed)
+    rng = random.Random(settings.seed)
     while True:
         for transport in transports:
             chosen = [case for case in cases if transport in case.transports]
-            reports += await run_on(transport, chosen, goldens, client_count, seed)
+            reports += await run_on(transport, chosen, goldens, settings)
         if time.monotonic() >= end_at:
             return reports
-        seed = rng.getrandbits(31)
+        settings = replace(settings, seed=rng.getrandbits(31))
         rng.shuffle(cases)
 
 
-async def learn(seed: int, count: int) -> list[Golden]:
+async def learn(settings: Settings) -> list[Golden]:
     """Right answers of a server that computes alone."""
-    log_path = Path(f"/tmp/baton-faults-single-{seed}.log")
-    lone = await start_lone(COMMON_ARGS, log_path)
-    try:
-        return await take_goldens(lone.url, draw_prompts(seed, count, OUTPUT_TOKENS_MAX))
-    finally:
-        lone.kill()
-        log_path.unlink()
+    prompts = draw_prompts(settings.seed, settings.golden_count, OUTPUT_TOKENS_MAX)
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as log_dir:
+        lone = await start_lone(COMMON_ARGS, Path(log_dir) / "single.log")
+        try:
+            return await take_goldens(lone.url, prompts)
+        finally:
+            lone.kill()
 
 
 async def run_on(
-    transport: str, cases: list[Case], goldens: list[Golden], client_count: int, seed: int
+    transport: str, cases: list[Case], goldens: list[Golden], settings: Settings
 ) -> list[Report]:
     """The cases one after another on one pair; a pair that failed a case is replaced."""
+    timeout = str(settings.request_timeout_s)
+    args = (*COMMON_ARGS, "--request-timeout", timeout, "--transport", transport)
     reports: list[Report] = []
     queue = list(cases)
     while queue:
-        async with ServerPair((*COMMON_ARGS, "--transport", transport)) as pair:
+        async with ServerPair(args) as pair:
             print(f"\n{transport}: logs in {pair.log_dir}\n{Report.HEAD}", flush=True)
             keeper = Keeper(pair)
             keeper.start()
-            stage = Stage(pair, keeper, goldens, client_count, seed)
+            stage = Stage(pair, keeper, goldens, settings)
             try:
                 while queue:
                     report = await stage.run(queue.pop(0))
@@ -113,10 +110,13 @@ async def run_on(
                         break
             finally:
                 await keeper.stop()
-            if not (reports and reports[-1].problems):
-                codes = await pair.stop()
-                if codes != [0, 0]:
-                    reports[-1].problems.append(f"exit codes at the end: {codes}")
+            if reports[-1].problems:
+                continue
+            codes = await pair.stop()
+            if codes == [0, 0]:
+                pair.remove_logs()
+            else:
+                reports[-1].problems.append(f"exit codes at the end: {codes}")
     return reports
 
 

@@ -18,10 +18,9 @@ from tests.soak.plans import Side
 from tests.soak.servers import Part, Server, ServerPair, send_signal
 from tests.soak.verdicts import Verdict
 
-REQUEST_TIMEOUT_S = 20
 FREEZE_S = (2.0, 6.0)
 # Beyond the servers' own timeout: a freeze, and what a crowded machine adds.
-HANG_AFTER_S = REQUEST_TIMEOUT_S + FREEZE_S[1] + 10.0
+HANG_GRACE_S = FREEZE_S[1] + 10.0
 # The fault strikes at a random moment after the load has come up to speed.
 WARM_ANSWER_COUNT = 24
 PHASE_MAX_S = 1.5
@@ -36,9 +35,18 @@ TROUBLES = (Verdict.ERROR, Verdict.UNREACHABLE, Verdict.CUT, Verdict.HANG, Verdi
 DETAIL_COUNT_MAX = 8
 COMMON_ARGS = (
     *("--dtype", "float32", "--cpu-threads", "1", "--log-level", "info"),
-    *("--chunked-prefill-size", "512", "--request-timeout", str(REQUEST_TIMEOUT_S)),
-    *("--drain-timeout", "10", "--max-total-tokens", "12288"),
+    *("--chunked-prefill-size", "512", "--drain-timeout", "10", "--max-total-tokens", "12288"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """seed: fixes what is sent. request_timeout_s: what the servers allow a request."""
+
+    client_count: int = 16
+    seed: int = 1
+    golden_count: int = 64
+    request_timeout_s: float = 20.0
 
 
 @dataclass(slots=True)
@@ -76,21 +84,21 @@ class Stage:
     pair: ServerPair
     keeper: Keeper
     goldens: Sequence[Golden]
-    client_count: int
-    seed: int
+    settings: Settings
     _case_count: int = 0
 
     async def run(self, case: Case) -> Report:
         """One case, from a pair at rest to a pair at rest."""
-        rng = random.Random(f"{case.name} {self.seed} {self._case_count}")
+        rng = random.Random(f"{case.name} {self.settings.seed} {self._case_count}")
         log_sizes = {s.role: s.log_path.stat().st_size for s in self.pair.servers}
         self.keeper.forget()
         urls = {Side.PREFILL: self.pair.prefill.url, Side.DECODE: self.pair.decode.url}
-        target = Target(urls, self.pair.bootstrap_port, HANG_AFTER_S, keeps_connections=False)
+        hang_after_s = self.settings.request_timeout_s + HANG_GRACE_S
+        target = Target(urls, self.pair.bootstrap_port, hang_after_s, keeps_connections=False)
         # Each case has clients of its own: a router uses a room once.
         self._case_count += 1
-        load_seed = self.seed * 1000 + self._case_count
-        load = Load(target, self.goldens, load_seed, self.client_count)
+        load_seed = self.settings.seed * 1000 + self._case_count
+        load = Load(target, self.goldens, load_seed, self.settings.client_count)
         load.start()
         await self._warm_up(load)
         await asyncio.sleep(rng.random() * PHASE_MAX_S)

@@ -96,6 +96,8 @@ async def soak(duration_s: float, client_count: int, seed: int, transport: str) 
         codes = await pair.stop()
         if codes != [0, 0]:
             problems.append(f"exit codes of the servers: {codes}, expected 0")
+        if not problems:
+            pair.remove_logs()
         return problems
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,9 +109,16 @@ class Server:
         assert not self.is_running
         command = [sys.executable, "-m", f"{self.role}_server", "--model-path", str(CHECKPOINT)]
         command += ["--port", str(self.port), *self.args]
+        # What a killed supervisor can't remove is to lie with the logs, and to go with them.
+        environment = {**os.environ, "TMPDIR": str(self.log_path.parent)}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=ROOT,
+                env=environment,
             )
 
     def pids(self) -> dict[Part, int]:
@@ -238,6 +246,10 @@ class ServerPair:
     def kill(self) -> None:
         for server in self.servers:
             server.kill()
+
+    def remove_logs(self) -> None:
+        """When nothing was off, nobody reads them."""
+        shutil.rmtree(self.log_dir)
 
 
 async def start_lone(common_args: tuple[str, ...], log_path: Path) -> Server:
