@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from demo.servers import stop_servers
 from tests.e2e.fleet import (
+    STOP_TIMEOUT_S,
     WAIT_TIMEOUT_S,
     Body,
     Fleet,
@@ -59,6 +61,7 @@ def decode(fleet: Fleet, prefill: Node) -> Iterator[Node]:
     node = fleet.decode([prefill], "--transport", "shm", "--drain-timeout", "30").wait_ready()
     yield node
     fleet.nodes.remove(node)
+    stop_servers([node.server], STOP_TIMEOUT_S)  # it runs still if its test has failed
     prefill.wait_at_rest()
 
 
