@@ -67,7 +67,12 @@ def load_model(
         if load_format == "dummy":
             fill_with_noise(model.weights(), seed=seed)
         else:
-            load_weights(Path(model_path), model.weights(), is_ignored=model.is_ignored)
+            load_weights(
+                Path(model_path),
+                model.weights(),
+                is_ignored=model.is_ignored,
+                blocks=config.weight_blocks,
+            )
     return model
 
 
@@ -84,5 +89,6 @@ def _choose_attention(
             dtype=context.dtype,
             device=context.device,
             page_size=page_size,
+            is_latent=config.mla is not None,
         )
     )

@@ -6,11 +6,18 @@ is declared here as data. Knows nothing of tensors, weights files or devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from common.engine.json_fields import JsonFields
+from common.engine.mla_config import (
+    MlaConfig,
+    RouterConfig,
+    read_mla,
+    read_router,
+    read_weight_blocks,
+)
 from common.engine.rope_config import RopeConfig, extended_length, read_rope
 from common.errors import ConfigError
 
@@ -19,21 +26,31 @@ CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Routed experts, and the global layers that have them; the other layers have a plain MLP."""
+    """Routed experts, and the global layers that have them; the other layers have a plain MLP.
+
+    router: None for a plain softmax and top-k. shared_size: inner width of the MLP that every token
+        takes beside its experts, 0 if there is none.
+    """
 
     expert_count: int
     experts_per_token: int
     intermediate_size: int
     is_normalized: bool
     layers: tuple[int, ...]
+    router: RouterConfig | None = None
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of grouped-query attention, whichever architecture it is published as.
+    """A decoder of grouped-query or latent attention, whichever architecture it is published as.
 
     dtype: what the checkpoint asks to be computed in. context_length: tokens, after any extension.
     eos_token_ids: every id that ends an answer, of config.json and generation_config.json.
+    mla: of latent attention, where all heads share one KV head and head_dim is the query's.
+    weight_blocks: (rows, columns) of the blocks of float8 weights, None if there are none.
+    extra_layer_count: layers behind the last one that a checkpoint carries to predict more tokens
+        at a time; they are not loaded.
     """
 
     architecture: str
@@ -55,6 +72,14 @@ class ModelConfig:
     moe: MoeConfig | None
     dtype: str
     eos_token_ids: tuple[int, ...]
+    mla: MlaConfig | None = None
+    weight_blocks: tuple[int, int] | None = None
+    extra_layer_count: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
 
 class _Bias(StrEnum):
@@ -76,8 +101,10 @@ class _Window(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """What the published model code fixes. kv_heads_default, head_dim_default: 0 if there is none;
-    kv_heads_default "heads" is spelled -1."""
+    """What the published model code fixes. head_dim_default: 0 if there is none.
+
+    is_latent: attention is latent, experts are grouped; has_sigmoid_router is of those only.
+    """
 
     bias: _Bias
     window: _Window
@@ -86,6 +113,8 @@ class _Architecture:
     is_kv_head_count_required: bool = True
     head_dim_default: int = 0
     is_moe: bool = False
+    is_latent: bool = False
+    has_sigmoid_router: bool = False
 
 
 _ARCHITECTURES = {
@@ -106,6 +135,16 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": _Architecture(
         bias=_Bias.CONFIGURED, window=_Window.SWITCHED, has_qk_norm=True, is_moe=True
     ),
+    "DeepseekV2ForCausalLM": _Architecture(
+        bias=_Bias.CONFIGURED, window=_Window.NONE, is_moe=True, is_latent=True
+    ),
+    "DeepseekV3ForCausalLM": _Architecture(
+        bias=_Bias.CONFIGURED,
+        window=_Window.NONE,
+        is_moe=True,
+        is_latent=True,
+        has_sigmoid_router=True,
+    ),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
@@ -122,8 +161,7 @@ def read_model_config(model_path: Path) -> ModelConfig:
     fields = JsonFields.read(model_path / "config.json")
     name = _architecture_name(fields)
     architecture = _ARCHITECTURES[name]
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "absent: quantised weights are not supported")
+    weight_blocks = read_weight_blocks(fields)
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", '"silu"')
     layer_count = fields.integer("num_hidden_layers")
@@ -131,7 +169,14 @@ def read_model_config(model_path: Path) -> ModelConfig:
     rope = read_rope(fields, max_position=max_position)
     context_length = extended_length(rope, max_position)
     _check_no_window(fields, architecture, layer_count, context_length)
-    head_count, kv_head_count, head_dim = _read_heads(fields, architecture)
+    mla = read_mla(fields) if architecture.is_latent else None
+    if mla is None:
+        head_count, kv_head_count, head_dim = _read_heads(fields, architecture)
+    else:
+        head_count, kv_head_count, head_dim = (
+            fields.integer("num_attention_heads"), 1, mla.query_dim,
+        )  # fmt: skip
+        rope = replace(rope, is_interleaved=fields.flag("rope_interleave", True))
     attention_bias = fields.flag("attention_bias", False)
     is_configured = architecture.bias is _Bias.CONFIGURED and attention_bias
     if attention_bias and architecture.bias is not _Bias.CONFIGURED:
@@ -154,9 +199,12 @@ def read_model_config(model_path: Path) -> ModelConfig:
         has_mlp_bias=architecture.has_mlp_bias_key and fields.flag("mlp_bias", False),
         has_qk_norm=architecture.has_qk_norm,
         is_head_tied=fields.flag("tie_word_embeddings", False),
-        moe=_read_moe(fields, layer_count) if architecture.is_moe else None,
+        moe=_read_moe(fields, architecture, layer_count) if architecture.is_moe else None,
         dtype=_read_dtype(fields),
         eos_token_ids=_read_eos(model_path, fields, vocab_size),
+        mla=mla,
+        weight_blocks=weight_blocks,
+        extra_layer_count=_read_extra_layers(fields) if architecture.is_latent else 0,
     )
 
 
@@ -244,7 +292,9 @@ def _has_window_layer(fields: JsonFields, layer_count: int) -> bool:
     return fields.integer("max_window_layers", 28, minimum=0) < layer_count
 
 
-def _read_moe(fields: JsonFields, layer_count: int) -> MoeConfig:
+def _read_moe(fields: JsonFields, architecture: _Architecture, layer_count: int) -> MoeConfig:
+    if architecture.is_latent:
+        return _read_grouped_moe(fields, architecture, layer_count)
     count_key = "num_experts" if fields.has("num_experts") else "num_local_experts"
     expert_count = fields.integer(count_key)
     experts_per_token = fields.integer("num_experts_per_tok")
@@ -261,6 +311,40 @@ def _read_moe(fields: JsonFields, layer_count: int) -> MoeConfig:
             layer for layer in range(layer_count) if layer not in plain and (layer + 1) % step == 0
         ),
     )
+
+
+def _read_grouped_moe(
+    fields: JsonFields, architecture: _Architecture, layer_count: int
+) -> MoeConfig:
+    """Experts on all layers but the first ones, and an MLP beside them that every token takes."""
+    is_sigmoid = architecture.has_sigmoid_router
+    expert_count = fields.integer("n_routed_experts")
+    experts_per_token = fields.integer("num_experts_per_tok")
+    if experts_per_token > expert_count:
+        raise fields.error("num_experts_per_tok", f"at most n_routed_experts = {expert_count}")
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.error("moe_layer_freq", "1")
+    if fields.flag("mlp_bias", False):
+        raise fields.error("mlp_bias", "false for this architecture")
+    is_normalized = fields.flag("norm_topk_prob", is_sigmoid)
+    if is_normalized and not is_sigmoid:
+        raise fields.error("norm_topk_prob", "false for this architecture")
+    intermediate_size = fields.integer("moe_intermediate_size")
+    plain_count = fields.integer("first_k_dense_replace", 0, minimum=0)
+    return MoeConfig(
+        expert_count=expert_count,
+        experts_per_token=experts_per_token,
+        intermediate_size=intermediate_size,
+        is_normalized=is_normalized,
+        layers=tuple(range(plain_count, layer_count)),
+        router=read_router(fields, is_sigmoid=is_sigmoid, expert_count=expert_count),
+        shared_size=fields.integer("n_shared_experts", 0, minimum=0) * intermediate_size,
+    )
+
+
+def _read_extra_layers(fields: JsonFields) -> int:
+    key = "num_mtp_layers" if fields.has("num_mtp_layers") else "num_nextn_predict_layers"
+    return fields.integer(key, 0, minimum=0)
 
 
 def _read_dtype(fields: JsonFields) -> str:

@@ -28,6 +28,7 @@ class RopeConfig:
 
     original_length: tokens the model was trained on before its context was extended.
     attention_factor, mscale, mscale_all_dim: of yarn, None where the checkpoint says nothing.
+    is_interleaved: pairs are (2i, 2i + 1), not (i, i + half).
     """
 
     kind: RopeKind
@@ -42,6 +43,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncates: bool = True
+    is_interleaved: bool = False
 
 
 def read_rope(config: JsonFields, *, max_position: int) -> RopeConfig:

@@ -14,10 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.engine.block_scales import scale_blocks
 from common.engine.checkpoint_files import TensorEntry, read_tensor_entries
 from common.errors import ConfigError
 
 FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
+FLOAT8_DTYPE = "F8_E4M3"
+# Behind the name of a float8 tensor: fp32, one factor per block.
+SCALE_SUFFIX = "_scale_inv"
 NAMES_SHOWN_MAX = 8
 
 
@@ -49,17 +53,24 @@ class Weight:
 
 
 def load_weights(
-    model_path: Path, weights: Iterable[Weight], *, is_ignored: Callable[[str], bool]
+    model_path: Path,
+    weights: Iterable[Weight],
+    *,
+    is_ignored: Callable[[str], bool],
+    blocks: tuple[int, int] | None = None,
 ) -> None:
     """Fill every weight from the safetensors files of a checkpoint directory.
 
     is_ignored: tells for a name that no weight asks for whether that is in order (another pipeline
         stage, a tied head, a derived buffer).
+    blocks: (rows, columns) that share a factor in tensors of float8, which are multiplied out; None
+        if there may be none.
     Raises: ConfigError naming missing, unexpected, wrongly shaped or non-float tensors.
     """
     entries = read_tensor_entries(model_path)
     pieces = [piece for weight in weights for piece in _choose_way(weight, entries)]
     _check_names(model_path, pieces, entries, is_ignored)
+    scales: dict[str, Tensor] = {}
     for piece in pieces:
         entry = entries[piece.name]
         if entry.shape != piece.shape:
@@ -67,13 +78,16 @@ def load_weights(
                 f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}: "
                 f"config.json asks for {list(piece.shape)}"
             )
-        if entry.dtype not in FLOAT_DTYPES:
+        if entry.dtype == FLOAT8_DTYPE and blocks is not None:
+            scales[piece.name] = _read_scales(entries, piece, blocks)
+        elif entry.dtype not in FLOAT_DTYPES:
             raise ConfigError(
                 f"{entry.path}: tensor {entry.name} has dtype {entry.dtype}: "
                 f"must be one of {', '.join(FLOAT_DTYPES)}"
             )
     for path in sorted({entries[piece.name].path for piece in pieces}):
-        _copy_file(path, [piece for piece in pieces if entries[piece.name].path == path])
+        found = [piece for piece in pieces if entries[piece.name].path == path]
+        _copy_file(path, found, scales, blocks)
 
 
 def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
@@ -113,6 +127,11 @@ def _check_names(
     is_ignored: Callable[[str], bool],
 ) -> None:
     wanted = {piece.name for piece in pieces}
+    wanted |= {
+        name + SCALE_SUFFIX
+        for name in wanted
+        if name in entries and entries[name].dtype == FLOAT8_DTYPE
+    }
     missing = sorted(wanted - entries.keys())
     unexpected = sorted(name for name in entries if name not in wanted and not is_ignored(name))
     problems = [
@@ -125,11 +144,35 @@ def _check_names(
         raise ConfigError(f"{model_path}: the checkpoint {'; and '.join(problems)}")
 
 
-def _copy_file(path: Path, pieces: list[Piece]) -> None:
+def _read_scales(entries: dict[str, TensorEntry], piece: Piece, blocks: tuple[int, int]) -> Tensor:
+    """The factors of a float8 tensor: [.., blocks of rows, blocks of columns], edges included."""
+    entry = entries[piece.name + SCALE_SUFFIX]
+    if len(piece.shape) < len(blocks):
+        raise ConfigError(f"{entry.path}: tensor {piece.name} of float8 must have two dimensions")
+    *outer, rows, columns = piece.shape
+    expected = (*outer, -(-rows // blocks[0]), -(-columns // blocks[1]))
+    if entry.shape != expected or entry.dtype not in FLOAT_DTYPES:
+        raise ConfigError(
+            f"{entry.path}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}: must be "
+            f"{list(expected)} of {', '.join(FLOAT_DTYPES)}, one for each {blocks[0]} x {blocks[1]}"
+        )
+    try:
+        with safe_open(entry.path, framework="pt") as file:
+            scales: Tensor = file.get_tensor(entry.name)
+    except (OSError, SafetensorError) as exc:
+        raise ConfigError(f"{entry.path}: can't be read: {exc}") from exc
+    return scales.float()
+
+
+def _copy_file(
+    path: Path, pieces: list[Piece], scales: dict[str, Tensor], blocks: tuple[int, int] | None
+) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             for piece in pieces:
                 part: Tensor = file.get_slice(piece.name)[piece.take]
+                if blocks is not None and piece.name in scales:
+                    part = scale_blocks(part, scales[piece.name], piece.shape, piece.take, blocks)
                 piece.target.copy_(part)
     except (OSError, SafetensorError) as exc:
         raise ConfigError(f"{path}: can't be read: {exc}") from exc

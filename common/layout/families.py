@@ -30,3 +30,25 @@ def gqa_components(
         )
         for name in ("k", "v")
     )
+
+
+def mla_components(
+    *, layer_count: int, latent_dim: int, rope_dim: int, is_interleaved: bool, dtype: str
+) -> tuple[CacheComponent, ...]:
+    """Latent attention: one row [latent after its norm | rotated key] for all heads of a layer.
+
+    No rank can do without any of it, so every rank has all of it. is_interleaved: how the rotated
+    part pairs its channels; caches of the two conventions do not mix.
+    """
+    row_nbytes = (latent_dim + rope_dim) * DTYPE_NBYTES[dtype]
+    return (
+        CacheComponent(
+            name="latent",
+            layers=tuple(range(layer_count)),
+            segments=(Segment("row", 1, row_nbytes),),
+            live=FULL,
+            shard=Shard.REPLICATE,
+            dtype=dtype,
+            order="rope-pairs" if is_interleaved else "rope-half",
+        ),
+    )

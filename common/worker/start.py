@@ -231,6 +231,7 @@ def _attention_shape(
         device=device,
         page_size=config.page_size,
         cache_dtype=CACHE_DTYPES[components[0].dtype],
+        is_latent=model_config.mla is not None,
     )
 
 

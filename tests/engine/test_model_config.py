@@ -220,7 +220,7 @@ def test_real_windows_are_refused(
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu": must be "silu"'),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings .*true or false"),
         ({"torch_dtype": "int8"}, 'torch_dtype = "int8": must be one of float32, bfloat16'),
-        ({"quantization_config": {"bits": 4}}, "quantization_config .*not supported"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is missing.*not supported"),
         ({"eos_token_id": 512}, "eos_token_id = 512: must be below vocab_size = 512"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, 'type = "longrope": .*yarn'),

@@ -15,6 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -36,6 +40,8 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
     "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "DeepseekV2ForCausalLM": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "DeepseekV3ForCausalLM": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 # 8 query heads on 2 KV heads, so that tensor parallel size 4 has to replicate.
 COMMON: dict[str, object] = {
@@ -65,6 +71,24 @@ YARN_ROPE: dict[str, object] = {
     "rope_theta": 10000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 256,
+}
+# The two mscales differ, so that the factor on cos and sin is not 1.
+MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}
+LATENT: dict[str, object] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
 }
 DEFAULT_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -115,6 +139,40 @@ RECIPES: dict[str, Recipe] = {
         },
         seed=8,
     ),
+    "deepseek_v2": Recipe(
+        "DeepseekV2ForCausalLM",
+        LATENT | {"rope_parameters": MSCALE_ROPE, "topk_method": "group_limited_greedy"},
+        seed=20,
+    ),
+    "deepseek_v2_lite": Recipe(
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | {
+            "rope_parameters": DEFAULT_ROPE,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+        },
+        seed=1,
+    ),
+    "deepseek_v3": Recipe(
+        "DeepseekV3ForCausalLM", LATENT | {"rope_parameters": MSCALE_ROPE}, seed=5
+    ),
+    # One group, no plain layer, and no scaling of positions.
+    "kimi_k2": Recipe(
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | {
+            "rope_parameters": DEFAULT_ROPE,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
+        seed=2,
+    ),
 }
 
 
@@ -153,6 +211,9 @@ def redraw(model: torch.nn.Module, seed: int, *, is_tied: bool) -> None:
                 draw(tensor, 0.0, fan_in * 2.0)
             else:
                 draw(tensor, 0.0, fan_in)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                draw(buffer, 0.0, 0.15)
 
 
 def respell_as_published(directory: Path) -> None:

@@ -14,6 +14,7 @@ from common.engine.attention.flashinfer import (
     SUPPORTED_HEAD_DIMS,
     FlashInferAttention,
 )
+from common.engine.attention.latent import LatentAttention
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kv_pool import DTYPES, KvPool
@@ -47,7 +48,10 @@ is slower; a server that does not start serves nobody."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The heads of one rank. cache_dtype: of the pool's keys and values; None for `dtype`."""
+    """The heads of one rank. cache_dtype: of the pool's keys and values; None for `dtype`.
+
+    is_latent: the cache holds latent rows instead of keys and values.
+    """
 
     head_count: int
     kv_head_count: int
@@ -56,6 +60,7 @@ class AttentionShape:
     device: torch.device
     page_size: int
     cache_dtype: torch.dtype | None = None
+    is_latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class AttentionChoice:
 
 def choose_attention(shape: AttentionShape) -> AttentionChoice:
     """FlashInfer on CUDA if it is there and agrees with SDPA, SDPA otherwise."""
+    if shape.is_latent:
+        return AttentionChoice(LatentAttention(), "the path of latent rows on every device")
     sdpa = SdpaAttention()
     if shape.device.type != "cuda":
         return AttentionChoice(sdpa, f"the path of {shape.device.type}")

@@ -60,10 +60,11 @@ class MoeMlp:
         by_token = torch.empty_like(outputs)
         by_token[order] = outputs
         by_token = by_token.view(*experts.shape, -1)
-        return self.parallel.all_reduce((by_token * shares[:, :, None]).sum(dim=1))
+        summed = (by_token * shares[:, :, None]).sum(dim=1).to(hidden.dtype)
+        return self.parallel.all_reduce(summed)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(shares [T, k] in the model's dtype, expert ids int64[T, k]) of every token."""
+        """(shares [T, k] in the model's dtype or fp32, expert ids int64[T, k]) of every token."""
         scores = torch.softmax(F.linear(hidden, self.router), dim=-1, dtype=torch.float32)
         shares, experts = scores.topk(self.experts_per_token, dim=-1)
         if self.is_normalized:

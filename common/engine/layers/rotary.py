@@ -1,4 +1,5 @@
-"""Rotary position embedding over half-split pairs (i, i + d/2), for every kind of scaling.
+"""Rotary position embedding over half-split pairs (i, i + d/2) or interleaved ones (2i, 2i + 1),
+for every kind of scaling.
 
 A frequency that is off in its last fp32 bit turns position 100,000 by a thousandth, so operations
 are in the order in which the models were trained, and checked bit for bit against transformers.
@@ -20,15 +21,19 @@ from common.engine.rope_config import RopeConfig, RopeKind
 class Rotation:
     """The angles of T tokens, ready to be applied: both [T, 1, head dim] in the model's dtype.
 
-    sin: the first half negated, so that a rotation is x * cos + swap_halves(x) * sin.
+    sin: negated for the first of each pair, so that a rotation is x * cos + swap_pairs(x) * sin.
     """
 
     cos: Tensor
     sin: Tensor
+    is_interleaved: bool = False
 
     def apply(self, heads: Tensor) -> Tensor:
         """Rotate heads[T, heads, head dim]."""
-        swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+        if self.is_interleaved:
+            swapped = heads.reshape(*heads.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
         return torch.addcmul(heads * self.cos, swapped, self.sin)
 
 
@@ -41,15 +46,21 @@ class RotaryEmbedding:
         frequencies, self.scale = rotary_frequencies(rope, head_dim)
         self.frequencies = frequencies.to(device)
         self.dtype = dtype
+        self.is_interleaved = rope.is_interleaved
 
     def rotate(self, positions: Tensor) -> Rotation:
         """positions: int64[T]. Angles are computed in fp32 and cast last."""
         angles = positions[:, None].float() * self.frequencies
         cos = angles.cos() * self.scale
         sin = angles.sin() * self.scale
+        if self.is_interleaved:
+            cos, sin = torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)
+        else:
+            cos, sin = torch.stack((cos, cos), -2), torch.stack((-sin, sin), -2)
         return Rotation(
-            cos=torch.cat((cos, cos), dim=-1).to(self.dtype)[:, None],
-            sin=torch.cat((-sin, sin), dim=-1).to(self.dtype)[:, None],
+            cos=cos.flatten(1).to(self.dtype)[:, None],
+            sin=sin.flatten(1).to(self.dtype)[:, None],
+            is_interleaved=self.is_interleaved,
         )
 
 
@@ -103,9 +114,12 @@ def _yarn_scale(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _magnitude(rope.factor, rope.mscale) / _magnitude(rope.factor, rope.mscale_all_dim)
-    return _magnitude(rope.factor, 1.0)
+        return yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(
+            rope.factor, rope.mscale_all_dim
+        )
+    return yarn_magnitude(rope.factor, 1.0)
 
 
-def _magnitude(factor: float, weight: float) -> float:
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """By how much attention is sharpened when a context is made `factor` times longer."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

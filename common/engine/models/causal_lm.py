@@ -65,7 +65,7 @@ class CausalLm:
             build_layer(context, config, layer) for layer in self.layer_ids
         ]
         self.rotary = RotaryEmbedding(
-            config.rope, config.head_dim, device=context.device, dtype=context.dtype
+            config.rope, config.rotary_dim, device=context.device, dtype=context.dtype
         )
         embed_table = VocabTable(
             context, "model.embed_tokens", config.vocab_size, config.hidden_size
@@ -140,8 +140,8 @@ class CausalLm:
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint's tensor that no weight asks for is in order here.
 
-        Another pipeline stage's tensors, a tied head that was saved as well, and the rotary
-        frequencies that old checkpoints carry.
+        Another pipeline stage's tensors, layers behind the last one, a tied head that was saved as
+        well, and the rotary frequencies that old checkpoints carry.
         """
         if name.endswith(".rotary_emb.inv_freq"):
             return True
@@ -151,4 +151,5 @@ class CausalLm:
         if parts[:2] != ["model", "layers"] or not parts[2].isdecimal():
             return False
         layer = int(parts[2])
-        return layer < self.config.layer_count and layer not in self.layer_ids
+        layer_end = self.config.layer_count + self.config.extra_layer_count
+        return layer < layer_end and layer not in self.layer_ids

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from common.engine.cast import CACHE_DTYPES
 from common.engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.engine.models.causal_lm import LayerBuilder
+from common.engine.models.deepseek import build_deepseek_layer
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
-from common.layout.families import gqa_components
+from common.layout.families import gqa_components, mla_components
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,17 @@ def _gqa(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     )
 
 
+def _mla(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    assert config.mla is not None
+    return mla_components(
+        layer_count=config.layer_count,
+        latent_dim=config.mla.latent_dim,
+        rope_dim=config.mla.rope_dim,
+        is_interleaved=config.rope.is_interleaved,
+        dtype=dtype,
+    )
+
+
 _LLAMA = Family(build_llama_layer, _gqa)
 
 FAMILIES = {
@@ -40,6 +52,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
     "Qwen3MoeForCausalLM": Family(build_qwen3_moe_layer, _gqa),
+    "DeepseekV2ForCausalLM": Family(build_deepseek_layer, _mla),
+    "DeepseekV3ForCausalLM": Family(build_deepseek_layer, _mla),
 }
 assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
 

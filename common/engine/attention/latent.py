@@ -1,0 +1,245 @@
+"""Attention over a cache of latent rows that all heads share, by torch; runs on every device.
+
+Per head, a key is [W_k c | rotated part] and a value W_v c, where a row of the cache is
+[c | rotated part]. Two ways give the same numbers:
+
+- *absorbed*, for sequences with one new token: W_k goes into the query and W_v behind the sum, so
+  that all heads read the rows as they lie, and no key or value is ever made;
+- *expanded*, for chunks of a prompt: keys and values are made of the rows, which takes less
+  arithmetic as soon as they are used by many queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.attention.attention import CacheWriter
+from common.engine.attention.buckets import bucket_by_pages
+from common.engine.forward_batch import ForwardBatch
+from common.engine.kv_pool import (
+    GatherIndex,
+    Geometry,
+    KvPool,
+    Plane,
+    Scratch,
+    gather_index,
+)
+
+LATENT = "latent"
+
+EXPANDED_ELEMENTS_MAX = 2**24
+"""Keys and values that are made at a time for one chunk; heads take turns beyond it. 64 MiB in
+fp32: a prefix of 128k tokens would be 16 GB for 128 heads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjection:
+    """What a layer makes of the rows, for this rank's heads.
+
+    key: [heads, nope dim, latent dim]. value: [heads, value dim, latent dim].
+    scale: factor on scores.
+    """
+
+    key: Tensor
+    value: Tensor
+    scale: float
+
+
+class LatentAttention:
+    """See `Attention`; its passes are `LatentPass`."""
+
+    name = "latent torch"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def start(self, batch: ForwardBatch, pool: KvPool) -> LatentPass:
+        return LatentPass(batch, pool, self._scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Pages of some sequences, and the indexes made of them when they are first needed.
+
+    page_table: int64[B, pages]. is_token: bool[B, items], False for padding; None if items behind
+    the last token are cut off by the reader.
+    """
+
+    page_table: Tensor
+    is_token: Tensor | None
+    indexes: dict[Geometry, GatherIndex] = field(default_factory=dict)
+
+    def read(self, plane: Plane, scratch: Scratch, dtype: torch.dtype) -> Tensor:
+        """[B, items, row dim], zero where no token is: a page's last owner may have left values
+        there that are not finite, and a weight of 0 times NaN is NaN."""
+        geometry = plane.geometry
+        if geometry not in self.indexes:
+            self.indexes[geometry] = gather_index(geometry, self.page_table)
+        gathered = plane.gather(self.indexes[geometry], scratch)[:, 0]
+        if self.is_token is not None:
+            gathered.masked_fill_(~self.is_token[:, :, None], 0)
+        return plane.widen(gathered, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Sequences with one new token each, of similar length. rows: int64[B] in the batch."""
+
+    rows: Tensor
+    cached: _Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence with several new tokens. mask: bool[new tokens, kv_length], None if the new
+    tokens are all there are."""
+
+    rows: slice
+    kv_length: int
+    cached: _Rows
+    mask: Tensor | None
+
+
+class LatentPass:
+    """One forward pass over latent rows; what all layers share is prepared once."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool, scratch: Scratch) -> None:
+        self._pool = pool
+        self._scratch = scratch
+        self._writer = CacheWriter(batch, pool)
+        group = pool.group_of(LATENT)
+        self._page_items = pool.page_items[group]
+        self._page_table = batch.page_tables[group].to(torch.int64)
+        self._decodes: list[_Decodes] = []
+        self._chunks: list[_Chunk] = []
+        self._plan(batch)
+
+    def attend_latent(
+        self, layer: int, query: Tensor, row: Tensor, projection: LatentProjection
+    ) -> Tensor:
+        """Append the new tokens' rows to the cache and attend to all of it, causally.
+
+        query: [T, heads, nope dim + rope dim], rotated. row: [T, latent dim + rope dim], likewise.
+        Returns: [T, heads, value dim] in the dtype of `query`.
+        """
+        self._writer.write(LATENT, layer, row[:, None])
+        plane = self._pool.plane(LATENT, layer)
+        output = query.new_empty(*query.shape[:2], projection.value.shape[1])
+        for decodes in self._decodes:
+            cached = decodes.cached.read(plane, self._scratch, query.dtype)
+            output[decodes.rows] = attend_absorbed(
+                query[decodes.rows], cached, decodes.cached.is_token, projection
+            )
+        for chunk in self._chunks:
+            if chunk.mask is None and plane.view.dtype == row.dtype:
+                # What the cache holds is what was just computed, unless it is stored in less.
+                rows = row[chunk.rows]
+            else:
+                cached = chunk.cached.read(plane, self._scratch, query.dtype)
+                rows = cached[0, : chunk.kv_length]
+            output[chunk.rows] = attend_expanded(query[chunk.rows], rows, chunk.mask, projection)
+        return output
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionPass`: the row is the one key, and its latent part the one value.
+
+        For a caller that has absorbed its projections already; `value` must be key's first part.
+        """
+        heads, latent_dim = query.shape[1], value.shape[-1]
+        rope_dim = query.shape[-1] - latent_dim
+        same = torch.eye(latent_dim, dtype=query.dtype, device=query.device)
+        same = same.expand(heads, latent_dim, latent_dim)
+        scale = (latent_dim + rope_dim) ** -0.5
+        return self.attend_latent(layer, query, key[:, 0], LatentProjection(same, same, scale))
+
+    def _plan(self, batch: ForwardBatch) -> None:
+        device = batch.token_ids.device
+        first = 0
+        decodes: list[tuple[int, int]] = []
+        for index, length in enumerate(batch.query_lengths):
+            if length == 1:
+                decodes.append((index, first))
+            else:
+                rows = slice(first, first + length)
+                self._chunks.append(self._plan_chunk(index, rows, batch.kv_length_list[index]))
+            first += length
+        page_counts = [-(-batch.kv_length_list[i] // self._page_items) for i, _ in decodes]
+        for bucket in bucket_by_pages(page_counts) if decodes else []:
+            indexes = torch.tensor([decodes[i][0] for i in bucket], device=device)
+            width = max(page_counts[i] for i in bucket)
+            lengths = batch.kv_lengths[indexes]
+            items = torch.arange(width * self._page_items, device=device)
+            self._decodes.append(
+                _Decodes(
+                    torch.tensor([decodes[i][1] for i in bucket], device=device),
+                    _Rows(self._page_table[indexes, :width], items < lengths[:, None]),
+                )
+            )
+
+    def _plan_chunk(self, index: int, rows: slice, kv_length: int) -> _Chunk:
+        page_count = -(-kv_length // self._page_items)
+        cached = _Rows(self._page_table[index : index + 1, :page_count], None)
+        length = rows.stop - rows.start
+        if length == kv_length:
+            return _Chunk(rows, kv_length, cached, None)
+        # New token i stands at position kv_length - length + i and sees itself and all before.
+        positions = torch.arange(kv_length, device=self._page_table.device)
+        mask = positions[None] <= positions[kv_length - length :, None]
+        return _Chunk(rows, kv_length, cached, mask)
+
+
+def attend_absorbed(
+    query: Tensor, rows: Tensor, is_token: Tensor | None, projection: LatentProjection
+) -> Tensor:
+    """One query token per sequence, over rows as they lie in the cache.
+
+    query: [B, heads, nope dim + rope dim]. rows: [B, items, latent dim + rope dim].
+    Returns: [B, heads, value dim].
+    """
+    nope_dim = projection.key.shape[1]
+    latent_dim = projection.key.shape[2]
+    query_latent = torch.bmm(query[..., :nope_dim].transpose(0, 1), projection.key)
+    query_row = torch.cat((query_latent.transpose(0, 1), query[..., nope_dim:]), dim=-1)
+    mask = None if is_token is None else is_token[:, None, None]
+    # All heads read the same rows, so they are the queries of one head. Summing whole rows and
+    # dropping the rotated part is less work than a copy of the latent part of every row.
+    keys = rows[:, None]
+    summed = F.scaled_dot_product_attention(
+        query_row[:, None], keys, keys, attn_mask=mask, scale=projection.scale
+    )
+    latent = summed[:, 0, :, :latent_dim]
+    return torch.bmm(latent.transpose(0, 1), projection.value.transpose(1, 2)).transpose(0, 1)
+
+
+def attend_expanded(
+    query: Tensor, rows: Tensor, mask: Tensor | None, projection: LatentProjection
+) -> Tensor:
+    """Several query tokens of one sequence, over keys and values made of its rows.
+
+    query: [T, heads, nope dim + rope dim]. rows: [items, latent dim + rope dim].
+    mask: bool[T, items], None for a causal square. Returns: [T, heads, value dim].
+    """
+    head_count, value_dim, latent_dim = projection.value.shape
+    latent, rotated = rows[:, :latent_dim], rows[:, latent_dim:]
+    per_head = len(rows) * (query.shape[-1] + value_dim)
+    step = max(1, EXPANDED_ELEMENTS_MAX // per_head)
+    output = query.new_empty(*query.shape[:2], value_dim)
+    for first in range(0, head_count, step):
+        heads = slice(first, min(first + step, head_count))
+        plain_keys = latent @ projection.key[heads].transpose(1, 2)
+        values = latent @ projection.value[heads].transpose(1, 2)
+        keys = torch.cat((plain_keys, rotated.expand(len(plain_keys), -1, -1)), dim=-1)
+        attended = F.scaled_dot_product_attention(
+            query[:, heads].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=projection.scale,
+        )
+        output[:, heads] = attended[0].transpose(0, 1)
+    return output

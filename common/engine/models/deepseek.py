@@ -1,0 +1,168 @@
+"""DeepSeek V2, V3 and R1, and Kimi K2: latent attention, plain MLPs first, grouped experts after.
+
+What they differ in (the queries' rank, the router, the rotation) are values of `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.attention import AttentionPass
+from common.engine.attention.latent import LatentPass, LatentProjection
+from common.engine.layers.grouped_moe import GroupedMoeMlp
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.mlp import GatedMlp
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.rotary import Rotation, yarn_magnitude
+from common.engine.mla_config import MlaConfig
+from common.engine.model_config import ModelConfig
+from common.engine.models.llama import Mlp
+from common.engine.rope_config import RopeConfig
+from common.engine.weights import Weight
+
+# Of the norms inside the projections: fixed by the published code, whatever rms_norm_eps says.
+INNER_NORM_EPSILON = 1e-6
+
+
+class MlaAttention:
+    """Projections, norms and rotation around the attention of latent rows.
+
+    Heads are cut over the ranks; what makes a row of the cache is not, so every rank has all rows.
+    """
+
+    def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
+        assert config.mla is not None
+        name = f"model.layers.{layer}.self_attn"
+        mla = config.mla
+        heads = context.cut(config.head_count)
+        has_bias = config.has_output_bias
+        self.layer = layer
+        self.mla = mla
+        self.head_count = len(heads)
+        self.scale = score_scale(mla, config.rope)
+        self.row = _whole_linear(
+            context, f"{name}.kv_a_proj_with_mqa", config.hidden_size, mla.row_dim, has_bias
+        )
+        self.row_norm = RmsNorm(
+            context, f"{name}.kv_a_layernorm", mla.latent_dim, INNER_NORM_EPSILON
+        )
+        self.expand = _head_linear(
+            context, f"{name}.kv_b_proj", mla.latent_dim, heads, config.head_count,
+            mla.nope_dim + mla.value_dim,
+        )  # fmt: skip
+        self.query_down: ColumnLinear | None = None
+        self.query_norm: RmsNorm | None = None
+        query_name, query_input = f"{name}.q_proj", config.hidden_size
+        if mla.query_rank is not None:
+            query_name, query_input = f"{name}.q_b_proj", mla.query_rank
+            self.query_down = _whole_linear(
+                context, f"{name}.q_a_proj", config.hidden_size, mla.query_rank, has_bias
+            )
+            self.query_norm = RmsNorm(
+                context, f"{name}.q_a_layernorm", mla.query_rank, INNER_NORM_EPSILON
+            )
+        self.query = _head_linear(
+            context, query_name, query_input, heads, config.head_count, mla.query_dim
+        )
+        self.output = RowLinear(
+            context,
+            f"{name}.o_proj",
+            input_size=config.head_count * mla.value_dim,
+            columns=range(heads.start * mla.value_dim, heads.stop * mla.value_dim),
+            output_size=config.hidden_size,
+            has_bias=has_bias,
+        )
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+        assert isinstance(attention, LatentPass), "a latent model runs over a latent backend"
+        token_count = hidden.shape[0]
+        mla = self.mla
+        query_input = hidden
+        if self.query_down is not None and self.query_norm is not None:
+            query_input = self.query_norm(self.query_down(hidden))
+        query = self.query(query_input).view(token_count, self.head_count, mla.query_dim)
+        rotated = rotation.apply(query[..., mla.nope_dim :])
+        query = torch.cat((query[..., : mla.nope_dim], rotated), dim=-1)
+        row = self.row(hidden)
+        latent = self.row_norm(row[:, : mla.latent_dim])
+        rotated = rotation.apply(row[:, None, mla.latent_dim :])
+        row = torch.cat((latent, rotated[:, 0]), dim=-1)
+        per_head = self.expand.weight.view(self.head_count, -1, mla.latent_dim)
+        projection = LatentProjection(
+            key=per_head[:, : mla.nope_dim], value=per_head[:, mla.nope_dim :], scale=self.scale
+        )
+        attended = attention.attend_latent(self.layer, query, row, projection)
+        return self.output(attended.reshape(token_count, -1))
+
+    def weights(self) -> Iterator[Weight]:
+        if self.query_down is not None and self.query_norm is not None:
+            yield from self.query_down.weights()
+            yield from self.query_norm.weights()
+        yield from self.query.weights()
+        yield from self.row.weights()
+        yield from self.row_norm.weights()
+        yield from self.expand.weights()
+        yield from self.output.weights()
+
+
+class DeepseekLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, context: LayerContext, config: ModelConfig, layer: int, mlp: Mlp) -> None:
+        name = f"model.layers.{layer}"
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RmsNorm(context, f"{name}.input_layernorm", size, epsilon)
+        self.attention = MlaAttention(context, config, layer)
+        self.mlp_norm = RmsNorm(context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = mlp
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, attention)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.attention_norm.weights()
+        yield from self.attention.weights()
+        yield from self.mlp_norm.weights()
+        yield from self.mlp.weights()
+
+
+def build_deepseek_layer(context: LayerContext, config: ModelConfig, layer: int) -> DeepseekLayer:
+    """The layer of a global id, with experts or a plain MLP."""
+    assert config.moe is not None
+    name, size = f"model.layers.{layer}.mlp", config.hidden_size
+    mlp: Mlp
+    if layer in config.moe.layers:
+        mlp = GroupedMoeMlp(context, name, hidden_size=size, moe=config.moe)
+    else:
+        mlp = GatedMlp(context, name, hidden_size=size, intermediate_size=config.intermediate_size)
+    return DeepseekLayer(context, config, layer, mlp)
+
+
+def score_scale(mla: MlaConfig, rope: RopeConfig) -> float:
+    """Factor on scores: a head's dimension, and what a longer context asks for on top."""
+    scale = 1.0 / math.sqrt(mla.query_dim)
+    if rope.mscale_all_dim:
+        scale *= yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
+def _whole_linear(
+    context: LayerContext, name: str, input_size: int, output_size: int, has_bias: bool
+) -> ColumnLinear:
+    """A projection that every rank computes all of."""
+    block = OutputBlock(name, output_size, range(output_size), has_bias)
+    return ColumnLinear(context, input_size, [block])
+
+
+def _head_linear(
+    context: LayerContext, name: str, input_size: int, heads: range, head_count: int, head_dim: int
+) -> ColumnLinear:
+    """A projection to `head_dim` features per head, of which this rank computes `heads`."""
+    rows = range(heads.start * head_dim, heads.stop * head_dim)
+    return ColumnLinear(context, input_size, [OutputBlock(name, head_count * head_dim, rows)])
