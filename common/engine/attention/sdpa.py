@@ -1,7 +1,8 @@
 """Attention by torch's scaled_dot_product_attention over gathered pages; runs on every device.
 
 The path of CPU servers and the reference that other backends are checked against. Sequences with
-one new token are attended together, in buckets of similar length; the others one by one.
+one new token are attended together, in buckets of similar length; the others one by one. A layer
+whose cache is a window gathers and sees the window only; its width is the cache's live rule.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
+from common.engine.attention.scores import PLAIN, ScoreRule, attend_scores
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import (
     GatherIndex,
@@ -23,6 +24,7 @@ from common.engine.kv_pool import (
     Scratch,
     gather_index,
 )
+from common.layout.component import LiveKind
 
 
 class SdpaAttention:
@@ -113,50 +115,77 @@ class _DecodeBucket:
 class _Chunk:
     """One sequence with several new tokens, rows first .. stop of the batch.
 
-    mask: bool[new tokens, kv_length], True where a key may be seen; None if nothing was in the
-        cache before, so that the new keys are all there are and the triangle is the whole rule.
+    item_count: gathered items up to the last new token, from the start of the first page on.
+    mask: bool[new tokens, item_count], True where a key may be seen; None if nothing was in the
+        cache before and no window ends inside, so that the triangle is the whole rule.
+    is_whole: the new keys are all that is seen.
     """
 
     first: int
     stop: int
-    kv_length: int
+    item_count: int
     gather: _Gather
     mask: Tensor | None
+    is_whole: bool
+
+
+@dataclass(slots=True)
+class _GroupPlan:
+    """What the layers of one page group gather and mask."""
+
+    decodes: list[_DecodeBucket] = field(default_factory=list)
+    chunks: list[_Chunk] = field(default_factory=list)
 
 
 class SdpaPass:
     """See `AttentionPass`."""
 
     def __init__(self, batch: ForwardBatch, pool: KvPool, scratch: tuple[Scratch, Scratch]) -> None:
+        self._batch = batch
         self._pool = pool
         self._scratch = scratch
         self._writer = CacheWriter(batch, pool)
-        group = pool.group_of(KEY)
-        assert pool.group_of(VALUE) == group
-        self._page_items = pool.page_items[group]
-        self._page_table = batch.page_tables[group].to(torch.int64)
-        self._decodes: list[_DecodeBucket] = []
-        self._chunks: list[_Chunk] = []
-        self._plan(batch)
+        self._plans: dict[int, _GroupPlan] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule = PLAIN
+    ) -> Tensor:
+        """As `AttentionPass`; rule: what else is done to the scores of this layer."""
         self._writer.write(KEY, layer, key)
         self._writer.write(VALUE, layer, value)
         cache = _LayerCache(
             self._pool.plane(KEY, layer), self._pool.plane(VALUE, layer), *self._scratch
         )
-        if not self._chunks and len(self._decodes) == 1 and self._decodes[0].rows is None:
-            return _attend_decode(self._decodes[0], query, cache)
+        group = cache.keys.geometry.group
+        assert cache.values.geometry.group == group
+        plan = self._plans.get(group)
+        if plan is None:
+            plan = self._plans[group] = _Planner(self._batch, self._pool, group).plan()
+        if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
+            return _attend_decode(plan.decodes[0], query, cache, rule)
         output = torch.empty_like(query)
-        for bucket in self._decodes:
+        for bucket in plan.decodes:
             assert bucket.rows is not None
-            output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], cache)
-        for chunk in self._chunks:
+            output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], cache, rule)
+        for chunk in plan.chunks:
             rows = slice(chunk.first, chunk.stop)
-            output[rows] = _attend_chunk(chunk, query[rows], key[rows], value[rows], cache)
+            output[rows] = _attend_chunk(chunk, query[rows], key[rows], value[rows], cache, rule)
         return output
 
-    def _plan(self, batch: ForwardBatch) -> None:
+
+class _Planner:
+    """Plans one page group. width: of its window in tokens, 0 if all of the past is seen."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool, group: int) -> None:
+        live = pool.layout.groups[group].group.live
+        assert live.kind in (LiveKind.FULL, LiveKind.WINDOW), live
+        self._width = live.size
+        self._batch = batch
+        self._page_items = pool.page_items[group]
+        self._page_table = batch.page_tables[group].to(torch.int64)
+
+    def plan(self) -> _GroupPlan:
+        batch, plan = self._batch, _GroupPlan()
         device = batch.token_ids.device
         first = 0
         decodes: list[int] = []
@@ -166,93 +195,125 @@ class SdpaPass:
                 decodes.append(index)
                 decode_rows.append(first)
             else:
-                self._chunks.append(
+                plan.chunks.append(
                     self._plan_chunk(index, first, length, batch.kv_length_list[index], device)
                 )
             first += length
         if not decodes:
-            return
-        lengths = [batch.kv_length_list[index] for index in decodes]
-        page_counts = [-(-length // self._page_items) for length in lengths]
+            return plan
+        spans = [self._visible(batch.kv_length_list[index], 1) for index in decodes]
+        page_counts = [-(-span.stop // self._page_items) - self._page_of(span) for span in spans]
         buckets = bucket_by_pages(page_counts)
-        is_all = len(buckets) == 1 and not self._chunks
+        is_all = len(buckets) == 1 and not plan.chunks
         for bucket in buckets:
             rows = torch.tensor([decode_rows[i] for i in bucket], device=device)
             table = self._page_table
             if not is_all:
                 table = table[torch.tensor([decodes[i] for i in bucket], device=device)]
-            self._decodes.append(
-                self._plan_bucket(
-                    None if is_all else rows, table, torch.tensor([lengths[i] for i in bucket])
-                )
+            plan.decodes.append(
+                self._plan_bucket(None if is_all else rows, table, [spans[i] for i in bucket])
             )
+        return plan
 
-    def _plan_bucket(self, rows: Tensor | None, table: Tensor, lengths: Tensor) -> _DecodeBucket:
-        """table: int64[B, pages] or wider; lengths: int64[B] on the CPU."""
+    def _visible(self, kv_length: int, new_count: int) -> range:
+        """Positions that the last `new_count` of kv_length tokens see between them."""
+        start = kv_length - new_count - self._width + 1 if self._width else 0
+        return range(max(0, start), kv_length)
+
+    def _page_of(self, span: range) -> int:
+        return span.start // self._page_items
+
+    def _plan_bucket(self, rows: Tensor | None, table: Tensor, spans: list[range]) -> _DecodeBucket:
+        """table: int64[B, pages] or wider; spans: positions that each sequence sees."""
         device = table.device
         items = self._page_items
-        page_counts = (lengths + items - 1) // items
+        first_pages = torch.tensor([self._page_of(span) for span in spans])
+        starts = torch.tensor([span.start for span in spans]) - first_pages * items
+        stops = torch.tensor([span.stop for span in spans]) - first_pages * items
+        page_counts = (stops + items - 1) // items
         width = int(page_counts.max())
-        if bool((lengths == width * items).all()):
-            return _DecodeBucket(rows, _Gather(table[:, :width]), None)
+        if bool((stops == width * items).all()) and not bool(starts.any()):
+            columns = (first_pages[:, None] + torch.arange(width)).to(device)
+            is_head = not bool(first_pages.any())
+            table = table[:, :width] if is_head else table.gather(1, columns)
+            return _DecodeBucket(rows, _Gather(table), None)
         # Padding reads the sequence's own first page again: full of its tokens, unless it is also
-        # the last, and never another request's trouble.
+        # the last or the window starts inside, and never another request's trouble.
         columns = torch.arange(width)
-        columns = torch.where(columns < page_counts[:, None], columns, 0).to(device)
-        ends = torch.where(page_counts == 1, width, page_counts) * items
-        counts = ends - lengths
-        sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-        starts = counts.cumsum(0) - counts
-        stale_items = lengths[sequences] + torch.arange(len(sequences)) - starts[sequences]
-        is_token = torch.arange(width * items) < lengths[:, None]
+        columns = torch.where(columns < page_counts[:, None], columns, 0) + first_pages[:, None]
+        item = torch.arange(width * items)
+        is_token = (item >= starts[:, None]) & (item < stops[:, None])
+        # The items of a page that is read again are as good as those of the first reading.
+        is_clean = is_token.clone()
+        is_again = item >= page_counts[:, None] * items
+        is_clean |= is_again & is_token.gather(1, (item % items).expand(len(spans), -1))
+        sequences, stale_items = torch.nonzero(~is_clean, as_tuple=True)
+        stale = _Stale(sequences.to(device), stale_items.to(device)) if len(sequences) else None
         return _DecodeBucket(
             rows,
-            _Gather(
-                table.gather(1, columns),
-                _Stale(sequences.to(device), stale_items.to(device)) if len(sequences) else None,
-            ),
+            _Gather(table.gather(1, columns.to(device)), stale),
             is_token[:, None, None].to(device),
         )
 
     def _plan_chunk(
         self, index: int, first: int, length: int, kv_length: int, device: torch.device
     ) -> _Chunk:
-        page_count = -(-kv_length // self._page_items)
-        gather = _Gather(self._page_table[index : index + 1, :page_count])
+        span = self._visible(kv_length, length)
+        first_page = self._page_of(span)
+        start = first_page * self._page_items
+        page_stop = -(-kv_length // self._page_items)
+        stale_items = torch.arange(span.start - start, device=device)
+        stale = _Stale(torch.zeros_like(stale_items), stale_items) if len(stale_items) else None
+        gather = _Gather(self._page_table[index : index + 1, first_page:page_stop], stale)
         mask = None
-        if length < kv_length:
-            # New token i stands at position kv_length - length + i and sees itself and all before.
-            positions = torch.arange(kv_length - length, kv_length, device=device)
-            mask = torch.arange(kv_length, device=device)[None] <= positions[:, None]
-        return _Chunk(first, first + length, kv_length, gather, mask)
+        if length < kv_length or 0 < self._width < length:
+            # New token i stands at position kv_length - length + i and sees itself and all before,
+            # as far as the window reaches.
+            positions = torch.arange(kv_length - length, kv_length, device=device)[:, None]
+            keys = torch.arange(start, kv_length, device=device)[None]
+            mask = keys <= positions
+            if self._width:
+                mask &= positions - keys < self._width
+        return _Chunk(
+            first, first + length, kv_length - start, gather, mask, is_whole=length == kv_length
+        )
 
 
-def _attend_decode(bucket: _DecodeBucket, query: Tensor, cache: _LayerCache) -> Tensor:
+def _attend_decode(
+    bucket: _DecodeBucket, query: Tensor, cache: _LayerCache, rule: ScoreRule
+) -> Tensor:
     """query: [B, query heads, head dim]. A KV head's query heads are its rows of queries: they see
     the same keys, so grouped heads need no repeated keys."""
     keys, values = cache.read(bucket.gather, query.dtype)
     grouped = query.view(query.shape[0], keys.shape[1], -1, query.shape[-1])
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
+    sinks = rule.sinks
+    if sinks is not None:
+        sinks = sinks.view(keys.shape[1], -1, 1)
+    output = attend_scores(grouped, keys, values, rule, sinks=sinks, mask=bucket.mask)
     return output.reshape(query.shape)
 
 
 def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache, rule: ScoreRule
 ) -> Tensor:
     """query: [new tokens, query heads, head dim]; key, value: the new ones."""
-    if chunk.mask is None and cache.keys.view.dtype == key.dtype:
+    if chunk.is_whole and cache.keys.view.dtype == key.dtype:
         # What the cache holds now is what was just computed, unless it is stored in less.
         keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
     else:
         keys, values = (
-            part[:, :, : chunk.kv_length] for part in cache.read(chunk.gather, query.dtype)
+            part[:, :, : chunk.item_count] for part in cache.read(chunk.gather, query.dtype)
         )
-    output = F.scaled_dot_product_attention(
+    sinks = rule.sinks
+    if sinks is not None:
+        sinks = sinks.view(-1, 1, 1)
+    output = attend_scores(
         query.transpose(0, 1)[None],
         keys,
         values,
-        attn_mask=chunk.mask,
+        rule,
+        sinks=sinks,
+        mask=chunk.mask,
         is_causal=chunk.mask is None,
-        enable_gqa=query.shape[1] != keys.shape[1],
     )
     return output[0].transpose(0, 1)
