@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from tests.soak.servers import ProcessUse, Server, read_use
 
 # Resident memory may grow this much after the warm-up: fragments, not a leak.
 GROWTH_MAX = 0.05
+# asyncio makes the threads of its pool when they are first needed all at once, up to this many.
+POOL_THREAD_COUNT_MAX = min(32, (os.cpu_count() or 1) + 4)
 MB = 1e6
 
 
@@ -79,7 +82,7 @@ class UseLog:
         problem = ""
         if growth > GROWTH_MAX * before:
             problem = f"{name} grew by {growth / MB:.1f} MB ({growth / before:.1%})"
-        elif rest.thread_count > threads_before:
+        elif rest.thread_count > threads_before + POOL_THREAD_COUNT_MAX:
             problem = f"{name} has {rest.thread_count} threads, {threads_before} before"
         elif rest.fd_count > first[0].use.fd_count:
             held = f"{rest.fd_count} files at rest, {first[0].use.fd_count} under load"
