@@ -1,0 +1,100 @@
+"""Pairs whose caches travel through landing slots: page sizes apart, and element types apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from demo.facts import make_question
+from tests.e2e.fleet import Body, Fleet, Node, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+GREEDY: Body = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+FACT_COUNTS = (4, 16, 40, 60)
+QUESTION_COUNT = 40
+RECALL_MIN = 0.95
+
+
+def questions(count: int, first_seed: int = 9000) -> list[tuple[str, str]]:
+    """(prompt, answer)."""
+    made = [make_question(first_seed + i, FACT_COUNTS[i % len(FACT_COUNTS)]) for i in range(count)]
+    return [(question.prompt, question.answer) for question in made]
+
+
+def hand_overs(node: Node) -> list[str]:
+    return [note for peer in node.get("/server_info").json()["peers"] for note in peer["hand_over"]]
+
+
+@pytest.mark.parametrize(
+    ("prefill_flags", "decode_flags"),
+    [
+        (("--page-size", "16"), ("--page-size", "64", "--hand-over", "landing")),
+        (
+            ("--page-size", "64", "--hand-over", "landing"),
+            ("--page-size", "8", "--transport", "tcp"),
+        ),
+    ],
+    ids=["16-64", "64-8"],
+)
+def test_staged_pages_of_another_size_give_what_one_server_gives(
+    fleet: Fleet, prefill_flags: tuple[str, ...], decode_flags: tuple[str, ...]
+) -> None:
+    exact = ("--dtype", "float32")
+    prefill = fleet.prefill(*exact, *prefill_flags, "--chunked-prefill-size", "128")
+    decode = fleet.decode([prefill], *exact, *decode_flags)
+    alone = fleet.decode([], *exact, name="alone")
+    for node in (prefill, decode, alone):
+        node.wait_ready()
+    (note,) = hand_overs(prefill)
+    assert note.startswith("staged (") and "us per put" in note
+    assert hand_overs(decode) == ["landing"]
+    for prompt, _ in questions(8):
+        body: Body = {"text": prompt, "sampling_params": GREEDY}
+        assert decode.generate(body).output_ids == alone.generate(body).output_ids
+    for node in (prefill, decode):
+        node.wait_at_rest()
+
+
+def test_aborted_staged_hand_overs_give_every_page_back(fleet: Fleet) -> None:
+    prefill = fleet.prefill("--hand-over", "landing", "--chunked-prefill-size", "16")
+    decode = fleet.decode([prefill], "--page-size", "64")
+    for node in (prefill, decode):
+        node.wait_ready()
+    prompts = questions(8)
+    for prompt, _ in prompts:
+        reply = fleet.in_background(decode, {"text": prompt, "sampling_params": GREEDY})
+        decode.post("/abort_request", {"abort_all": True})
+        assert reply.result().status_code in (200, 499)
+    for node in (prefill, decode):
+        node.wait_at_rest()
+    prompt, answer = prompts[0]
+    assert decode.generate({"text": prompt, "sampling_params": GREEDY}).text.startswith(answer)
+
+
+def test_facts_are_recalled_from_a_cache_of_fp8(fleet: Fleet) -> None:
+    """The tolerance of bfloat16 to float8_e4m3fn: at least 95 % of the answers are still right."""
+    prefill = fleet.prefill("--dtype", "bfloat16")
+    decode = fleet.decode([prefill], "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")
+    for node in (prefill, decode):
+        node.wait_ready()
+    assert hand_overs(prefill)[0].startswith("staged (")
+    right = 0
+    for prompt, answer in questions(QUESTION_COUNT):
+        sampling: Body = {"temperature": 0, "max_new_tokens": 8}
+        right += decode.generate({"text": prompt, "sampling_params": sampling}).text == answer
+    assert right >= RECALL_MIN * QUESTION_COUNT
+    for node in (prefill, decode):
+        node.wait_at_rest()
+
+
+def test_a_direct_server_refuses_what_it_would_have_to_convert(fleet: Fleet) -> None:
+    prefill = fleet.prefill("--dtype", "bfloat16", "--hand-over", "direct")
+    decode = fleet.decode([prefill], "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")
+    prefill.wait_ready()
+
+    def refusals() -> list[str]:
+        peers = decode.get("/server_info").json()["peers"]
+        return [peer["detail"] for peer in peers if peer["state"] == "refused"]
+
+    wait_until("the pair to be refused", lambda: bool(refusals()))
+    assert "a direct hand-over does not convert" in refusals()[0]

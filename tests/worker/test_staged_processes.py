@@ -1,0 +1,298 @@
+"""Staged hand-overs between real worker processes, page sizes, ranks and element types apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.channel.peer import PeerDialer
+from common.channel.poller import Poller
+from common.config import HandOver, Role
+from common.protocol.codec import decode_credit, encode
+from common.protocol.descriptor import RankDescriptor
+from common.protocol.landing import Credit, Landed
+from common.protocol.local import (
+    ClosePeer,
+    ConnectPeer,
+    Expect,
+    Forget,
+    Forgotten,
+    NewSequence,
+    OpenPeer,
+    PageGrant,
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    PeerOpened,
+    PrefillChunk,
+    ReclaimPeer,
+    Send,
+    SendSettled,
+    Step,
+    StepDone,
+)
+from tests.engine.tiny_checkpoints import Reference, random_prompt
+from tests.worker.test_worker_processes import (
+    DECODE_PAGES,
+    GREEDY,
+    PREFILL_PAGES,
+    Pair,
+)
+from tests.worker.worker_processes import WorkerProcesses
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+LINK = "127.0.0.1:1"  # where the decode side would have dialled
+
+
+class StagedPair(Pair):
+    """A pair whose decode side expects what is sent, as its scheduler would."""
+
+    hand_over_mode = HandOver.LANDING
+
+    def open(self) -> list[RankDescriptor]:
+        layout = self.prefill.ready[0].layout
+        self.decode.tell(OpenPeer("prefill", layout, LINK, self.hand_over_mode))
+        opened = [self.decode.expect(PeerOpened) for _ in self.decode.processes]
+        return sorted((message.descriptor for message in opened), key=lambda d: d.rank)
+
+    def connect(self) -> list[PeerConnected]:
+        layout = self.decode.ready[0].layout
+        self.prefill.tell(ConnectPeer("decode", layout, self.open(), self.hand_over_mode))
+        return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
+
+    def expect_transfer(self, transfer_id: int, token_count: int) -> None:
+        pages = DECODE_PAGES[: -(-token_count // self.decode.config.page_size)]
+        self.decode.tell(Expect(transfer_id, "prefill", token_count, [(0, pages)]))
+
+    def forget(self, transfer_id: int) -> None:
+        self.decode.tell(Forget(transfer_id))
+        for _ in self.decode.processes:
+            assert self.decode.expect(Forgotten).transfer_id == transfer_id
+
+
+def start(
+    checkpoint: Path, prefill_changes: dict[str, object], decode_changes: dict[str, object]
+) -> Iterator[StagedPair]:
+    with (
+        WorkerProcesses(
+            checkpoint, Role.PREFILL, max_total_tokens=8192, **prefill_changes
+        ) as prefill,
+        WorkerProcesses(
+            checkpoint,
+            Role.DECODE,
+            max_total_tokens=8192,
+            prefill=(LINK,),
+            landing_mb=4,
+            **decode_changes,
+        ) as decode,
+    ):
+        prefill.wait_ready()
+        decode.wait_ready()
+        yield StagedPair(prefill, decode)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Reference:
+    return Reference.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("transport", "prefill_changes", "decode_changes"),
+    [
+        ("shm", {"page_size": 16}, {"page_size": 64}),
+        ("tcp", {"page_size": 16}, {"page_size": 64}),
+        ("tcp", {"page_size": 64}, {"page_size": 8}),
+        ("shm", {"tp_size": 2, "layer_group_count": 2}, {}),
+    ],
+)
+def test_a_staged_prompt_continues_as_transformers_would(
+    checkpoint: Path,
+    oracle: Reference,
+    transport: str,
+    prefill_changes: dict[str, object],
+    decode_changes: dict[str, object],
+) -> None:
+    prefill_changes, decode_changes = (
+        changes | {"transport": transport} for changes in (prefill_changes, decode_changes)
+    )
+    for pair in start(checkpoint, prefill_changes, decode_changes):
+        assert all(message.hand_over.startswith("staged (") for message in pair.connect())
+        for length in (1, 17, 45):
+            pair.expect_transfer(pair.next_id, length)
+            prompt = random_prompt(length, length)
+            tokens, settled = pair.hand_over(prompt, GREEDY, chunk=64)
+            assert {message.error for message in settled} == {""}
+            assert tokens == oracle.greedy(prompt, 24)
+            item_nbytes = 12288 // 8  # all keys and values of one token of this checkpoint
+            assert sum(message.nbytes for message in settled) == length * item_nbytes
+            pair.forget(pair.next_id - 1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "prefill_dtype", "decode_dtype", "agreeing_min"),
+    [
+        ("shm", "float32", "bfloat16", 20),
+        ("tcp", "bfloat16", "float8_e4m3fn", 8),
+        ("shm", "float8_e4m3fn", "bfloat16", 8),
+    ],
+)
+def test_element_types_are_converted_on_the_way(
+    checkpoint: Path,
+    oracle: Reference,
+    transport: str,
+    prefill_dtype: str,
+    decode_dtype: str,
+    agreeing_min: int,
+) -> None:
+    """Random weights have no margin between tokens, so a rounded cache takes another turn sooner or
+    later: how many of 24 greedy tokens agree with the exact model before is what is asked."""
+    changes = [
+        {"transport": transport, "kv_cache_dtype": dtype} for dtype in (prefill_dtype, decode_dtype)
+    ]
+    for pair in start(checkpoint, *changes):
+        pair.hand_over_mode = HandOver.AUTO
+        assert all(message.hand_over.startswith("staged (") for message in pair.connect())
+        prompt = random_prompt(45, 3)
+        pair.expect_transfer(pair.next_id, 45)
+        tokens, settled = pair.hand_over(prompt, GREEDY, chunk=64)
+        assert {message.error for message in settled} == {""}
+        narrow = {"bfloat16": 2, "float8_e4m3fn": 4}
+        share = max(narrow.get(dtype, 1) for dtype in (prefill_dtype, decode_dtype))
+        assert sum(message.nbytes for message in settled) == 45 * 12288 // 8 // share
+        expected = oracle.greedy(prompt, 24)
+        agreeing = next((i for i in range(24) if tokens[i] != expected[i]), 24)
+        assert agreeing >= agreeing_min
+
+
+def test_a_staged_hand_over_settles_while_the_engines_compute(checkpoint: Path) -> None:
+    for pair in start(checkpoint, {}, {"page_size": 16}):
+        pair.connect()
+        steps = 20
+        prompt = random_prompt(512, 6)
+        for side in (pair.prefill, pair.decode):  # given: both engines busy for long
+            for index in range(steps):
+                pages = list(range(400, 400 + 512 // side.config.page_size))
+                side.tell(
+                    Step(
+                        10_000 + index,
+                        [NewSequence(900 + index, prompt, 512, GREEDY)],
+                        [PageGrant(900 + index, 0, 0, pages)],
+                        [PrefillChunk(900 + index, 0, 512, is_last=True)],
+                        [],
+                        [900 + index - 1] if index else [],
+                    )
+                )
+        pair.expect_transfer(8, 64)
+        send = Send(8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES[:4])])
+        pair.prefill.tell(send)
+        settled, earlier = pair.prefill.expect_after(SendSettled)
+        assert settled.error == "" and len(earlier) < steps
+        for _ in range(steps - len(earlier)):
+            assert pair.prefill.expect(StepDone).failed == {}
+
+
+def forge(address: str, message: Landed) -> Credit:
+    """What a decode rank answers to somebody who is no prefill rank."""
+    dialer, poller = PeerDialer(), Poller()
+    dialer.dial(address)
+    poller.register(dialer)
+    for _ in range(200):
+        dialer.send(address, encode(message))
+        poller.poll(0.05)
+        received = dialer.receive()
+        if received:
+            dialer.close()
+            return decode_credit(received[0][1])
+    raise AssertionError("no answer")
+
+
+def test_forged_messages_are_refused_and_the_pair_goes_on(
+    checkpoint: Path, oracle: Reference
+) -> None:
+    for pair in start(checkpoint, {}, {"page_size": 16}):
+        pair.connect()
+        (descriptor,) = pair.open()  # asked again, the answer is the same
+        assert descriptor.landing is not None and descriptor.regions == []
+        address, ring = descriptor.landing.address, descriptor.landing.rings[0]
+        pair.expect_transfer(5, 40)
+        slot = ring.slots[-1]
+        for message, named in (
+            (Landed(ring.ring + 1, 1, slot, 5, 0, 0, 1, 0, 1), "unknown ring"),
+            (Landed(ring.ring, 10**9, slot, 6, 0, 0, 1, 0, 1), "not expected from this peer"),
+            (Landed(ring.ring, 10**9 + 1, slot, 5, 0, 0, 2**30, 0, 1), "must lie in 0.."),
+            (Landed(ring.ring, 10**9 + 2, slot, 5, 0, 0, 1, 0, 41), "items 0..41"),
+            (Landed(ring.ring, 10**9 + 3, 63, 5, 0, 0, 1, 0, 1), "is not of this ring"),
+        ):
+            assert named in forge(address, message).error
+        pair.forget(5)
+        assert (
+            "not expected"
+            in forge(address, Landed(ring.ring, 10**9 + 4, slot, 5, 0, 0, 1, 0, 1)).error
+        )
+        prompt = random_prompt(20, 4)
+        pair.expect_transfer(pair.next_id, 20)
+        tokens, settled = pair.hand_over(prompt, GREEDY, chunk=8)
+        assert tokens == oracle.greedy(prompt, 24)
+        assert {message.error for message in settled} == {""}
+
+
+def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
+    checkpoint: Path, oracle: Reference
+) -> None:
+    prompt = random_prompt(40, 4)
+    for pair in start(checkpoint, {}, {}):
+        pair.connect()
+        os.kill(pair.decode.processes[0].pid, signal.SIGSTOP)
+        sends = 6
+        for index in range(sends):
+            pair.prefill.tell(
+                Send(index, 0, 8, "decode", 0, 40, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES)])
+            )
+        os.kill(pair.decode.processes[0].pid, signal.SIGKILL)
+        settled = [pair.prefill.expect(SendSettled) for _ in range(sends)]
+        assert all(message.error and message.is_quiet for message in settled)
+        assert pair.prefill.expect(PeerFailed).peer == "decode"
+        pair.prefill.tell(ClosePeer("decode"))
+        assert pair.prefill.expect(PeerClosed).peer == "decode"
+        with WorkerProcesses(checkpoint, Role.DECODE, prefill=(LINK,)) as decode:
+            decode.wait_ready()
+            again = StagedPair(pair.prefill, decode, next_id=500)
+            again.connect()
+            again.expect_transfer(500, 40)
+            tokens, _ = again.hand_over(prompt, GREEDY, chunk=64)
+            assert tokens == oracle.greedy(prompt, 24)
+
+
+def test_a_source_that_dies_leaves_slots_that_come_back_when_it_is_fenced(
+    checkpoint: Path,
+) -> None:
+    # 4 MiB of slots: half for the first peer, a quarter for the next, ...
+    with WorkerProcesses(checkpoint, Role.PREFILL) as prefill:
+        prefill.wait_ready()
+        layout = prefill.ready[0].layout
+    changes: dict[str, object] = {"prefill": (LINK,), "landing_mb": 1}
+    with WorkerProcesses(checkpoint, Role.DECODE, **changes) as decode:
+        decode.wait_ready()
+
+        def open_peer(name: str) -> int:
+            decode.tell(OpenPeer(name, layout, LINK, HandOver.LANDING))
+            landing = decode.expect(PeerOpened).descriptor.landing
+            assert landing is not None
+            return len(landing.rings[0].slots)
+
+        assert open_peer("a") == 8
+        decode.tell(ClosePeer("a"))
+        assert decode.expect(PeerClosed).peer == "a"
+        assert open_peer("b") == 4  # the dead peer's puts may still be on their way
+        decode.tell(ReclaimPeer("a"))
+        assert open_peer("c") == 6
