@@ -1,0 +1,111 @@
+"""A latent cache between any layouts: right tokens, and no byte more than the targets need.
+
+Every rank of a server has the whole row of its layers' tokens, so each target rank has to get each
+row once: from one source rank, however many have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
+from tests.e2e.replies import Reply
+from tests.engine.tiny_checkpoints import LATENT, RECIPES, Reference, random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+OUTPUT_COUNT = 12
+LENGTHS = [1, 33, 103]  # within a page, in the second chunk, over pages of every size
+FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
+LAYER_COUNT = 3
+ROW_NBYTES = (32 + 16) * 4  # latent and rotated key of LATENT, in float32
+
+PREFILLS = {
+    "tp1": (),
+    "tp2": ("--tp-size", "2"),
+    "pp2": ("--pp-size", "2", "--layer-group-count", "2"),
+}
+# And how many ranks hold each layer.
+DECODES = {
+    "tp1": ((), 1),
+    "tp2 page64": (("--tp-size", "2", "--page-size", "64"), 2),
+}
+PAIRS = list(product(PREFILLS, DECODES))
+
+
+@dataclass
+class Town:
+    """All servers of the tables above, and the reference."""
+
+    prefills: dict[str, Node]
+    decodes: dict[str, Node]
+    oracle: Reference
+    rooms: count[int]
+
+
+@pytest.fixture(scope="module")
+def town(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
+    checkpoint = tiny_checkpoint("deepseek_v3")
+    assert RECIPES["deepseek_v3"].changes.items() >= LATENT.items()
+    fleet.model_path = checkpoint
+    prefills = {
+        name: fleet.prefill(*FLAGS, *flags, name=f"prefill {name}")
+        for name, flags in PREFILLS.items()
+    }
+    # One address suffices: the others are dialled when a request names them.
+    decodes = {
+        name: fleet.decode([prefills["tp1"]], *FLAGS, *flags, name=f"decode {name}")
+        for name, (flags, _) in DECODES.items()
+    }
+    fleet.wait_ready()
+    return Town(prefills, decodes, Reference.load(checkpoint), count(1))
+
+
+def meet(fleet: Fleet, prefill: Node, decode: Node, room: int, prompt: list[int]) -> Reply:
+    """The decode server's reply to one request that both servers were told of."""
+    body: Body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True},
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": room,
+    }
+    first_half = fleet.in_background(prefill, body)
+    reply = reply_of(decode.post("/generate", body))
+    assert reply_of(first_half.result()).output_ids == reply.output_ids[:1]
+    return reply
+
+
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=[f"{p} to {d}" for p, d in PAIRS])
+def test_tokens_equal_the_reference_and_every_target_gets_each_row_once(
+    fleet: Fleet, town: Town, prefill: str, decode: str
+) -> None:
+    _, copies = DECODES[decode]
+    for length in LENGTHS:
+        prompt = random_prompt(length, seed=length)
+        reply = meet(fleet, town.prefills[prefill], town.decodes[decode], next(town.rooms), prompt)
+        assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT)
+        least_nbytes = length * LAYER_COUNT * ROW_NBYTES * copies
+        assert reply.timeline.hand_over.nbytes == least_nbytes
+
+
+def test_a_prompt_whose_beginning_was_seen_is_right_again(fleet: Fleet, town: Town) -> None:
+    """Pages of the beginning are shared on the prefill side, and the whole cache is handed over."""
+    prefill, decode = town.prefills["tp2"], town.decodes["tp1"]
+    beginning = random_prompt(80, seed=7)
+    for end in (random_prompt(5, seed=8), random_prompt(40, seed=9)):
+        prompt = beginning + end
+        reply = meet(fleet, prefill, decode, next(town.rooms), prompt)
+        assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT)
+        assert reply.timeline.hand_over.nbytes == len(prompt) * LAYER_COUNT * ROW_NBYTES
+    assert prefill.info().page_groups[0].cached > 0, "nothing was kept of the prompts"
+
+
+def test_no_page_is_left_anywhere(fleet: Fleet, town: Town) -> None:
+    fleet.wait_at_rest()
+    assert len(town.decodes["tp1"].info().peers) == len(PREFILLS)
