@@ -15,6 +15,7 @@ SECTIONS = {
     "planner": "bench.planner",
     "scheduler": "bench.scheduler",
     "pair": "bench.pair",
+    "staging": "bench.staging",
 }
 
 

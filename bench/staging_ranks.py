@@ -1,0 +1,172 @@
+"""One source rank in this process and one target rank in a child, turned as their I/O threads are.
+
+The parts are the real ones; only schedulers and models are missing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import torch
+
+from common.channel.poller import Poller
+from common.clock import SystemClock
+from common.config import HandOver, Role, ServerConfig
+from common.engine.kv_pool import KvPool
+from common.layout.cache_layout import RankLayout, ServerLayout
+from common.protocol.codec import decode_layout, encode_layout
+from common.protocol.local import (
+    ConnectPeer,
+    Expect,
+    PeerConnected,
+    PeerOpened,
+    Send,
+    SendSettled,
+    WorkerToScheduler,
+)
+from common.transport import transport as moving
+from common.transport.ucx import UcxSettings, UcxTransport
+from common.worker.landing import Landing
+from common.worker.peer_links import PeerLinks
+from common.worker.pools import allocate_pool
+from common.worker.sends import Sends
+from common.worker.staged_io import StagedIo
+from common.worker.staging import Staging
+from common.worker.start_staging import start_landing, start_staging
+
+PATIENCE_S = 120.0
+TRANSFER = 1
+
+
+class RankIo:
+    """What the I/O thread of one rank owns."""
+
+    def __init__(self, layout: RankLayout, role: Role, tls: str, page_count: int) -> None:
+        self.layout = layout
+        self.transport = UcxTransport(UcxSettings(tls=tls))
+        device = torch.device("cpu")
+        self.pool: KvPool = allocate_pool(self.transport, layout, [page_count], device)
+        config = ServerConfig(
+            role=role,
+            model_path="",
+            tokenizer_path="",
+            served_model_name="",
+            port=1,
+            prefill=("127.0.0.1:1",),
+        )
+        self.landing: Landing | None = start_landing(config, self.transport, layout, self.pool)
+        clock = SystemClock()
+        self.staging: Staging | None = start_staging(
+            config, self.transport, layout, self.pool, clock
+        )
+        self.links = PeerLinks(self.transport, layout, self.landing, self.staging)
+        self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging)
+        self.io = StagedIo(self.sends, self.links, self.landing, self.staging, clock)
+        self.told: list[WorkerToScheduler] = []
+        self._poller = Poller()
+        self._poller.register(self.transport.fileno())
+        self._poller.register(self.io)
+
+    def turn(self, timeout_s: float) -> None:
+        self._poller.poll(timeout_s)
+        for event in self.transport.poll():
+            match event:
+                case moving.TransferSettled():
+                    if not self.io.apply_settled(event):
+                        self.told += self.sends.apply_settled(event)
+                case moving.PeerConnected():
+                    self.told += self.links.apply_connected(event)
+                case moving.PeerFailed() | moving.PeerClosed():
+                    self.told += self.links.apply_gone(event)
+        self.told += self.io.receive()
+
+    def wait(self) -> WorkerToScheduler:
+        end_at = time.monotonic() + PATIENCE_S
+        while not self.told:
+            assert time.monotonic() < end_at, "nothing happens"
+            self.turn(0.1)
+        return self.told.pop(0)
+
+    def close(self) -> None:
+        self.io.close()
+        self.transport.close()
+
+
+class StagedPair:
+    """A source rank here and a target rank in a child, connected with one way of handing over."""
+
+    def __init__(
+        self, source: ServerLayout, target: ServerLayout, tls: str, hand_over: HandOver, tokens: int
+    ) -> None:
+        """tokens: that both pools hold."""
+        self.target = target
+        self.page_counts = (tokens // source.page_size, tokens // target.page_size)
+        self.source = RankIo(source.ranks[0], Role.PREFILL, tls, self.page_counts[0])
+        # Small numbers of any element type: what is moved is converted, not only copied.
+        self.source.pool.buffers[0].random_(0, 0x3C)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, pipe = context.Pipe()
+        arguments = (encode_layout(source), encode_layout(target), tls, hand_over, tokens, pipe)
+        self._process = context.Process(target=serve_target, args=arguments, daemon=True)
+        self._process.start()
+        opened = self._pipe.recv()
+        assert isinstance(opened, PeerOpened), opened
+        message = ConnectPeer("target", encode_layout(target), [opened.descriptor], hand_over)
+        self.source.told += self.source.links.connect(message)
+        connected = self.source.wait()
+        assert isinstance(connected, PeerConnected), connected
+        self.hand_over = connected.hand_over
+        self._send_id = 0
+
+    def sample(self, rng: np.random.Generator, token_count: int) -> tuple[float, int]:
+        """Seconds of one hand-over between random pages, and its number of puts."""
+        lists = [
+            (rng.permutation(count)[: token_count // layout.page_size] + 1).tolist()
+            for count, layout in zip(
+                self.page_counts, (self.source.layout.server, self.target), strict=True
+            )
+        ]
+        self._pipe.send(Expect(TRANSFER, "source", token_count, [(0, lists[1])]))
+        assert self._pipe.recv() == "expected"
+        self._send_id += 1
+        send = Send(
+            self._send_id, 0, TRANSFER, "target", 0, token_count, True, [(0, lists[0])],
+            [(0, lists[1])],
+        )  # fmt: skip
+        start = time.perf_counter()
+        self.source.told += self.source.sends.send(send)
+        settled = self.source.wait()
+        seconds = time.perf_counter() - start
+        assert isinstance(settled, SendSettled) and not settled.error, settled
+        return seconds, settled.run_count
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+        self.source.close()
+
+
+def serve_target(
+    source: bytes, target: bytes, tls: str, hand_over: HandOver, tokens: int, pipe: Connection
+) -> None:
+    torch.set_num_threads(1)
+    layout = decode_layout(target)
+    rank = RankIo(layout.ranks[0], Role.DECODE, tls, tokens // layout.page_size)
+    opened = rank.links.open("source", layout=source, hand_over=hand_over)
+    pipe.send(msgspec.structs.replace(opened) if isinstance(opened, PeerOpened) else opened)
+    rank._poller.register(pipe.fileno())
+    while True:
+        rank.turn(None)  # type: ignore[arg-type]
+        if not pipe.poll():
+            continue
+        message = pipe.recv()
+        if message is None:
+            break
+        assert rank.landing is not None
+        rank.landing.expect(message)
+        pipe.send("expected")
+    rank.close()
