@@ -90,5 +90,6 @@ def _choose_attention(
             device=context.device,
             page_size=page_size,
             is_latent=config.mla is not None,
+            needs_sdpa=config.needs_sdpa,
         )
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from common.engine.gemma_config import GemmaConfig, read_gemma, read_global_rope
 from common.engine.json_fields import JsonFields
 from common.engine.mla_config import (
     MlaConfig,
@@ -19,6 +20,7 @@ from common.engine.mla_config import (
     read_weight_blocks,
 )
 from common.engine.rope_config import RopeConfig, extended_length, read_rope
+from common.engine.window_config import WindowStyle, read_windows, window_layers
 from common.errors import ConfigError
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -51,6 +53,8 @@ class ModelConfig:
     weight_blocks: (rows, columns) of the blocks of float8 weights, None if there are none.
     extra_layer_count: layers behind the last one that a checkpoint carries to predict more tokens
         at a time; they are not loaded.
+    windows: tokens that each layer sees, itself included; 0 for all.
+    gemma: what only Gemma's layers have.
     """
 
     architecture: str
@@ -75,6 +79,17 @@ class ModelConfig:
     mla: MlaConfig | None = None
     weight_blocks: tuple[int, int] | None = None
     extra_layer_count: int = 0
+    windows: tuple[int, ...] = ()
+    gemma: GemmaConfig | None = None
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self.windows)
+
+    @property
+    def needs_sdpa(self) -> bool:
+        """Whether attention is more than causal softmax over all of the past."""
+        return self.has_windows or self.gemma is not None
 
     @property
     def rotary_dim(self) -> int:
@@ -90,24 +105,16 @@ class _Bias(StrEnum):
     CONFIGURED = "configured"  # all four if `attention_bias`
 
 
-class _Window(StrEnum):
-    """How an architecture spells a sliding window."""
-
-    NONE = "none"
-    ALL_LAYERS = "all layers"  # `sliding_window`, 4096 if absent
-    UPPER_LAYERS = "upper layers"  # if `use_sliding_window`, on the layers `layer_types` marks
-    SWITCHED = "switched"  # if `use_sliding_window`, on all layers
-
-
 @dataclass(frozen=True, slots=True)
 class _Architecture:
     """What the published model code fixes. head_dim_default: 0 if there is none.
 
     is_latent: attention is latent, experts are grouped; has_sigmoid_router is of those only.
+    is_gemma: the rest is of those only. window_period_default: n of `WindowStyle.PATTERN`.
     """
 
     bias: _Bias
-    window: _Window
+    window: WindowStyle
     has_qk_norm: bool = False
     has_mlp_bias_key: bool = False
     is_kv_head_count_required: bool = True
@@ -115,35 +122,56 @@ class _Architecture:
     is_moe: bool = False
     is_latent: bool = False
     has_sigmoid_router: bool = False
+    is_gemma: bool = False
+    window_period_default: int = 0
+    softcap_defaults: tuple[float, float] = (0.0, 0.0)
+    has_local_rope: bool = False
 
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": _Architecture(
         bias=_Bias.CONFIGURED,
-        window=_Window.NONE,
+        window=WindowStyle.NONE,
         has_mlp_bias_key=True,
         is_kv_head_count_required=False,
     ),
-    "MistralForCausalLM": _Architecture(bias=_Bias.NEVER, window=_Window.ALL_LAYERS),
-    "Qwen2ForCausalLM": _Architecture(bias=_Bias.QKV, window=_Window.UPPER_LAYERS),
+    "MistralForCausalLM": _Architecture(bias=_Bias.NEVER, window=WindowStyle.ALL_LAYERS),
+    "Qwen2ForCausalLM": _Architecture(bias=_Bias.QKV, window=WindowStyle.UPPER_LAYERS),
     "Qwen3ForCausalLM": _Architecture(
         bias=_Bias.CONFIGURED,
-        window=_Window.UPPER_LAYERS,
+        window=WindowStyle.UPPER_LAYERS,
         has_qk_norm=True,
         head_dim_default=128,
     ),
     "Qwen3MoeForCausalLM": _Architecture(
-        bias=_Bias.CONFIGURED, window=_Window.SWITCHED, has_qk_norm=True, is_moe=True
+        bias=_Bias.CONFIGURED, window=WindowStyle.SWITCHED, has_qk_norm=True, is_moe=True
     ),
     "DeepseekV2ForCausalLM": _Architecture(
-        bias=_Bias.CONFIGURED, window=_Window.NONE, is_moe=True, is_latent=True
+        bias=_Bias.CONFIGURED, window=WindowStyle.NONE, is_moe=True, is_latent=True
     ),
     "DeepseekV3ForCausalLM": _Architecture(
         bias=_Bias.CONFIGURED,
-        window=_Window.NONE,
+        window=WindowStyle.NONE,
         is_moe=True,
         is_latent=True,
         has_sigmoid_router=True,
+    ),
+    "Gemma2ForCausalLM": _Architecture(
+        bias=_Bias.CONFIGURED,
+        window=WindowStyle.PATTERN,
+        head_dim_default=256,
+        is_gemma=True,
+        window_period_default=2,
+        softcap_defaults=(50.0, 30.0),
+    ),
+    "Gemma3ForCausalLM": _Architecture(
+        bias=_Bias.CONFIGURED,
+        window=WindowStyle.PATTERN,
+        has_qk_norm=True,
+        head_dim_default=256,
+        is_gemma=True,
+        window_period_default=6,
+        has_local_rope=True,
     ),
 }
 
@@ -162,13 +190,23 @@ def read_model_config(model_path: Path) -> ModelConfig:
     name = _architecture_name(fields)
     architecture = _ARCHITECTURES[name]
     weight_blocks = read_weight_blocks(fields)
-    if fields.text("hidden_act", "silu") != "silu":
+    if not architecture.is_gemma and fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", '"silu"')
     layer_count = fields.integer("num_hidden_layers")
     max_position = fields.integer("max_position_embeddings")
-    rope = read_rope(fields, max_position=max_position)
-    context_length = extended_length(rope, max_position)
-    _check_no_window(fields, architecture, layer_count, context_length)
+    if architecture.has_local_rope:
+        # Its published lengths are those after the extension.
+        rope = read_global_rope(fields, max_position=max_position)
+        context_length = max_position
+    else:
+        rope = read_rope(fields, max_position=max_position)
+        context_length = extended_length(rope, max_position)
+    marked = window_layers(
+        fields,
+        architecture.window,
+        layer_count,
+        period_default=architecture.window_period_default,
+    )
     mla = read_mla(fields) if architecture.is_latent else None
     if mla is None:
         head_count, kv_head_count, head_dim = _read_heads(fields, architecture)
@@ -198,13 +236,15 @@ def read_model_config(model_path: Path) -> ModelConfig:
         has_output_bias=is_configured,
         has_mlp_bias=architecture.has_mlp_bias_key and fields.flag("mlp_bias", False),
         has_qk_norm=architecture.has_qk_norm,
-        is_head_tied=fields.flag("tie_word_embeddings", False),
+        is_head_tied=fields.flag("tie_word_embeddings", architecture.is_gemma),
         moe=_read_moe(fields, architecture, layer_count) if architecture.is_moe else None,
         dtype=_read_dtype(fields),
         eos_token_ids=_read_eos(model_path, fields, vocab_size),
         mla=mla,
         weight_blocks=weight_blocks,
         extra_layer_count=_read_extra_layers(fields) if architecture.is_latent else 0,
+        windows=read_windows(fields, marked, layer_count, context_length),
+        gemma=_read_gemma(fields, architecture, marked, max_position),
     )
 
 
@@ -259,37 +299,17 @@ def _even_head_dim(fields: JsonFields, head_dim: int) -> int:
     return head_dim
 
 
-def _check_no_window(
-    fields: JsonFields, architecture: _Architecture, layer_count: int, context_length: int
-) -> None:
-    """Raises: ConfigError if some layer can't see the whole context; a window as long is none."""
-    match architecture.window:
-        case _Window.NONE:
-            return
-        case _Window.ALL_LAYERS:
-            is_absent = "sliding_window" not in fields.values
-            is_windowed = is_absent or fields.has("sliding_window")
-        case _Window.SWITCHED:
-            is_windowed = fields.flag("use_sliding_window", False)
-        case _Window.UPPER_LAYERS:
-            is_windowed = fields.flag("use_sliding_window", False) and _has_window_layer(
-                fields, layer_count
-            )
-    if not is_windowed:
-        return
-    window = fields.integer("sliding_window", 4096)
-    if window < context_length:
-        raise fields.error(
-            "sliding_window",
-            f"null or at least the context length {context_length}: "
-            "sliding windows are not supported yet",
-        )
-
-
-def _has_window_layer(fields: JsonFields, layer_count: int) -> bool:
-    if fields.has("layer_types"):
-        return "sliding_attention" in fields.texts("layer_types")
-    return fields.integer("max_window_layers", 28, minimum=0) < layer_count
+def _read_gemma(
+    fields: JsonFields, architecture: _Architecture, marked: tuple[int, ...], max_position: int
+) -> GemmaConfig | None:
+    if not architecture.is_gemma:
+        return None
+    return read_gemma(
+        fields,
+        softcap_defaults=architecture.softcap_defaults,
+        local_layers=marked if architecture.has_local_rope else (),
+        max_position=max_position,
+    )
 
 
 def _read_moe(fields: JsonFields, architecture: _Architecture, layer_count: int) -> MoeConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.layout.component import FULL, CacheComponent, Segment, Shard
+from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
 
 DTYPE_NBYTES = {
     "float32": 4,
@@ -51,4 +51,28 @@ def mla_components(
             dtype=dtype,
             order="rope-pairs" if is_interleaved else "rope-half",
         ),
+    )
+
+
+def windowed_gqa_components(
+    *, windows: tuple[int, ...], kv_head_count: int, head_dim: int, dtype: str
+) -> tuple[CacheComponent, ...]:
+    """Keys and values of layers of which some see a window only.
+
+    windows: of every layer, in tokens, 0 for all of the past. Layers of one width share a page
+    group; those that see everything come first.
+    """
+    unit_nbytes = head_dim * DTYPE_NBYTES[dtype]
+    return tuple(
+        CacheComponent(
+            name=name,
+            layers=tuple(layer for layer, of_layer in enumerate(windows) if of_layer == window),
+            segments=(Segment("head", kv_head_count, unit_nbytes),),
+            live=Live(LiveKind.WINDOW, window) if window else FULL,
+            shard=Shard.SPLIT,
+            dtype=dtype,
+            order="rope-half" if name == "k" else "",
+        )
+        for window in sorted(set(windows))
+        for name in ("k", "v")
     )

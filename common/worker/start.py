@@ -232,6 +232,7 @@ def _attention_shape(
         page_size=config.page_size,
         cache_dtype=CACHE_DTYPES[components[0].dtype],
         is_latent=model_config.mla is not None,
+        needs_sdpa=model_config.needs_sdpa,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,8 @@ def make_pool(
         layer_group_count=layer_group_count,
     )
     layout.check()
-    pool = KvPool.allocate(layout.rank(parallel.pp_rank, parallel.tp_rank), [page_count], "cpu")
+    rank = layout.rank(parallel.pp_rank, parallel.tp_rank)
+    pool = KvPool.allocate(rank, [page_count] * len(layout.groups), "cpu")
     generator = torch.Generator().manual_seed(7)
     for buffer in pool.buffers:
         values = buffer.view(CACHE_DTYPES[layout.components[0].dtype])
@@ -69,6 +72,8 @@ def shuffled_pages(page_count: int, seed: int) -> list[int]:
 
 
 def forward(model: CausalLm, pool: KvPool, chunks: list[SequenceChunk]) -> Tensor:
+    # A sequence has the same page ids in every group.
+    chunks = [replace(c, page_ids=c.page_ids[:1] * len(pool.page_items)) for c in chunks]
     batch = ForwardBatch.build(chunks, page_items=pool.page_items, device="cpu")
     logits = model.forward(batch, pool)
     assert logits is not None

@@ -19,6 +19,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -35,6 +39,8 @@ from transformers import (
 
 VOCAB_SIZE = 512
 CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "Gemma2ForCausalLM": (Gemma2Config, Gemma2ForCausalLM),
+    "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
     "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
@@ -93,6 +99,9 @@ LATENT: dict[str, object] = {
 DEFAULT_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
+GEMMA: dict[str, object] = {"head_dim": 16, "tie_word_embeddings": True}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A tiny checkpoint: an architecture, and what its config changes from COMMON."""
@@ -104,6 +113,10 @@ class Recipe:
     @property
     def is_tied(self) -> bool:
         return self.changes.get("tie_word_embeddings") is True
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.architecture.startswith("Gemma")
 
 
 # Seeds are picked: with the prompts of the tests, no output has fewer than 8 distinct tokens among
@@ -173,6 +186,39 @@ RECIPES: dict[str, Recipe] = {
         },
         seed=2,
     ),
+    # Windows smaller than a page and no multiple of it, and wider than one.
+    "mistral_window": Recipe(
+        "MistralForCausalLM", {"rope_parameters": DEFAULT_ROPE, "sliding_window": 11}, seed=2
+    ),
+    "qwen2_window": Recipe(
+        "Qwen2ForCausalLM",
+        {
+            "rope_parameters": DEFAULT_ROPE,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 1,
+        },
+        seed=1,
+    ),
+    "gemma2": Recipe(
+        "Gemma2ForCausalLM",
+        GEMMA | {"rope_parameters": DEFAULT_ROPE, "sliding_window": 9, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3": Recipe(
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": LINEAR_ROPE | {"rope_theta": 1e6},
+                "sliding_attention": DEFAULT_ROPE,
+            },
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+        },
+        seed=7,
+    ),
 }
 
 
@@ -184,12 +230,12 @@ def build_checkpoint(
     config = config_class.from_dict({**COMMON, **recipe.changes})
     torch.manual_seed(recipe.seed)
     model = model_class(config)
-    redraw(model, recipe.seed, is_tied=recipe.is_tied)
+    redraw(model, recipe.seed, is_tied=recipe.is_tied, norm_mean=0.0 if recipe.is_gemma else 1.0)
     model.save_pretrained(directory, max_shard_size=file_nbytes_max or "1GB")
     return directory
 
 
-def redraw(model: torch.nn.Module, seed: int, *, is_tied: bool) -> None:
+def redraw(model: torch.nn.Module, seed: int, *, is_tied: bool, norm_mean: float = 1.0) -> None:
     """Weights with which every cached page decides tokens and few tokens repeat."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -202,7 +248,9 @@ def redraw(model: torch.nn.Module, seed: int, *, is_tied: bool) -> None:
             if "embed_tokens" in name:
                 draw(tensor, 0.0, 0.1 if is_tied else 1.0)
             elif tensor.dim() == 1:
-                draw(tensor, 1.0 if "norm" in name else 0.0, 0.15)
+                # What a Gemma layer adds has the size of its outer norms, not of its projections.
+                is_outer = norm_mean == 0.0 and "post_" in name
+                draw(tensor, 2.0 if is_outer else norm_mean if "norm" in name else 0.0, 0.15)
             elif "o_proj" in name:
                 draw(tensor, 0.0, fan_in * (2.0 if is_tied else 3.0))
             elif "down_proj" in name:

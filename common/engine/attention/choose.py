@@ -50,7 +50,8 @@ is slower; a server that does not start serves nobody."""
 class AttentionShape:
     """The heads of one rank. cache_dtype: of the pool's keys and values; None for `dtype`.
 
-    is_latent: the cache holds latent rows instead of keys and values.
+    is_latent: the cache holds latent rows instead of keys and values. needs_sdpa: some layer sees a
+    window only, or does more to its scores than scale them.
     """
 
     head_count: int
@@ -61,6 +62,7 @@ class AttentionShape:
     page_size: int
     cache_dtype: torch.dtype | None = None
     is_latent: bool = False
+    needs_sdpa: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
     sdpa = SdpaAttention()
     if shape.device.type != "cuda":
         return AttentionChoice(sdpa, f"the path of {shape.device.type}")
+    if shape.needs_sdpa:
+        return AttentionChoice(sdpa, "the path of windows and of capped scores on every device")
     if shape.dtype not in SUPPORTED_DTYPES or shape.head_dim not in SUPPORTED_HEAD_DIMS:
         return AttentionChoice(
             sdpa, f"flashinfer has no kernel for {shape.dtype} with head dim {shape.head_dim}"

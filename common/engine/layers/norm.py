@@ -1,4 +1,5 @@
-"""RMSNorm as Llama and Qwen spell it: normalised in fp32, cast to the model dtype, then scaled."""
+"""RMSNorm in its two spellings: normalised in fp32, then cast to the model dtype and scaled (Llama,
+Qwen, DeepSeek), or scaled in fp32 too and cast last (Gemma, whose weight is an offset from one)."""
 
 from __future__ import annotations
 
@@ -35,6 +36,15 @@ class RmsNorm:
         yield Weight.whole(f"{self.name}.weight", self.weight)
 
 
+class OffsetNorm(RmsNorm):
+    """x / rms(x) * (1 + w), all of it in fp32, cast last."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return (normalize(hidden.float(), self.epsilon) * (1.0 + self.weight.float())).to(
+            hidden.dtype
+        )
+
+
 class QkNorm:
     """RMSNorm over each head's dimension, of query and key heads in one go.
 
@@ -67,3 +77,12 @@ class QkNorm:
         ):
             shape = (self.weight.shape[1],)
             yield Weight(((Piece(f"{self.name}.{part}.weight", shape, (slice(None),), target),),))
+
+
+class OffsetQkNorm(QkNorm):
+    """`QkNorm` as `OffsetNorm` spells it."""
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return (normalize(heads.float(), self.epsilon) * (1.0 + self.weight.float())).to(
+            heads.dtype
+        )

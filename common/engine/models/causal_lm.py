@@ -17,7 +17,7 @@ from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.norm import RmsNorm
+from common.engine.layers.norm import OffsetNorm, RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.model_config import ModelConfig
 from common.engine.weights import Weight
@@ -67,6 +67,12 @@ class CausalLm:
         self.rotary = RotaryEmbedding(
             config.rope, config.rotary_dim, device=context.device, dtype=context.dtype
         )
+        self.local_rotary: RotaryEmbedding | None = None
+        gemma = config.gemma
+        if gemma is not None and gemma.local_rope is not None:
+            self.local_rotary = RotaryEmbedding(
+                gemma.local_rope, config.rotary_dim, device=context.device, dtype=context.dtype
+            )
         embed_table = VocabTable(
             context, "model.embed_tokens", config.vocab_size, config.hidden_size
         )
@@ -79,7 +85,8 @@ class CausalLm:
             self.embedding = Embedding(context, embed_table)
             self._tables.append(embed_table)
         if parallel.is_last_stage:
-            self.norm = RmsNorm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
+            norm = RmsNorm if gemma is None else OffsetNorm
+            self.norm = norm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
             head_table = embed_table
             if not is_tied:
                 head_table = VocabTable(context, "lm_head", config.vocab_size, config.hidden_size)
@@ -97,23 +104,35 @@ class CausalLm:
         Returns: logits float32[R, vocabulary] of batch.logits_rows, on every rank of the last
             pipeline stage; None on the others.
         """
-        parallel = self.context.parallel
+        parallel, gemma = self.context.parallel, self.config.gemma
         if self.embedding is not None:
             hidden = self.embedding(batch.token_ids)
+            if gemma is not None:
+                # Models were trained with the factor rounded to the dtype of the weights.
+                factor = torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype)
+                hidden = hidden * float(factor)
         else:
             hidden = parallel.receive_from_previous_stage(
                 self.context.empty(batch.token_count, self.config.hidden_size)
             )
         rotation = self.rotary.rotate(batch.positions)
+        rotations = dict.fromkeys(self.layer_ids, rotation)
+        if gemma is not None and self.local_rotary is not None:
+            rotations |= dict.fromkeys(
+                gemma.local_layers, self.local_rotary.rotate(batch.positions)
+            )
         attention = self.attention.start(batch, pool)
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
-            hidden = layer(hidden, rotation, attention)
+            hidden = layer(hidden, rotations[layer_id], attention)
             if on_layer is not None:
                 on_layer(layer_id)
         if self.norm is None or self.head is None:
             parallel.send_to_next_stage(hidden)
             return None
-        return self.head(self.norm(hidden[batch.logits_rows]))
+        logits = self.head(self.norm(hidden[batch.logits_rows]))
+        if gemma is not None and gemma.logit_softcap:
+            logits = torch.tanh(logits / gemma.logit_softcap) * gemma.logit_softcap
+        return logits
 
     def describe(self) -> dict[str, str]:
         """What runs, for the log and /server_info."""

@@ -9,11 +9,12 @@ from common.engine.cast import CACHE_DTYPES
 from common.engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from common.engine.models.causal_lm import LayerBuilder
 from common.engine.models.deepseek import build_deepseek_layer
+from common.engine.models.gemma import build_gemma_layer
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
-from common.layout.families import gqa_components, mla_components
+from common.layout.families import gqa_components, mla_components, windowed_gqa_components
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,13 @@ class Family:
 
 
 def _gqa(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    if config.has_windows:
+        return windowed_gqa_components(
+            windows=config.windows,
+            kv_head_count=config.kv_head_count,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
     return gqa_components(
         layer_count=config.layer_count,
         kv_head_count=config.kv_head_count,
@@ -54,6 +62,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(build_qwen3_moe_layer, _gqa),
     "DeepseekV2ForCausalLM": Family(build_deepseek_layer, _mla),
     "DeepseekV3ForCausalLM": Family(build_deepseek_layer, _mla),
+    "Gemma2ForCausalLM": Family(build_gemma_layer, _gqa),
+    "Gemma3ForCausalLM": Family(build_gemma_layer, _gqa),
 }
 assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
 
