@@ -70,7 +70,7 @@ def load_weights(
     entries = read_tensor_entries(model_path)
     pieces = [piece for weight in weights for piece in _choose_way(weight, entries)]
     _check_names(model_path, pieces, entries, is_ignored)
-    scales: dict[str, Tensor] = {}
+    scaled: dict[str, TensorEntry] = {}
     for piece in pieces:
         entry = entries[piece.name]
         if entry.shape != piece.shape:
@@ -79,12 +79,13 @@ def load_weights(
                 f"config.json asks for {list(piece.shape)}"
             )
         if entry.dtype == FLOAT8_DTYPE and blocks is not None:
-            scales[piece.name] = _read_scales(entries, piece, blocks)
+            scaled[piece.name] = _scales_of(piece, entries, blocks)
         elif entry.dtype not in FLOAT_DTYPES:
             raise ConfigError(
                 f"{entry.path}: tensor {entry.name} has dtype {entry.dtype}: "
                 f"must be one of {', '.join(FLOAT_DTYPES)}"
             )
+    scales = _read_scales(scaled)
     for path in sorted({entries[piece.name].path for piece in pieces}):
         found = [piece for piece in pieces if entries[piece.name].path == path]
         _copy_file(path, found, scales, blocks)
@@ -144,7 +145,9 @@ def _check_names(
         raise ConfigError(f"{model_path}: the checkpoint {'; and '.join(problems)}")
 
 
-def _read_scales(entries: dict[str, TensorEntry], piece: Piece, blocks: tuple[int, int]) -> Tensor:
+def _scales_of(
+    piece: Piece, entries: dict[str, TensorEntry], blocks: tuple[int, int]
+) -> TensorEntry:
     """The factors of a float8 tensor: [.., blocks of rows, blocks of columns], edges included."""
     entry = entries[piece.name + SCALE_SUFFIX]
     if len(piece.shape) < len(blocks):
@@ -156,12 +159,22 @@ def _read_scales(entries: dict[str, TensorEntry], piece: Piece, blocks: tuple[in
             f"{entry.path}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}: must be "
             f"{list(expected)} of {', '.join(FLOAT_DTYPES)}, one for each {blocks[0]} x {blocks[1]}"
         )
-    try:
-        with safe_open(entry.path, framework="pt") as file:
-            scales: Tensor = file.get_tensor(entry.name)
-    except (OSError, SafetensorError) as exc:
-        raise ConfigError(f"{entry.path}: can't be read: {exc}") from exc
-    return scales.float()
+    return entry
+
+
+def _read_scales(scaled: dict[str, TensorEntry]) -> dict[str, Tensor]:
+    """fp32 factors by the name of the tensor they belong to. Every file is opened once: a large
+    model has tens of thousands of experts."""
+    scales: dict[str, Tensor] = {}
+    for path in sorted({entry.path for entry in scaled.values()}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, entry in scaled.items():
+                    if entry.path == path:
+                        scales[name] = file.get_tensor(entry.name).float()
+        except (OSError, SafetensorError) as exc:
+            raise ConfigError(f"{path}: can't be read: {exc}") from exc
+    return scales
 
 
 def _copy_file(
