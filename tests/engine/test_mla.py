@@ -44,7 +44,8 @@ Checkpoints = Callable[[str], Path]
 
 NAMES = [name for name in RECIPES if name.startswith(("deepseek", "kimi"))]
 PAGE_SIZE = 4
-LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM, HEAD_COUNT = 12, 4, 6, 5, 3
+# Values wider than keys here, narrower in the checkpoints.
+LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM, HEAD_COUNT = 12, 4, 6, 11, 3
 ROW_DIM = LATENT_DIM + ROPE_DIM
 
 
