@@ -14,8 +14,6 @@ from pathlib import Path
 import httpx
 import msgspec
 from fastapi import APIRouter, FastAPI
-from scripted_scheduler import ScriptedScheduler
-from tiny_tokenizers import write_tokenizer
 
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, SystemClock
@@ -26,6 +24,8 @@ from common.frontend.context import FrontendContext
 from common.frontend.scheduler_client import SchedulerClient
 from common.frontend.tokenizer import load_tokenizer
 from common.metrics import ServerMetrics
+from tests.frontend.scripted_scheduler import ScriptedScheduler
+from tests.frontend.tiny_tokenizers import write_tokenizer
 
 BuildRouter = Callable[[FrontendContext], APIRouter]
 BASE_PARTS: tuple[BuildRouter, ...] = (info.build_router, page.build_router)

@@ -13,9 +13,6 @@ from pathlib import Path
 import httpx
 import msgspec
 import uvicorn
-from frontend_rig import BASE_PARTS, Rig, run_with_rig
-from scripted_scheduler import INFO, ScriptedScheduler, logprobs_of, trace_of
-from tiny_tokenizers import CHATML, byte_level_backend, write_tokenizer
 
 from common.config import Role
 from common.frontend import openai_api, sglang_api
@@ -23,6 +20,9 @@ from common.frontend.fields import JsonObject, JsonValue
 from common.frontend.tokenizer import Tokenizer
 from common.protocol.local import SchedulerToFrontend, Submit, Tokens
 from common.request import FinishKind, FinishReason
+from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
+from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, logprobs_of, trace_of
+from tests.frontend.tiny_tokenizers import CHATML, byte_level_backend, write_tokenizer
 
 PARTS = (*BASE_PARTS, sglang_api.build_router, openai_api.build_router)
 VOCAB_SIZE = 400  # more than the tokenizer has

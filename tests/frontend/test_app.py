@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from frontend_rig import BASE_PARTS, Rig, run_with_rig
 
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.errors import FailedRequest, error_body, error_response
 from common.protocol.local import Failed
+from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
 
 
 def odd_routes(context: FrontendContext) -> APIRouter:

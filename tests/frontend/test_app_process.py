@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from frontend_rig import decode_config
-from scripted_scheduler import ScriptedScheduler
 
 from common.config import ServerConfig, write_config
 from common.protocol.local import Cancel
+from tests.frontend.frontend_rig import decode_config
+from tests.frontend.scripted_scheduler import ScriptedScheduler
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 START_TIMEOUT_S = 30.0

@@ -6,8 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from frontend_rig import Rig, run_with_rig
-from generate_rig import (
+
+from common.config import Role
+from common.frontend.fields import JsonObject, JsonValue
+from common.protocol.local import Failed
+from tests.frontend.frontend_rig import Rig, run_with_rig
+from tests.frontend.generate_rig import (
     PARTS,
     TOKENIZER,
     VOCAB_SIZE,
@@ -18,11 +22,7 @@ from generate_rig import (
     run_generate,
     say_text,
 )
-from tiny_tokenizers import write_tokenizer
-
-from common.config import Role
-from common.frontend.fields import JsonObject, JsonValue
-from common.protocol.local import Failed
+from tests.frontend.tiny_tokenizers import write_tokenizer
 
 PATH = "/v1/chat/completions"
 HELLO: JsonObject = {"role": "user", "content": "hello"}

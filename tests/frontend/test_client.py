@@ -6,8 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from frontend_rig import Rig, run_with_rig
-from scripted_scheduler import INFO, ScriptedScheduler, count_up
 
 from common.clock import ManualClock
 from common.errors import RequestError
@@ -15,6 +13,8 @@ from common.frontend.liveness import GONE_AFTER_S, SILENCE_MAX_S, STALL_MAX_S, L
 from common.frontend.request_handle import RequestHandle, join_tokens
 from common.protocol.local import Cancel, Failed, GetState, State, Tokens
 from common.request import Bootstrap, FinishKind, FinishReason, SamplingParams, TokenLogprobs
+from tests.frontend.frontend_rig import Rig, run_with_rig
+from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, count_up
 
 
 def sampling(count: int) -> SamplingParams:

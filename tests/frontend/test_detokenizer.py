@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import BACKENDS, byte_fallback_backend
 
 from common.frontend.detokenizer import REPLACEMENT
 from common.frontend.stop_strings import StopStrings
 from common.frontend.tokenizer import Tokenizer
+from tests.frontend.tiny_tokenizers import BACKENDS, byte_fallback_backend
 
 TOKENIZERS = {name: Tokenizer(make(), None) for name, make in BACKENDS.items()}
 BYTE_LEVEL = TOKENIZERS["byte level"]

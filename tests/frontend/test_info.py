@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
-from frontend_rig import Rig, run_with_rig
-from scripted_scheduler import PEER, ScriptedScheduler
 
 from common.clock import ManualClock
 from common.config import Role
 from common.frontend.liveness import SILENCE_MAX_S, STALL_MAX_S
 from common.protocol.local import Failed, PeerState
 from common.request import SamplingParams
+from tests.frontend.frontend_rig import Rig, run_with_rig
+from tests.frontend.scripted_scheduler import PEER, ScriptedScheduler
 
 
 def test_health_is_200_when_ready_and_asks_nobody(tmp_path: Path) -> None:

@@ -6,8 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from frontend_rig import Rig
-from generate_rig import (
+
+from common.config import Role
+from common.frontend.fields import JsonObject, JsonValue
+from common.protocol.local import Failed
+from common.request import FinishKind, FinishReason
+from tests.frontend.frontend_rig import Rig
+from tests.frontend.generate_rig import (
     TOKENIZER,
     VOCAB_SIZE,
     at,
@@ -19,12 +24,7 @@ from generate_rig import (
     say_text,
     serve_http,
 )
-from scripted_scheduler import count_up
-
-from common.config import Role
-from common.frontend.fields import JsonObject, JsonValue
-from common.protocol.local import Failed
-from common.request import FinishKind, FinishReason
+from tests.frontend.scripted_scheduler import count_up
 
 PATH = "/v1/completions"
 

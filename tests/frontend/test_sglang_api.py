@@ -8,8 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from frontend_rig import Rig
-from generate_rig import (
+
+from common.config import Role
+from common.frontend.fields import JsonObject
+from common.protocol.local import Failed, SchedulerToFrontend, Submit, Tokens
+from common.request import FinishKind, FinishReason
+from tests.frontend.frontend_rig import Rig
+from tests.frontend.generate_rig import (
     TOKENIZER,
     at,
     counted_text,
@@ -22,12 +27,7 @@ from generate_rig import (
     say_text,
     serve_http,
 )
-from scripted_scheduler import count_up
-
-from common.config import Role
-from common.frontend.fields import JsonObject
-from common.protocol.local import Failed, SchedulerToFrontend, Submit, Tokens
-from common.request import FinishKind, FinishReason
+from tests.frontend.scripted_scheduler import count_up
 
 GREEDY: JsonObject = {"temperature": 0, "max_new_tokens": 4}
 

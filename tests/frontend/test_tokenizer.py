@@ -9,12 +9,12 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tiny_tokenizers import BACKENDS, CHATML, byte_level_backend, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import ConfigError, RequestError
 from common.frontend.fields import JsonObject, JsonValue
 from common.frontend.tokenizer import BYTE_ALPHABET, Tokenizer, load_tokenizer
+from tests.frontend.tiny_tokenizers import BACKENDS, CHATML, byte_level_backend, write_tokenizer
 
 WALL = datetime(2026, 7, 26, 12, 0).timestamp()
 PROMPTS = [

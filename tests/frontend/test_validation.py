@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import byte_level_backend
 
 from common.errors import RequestError
 from common.frontend.fields import JsonObject, JsonValue, parse_object
@@ -18,6 +17,7 @@ from common.frontend.sampling import derive_seed
 from common.frontend.tokenizer import Tokenizer
 from common.frontend.validation import GenerateCall, parse_generate
 from common.request import Bootstrap, SamplingParams
+from tests.frontend.tiny_tokenizers import byte_level_backend
 
 TOKENIZER = Tokenizer(byte_level_backend(), None)
 DECODE = Limits(

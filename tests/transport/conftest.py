@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from transport_pair import Pair, start_remote
-from transport_servant import Remote
+
+from tests.transport.transport_pair import Pair, start_remote
+from tests.transport.transport_servant import Remote
 
 
 @pytest.fixture(params=["posix,tcp", "tcp"], scope="module")

@@ -6,18 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transport_pair import (
-    GUARD_NBYTES,
-    REGION_NBYTES,
-    TARGET_REGIONS,
-    Pair,
-    apply_plan,
-    plan_of,
-    plan_random,
-    plan_volume,
-    unique,
-)
-from transport_servant import Remote
 
 from common.planner.copy_plan import CopyPlan
 from common.transport.transport import (
@@ -31,6 +19,18 @@ from common.transport.transport import (
     TransferSettled,
     UnknownPeer,
 )
+from tests.transport.transport_pair import (
+    GUARD_NBYTES,
+    REGION_NBYTES,
+    TARGET_REGIONS,
+    Pair,
+    apply_plan,
+    plan_of,
+    plan_random,
+    plan_volume,
+    unique,
+)
+from tests.transport.transport_servant import Remote
 
 # What lands ---------------------------------------------------------------------------------------
 

@@ -9,15 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_pair import (
-    GUARD_NBYTES,
-    Pair,
-    plan_of,
-    plan_volume,
-    start_remote,
-    unique,
-)
-from transport_servant import Remote, Writer
 
 from common.planner.copy_plan import CopyPlan
 from common.transport.transport import (
@@ -30,6 +21,15 @@ from common.transport.transport import (
     UnknownPeer,
     is_fenced_by_close,
 )
+from tests.transport.transport_pair import (
+    GUARD_NBYTES,
+    Pair,
+    plan_of,
+    plan_volume,
+    start_remote,
+    unique,
+)
+from tests.transport.transport_servant import Remote, Writer
 
 STATE_TIMEOUT_S = 10.0
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from transport_servant import Remote, Writer
 
 from common.planner.copy_plan import CopyPlan
 from common.transport.transport import PeerConnected
+from tests.transport.transport_servant import Remote, Writer
 
 REGION_NBYTES = 2 << 20
 GUARD_NBYTES = 64 << 10
