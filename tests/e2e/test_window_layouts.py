@@ -1,0 +1,127 @@
+"""Window layers between any layouts: right tokens, and only the window of them is handed over.
+
+Pages of the two sides differ in size, so that the lists of window pages differ in length and first
+index, and the window is wider than some pages and narrower than others. Three layers of four see 24
+tokens; the first stage of a pipeline has no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
+from tests.engine.tiny_checkpoints import RECIPES, Reference, random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+WINDOW = 24
+WINDOW_LAYERS, FULL_LAYERS = 3, 1
+TOKEN_NBYTES = 2 * 2 * 16 * 4  # keys and values of 2 heads of 16, in float32
+# Shorter than the window, one less, equal, just over, in the second chunk, many times as long.
+LENGTHS = [1, 23, 24, 25, 70, 300]
+OUTPUT_COUNT = 40  # more than a window, so that every page that was handed over is recycled
+FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
+
+PREFILLS = {
+    "tp2 page8": ("--tp-size", "2", "--page-size", "8"),
+    "pp2 page32": ("--pp-size", "2", "--page-size", "32", "--layer-group-count", "2"),
+}
+DECODES = {
+    "tp1 page4": ("--page-size", "4"),
+    "pp2 page64": ("--pp-size", "2", "--page-size", "64"),
+}
+PAIRS = list(product(PREFILLS, DECODES))
+
+
+@dataclass
+class Town:
+    """All servers of the tables above, and the reference."""
+
+    prefills: dict[str, Node]
+    decodes: dict[str, Node]
+    oracle: Reference
+    rooms: count[int]
+
+
+@pytest.fixture(scope="module")
+def town(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
+    checkpoint = tiny_checkpoint("gemma3")
+    assert RECIPES["gemma3"].changes["sliding_window"] == WINDOW
+    fleet.model_path = checkpoint
+    prefills = {
+        name: fleet.prefill(*FLAGS, *flags, name=f"prefill {name}")
+        for name, flags in PREFILLS.items()
+    }
+    # One address suffices: the others are dialled when a request names them.
+    decodes = {
+        name: fleet.decode([prefills["tp2 page8"]], *FLAGS, *flags, name=f"decode {name}")
+        for name, flags in DECODES.items()
+    }
+    fleet.wait_ready()
+    return Town(prefills, decodes, Reference.load(checkpoint), count(1))
+
+
+def body_of(prefill: Node, room: int, prompt: list[int]) -> Body:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True},
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": room,
+    }
+
+
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=[f"{p} to {d}" for p, d in PAIRS])
+def test_tokens_equal_the_reference_and_only_the_window_moves(
+    fleet: Fleet, town: Town, prefill: str, decode: str
+) -> None:
+    source, target = town.prefills[prefill], town.decodes[decode]
+    for length in LENGTHS:
+        prompt = random_prompt(length, seed=length)
+        body = body_of(source, next(town.rooms), prompt)
+        first_half = fleet.in_background(source, body)
+        reply = reply_of(target.post("/generate", body))
+        assert reply_of(first_half.result()).output_ids == reply.output_ids[:1]
+        assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT), length
+        rows = FULL_LAYERS * length + WINDOW_LAYERS * min(length, WINDOW - 1)
+        assert reply.timeline.hand_over.nbytes == rows * TOKEN_NBYTES
+
+
+def test_long_and_short_prompts_beside_each_other_are_right(fleet: Fleet, town: Town) -> None:
+    decode = town.decodes["tp1 page4"]
+    prompts = [random_prompt(length, seed=200 + length) for length in (5, 130, 24, 200, 61, 90)]
+    bodies: list[Body] = [
+        {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
+        }
+        for prompt in prompts
+    ]
+    replies = [fleet.in_background(decode, body) for body in bodies]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply_of(reply.result()).output_ids == town.oracle.greedy(prompt, 40)
+
+
+def test_sides_that_disagree_about_the_length_are_refused(fleet: Fleet, town: Town) -> None:
+    """A window of another length would lie at other positions."""
+    prefill, decode = town.prefills["pp2 page32"], town.decodes["pp2 page64"]
+    room = next(town.rooms)
+    first_half = fleet.in_background(prefill, body_of(prefill, room, random_prompt(70, seed=1)))
+    response = decode.post("/generate", body_of(prefill, room, random_prompt(71, seed=1)))
+    assert response.status_code == 400
+    assert "prompt of 70 tokens here, 71 on the decode server" in error_message(response)
+    assert first_half.result().status_code == 400
+
+
+def test_page_groups_are_told_by_name_and_no_page_is_left(fleet: Fleet, town: Town) -> None:
+    fleet.wait_at_rest()
+    for node in (*town.prefills.values(), *town.decodes.values()):
+        groups = node.info().page_groups
+        assert [group.name for group in groups] == ["full", f"window-{WINDOW}"]
+        metrics = node.get("/metrics").text
+        assert 'group="full"' in metrics and f'group="window-{WINDOW}"' in metrics
