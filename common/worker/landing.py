@@ -33,14 +33,17 @@ from common.worker.copier import Copier
 log = logging.getLogger(__name__)
 
 REGION = "landing"
-SLOT_NBYTES_MAX = 1 << 20
-"""A slot's message and credit cost what copying some hundred KiB does; and a slot that stays in a
-core's cache is scattered twice as fast as one that does not."""
+SLOT_NBYTES_MAX = 4 << 20
+"""A slot's put, message and credit wake six threads in two processes: 0.4 ms where they share two
+cores, which is what copying 4 MiB takes."""
 
 SLOT_NBYTES_MIN = 1 << 16
-RING_SLOT_COUNT_MAX = 16
-"""Slots of one source rank. Four keep gather, put and scatter busy; the others are for transfers
-that would wait for a slow one."""
+RING_SLOT_COUNT_MAX = 4
+"""Slots of one source rank: three keep gather, put and scatter busy, and one is for transfers that
+would wait for a slow one."""
+
+SLOT_COUNT_MIN = 16
+"""Slots of a region, so that several source ranks find some."""
 
 RING_ID_BITS = 62
 
@@ -48,7 +51,7 @@ RING_ID_BITS = 62
 def slot_nbytes_of(region_nbytes: int) -> int:
     """A sixteenth of the region or more, as far as SLOT_NBYTES_MAX goes: a power of two."""
     size = SLOT_NBYTES_MAX
-    while size > SLOT_NBYTES_MIN and size * RING_SLOT_COUNT_MAX > region_nbytes:
+    while size > SLOT_NBYTES_MIN and size * SLOT_COUNT_MIN > region_nbytes:
         size //= 2
     return size
 

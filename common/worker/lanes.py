@@ -40,6 +40,7 @@ class Lane:
     """One target rank. name: of its transport connection. link: its address, as dialled.
 
     region: of the slots, among those of the connection. free: slots that may be written.
+    is_mapped: puts are copies by this process, which may as well gather.
     held: per transfer id, slots that are not free because of it.
     """
 
@@ -51,6 +52,7 @@ class Lane:
     slot_count: int
     opened_at: float
     free: deque[int]
+    is_mapped: bool = False
     phase: Phase = Phase.DIALING
     next_sequence: int = 1
     held: Counter[int] = field(default_factory=Counter)
@@ -61,8 +63,14 @@ class Lane:
 
     @staticmethod
     def of(
-        name: str, landing: LandingDescriptor, ring: LandingRing, region: int, now: float
+        name: str,
+        landing: LandingDescriptor,
+        ring: LandingRing,
+        region: int,
+        transports: str,
+        now: float,
     ) -> Lane:
+        """transports: what carries the connection's puts."""
         return Lane(
             name=name,
             link=landing.address,
@@ -72,12 +80,13 @@ class Lane:
             slot_count=len(ring.slots),
             opened_at=now,
             free=deque(ring.slots),
+            is_mapped=transports == "posix",
         )
 
     @property
     def slots_per_transfer_max(self) -> int:
         """So that a transfer whose pieces do not come back leaves slots to the others."""
-        return max(1, self.slot_count // 2)
+        return max(1, self.slot_count * 3 // 4)
 
     def take_slot(self, transfer_id: int) -> int | None:
         """A slot to write, None if this transfer has to wait for one."""

@@ -224,7 +224,9 @@ class PeerLinks:
         link.carried_by[event.peer] = event.transports
         ring = _ring_of(target.landing, self._rank)
         assert ring is not None
-        self._staging.open_lane(event.peer, target.landing, ring, target.landing_region)
+        self._staging.open_lane(
+            event.peer, target.landing, ring, target.landing_region, event.transports
+        )
         return []
 
     def apply_lane(self, event: LaneReady | LaneFailed) -> list[WorkerToScheduler]:

@@ -30,12 +30,15 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """A piece on its way: its put, then its credit. sent_at: of its Landed, 0.0 if not sent yet."""
+    """A piece on its way: its put, then its credit. sent_at: of its Landed, 0.0 if not sent yet.
+
+    buffer: what it was gathered in; None if it is put together at the target.
+    """
 
     job: Job
     piece: Piece
     slot: int
-    buffer: int
+    buffer: int | None
     sent_at: float = 0.0
 
 

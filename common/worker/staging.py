@@ -27,7 +27,7 @@ from common.clock import Clock
 from common.errors import ConfigError, ProtocolError, TransportError
 from common.planner.copies import Pages
 from common.planner.copy_plan import CopyPlan
-from common.planner.staging import Piece, StagedPair
+from common.planner.staging import LinearCopy, Piece, StagedPair
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.protocol.landing import Credit, Landed
@@ -123,13 +123,18 @@ class Staging:
     # ---- lanes -----------------------------------------------------------------------------------
 
     def open_lane(
-        self, name: str, landing: LandingDescriptor, ring: LandingRing, region: int
+        self,
+        name: str,
+        landing: LandingDescriptor,
+        ring: LandingRing,
+        region: int,
+        transports: str,
     ) -> None:
         """Dial and measure; answered by LaneReady or LaneFailed. The connection `name` is up.
 
-        region: number of the landing region among the target's.
+        region: number of the landing region among the target's. transports: what carries puts.
         """
-        lane = Lane.of(name, landing, ring, region, self._clock.now())
+        lane = Lane.of(name, landing, ring, region, transports, self._clock.now())
         if lane.link in self._lane_of_link:
             self._events.append(LaneFailed(name, f"{lane.link} is the address of another rank"))
             return
@@ -248,45 +253,54 @@ class Staging:
     def _pump(self) -> None:
         """Let pieces leave, one of each transfer in turn, as long as there is room for any."""
         idle_count = 0
-        while self._free_buffers and self._jobs and idle_count < len(self._jobs):
+        while self._jobs and idle_count < len(self._jobs):
             job = self._jobs[0]
             self._jobs.rotate(-1)
             idle_count = 0 if self._launch(job) else idle_count + 1
 
     def _launch(self, job: Job) -> bool:
-        """Gather and put the next piece of a transfer; False if it has to wait."""
+        """Put the next piece of a transfer into a slot; False if it has to wait."""
         lane = job.lane
-        if not job.waiting or self._buffers_of(lane) >= self._buffers_per_lane_max:
+        if not job.waiting:
+            return False
+        piece = job.waiting[0]
+        conversion = job.pair.conversion(piece)
+        needs_buffer = not lane.is_mapped or conversion.source != conversion.wire
+        if needs_buffer and not self._has_buffer_for(lane):
             return False
         slot = lane.take_slot(job.transfer_id)
         if slot is None:
             return False
-        buffer = self._free_buffers.pop()
-        piece = job.waiting.popleft()
-        start = buffer * self._buffer_nbytes
-        self._copier.gather(
-            job.pair.gather(piece, job.source_pages),
-            job.pair.conversion(piece),
-            self._region[start : start + self._buffer_nbytes],
-        )
+        job.waiting.popleft()
+        copy = job.pair.gather(piece, job.source_pages)
+        buffer = self._free_buffers.pop() if needs_buffer else None
+        moving = Moving(job, piece, slot, buffer)
+        slot_start = slot * lane.slot_nbytes
+        if buffer is None:
+            plan = _gathering_put(copy, lane.region, slot_start)
+        else:
+            start = buffer * self._buffer_nbytes
+            self._copier.gather(copy, conversion, self._region[start : start + self._buffer_nbytes])
+            nbytes = job.pair.wire_nbytes(piece)
+            plan = _one_put(self._region_index, start, lane.region, slot_start, nbytes)
         tag = self._take_tag()
-        plan = _one_run(
-            self._region_index,
-            start,
-            lane.region,
-            slot * lane.slot_nbytes,
-            job.pair.wire_nbytes(piece),
-        )
         try:
             self._transport.submit(lane.name, plan, tag)
         except TransportError as exc:
-            self._free_buffers.append(buffer)
+            self._put_buffer_back(moving)
             lane.put_back(slot, job.transfer_id)
             self._fail(job, str(exc))
             return False
         job.open_count += 1
-        self._puts[tag] = Moving(job, piece, slot, buffer)
+        self._puts[tag] = moving
         return True
+
+    def _has_buffer_for(self, lane: Lane) -> bool:
+        return bool(self._free_buffers) and self._buffers_of(lane) < self._buffers_per_lane_max
+
+    def _put_buffer_back(self, moving: Moving) -> None:
+        if moving.buffer is not None:
+            self._free_buffers.append(moving.buffer)
 
     @property
     def _buffers_per_lane_max(self) -> int:
@@ -306,7 +320,7 @@ class Staging:
                 put.lane.measured_s.append(event.seconds)
                 self._measure(put.lane)
             return
-        self._free_buffers.append(put.buffer)
+        self._put_buffer_back(put)
         job = put.job
         if event.error is not None:
             # Then the connection is gone, and the lane with it: nobody writes the slot again.
@@ -396,8 +410,20 @@ def _is_due(sent_at: float, now: float) -> bool:
     return sent_at == 0.0 or now - sent_at >= REPEAT_S
 
 
-def _one_run(
+def _one_put(
     source_region: int, source_offset: int, target_region: int, target_offset: int, nbytes: int
 ) -> CopyPlan:
     columns = (source_region, source_offset, target_region, target_offset, nbytes)
     return CopyPlan(*(np.array([column], dtype=np.int64) for column in columns))
+
+
+def _gathering_put(copy: LinearCopy, region: int, slot_start: int) -> CopyPlan:
+    """Straight from the pages: over shared memory a put is a copy, and needs no other before it."""
+    count = len(copy.nbytes)
+    return CopyPlan(
+        np.full(count, copy.region, dtype=np.int64),
+        copy.page_offset,
+        np.full(count, region, dtype=np.int64),
+        copy.linear_offset + slot_start,
+        copy.nbytes,
+    )

@@ -19,9 +19,9 @@ from common.worker.pools import allocate_region
 from common.worker.staging import REGION as STAGING_REGION
 from common.worker.staging import Staging
 
-STAGING_BUFFER_COUNT = 8
+STAGING_BUFFER_COUNT = 4
 """Buffers of one slot each on a prefill rank: one is filled while others are put, and every one of
-up to eight targets can have one."""
+up to four targets can have one."""
 
 TRIAL_RUN_NBYTES = 4096
 TRIAL_COUNT = 5

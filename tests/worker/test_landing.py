@@ -118,12 +118,12 @@ def test_a_newcomer_leaves_half_of_what_is_free_to_the_next() -> None:
     sizes = []
     while (granted := slots.grant(1)) is not None:
         sizes.append(len(granted[0]))
-    assert sizes == [8, 4, 2, 1, 1]
+    assert sizes == [4, 4, 4, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("region", "slot"),
-    [(1 << 20, 1 << 16), (8 << 20, 1 << 19), (16 << 20, 1 << 20), (64 << 20, 1 << 20)],
+    [(1 << 20, 1 << 16), (8 << 20, 1 << 19), (16 << 20, 1 << 20), (64 << 20, 4 << 20)],
 )
 def test_a_small_region_has_smaller_slots(region: int, slot: int) -> None:
     assert slot_nbytes_of(region) == slot

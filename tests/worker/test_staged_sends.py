@@ -165,12 +165,12 @@ def test_a_transfer_that_stalls_leaves_slots_to_the_others() -> None:
         for _ in range(20):
             world.turn()
         free, _, held = lane_state(world)
-        assert held == {70: 2} and free == 2  # a ring of 4, half of them for one transfer
+        assert held == {70: 3} and free == 1  # a ring of 4, three of them for one transfer
         second = send_of(2, 256, range(33, 65), range(33, 65), transfer_id=71)
         assert world.source.sends.send(second) == []
         for _ in range(20):
             world.turn()
-        assert lane_state(world)[2] == {70: 2, 71: 2}
+        assert lane_state(world)[2] == {70: 3, 71: 1}
         world.stalled = False
         messages = [settled(message) for message in world.wait_for(2)]
         assert {(m.send_id, m.error) for m in messages} == {(1, ""), (2, "")}
