@@ -34,6 +34,7 @@ PREFILLS = {
 DECODES = {
     "tp1": ((), 1),
     "tp2 page64": (("--tp-size", "2", "--page-size", "64"), 2),
+    "tp2 page8 staged": (("--tp-size", "2", "--page-size", "8", "--hand-over", "landing"), 2),
 }
 PAIRS = list(product(PREFILLS, DECODES))
 
@@ -104,6 +105,11 @@ def test_a_prompt_whose_beginning_was_seen_is_right_again(fleet: Fleet, town: To
         assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT)
         assert reply.timeline.hand_over.nbytes == len(prompt) * LAYER_COUNT * ROW_NBYTES
     assert prefill.info().page_groups[0].cached > 0, "nothing was kept of the prompts"
+
+
+def test_the_staged_server_was_written_through_its_landing_slots(town: Town) -> None:
+    peers = town.decodes["tp2 page8 staged"].get("/server_info").json()["peers"]
+    assert [peer["hand_over"] for peer in peers] == [["landing"]] * len(PREFILLS)
 
 
 def test_no_page_is_left_anywhere(fleet: Fleet, town: Town) -> None:
