@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.config import HandOver
 from common.protocol.local import (
@@ -43,15 +44,22 @@ After = Callable[[float, Callable[[], None]], None]
 Reply = Callable[[WorkerToScheduler], None]
 
 
-def next_token(tokens: list[int] | np.ndarray) -> int:
-    """What the model says after `tokens`: the oracle and the workers share only this."""
-    return zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes()) % VOCAB_SIZE
+def next_token(tokens: list[int], window: int) -> int:
+    """What the model says after `tokens`, of which its other half sees the last `window` only."""
+    return digest(tokens + tokens[len(tokens) - min(window, len(tokens)) :])
+
+
+def digest(read: list[int]) -> int:
+    """The oracle and the workers share only this."""
+    return zlib.crc32(np.asarray(read, dtype=np.int64).tobytes()) % VOCAB_SIZE
 
 
 @dataclass
 class _Known:
+    """pages: per page group, page ids by logical index; the latest grant of an index counts."""
+
     tokens: list[int]
-    pages: dict[int, int] = field(default_factory=dict)
+    pages: list[dict[int, int]]
 
 
 class SimWorker:
@@ -60,7 +68,11 @@ class SimWorker:
     def __init__(self, facts: ServerFacts, rng: random.Random, after: After, reply: Reply) -> None:
         self.facts = facts
         self.page_size = facts.layout.page_size
-        self.pool = np.full((facts.page_counts[0] + 1, self.page_size), UNWRITTEN, dtype=np.int64)
+        self.pools = [
+            np.full((count + 1, self.page_size), UNWRITTEN, dtype=np.int64)
+            for count in facts.page_counts
+        ]
+        self.lives = [group.live for group in facts.layout.groups]
         self.is_dead = False
         self.targets: dict[str, SimWorker] = {}
         self.expected: dict[int, Expect] = {}
@@ -98,8 +110,7 @@ class SimWorker:
                 self.expected.pop(message.transfer_id, None)
                 self._soon(Forgotten(message.transfer_id, 0))
             case OpenPeer():
-                region = ("pages", 0, self._region_nbytes(), b"key")
-                descriptor = RankDescriptor(0, b"address", [region])
+                descriptor = RankDescriptor(0, b"address", self._regions())
                 self._soon(PeerOpened(message.peer, 0, descriptor))
             case ConnectPeer():
                 target = find(message.peer)
@@ -110,9 +121,12 @@ class SimWorker:
             case ClosePeer():
                 self._close(message.peer)
 
-    def _region_nbytes(self) -> int:
-        page_nbytes = self.facts.layout.ranks[0].groups[0].page_nbytes
-        return page_nbytes * (self.facts.page_counts[0] + 1)
+    def _regions(self) -> list[tuple[str, int, int, bytes]]:
+        groups = zip(self.facts.layout.ranks[0].groups, self.facts.page_counts, strict=True)
+        return [
+            (f"pages-{index}", 0, group.page_nbytes * (count + 1), b"key")
+            for index, (group, count) in enumerate(groups)
+        ]
 
     def _soon(self, message: WorkerToScheduler) -> None:
         self._after(self._rng.uniform(0.0001, 0.002), lambda: self._say(message))
@@ -137,17 +151,21 @@ class SimWorker:
             del self._known[request_id]
         for new in step.new:
             assert new.request_id not in self._known
-            self._known[new.request_id] = _Known(list(new.token_ids))
+            self._known[new.request_id] = _Known(list(new.token_ids), [{} for _ in self.pools])
         for grant in step.grants:
-            pages = self._known[grant.request_id].pages
-            for index, page in enumerate(grant.page_ids):
-                pages[grant.first_index + index] = page
+            pages = self._known[grant.request_id].pages[grant.group]
+            pages.update(enumerate(grant.page_ids, grant.first_index))
         ids: list[int] = []
         sampled: list[int] = []
         for chunk in step.chunks:
             known = self._known[chunk.request_id]
             for position in range(chunk.start, chunk.stop):
                 self._write(known, position)
+            # Tokens inside a prompt draw nothing, so what they read is compared here.
+            for group in range(len(self.pools)):
+                read = self._read(known, group, chunk.start + 1)
+                seen = known.tokens[chunk.start + 1 - len(read) : chunk.start + 1]
+                assert read == seen, f"request {chunk.request_id} at {chunk.start}, group {group}"
             if chunk.is_last:
                 ids.append(chunk.request_id)
                 sampled.append(self._sample(known, chunk.stop))
@@ -168,13 +186,24 @@ class SimWorker:
         self._compute_next()
 
     def _write(self, known: _Known, position: int) -> None:
-        page = known.pages[position // self.page_size]
-        self.pool[page, position % self.page_size] = known.tokens[position]
+        for pool, pages in zip(self.pools, known.pages, strict=True):
+            page = pages[position // self.page_size]
+            pool[page, position % self.page_size] = known.tokens[position]
 
     def _sample(self, known: _Known, count: int) -> int:
-        positions = np.arange(count)
-        pages = np.array([known.pages[p // self.page_size] for p in positions])
-        return next_token(self.pool[pages, positions % self.page_size])
+        """The full group is read whole, then the window group, if there is one, its window."""
+        return digest(
+            [t for group in range(len(self.pools)) for t in self._read(known, group, count)]
+        )
+
+    def _read(self, known: _Known, group: int, count: int) -> list[int]:
+        """What the last of `count` tokens sees in a group."""
+        width = self.lives[group].size or count
+        positions = range(max(0, count - width), count)
+        pages = [known.pages[group][position // self.page_size] for position in positions]
+        rows = np.array(positions) % self.page_size
+        values: list[int] = self.pools[group][pages, rows].tolist()
+        return values
 
     # ---- hand-over -------------------------------------------------------------------------------
 
@@ -209,31 +238,45 @@ class SimWorker:
             return
         if send.transfer_id in self._cancelled or send.send_id in self._refused:
             return
-        first, pages = send.source_pages[0]
-        values = [
-            self.pool[pages[position // self.page_size - first], position % self.page_size]
-            for position in range(start, stop)
-        ]
+        rows = [(0, position) for position in range(start, stop)]
+        if send.is_final and stop == send.token_stop:
+            # A window is final with the prompt, and leaves by absolute position.
+            rows += [
+                (group, position)
+                for group, live in enumerate(self.lives)
+                if not live.is_streamable
+                for position in live.items(send.token_stop)
+            ]
+        values = [self._row(send.source_pages, group, at).copy() for group, at in rows]
         if not self._is_staged(send):
-            target.write(send, start, values)
+            target.write(send, rows, values)
             return
 
         def scatter() -> None:
             if target.expects(send, self.facts.incarnation):
-                target.write(send, start, values)
+                target.write(send, rows, values)
             else:
                 self._refused.add(send.send_id)
 
         self._after(wait, scatter)
 
-    def write(self, send: Send, start: int, values: list[np.int64]) -> None:
-        """Into this target's pages, from position `start` on."""
+    def write(
+        self, send: Send, rows: list[tuple[int, int]], values: list[NDArray[np.int64]]
+    ) -> None:
+        """Into this target's pages, at these (group, position)."""
         if self.is_dead:
             return
-        first, pages = send.target_pages[0]
-        for position, value in enumerate(values, start):
-            page = pages[position // self.page_size - first]
-            self.pool[page, position % self.page_size] = value
+        for (group, position), value in zip(rows, values, strict=True):
+            self._row(send.target_pages, group, position)[...] = value
+
+    def _row(
+        self, lists: list[tuple[int, list[int]]], group: int, position: int
+    ) -> NDArray[np.int64]:
+        """The one token of a position, as a view."""
+        first, pages = lists[group]
+        index = position // self.page_size - first
+        assert 0 <= index < len(pages), f"position {position} is not in pages {first}.. of {group}"
+        return self.pools[group][pages[index], position % self.page_size, None]
 
     def _is_staged(self, send: Send) -> bool:
         """Every transfer in landing mode, some in auto mode."""

@@ -16,6 +16,7 @@ HAND_OVERS = (
     (HandOver.DIRECT, HandOver.AUTO),
     (HandOver.LANDING, HandOver.AUTO),
 )
+WINDOWS = (0, 1, 3, 4, 9, 20)
 END_AT = 75.0  # later than any deadline and grace
 
 
@@ -31,6 +32,7 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
         world.add(f"d{i}", "decode", rng.choice((4, 8)), rng.randint(30, 80))
         for i in range(rng.randint(1, 2))
     ]
+    _choose_window(world, seed)
     modes = random.Random(seed ^ 0xCAFE)
     one_of = modes.choice(HAND_OVERS)
     for node in world.nodes.values():
@@ -50,6 +52,15 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
     world.run(END_AT)
     judge(world)
     return world
+
+
+def _choose_window(world: World, seed: int) -> None:
+    """A width for all servers, and pools of their own that hold a few windows."""
+    rng = random.Random(seed ^ 0x817D)
+    world.window = rng.choice(WINDOWS)
+    for node in world.nodes.values():
+        per_request = (world.window + node.page_size - 2) // node.page_size + 1
+        node.window_pages = per_request * rng.randint(2, 10)
 
 
 def _plan_request(
@@ -127,7 +138,7 @@ def judge(world: World) -> None:
     for client in world.clients.values():
         assert len(client.finals) == 1, f"request {client.request_id}: {client.finals}"
         is_routed_half = world.nodes[client.node].role == "prefill"
-        expected = client.expected()[: 1 if is_routed_half else None]
+        expected = client.expected(world.window)[: 1 if is_routed_half else None]
         assert client.output == expected[: len(client.output)], (
             f"request {client.request_id} on {client.node}: wrong tokens"
         )
@@ -137,5 +148,7 @@ def judge(world: World) -> None:
         pool = node.core.account.pool
         cached = node.core.account.cache.node_count if node.core.account.cache else 0
         assert node.core.is_idle, f"{node.name} still has requests"
-        assert pool.quarantined_count(0) == 0, f"{node.name}: pages still in quarantine"
-        assert pool.used_count(0) == cached, f"{node.name}: pages lost"
+        for group in range(len(pool.page_counts)):
+            kept = cached if group == 0 else 0
+            assert pool.quarantined_count(group) == 0, f"{node.name}: pages still in quarantine"
+            assert pool.used_count(group) == kept, f"{node.name}: pages lost"

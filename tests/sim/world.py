@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
-from common.layout.families import gqa_components
+from common.layout.families import gqa_components, windowed_gqa_components
 from common.protocol.codec import encode_layout
 from common.protocol.local import Cancel, Failed, Submit, Tokens, WorkerToScheduler
 from common.request import Bootstrap, SamplingParams
@@ -57,10 +57,10 @@ class Client:
     is_orphan: bool = False
     failure: str = ""
 
-    def expected(self) -> list[int]:
+    def expected(self, window: int) -> list[int]:
         tokens = list(self.prompt)
         for _ in range(self.max_new_tokens):
-            tokens.append(next_token(tokens))
+            tokens.append(next_token(tokens, window))
             if tokens[-1] == EOS:
                 break
         return tokens[len(self.prompt) :]
@@ -72,6 +72,7 @@ class Node:
     def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
         self.world, self.name, self.role = world, name, role
         self.page_size, self.pages = page_size, pages
+        self.window_pages = pages
         self.links: list[str] = []
         self.is_local = False
         self.hand_over = HandOver.DIRECT
@@ -84,13 +85,21 @@ class Node:
         self.life += 1
         self.is_up, self.is_frozen = True, False
         self.backlog = []
-        components = gqa_components(layer_count=1, kv_head_count=1, head_dim=2, dtype="float32")
-        layout = ServerLayout(components, 1, ((0, 1),), self.page_size)
+        window = self.world.window
+        page_counts: tuple[int, ...] = (self.pages,)
+        if window:
+            components = windowed_gqa_components(
+                windows=(0, window), kv_head_count=1, head_dim=2, dtype="float32"
+            )
+            page_counts = (self.pages, self.window_pages)
+        else:
+            components = gqa_components(layer_count=2, kv_head_count=1, head_dim=2, dtype="float32")
+        layout = ServerLayout(components, 1, ((0, 2),), self.page_size)
         self.facts = ServerFacts(
             incarnation=f"{self.name}-{self.life}",
             layout=layout,
             layout_bytes=encode_layout(layout),
-            page_counts=(self.pages,),
+            page_counts=page_counts,
             fingerprint={"model": "sim"},
             sequence_token_max=512,
             eos_token_ids=frozenset({EOS}),
@@ -173,10 +182,14 @@ def hash_pid(name: str, life: int) -> int:
 
 
 class World:
-    """Nodes, the network between them, the clients and the time."""
+    """Nodes, the network between them, the clients and the time.
+
+    window: tokens that half of the model sees, in a page group of its own; 0 if there is none.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.window = 0
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
