@@ -241,14 +241,15 @@ class _Planner:
         # the last or the window starts inside, and never another request's trouble.
         columns = torch.arange(width)
         columns = torch.where(columns < page_counts[:, None], columns, 0) + first_pages[:, None]
-        item = torch.arange(width * items)
-        is_token = (item >= starts[:, None]) & (item < stops[:, None])
-        # The items of a page that is read again are as good as those of the first reading.
-        is_clean = is_token.clone()
-        is_again = item >= page_counts[:, None] * items
-        is_clean |= is_again & is_token.gather(1, (item % items).expand(len(spans), -1))
-        sequences, stale_items = torch.nonzero(~is_clean, as_tuple=True)
+        is_first_full = (page_counts > 1) & (starts == 0)
+        ends = torch.where(is_first_full, page_counts, width) * items
+        behind, before = _ranges(stops, ends), _ranges(torch.zeros_like(starts), starts)
+        sequences, stale_items = (torch.cat(pair) for pair in zip(behind, before, strict=True))
         stale = _Stale(sequences.to(device), stale_items.to(device)) if len(sequences) else None
+        item = torch.arange(width * items)
+        is_token = item < stops[:, None]
+        if bool(starts.any()):
+            is_token &= item >= starts[:, None]
         return _DecodeBucket(
             rows,
             _Gather(table.gather(1, columns.to(device)), stale),
@@ -277,6 +278,14 @@ class _Planner:
         return _Chunk(
             first, first + length, kv_length - start, gather, mask, is_whole=length == kv_length
         )
+
+
+def _ranges(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
+    """(index, item) of every item in starts[index] .. stops[index]; all int64 on the CPU."""
+    counts = stops - starts
+    indexes = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    firsts = counts.cumsum(0) - counts
+    return indexes, starts[indexes] + torch.arange(len(indexes)) - firsts[indexes]
 
 
 def _attend_decode(
