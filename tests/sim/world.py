@@ -57,7 +57,7 @@ class Client:
     is_orphan: bool = False
     failure: str = ""
 
-    def expected(self, window: int) -> list[int]:
+    def expected(self, window: int = 0) -> list[int]:
         tokens = list(self.prompt)
         for _ in range(self.max_new_tokens):
             tokens.append(next_token(tokens, window))
