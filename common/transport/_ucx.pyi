@@ -58,3 +58,12 @@ def copy_runs(
     source_offsets: _Int64Array,
     nbytes: _Int64Array,
 ) -> None: ...
+def convert_float8(
+    target: _ByteArray,
+    source: _ByteArray,
+    target_offsets: _Int64Array,
+    source_offsets: _Int64Array,
+    counts: _Int64Array,
+    wide: str,
+    is_narrowing: bool,
+) -> None: ...

@@ -284,6 +284,26 @@ def copy_runs(
     _ucx.copy_runs(target, source, target_offsets, source_offsets, nbytes)
 
 
+def convert_float8(
+    target: NDArray[np.uint8],
+    source: NDArray[np.uint8],
+    target_offsets: NDArray[np.int64],
+    source_offsets: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    wide: str,
+    is_narrowing: bool,
+) -> None:
+    """Copies runs of `counts` elements and turns them to or from float8_e4m3fn on the way.
+
+    wide: the type at the other end, bfloat16 or float32. Offsets in bytes. Too large values are cut
+    to 448; NaN stays NaN. Runs without the interpreter lock. A transport must be open.
+    Raises: ValueError if a run leaves its buffers.
+    """
+    from common.transport import _ucx
+
+    _ucx.convert_float8(target, source, target_offsets, source_offsets, counts, wide, is_narrowing)
+
+
 def resolve_tls(settings: UcxSettings) -> str:
     """The explicit UCX_TLS list. Raises: TransportError if it holds no network transport."""
     if settings.tls != "auto":

@@ -11,7 +11,7 @@ from common.config import HandOver, Role, ServerConfig
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
 from common.transport.transport import Transport
-from common.transport.ucx import copy_runs
+from common.transport.ucx import convert_float8, copy_runs
 from common.worker.copier import Copier
 from common.worker.landing import REGION as LANDING_REGION
 from common.worker.landing import SLOT_NBYTES_MAX, Landing
@@ -35,7 +35,13 @@ def start_landing(
         return None
     device = pool.buffers[0].device
     region = allocate_region(transport, LANDING_REGION, config.landing_mb << 20, device)
-    return Landing(region, Copier(pool.buffers, copy_runs), layout, pool.page_counts, config.host)
+    return Landing(
+        region,
+        Copier(pool.buffers, copy_runs, convert_float8),
+        layout,
+        pool.page_counts,
+        config.host,
+    )
 
 
 def start_staging(
@@ -55,7 +61,7 @@ def start_staging(
         region,
         region_index=len(layout.groups),
         buffer_nbytes=SLOT_NBYTES_MAX,
-        copier=Copier(pool.buffers, copy_runs),
+        copier=Copier(pool.buffers, copy_runs, convert_float8),
         copy_bandwidth=copy_bandwidth(region, clock),
         clock=clock,
     )

@@ -292,7 +292,7 @@ def test_a_source_that_dies_leaves_slots_that_come_back_when_it_is_fenced(
         assert open_peer("a") == 4
         decode.tell(ClosePeer("a"))
         assert decode.expect(PeerClosed).peer == "a"
-        # 16 slots, 4 or half of the free ones for each: the dead peer's puts may still be under way.
+        # 16 slots, 4 or half of the free ones for each: the dead peer may still write into its own.
         assert [open_peer(name) for name in "bcd"] == [4, 4, 2]
         decode.tell(ReclaimPeer("a"))
         assert open_peer("e") == 3
