@@ -1,8 +1,9 @@
 """Hand-overs between layouts that differ, against equal ones: staged, converted, and other TP.
 
 64 MiB of the cache of a 32-layer model of 8 KV heads of 128 elements, between random pages of two
-processes. Bandwidth is of the source's bytes, whatever travels, in GB/s (10^9 bytes). Everything
-that is compared is sampled in turns within one run.
+processes. Where element types differ these are bytes of the wider one, whatever travels, and the
+equal layouts are both of that type: the same tokens without a conversion. In GB/s (10^9 bytes).
+Everything that is compared is sampled in turns within one run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common.layout.families import DTYPE_NBYTES, gqa_components
 from common.planner.copies import plan_copies
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
+from common.worker.landing import SLOT_NBYTES_MAX
 from common.worker.start_staging import STAGING_BUFFER_COUNT
 
 BATCH_NBYTES = 64 << 20
@@ -64,12 +66,13 @@ def run_staged(link: str) -> list[Row]:
     """Each case beside a direct hand-over of equal layouts, sampled in turns."""
     rows: list[Row] = []
     for name, source, target in STAGED:
-        tokens = token_count(source[0])
+        wider = max(source[0], target[0], key=lambda dtype: DTYPE_NBYTES[dtype])
+        tokens = token_count(wider)
         staged = StagedPair(
             layout_of(*source), layout_of(*target), LINKS[link], HandOver.LANDING,
             POOL_BATCHES * tokens,
         )  # fmt: skip
-        equal_layout = layout_of(source[0], 16)
+        equal_layout = layout_of(wider, 16)
         equal = StagedPair(
             equal_layout, equal_layout, LINKS[link], HandOver.DIRECT, POOL_BATCHES * tokens
         )
@@ -85,8 +88,8 @@ def run_staged(link: str) -> list[Row]:
         landing = staged.source.staging
         assert landing is not None
         print(
-            f"staged_{name}_{link}: {puts} puts, {staged.hand_over}; extra memory "
-            f"{STAGING_BUFFER_COUNT} MiB at the source, 64 MiB at the target",
+            f"staged_{name}_{link}: {puts} puts, {staged.hand_over}; extra memory at the source "
+            f"{STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX >> 20} MiB, at the target 64 MiB",
             flush=True,
         )
         rows.append(
