@@ -147,6 +147,10 @@ class ServerMetrics:
         self._hand_over_nbytes = self._counter(
             "baton:hand_over_bytes_total", "Cache bytes sent (prefill) or received (decode)."
         )
+        self._hand_over_exposed_nbytes = self._counter(
+            "baton:hand_over_exposed_bytes_total",
+            "Those of them that were still to move when the last layer was computed.",
+        )
         self._hand_over_runs = self._counter(
             "baton:hand_over_runs_total", "Contiguous runs that those bytes went in."
         )
@@ -234,6 +238,7 @@ class ServerMetrics:
 
     def _count_hand_over(self, hand_over: HandOverTrace) -> None:
         self._hand_over_nbytes.labels(**self._labels).inc(hand_over.nbytes)
+        self._hand_over_exposed_nbytes.labels(**self._labels).inc(hand_over.exposed_nbytes)
         self._hand_over_runs.labels(**self._labels).inc(hand_over.run_count)
 
     def _count_failure(self, kind: str) -> None:

@@ -94,6 +94,27 @@ def test_tokens_equal_the_reference(fleet: Fleet, town: Town, prefill: str, deco
         assert tokens == town.oracle.greedy(random_prompt(length, seed=length), OUTPUT_COUNT)
 
 
+def test_one_decode_server_draws_from_prefill_servers_of_any_layout(
+    fleet: Fleet, town: Town
+) -> None:
+    decode = town.decodes["tp1"]
+    sampling = {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True}
+    lengths = [40 + index for index in range(16)]
+    asked = [
+        fleet.in_background(
+            decode,
+            {"input_ids": random_prompt(length, seed=length), "sampling_params": sampling},
+        )
+        for length in lengths
+    ]
+    replies = [reply_of(future.result()) for future in asked]
+    for length, reply in zip(lengths, replies, strict=True):
+        expected = town.oracle.greedy(random_prompt(length, seed=length), OUTPUT_COUNT)
+        assert reply.output_ids == expected
+    peers = {reply.timeline.peer for reply in replies}
+    assert len(peers) > 1, "all went to one prefill server"
+
+
 def test_no_page_is_left_anywhere(fleet: Fleet, town: Town) -> None:
     fleet.wait_at_rest()
     assert len(town.decodes["tp1"].info().peers) == len(PREFILLS)

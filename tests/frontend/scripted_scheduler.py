@@ -122,6 +122,7 @@ def trace_of(submit: Submit, output_count: int, status: str = "ok") -> RequestTr
             transfer_s=0.008,
             wire_s=0.010,
             nbytes=10_000_000,
+            exposed_nbytes=500_000,
             run_count=3,
         ),
         first_token_s=0.016,

@@ -128,6 +128,7 @@ def test_the_stages_of_a_hand_over_add_up_to_the_time_to_first_token(tmp_path: P
         assert sum(sums.values()) == pytest.approx(ttft) and ttft > 0
         assert value(families, "baton:hand_over_bytes_total") == 30_000_000
         assert value(families, "baton:hand_over_runs_total") == 9
+        assert value(families, "baton:hand_over_exposed_bytes_total") == 1_500_000
 
     run_with_rig(tmp_path, story)
 
