@@ -48,9 +48,6 @@ class Rendezvous:
     def reservation_count(self) -> int:
         return sum(room.reservation is not None for room in self._rooms.values())
 
-    def holds_request(self, room: int) -> bool:
-        return room in self._rooms and self._rooms[room].request is not None
-
     def holds_reservation(self, room: int) -> bool:
         return room in self._rooms and self._rooms[room].reservation is not None
 

@@ -21,7 +21,7 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import Rotation, yarn_magnitude
 from common.engine.mla_config import MlaConfig
 from common.engine.model_config import ModelConfig
-from common.engine.models.llama import Mlp
+from common.engine.models.pre_norm_layer import LayerMlp, PreNormLayer
 from common.engine.rope_config import RopeConfig
 from common.engine.weights import Weight
 
@@ -110,38 +110,16 @@ class MlaAttention:
         yield from self.output.weights()
 
 
-class DeepseekLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, context: LayerContext, config: ModelConfig, layer: int, mlp: Mlp) -> None:
-        name = f"model.layers.{layer}"
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RmsNorm(context, f"{name}.input_layernorm", size, epsilon)
-        self.attention = MlaAttention(context, config, layer)
-        self.mlp_norm = RmsNorm(context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = mlp
-
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, attention)
-        return hidden + self.mlp(self.mlp_norm(hidden))
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.attention_norm.weights()
-        yield from self.attention.weights()
-        yield from self.mlp_norm.weights()
-        yield from self.mlp.weights()
-
-
-def build_deepseek_layer(context: LayerContext, config: ModelConfig, layer: int) -> DeepseekLayer:
+def build_deepseek_layer(context: LayerContext, config: ModelConfig, layer: int) -> PreNormLayer:
     """The layer of a global id, with experts or a plain MLP."""
     assert config.moe is not None
     name, size = f"model.layers.{layer}.mlp", config.hidden_size
-    mlp: Mlp
+    mlp: LayerMlp
     if layer in config.moe.layers:
         mlp = GroupedMoeMlp(context, name, hidden_size=size, moe=config.moe)
     else:
         mlp = GatedMlp(context, name, hidden_size=size, intermediate_size=config.intermediate_size)
-    return DeepseekLayer(context, config, layer, mlp)
+    return PreNormLayer(context, config, layer, MlaAttention(context, config, layer), mlp)
 
 
 def score_scale(mla: MlaConfig, rope: RopeConfig) -> float:

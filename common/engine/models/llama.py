@@ -7,7 +7,6 @@ parameter, so that a family of routed experts shares everything else.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,20 +14,13 @@ from common.engine.attention.attention import AttentionPass
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.mlp import GatedMlp
-from common.engine.layers.norm import QkNorm, RmsNorm
+from common.engine.layers.norm import QkNorm
 from common.engine.layers.rotary import Rotation
 from common.engine.model_config import ModelConfig
+from common.engine.models.pre_norm_layer import PreNormLayer
 from common.engine.weights import Weight
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank
-
-
-class Mlp(Protocol):
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden size] to the same shape."""
-        ...
-
-    def weights(self) -> Iterator[Weight]: ...
 
 
 class GqaAttention:
@@ -106,29 +98,7 @@ class GqaAttention:
             yield from self.qk_norm.weights()
 
 
-class LlamaLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, context: LayerContext, config: ModelConfig, layer: int, mlp: Mlp) -> None:
-        name = f"model.layers.{layer}"
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RmsNorm(context, f"{name}.input_layernorm", size, epsilon)
-        self.attention = GqaAttention(context, config, layer)
-        self.mlp_norm = RmsNorm(context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = mlp
-
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, attention)
-        return hidden + self.mlp(self.mlp_norm(hidden))
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.attention_norm.weights()
-        yield from self.attention.weights()
-        yield from self.mlp_norm.weights()
-        yield from self.mlp.weights()
-
-
-def build_llama_layer(context: LayerContext, config: ModelConfig, layer: int) -> LlamaLayer:
+def build_llama_layer(context: LayerContext, config: ModelConfig, layer: int) -> PreNormLayer:
     """The layer of a global id, with a plain MLP."""
     mlp = GatedMlp(
         context,
@@ -137,4 +107,4 @@ def build_llama_layer(context: LayerContext, config: ModelConfig, layer: int) ->
         intermediate_size=config.intermediate_size,
         has_bias=config.has_mlp_bias,
     )
-    return LlamaLayer(context, config, layer, mlp)
+    return PreNormLayer(context, config, layer, GqaAttention(context, config, layer), mlp)

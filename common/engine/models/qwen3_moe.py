@@ -5,10 +5,11 @@ from __future__ import annotations
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.moe import MoeMlp
 from common.engine.model_config import ModelConfig
-from common.engine.models.llama import LlamaLayer, build_llama_layer
+from common.engine.models.llama import GqaAttention, build_llama_layer
+from common.engine.models.pre_norm_layer import PreNormLayer
 
 
-def build_qwen3_moe_layer(context: LayerContext, config: ModelConfig, layer: int) -> LlamaLayer:
+def build_qwen3_moe_layer(context: LayerContext, config: ModelConfig, layer: int) -> PreNormLayer:
     """The layer of a global id."""
     moe = config.moe
     assert moe is not None
@@ -23,4 +24,4 @@ def build_qwen3_moe_layer(context: LayerContext, config: ModelConfig, layer: int
         experts_per_token=moe.experts_per_token,
         is_normalized=moe.is_normalized,
     )
-    return LlamaLayer(context, config, layer, mlp)
+    return PreNormLayer(context, config, layer, GqaAttention(context, config, layer), mlp)

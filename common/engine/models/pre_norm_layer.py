@@ -1,0 +1,63 @@
+"""The layer that most families share: norm, attention, norm, MLP, each half added to its input.
+
+Which attention and which MLP is the family's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from common.engine.attention.attention import AttentionPass
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.rotary import Rotation
+from common.engine.model_config import ModelConfig
+from common.engine.weights import Weight
+
+
+class LayerAttention(Protocol):
+    """One layer's attention, projections included."""
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor: ...
+
+    def weights(self) -> Iterator[Weight]: ...
+
+
+class LayerMlp(Protocol):
+    """One layer's MLP, with experts or without."""
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+    def weights(self) -> Iterator[Weight]: ...
+
+
+class PreNormLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        config: ModelConfig,
+        layer: int,
+        attention: LayerAttention,
+        mlp: LayerMlp,
+    ) -> None:
+        name = f"model.layers.{layer}"
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RmsNorm(context, f"{name}.input_layernorm", size, epsilon)
+        self.attention = attention
+        self.mlp_norm = RmsNorm(context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = mlp
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, attention)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.attention_norm.weights()
+        yield from self.attention.weights()
+        yield from self.mlp_norm.weights()
+        yield from self.mlp.weights()
