@@ -12,9 +12,9 @@ from common.engine.attention.choose import AttentionChoice, AttentionShape, choo
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
 from common.engine.layers.layer_context import LayerContext
-from common.engine.model_config import ModelConfig, check_parallel, read_model_config
+from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.registry import FAMILIES
+from common.engine.models.registry import FAMILIES, read_model_config
 from common.engine.weights import fill_with_noise, load_weights
 from common.errors import ConfigError
 from common.layout.component import Shard
@@ -62,7 +62,8 @@ def load_model(
         choice = _choose_attention(config, context, page_size)
     else:
         choice = AttentionChoice(attention, "asked for")
-    model = CausalLm(config, context, choice, FAMILIES[config.architecture].build_layer)
+    family = FAMILIES[config.architecture]
+    model = family.model(config, context, choice, family.build_layer)
     with torch.inference_mode():
         if load_format == "dummy":
             fill_with_noise(model.weights(), seed=seed)
@@ -71,6 +72,7 @@ def load_model(
                 Path(model_path),
                 model.weights(),
                 is_ignored=model.is_ignored,
+                rename=family.rename,
                 blocks=config.weight_blocks,
             )
     return model

@@ -1,6 +1,6 @@
 """What config.json says of latent attention and of the routers and weights that come with it.
 
-Checked and in one spelling, as `model_config.py`, which calls it. Knows nothing of tensors.
+Checked and in one spelling, as the readers of `models`, which call it. Knows nothing of tensors.
 """
 
 from __future__ import annotations

@@ -52,22 +52,29 @@ class Weight:
         return Weight(((Piece(name, tuple(tensor.shape), take, tensor),),))
 
 
+def same_name(name: str) -> str:
+    """For checkpoints that name tensors as layers do."""
+    return name
+
+
 def load_weights(
     model_path: Path,
     weights: Iterable[Weight],
     *,
     is_ignored: Callable[[str], bool],
+    rename: Callable[[str], str | None] = same_name,
     blocks: tuple[int, int] | None = None,
 ) -> None:
     """Fill every weight from the safetensors files of a checkpoint directory.
 
     is_ignored: tells for a name that no weight asks for whether that is in order (another pipeline
         stage, a tied head, a derived buffer).
+    rename: a name in the files to the one that weights ask for, None for a tensor to leave out.
     blocks: (rows, columns) that share a factor in tensors of float8, which are multiplied out; None
         if there may be none.
     Raises: ConfigError naming missing, unexpected, wrongly shaped or non-float tensors.
     """
-    entries = read_tensor_entries(model_path)
+    entries = _rename_entries(read_tensor_entries(model_path), rename)
     pieces = [piece for weight in weights for piece in _choose_way(weight, entries)]
     _check_names(model_path, pieces, entries, is_ignored)
     scaled: dict[str, TensorEntry] = {}
@@ -88,7 +95,7 @@ def load_weights(
     scales = _read_scales(scaled)
     for path in sorted({entries[piece.name].path for piece in pieces}):
         found = [piece for piece in pieces if entries[piece.name].path == path]
-        _copy_file(path, found, scales, blocks)
+        _copy_file(path, found, entries, scales, blocks)
 
 
 def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
@@ -111,6 +118,22 @@ def _noise(piece: Piece, seed: int) -> Tensor:
     deviation = piece.shape[-1] ** -0.5
     values = torch.empty(piece.shape, dtype=torch.float32, device=device)
     return values.normal_(0.0, deviation, generator=generator)
+
+
+def _rename_entries(
+    entries: dict[str, TensorEntry], rename: Callable[[str], str | None]
+) -> dict[str, TensorEntry]:
+    renamed: dict[str, TensorEntry] = {}
+    for entry in entries.values():
+        name = rename(entry.name)
+        if name is None:
+            continue
+        if name in renamed:
+            raise ConfigError(
+                f"{entry.path}: tensors {renamed[name].name} and {entry.name} are the same tensor"
+            )
+        renamed[name] = entry
+    return renamed
 
 
 def _choose_way(weight: Weight, entries: dict[str, TensorEntry]) -> tuple[Piece, ...]:
@@ -178,12 +201,16 @@ def _read_scales(scaled: dict[str, TensorEntry]) -> dict[str, Tensor]:
 
 
 def _copy_file(
-    path: Path, pieces: list[Piece], scales: dict[str, Tensor], blocks: tuple[int, int] | None
+    path: Path,
+    pieces: list[Piece],
+    entries: dict[str, TensorEntry],
+    scales: dict[str, Tensor],
+    blocks: tuple[int, int] | None,
 ) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             for piece in pieces:
-                part: Tensor = file.get_slice(piece.name)[piece.take]
+                part: Tensor = file.get_slice(entries[piece.name].name)[piece.take]
                 if blocks is not None and piece.name in scales:
                     part = scale_blocks(part, scales[piece.name], piece.shape, piece.take, blocks)
                 piece.target.copy_(part)

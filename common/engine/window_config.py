@@ -1,6 +1,6 @@
 """Which layers see a window of the past only, in every spelling of config.json.
 
-Checked and in one spelling, as `model_config.py`, which calls it. Knows nothing of caches.
+Checked and in one spelling, as the readers of `models`, which call it. Knows nothing of caches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WindowStyle(StrEnum):
 
 
 def window_layers(
-    fields: JsonFields, style: WindowStyle, layer_count: int, *, period_default: int
+    fields: JsonFields, style: WindowStyle, layer_count: int, *, period_default: int = 0
 ) -> tuple[int, ...]:
     """Global ids of the layers that have a window, however wide.
 

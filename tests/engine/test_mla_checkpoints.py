@@ -15,9 +15,8 @@ from torch import Tensor
 
 from common.engine.loader import load_model
 from common.engine.mla_config import MlaConfig, RouterConfig
-from common.engine.model_config import read_model_config
 from common.engine.models.deepseek import score_scale
-from common.engine.models.registry import cache_components
+from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.model_config import (
+from common.engine.model_config import ModelConfig, check_parallel
+from common.engine.models.registry import (
     SUPPORTED_ARCHITECTURES,
-    ModelConfig,
-    check_parallel,
+    cache_components,
     read_model_config,
 )
-from common.engine.models.registry import cache_components
 from common.engine.rope_config import RopeKind
 from common.errors import ConfigError
 from tests.engine.tiny_checkpoints import respell_as_published

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.model_config import ModelConfig, read_model_config
-from common.engine.models.registry import cache_components
+from common.engine.model_config import ModelConfig
+from common.engine.models.gemma import gemma_config
+from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, LiveKind
@@ -81,16 +82,16 @@ def test_windows_of_every_layer(
 
 
 def test_gemma_constants_and_their_defaults(tmp_path: Path) -> None:
-    gemma2 = read(tmp_path, "Gemma2ForCausalLM").gemma
-    assert gemma2 is not None
+    gemma2 = gemma_config(read(tmp_path, "Gemma2ForCausalLM"))
     assert (gemma2.score_scale, gemma2.score_softcap, gemma2.logit_softcap) == (1 / 16, 50.0, 30.0)
     assert gemma2.local_rope is None
     config = read(tmp_path, "Gemma2ForCausalLM", attn_logit_softcapping=None)
-    assert config.gemma is not None and config.gemma.score_softcap == 0.0
+    assert gemma_config(config).score_softcap == 0.0
     assert config.is_head_tied and config.head_dim == 256 and not config.has_qk_norm
     gemma3 = read(tmp_path, "Gemma3ForCausalLM", query_pre_attn_scalar=4)
-    assert gemma3.gemma is not None and gemma3.has_qk_norm
-    assert (gemma3.gemma.score_scale, gemma3.gemma.score_softcap) == (0.5, 0.0)
+    assert gemma3.has_qk_norm
+    constants = gemma_config(gemma3)
+    assert (constants.score_scale, constants.score_softcap) == (0.5, 0.0)
 
 
 def test_rotations_by_layer_type_in_both_spellings(tmp_path: Path) -> None:
@@ -103,13 +104,15 @@ def test_rotations_by_layer_type_in_both_spellings(tmp_path: Path) -> None:
     )
     nested = read(tmp_path, "Gemma3ForCausalLM", rope_parameters=NESTED)
     assert published == nested
-    assert nested.gemma is not None and nested.gemma.local_rope is not None
+    local_rope = gemma_config(nested).local_rope
+    assert local_rope is not None
     assert (nested.rope.theta, nested.rope.factor) == (5e5, 8.0)
-    assert (nested.gemma.local_rope.theta, nested.gemma.local_rope.factor) == (2e4, 1.0)
+    assert (local_rope.theta, local_rope.factor) == (2e4, 1.0)
     assert nested.context_length == 1024, "the published length is that after the extension"
     plain = read(tmp_path, "Gemma3ForCausalLM")
-    assert plain.gemma is not None and plain.gemma.local_rope is not None
-    assert (plain.rope.theta, plain.gemma.local_rope.theta) == (1e6, 1e4)
+    local_rope = gemma_config(plain).local_rope
+    assert local_rope is not None
+    assert (plain.rope.theta, local_rope.theta) == (1e6, 1e4)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import AttentionPass
 from common.engine.attention.choose import AttentionChoice
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.norm import OffsetNorm, RmsNorm
-from common.engine.layers.rotary import RotaryEmbedding, Rotation
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
+from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.weights import Weight
 from common.layout.parallel import split_layers
 
@@ -27,7 +27,7 @@ from common.layout.parallel import split_layers
 class DecoderLayer(Protocol):
     """One layer of a family."""
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
         """hidden: [T, hidden size], to the same shape."""
         ...
 
@@ -35,13 +35,16 @@ class DecoderLayer(Protocol):
 
 
 class LayerBuilder(Protocol):
-    """Makes the layer of a global id; a family's only say in the model."""
+    """Makes the layer of a global id."""
 
     def __call__(self, context: LayerContext, config: ModelConfig, layer: int) -> DecoderLayer: ...
 
 
 class CausalLm:
     """The part of a model that one rank holds.
+
+    A family whose ends differ (what is done to embeddings and logits, which rotations there are)
+    overrides the methods that say so.
 
     config, context: what it was built from. layer_ids: global ids of this stage's layers.
     """
@@ -64,19 +67,10 @@ class CausalLm:
         self.layers: Sequence[DecoderLayer] = [
             build_layer(context, config, layer) for layer in self.layer_ids
         ]
-        self.rotary = RotaryEmbedding(
-            config.rope, config.rotary_dim, device=context.device, dtype=context.dtype
-        )
-        self.local_rotary: RotaryEmbedding | None = None
-        gemma = config.gemma
-        if gemma is not None and gemma.local_rope is not None:
-            self.local_rotary = RotaryEmbedding(
-                gemma.local_rope, config.rotary_dim, device=context.device, dtype=context.dtype
-            )
+        self.rotaries = self.build_rotaries()
         embed_table = VocabTable(
             context, "model.embed_tokens", config.vocab_size, config.hidden_size
         )
-        is_tied = config.is_head_tied
         self.embedding: Embedding | None = None
         self.norm: RmsNorm | None = None
         self.head: Head | None = None
@@ -85,54 +79,73 @@ class CausalLm:
             self.embedding = Embedding(context, embed_table)
             self._tables.append(embed_table)
         if parallel.is_last_stage:
-            norm = RmsNorm if gemma is None else OffsetNorm
-            self.norm = norm(context, "model.norm", config.hidden_size, config.rms_norm_eps)
+            self.norm = self.build_norm()
             head_table = embed_table
-            if not is_tied:
+            if not config.is_head_tied:
                 head_table = VocabTable(context, "lm_head", config.vocab_size, config.hidden_size)
             self.head = Head(context, head_table)
             if head_table not in self._tables:
                 self._tables.append(head_table)
 
+    # ---- what a family may do in its own way -----------------------------------------------------
+
+    def build_rotaries(self) -> dict[str, RotaryEmbedding]:
+        """The rotations that layers ask for, by name."""
+        config, context = self.config, self.context
+        rotary = RotaryEmbedding(
+            config.rope, config.rotary_dim, device=context.device, dtype=context.dtype
+        )
+        return {MAIN: rotary}
+
+    def build_norm(self) -> RmsNorm:
+        """The norm behind the last layer."""
+        config = self.config
+        return RmsNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+
+    def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
+        """What the first layer is given."""
+        return embedding(batch.token_ids)
+
+    def stage_input(self, token_count: int) -> Tensor:
+        """Uninitialised, of the shape that a stage hands to the next one."""
+        return self.context.empty(token_count, self.config.hidden_size)
+
+    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
+        """Logits float32[R, vocabulary] of what the last layer made of R tokens."""
+        return head(norm(hidden))
+
+    # ----------------------------------------------------------------------------------------------
+
     @torch.inference_mode()
     def forward(
         self, batch: ForwardBatch, pool: KvPool, on_layer: Callable[[int], None] | None = None
     ) -> Tensor | None:
-        """Compute a batch and append its keys and values to the cache.
+        """Compute a batch and append what it caches to the pool.
 
         on_layer: called with a layer's global id once its part of the cache is complete.
         Returns: logits float32[R, vocabulary] of batch.logits_rows, on every rank of the last
             pipeline stage; None on the others.
         """
-        parallel, gemma = self.context.parallel, self.config.gemma
+        parallel = self.context.parallel
         if self.embedding is not None:
-            hidden = self.embedding(batch.token_ids)
-            if gemma is not None:
-                # Models were trained with the factor rounded to the dtype of the weights.
-                factor = torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype)
-                hidden = hidden * float(factor)
+            hidden = self.embed(self.embedding, batch)
         else:
-            hidden = parallel.receive_from_previous_stage(
-                self.context.empty(batch.token_count, self.config.hidden_size)
-            )
-        rotation = self.rotary.rotate(batch.positions)
-        rotations = dict.fromkeys(self.layer_ids, rotation)
-        if gemma is not None and self.local_rotary is not None:
-            rotations |= dict.fromkeys(
-                gemma.local_layers, self.local_rotary.rotate(batch.positions)
-            )
-        attention = self.attention.start(batch, pool)
+            hidden = parallel.receive_from_previous_stage(self.stage_input(batch.token_count))
+        layer_pass = LayerPass(
+            batch=batch,
+            attention=self.attention.start(batch, pool),
+            rotations={
+                name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()
+            },
+        )
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
-            hidden = layer(hidden, rotations[layer_id], attention)
+            hidden = layer(hidden, layer_pass)
             if on_layer is not None:
                 on_layer(layer_id)
         if self.norm is None or self.head is None:
             parallel.send_to_next_stage(hidden)
             return None
-        logits = self.head(self.norm(hidden[batch.logits_rows]))
-        if gemma is not None and gemma.logit_softcap:
-            logits = torch.tanh(logits / gemma.logit_softcap) * gemma.logit_softcap
-        return logits
+        return self.finish(self.norm, self.head, hidden[batch.logits_rows])
 
     def describe(self) -> dict[str, str]:
         """What runs, for the log and /server_info."""

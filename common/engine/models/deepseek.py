@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import AttentionPass
 from common.engine.attention.latent import LatentPass, LatentProjection
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.rotary import Rotation, yarn_magnitude
+from common.engine.layers.rotary import yarn_magnitude
 from common.engine.mla_config import MlaConfig
 from common.engine.model_config import ModelConfig
+from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerMlp, PreNormLayer
 from common.engine.rope_config import RopeConfig
 from common.engine.weights import Weight
@@ -78,7 +78,8 @@ class MlaAttention:
             has_bias=has_bias,
         )
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        attention, rotation = layer_pass.attention, layer_pass.rotation
         assert isinstance(attention, LatentPass), "a latent model runs over a latent backend"
         token_count = hidden.shape[0]
         mla = self.mla

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.attention.attention import AttentionPass
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.forward_batch import ForwardBatch
+from common.engine.layers.embedding import Embedding, Head
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
-from common.engine.layers.norm import OffsetNorm, OffsetQkNorm
-from common.engine.layers.rotary import Rotation
+from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
+from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
+from common.engine.models.causal_lm import CausalLm
+from common.engine.models.gemma_config import GemmaConfig
+from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
 from common.engine.models.llama import GqaAttention
 from common.engine.weights import Weight
 
@@ -36,8 +41,9 @@ class GemmaAttention(GqaAttention):
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
         super().__init__(context, config, layer)
-        assert config.gemma is not None
-        self.rule = ScoreRule(scale=config.gemma.score_scale, softcap=config.gemma.score_softcap)
+        gemma = gemma_config(config)
+        self.rotation = LOCAL if layer in gemma.local_layers else MAIN
+        self.rule = ScoreRule(scale=gemma.score_scale, softcap=gemma.score_softcap)
         if config.has_qk_norm:
             self.qk_norm = OffsetQkNorm(
                 context,
@@ -48,14 +54,15 @@ class GemmaAttention(GqaAttention):
                 epsilon=config.rms_norm_eps,
             )
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        attention = layer_pass.attention
         assert isinstance(attention, SdpaPass), "scores with a rule are SDPA's"
         token_count = hidden.shape[0]
         heads = self.qkv(hidden).view(token_count, -1, self.head_dim)
         query_key = heads[:, : self.head_count + self.kv_head_count]
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
-        query_key = rotation.apply(query_key)
+        query_key = layer_pass.rotations[self.rotation].apply(query_key)
         attended = attention.attend(
             self.layer,
             query_key[:, : self.head_count],
@@ -91,9 +98,9 @@ class GemmaLayer:
             intermediate_size=config.intermediate_size,
         )
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
         before, behind, before_mlp, behind_mlp = self.norms
-        hidden = hidden + behind(self.attention(before(hidden), rotation, attention))
+        hidden = hidden + behind(self.attention(before(hidden), layer_pass))
         return hidden + behind_mlp(self.mlp(before_mlp(hidden)))
 
     def weights(self) -> Iterator[Weight]:
@@ -106,3 +113,41 @@ class GemmaLayer:
 def build_gemma_layer(context: LayerContext, config: ModelConfig, layer: int) -> GemmaLayer:
     """The layer of a global id."""
     return GemmaLayer(context, config, layer)
+
+
+class GemmaLm(CausalLm):
+    """Embeddings scaled by the root of their size, logits that may be capped, and window layers
+    that may have a rotation of their own."""
+
+    def build_rotaries(self) -> dict[str, RotaryEmbedding]:
+        rotaries = super().build_rotaries()
+        local_rope = gemma_config(self.config).local_rope
+        if local_rope is not None:
+            rotaries[LOCAL] = RotaryEmbedding(
+                local_rope,
+                self.config.rotary_dim,
+                device=self.context.device,
+                dtype=self.context.dtype,
+            )
+        return rotaries
+
+    def build_norm(self) -> RmsNorm:
+        config = self.config
+        return OffsetNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+
+    def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
+        hidden = embedding(batch.token_ids)
+        # Models were trained with the factor rounded to the dtype of the weights.
+        factor = torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype)
+        return hidden * float(factor)
+
+    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
+        logits = head(norm(hidden))
+        softcap = gemma_config(self.config).logit_softcap
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+def gemma_config(config: ModelConfig) -> GemmaConfig:
+    """What only these layers have."""
+    assert isinstance(config.family, GemmaConfig), config.architecture
+    return config.family

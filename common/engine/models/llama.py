@@ -10,13 +10,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from common.engine.attention.attention import AttentionPass
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import QkNorm
-from common.engine.layers.rotary import Rotation
 from common.engine.model_config import ModelConfig
+from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer
 from common.engine.weights import Weight
 from common.layout.component import Shard
@@ -75,15 +74,15 @@ class GqaAttention:
                 epsilon=config.rms_norm_eps,
             )
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
         token_count = hidden.shape[0]
         heads = self.qkv(hidden).view(token_count, -1, self.head_dim)
         rotated_count = self.head_count + self.kv_head_count
         query_key = heads[:, :rotated_count]
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
-        query_key = rotation.apply(query_key)
-        attended = attention.attend(
+        query_key = layer_pass.rotation.apply(query_key)
+        attended = layer_pass.attention.attend(
             self.layer,
             query_key[:, : self.head_count],
             query_key[:, self.head_count :],

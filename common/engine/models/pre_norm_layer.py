@@ -10,18 +10,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from common.engine.attention.attention import AttentionPass
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.rotary import Rotation
 from common.engine.model_config import ModelConfig
+from common.engine.models.layer_pass import LayerPass
 from common.engine.weights import Weight
 
 
 class LayerAttention(Protocol):
     """One layer's attention, projections included."""
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor: ...
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor: ...
 
     def weights(self) -> Iterator[Weight]: ...
 
@@ -52,8 +51,8 @@ class PreNormLayer:
         self.mlp_norm = RmsNorm(context, f"{name}.post_attention_layernorm", size, epsilon)
         self.mlp = mlp
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, attention: AttentionPass) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, attention)
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), layer_pass)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
     def weights(self) -> Iterator[Weight]:

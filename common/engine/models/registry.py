@@ -1,17 +1,23 @@
-"""Which architecture is served by which layers and caches what."""
+"""Which architecture is read, served and cached how."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.engine.cast import CACHE_DTYPES
-from common.engine.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
-from common.engine.models.causal_lm import LayerBuilder
+from common.engine.model_config import ModelConfig
+from common.engine.model_reading import CheckpointConfig
+from common.engine.models.causal_lm import CausalLm, LayerBuilder
 from common.engine.models.deepseek import build_deepseek_layer
-from common.engine.models.gemma import build_gemma_layer
+from common.engine.models.deepseek_config import read_deepseek
+from common.engine.models.gemma import GemmaLm, build_gemma_layer
+from common.engine.models.gemma_config import read_gemma
 from common.engine.models.llama import build_llama_layer
+from common.engine.models.llama_config import read_llama
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
+from common.engine.weights import same_name
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
 from common.layout.families import gqa_components, mla_components, windowed_gqa_components
@@ -19,10 +25,18 @@ from common.layout.families import gqa_components, mla_components, windowed_gqa_
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """build_layer: the model's layers. components: (config, cache dtype) to what it caches."""
+    """read: config.json to `ModelConfig`. build_layer: the model's layers.
 
+    components: (config, cache dtype) to what it caches. model: what stands around the layers.
+    rename: a checkpoint's tensor name to the one that layers ask for, None for a tensor that is
+        not of the decoder.
+    """
+
+    read: Callable[[CheckpointConfig], ModelConfig]
     build_layer: LayerBuilder
     components: Callable[[ModelConfig, str], tuple[CacheComponent, ...]]
+    model: type[CausalLm] = CausalLm
+    rename: Callable[[str], str | None] = same_name
 
 
 def _gqa(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
@@ -52,20 +66,33 @@ def _mla(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     )
 
 
-_LLAMA = Family(build_llama_layer, _gqa)
+_LLAMA = Family(read_llama, build_llama_layer, _gqa)
+_DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
+_GEMMA = Family(read_gemma, build_gemma_layer, _gqa, model=GemmaLm)
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
-    "Qwen3MoeForCausalLM": Family(build_qwen3_moe_layer, _gqa),
-    "DeepseekV2ForCausalLM": Family(build_deepseek_layer, _mla),
-    "DeepseekV3ForCausalLM": Family(build_deepseek_layer, _mla),
-    "Gemma2ForCausalLM": Family(build_gemma_layer, _gqa),
-    "Gemma3ForCausalLM": Family(build_gemma_layer, _gqa),
+    "Qwen3MoeForCausalLM": Family(read_llama, build_qwen3_moe_layer, _gqa),
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
 }
-assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
+
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+
+
+def read_model_config(model_path: Path) -> ModelConfig:
+    """The model of a checkpoint directory, in either spelling of config.json.
+
+    Raises: ConfigError if the directory or file is missing or unreadable, the architecture is not
+        supported, or a value is missing, impossible or not implemented; it names file and value.
+    """
+    source = CheckpointConfig.read(model_path, architectures=SUPPORTED_ARCHITECTURES)
+    return FAMILIES[source.architecture].read(source)
 
 
 def cache_components(config: ModelConfig, kv_cache_dtype: str) -> tuple[CacheComponent, ...]:

@@ -1,0 +1,31 @@
+"""What every layer of one forward pass works with, beside the hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.engine.attention.attention import AttentionPass
+from common.engine.forward_batch import ForwardBatch
+from common.engine.layers.rotary import Rotation
+
+MAIN = "main"
+LOCAL = "local"
+"""Names of rotations: of most layers, and of window layers that have their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """One forward pass as its layers see it.
+
+    rotations: the angles of the batch's tokens, by the name of the rotation.
+    """
+
+    batch: ForwardBatch
+    attention: AttentionPass
+    rotations: Mapping[str, Rotation]
+
+    @property
+    def rotation(self) -> Rotation:
+        """Of layers that have no rotation of their own."""
+        return self.rotations[MAIN]
