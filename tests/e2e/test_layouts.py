@@ -12,8 +12,8 @@ import pytest
 
 from demo.servers import free_ports
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
+from tests.engine.recipes.recipe import DEFAULT_ROPE
 from tests.engine.tiny_checkpoints import (
-    DEFAULT_ROPE,
     Recipe,
     Reference,
     build_checkpoint,

@@ -31,9 +31,9 @@ from common.layout.component import Shard
 from common.layout.families import mla_components
 from tests.engine.paged_decoding import Sequence, forward, greedy, make_pool, shuffled_pages
 from tests.engine.parallel_ranks import CHUNKS, TIMEOUT_S, TOPOLOGIES, compute, run_rank
+from tests.engine.recipes.recipe import YARN_ROPE
 from tests.engine.tiny_checkpoints import (
     RECIPES,
-    YARN_ROPE,
     Recipe,
     Reference,
     build_checkpoint,

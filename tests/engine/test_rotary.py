@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from common.engine.json_fields import JsonFields
 from common.engine.layers.rotary import RotaryEmbedding, rotary_frequencies
 from common.engine.rope_config import read_rope
-from tests.engine.tiny_checkpoints import COMMON, DEFAULT_ROPE, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
+from tests.engine.recipes.recipe import COMMON, DEFAULT_ROPE, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
 
 HEAD_DIM = 32
 MAX_POSITION = 1024

@@ -20,9 +20,9 @@ from tests.engine.recipes.recipe import COMMON, VOCAB_SIZE, Classes, Recipe
 
 __all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
 
-# One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than 8
-# distinct tokens among 64, and the two best logits are never closer than 2e-3, hundreds of times the
-# difference in fp32.
+# One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
+# 8 distinct tokens among 64, and the two best logits are never closer than 2e-3, hundreds of times
+# the difference in fp32.
 FAMILIES = (dense, latent, windowed)
 
 CLASSES: Classes = {
