@@ -18,7 +18,8 @@ from bench.report import Row, row_of_medians
 from bench.staging_ranks import StagedPair
 from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
-from common.layout.families import DTYPE_NBYTES, gqa_components
+from common.layout.component import DTYPE_NBYTES
+from common.layout.families import gqa_components
 from common.planner.copies import plan_copies
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange

@@ -2,15 +2,26 @@
 
 Knows nothing of requests, sampling or steps. Sequences lie one after the other ("ragged"): the
 tokens of sequence b are rows query_starts[b] .. query_starts[b + 1] of everything indexed by token.
+
+What a page table holds, and where a token goes, follows from how its page group lives:
+
+    full, window   the pages of consecutive tokens         token t: page t // items, row t % items
+    tail           one page, a ring                        token t: row t % items
+    slot           one page, the state of the sequence     no token has a place; see `slots.py`
+    block          the pages of the blocks closed by now   no token has a place: blocks have
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
+
+from common.layout.cache_layout import PageGroup
+from common.layout.component import LiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +46,28 @@ class ForwardBatch:
 
     token_ids, positions: int64[T].
     query_starts: int32[B + 1], rows of each sequence; query_lengths is its difference, on the CPU.
+    starts: int32[B], tokens in the cache before this pass; start_list: the same on the CPU.
     kv_lengths: int32[B], tokens in the cache after this pass, the new ones included;
         kv_length_list holds the same numbers on the CPU.
     page_tables: one int32[B, pages] per page group, padded with 0, the scratch page. A table has to
-        cover kv_lengths of its sequence and may be wider.
+        cover kv_lengths of its sequence and may be wider; that of a slot or tail is int32[B, 1].
     token_pages, token_rows: one int64[T] per page group: the page id and the row in the page that
-        receive the K and V of each token.
+        receive what is cached of each token; int64[0] for slots and blocks. In a tail, the page of
+        a token that a later token of this pass overwrites is 0, the scratch page.
     logits_rows: int64[R], rows of T whose logits are wanted, in the order they are returned.
     """
 
     token_ids: Tensor
     positions: Tensor
     query_starts: Tensor
+    starts: Tensor
     kv_lengths: Tensor
     page_tables: tuple[Tensor, ...]
     token_pages: tuple[Tensor, ...]
     token_rows: tuple[Tensor, ...]
     logits_rows: Tensor
     query_lengths: tuple[int, ...]
+    start_list: tuple[int, ...]
     kv_length_list: tuple[int, ...]
 
     @property
@@ -70,11 +85,11 @@ class ForwardBatch:
 
     @staticmethod
     def build(
-        chunks: Sequence[SequenceChunk], *, page_items: Sequence[int], device: torch.device | str
+        chunks: Sequence[SequenceChunk], *, groups: Sequence[PageGroup], device: torch.device | str
     ) -> ForwardBatch:
         """The batch of some chunks, from plain lists.
 
-        page_items: items per page of each page group, as `PageGroup.page_items`.
+        groups: the page groups, in the order of every chunk's `page_ids`.
         Bugs are asserted: an empty batch or chunk, a page list that does not cover the chunk.
         """
         assert chunks, "a forward pass needs at least one sequence"
@@ -96,10 +111,10 @@ class ForwardBatch:
             query_lengths=query_lengths,
             kv_lengths=kv_lengths,
             page_tables=[
-                _page_table([chunk.page_ids[group] for chunk in chunks], kv_lengths, items, device)
-                for group, items in enumerate(page_items)
+                _page_table([chunk.page_ids[index] for chunk in chunks], kv_lengths, group, device)
+                for index, group in enumerate(groups)
             ],
-            page_items=page_items,
+            groups=groups,
             logits_rows=_to_device(logits_rows, torch.int64, device),
         )
 
@@ -111,7 +126,7 @@ class ForwardBatch:
         query_lengths: Sequence[int],
         kv_lengths: Sequence[int],
         page_tables: Sequence[Tensor],
-        page_items: Sequence[int],
+        groups: Sequence[PageGroup],
         logits_rows: Tensor,
     ) -> ForwardBatch:
         """The batch of tensors that the caller maintains; no Python work per sequence or token.
@@ -131,25 +146,53 @@ class ForwardBatch:
         else:
             sequence_of_token = torch.repeat_interleave(torch.arange(sequence_count), lengths)
             sequence_of_token = sequence_of_token.to(device)
-        token_pages: list[Tensor] = []
-        token_rows: list[Tensor] = []
-        for table, items in zip(page_tables, page_items, strict=True):
+        starts = torch.tensor(kv_lengths, dtype=torch.int64) - lengths
+        kv_length_tensor = torch.tensor(kv_lengths, dtype=torch.int32, device=device)
+        places: list[tuple[Tensor, Tensor]] = []
+        for table, group in zip(page_tables, groups, strict=True):
             assert table.shape[0] == sequence_count and table.dtype == torch.int32, table.shape
-            page_index = torch.div(positions, items, rounding_mode="floor")
-            token_pages.append(table[sequence_of_token, page_index].to(torch.int64))
-            token_rows.append(positions - page_index * items)
+            places.append(
+                _token_places(table, group, positions, sequence_of_token, kv_length_tensor)
+            )
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
             query_starts=query_starts.to(device),
-            kv_lengths=torch.tensor(kv_lengths, dtype=torch.int32, device=device),
+            starts=starts.to(device, torch.int32),
+            kv_lengths=kv_length_tensor,
             page_tables=tuple(page_tables),
-            token_pages=tuple(token_pages),
-            token_rows=tuple(token_rows),
+            token_pages=tuple(pages for pages, _ in places),
+            token_rows=tuple(rows for _, rows in places),
             logits_rows=logits_rows,
             query_lengths=tuple(query_lengths),
+            start_list=tuple(starts.tolist()),
             kv_length_list=tuple(kv_lengths),
         )
+
+
+def _token_places(
+    table: Tensor,
+    group: PageGroup,
+    positions: Tensor,
+    sequence_of_token: Tensor,
+    kv_lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The page and the row of each token in one page group; both int64[T], or int64[0]."""
+    match group.live.kind:
+        case LiveKind.FULL | LiveKind.WINDOW:
+            page_index = torch.div(positions, group.page_items, rounding_mode="floor")
+            pages = table[sequence_of_token, page_index].to(torch.int64)
+            return pages, positions - page_index * group.page_items
+        case LiveKind.TAIL:
+            # Two tokens of one pass must not race for a row: the later one has it.
+            is_kept = positions >= kv_lengths[sequence_of_token] - group.page_items
+            pages = torch.where(is_kept, table[sequence_of_token, 0], 0).to(torch.int64)
+            return pages, positions % group.page_items
+        case LiveKind.SLOT | LiveKind.BLOCK:
+            nowhere = positions.new_empty(0)
+            return nowhere, nowhere
+        case _:
+            assert_never(group.live.kind)
 
 
 def _to_device(values: list[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -159,12 +202,13 @@ def _to_device(values: list[int], dtype: torch.dtype, device: torch.device | str
 def _page_table(
     page_ids: list[Sequence[int]],
     kv_lengths: list[int],
-    page_items: int,
+    group: PageGroup,
     device: torch.device | str,
 ) -> Tensor:
     """int32[B, pages], rows padded with the scratch page."""
     for pages, kv_length in zip(page_ids, kv_lengths, strict=True):
-        assert len(pages) * page_items >= kv_length, (len(pages), page_items, kv_length)
+        assert len(pages) >= group.page_end(kv_length), (len(pages), group, kv_length)
+        assert group.live.is_paged or len(pages) == 1, (pages, group)
     width = max(len(pages) for pages in page_ids)
     rows = [[*pages, *[0] * (width - len(pages))] for pages in page_ids]
     return torch.tensor(rows, dtype=torch.int32).to(device)

@@ -7,6 +7,7 @@ read and written as padding, and never means anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One (component, layer) of a rank: [page, unit, item, element] somewhere inside the envelopes.
+    """One (component, layer, segment) of a rank: [page, unit, item, element] inside the envelopes.
 
     view: the strided zero-copy view, page 0 (scratch) included.
     items: [item number, element], contiguous from the plane's first item to the end of the buffer;
@@ -125,6 +126,7 @@ class KvPool:
 
     buffers[g]: uint8[buffer_nbytes(layout, page_counts)[g]], contiguous, on the model's device.
     page_counts: usable pages per page group, without the scratch page; ids are 1 .. count.
+    groups: the page groups, in the order of page tables and buffers; page_items of each.
     """
 
     def __init__(self, layout: RankLayout, page_counts: list[int], buffers: list[Tensor]) -> None:
@@ -134,16 +136,23 @@ class KvPool:
         self.layout = layout
         self.page_counts = tuple(page_counts)
         self.buffers = tuple(buffers)
-        self.page_items = tuple(group.group.page_items for group in layout.groups)
-        self._planes: dict[tuple[str, int], Plane] = {}
+        self.groups = tuple(group.group for group in layout.groups)
+        self.page_items = tuple(group.page_items for group in self.groups)
+        self._planes: dict[tuple[str, int, str | None], Plane] = {}
         for index, group in enumerate(layout.groups):
-            dtypes = {c.name: CACHE_DTYPES[c.dtype] for c in group.group.components}
+            # One name may belong to several components, each with layers of its own.
+            dtypes = {
+                (component.name, layer): CACHE_DTYPES[component.dtype]
+                for component in group.group.components
+                for layer in component.layers
+            }
+            segment_counts = Counter((cell.component, cell.layer) for cell in group.cells)
             for cell in group.cells:
                 key = (cell.component, cell.layer)
-                assert key not in self._planes, f"{key} has more than one segment"
-                self._planes[key] = _plane(
-                    index, group, cell, dtypes[cell.component], buffers[index]
-                )
+                plane = _plane(index, group, cell, dtypes[key], buffers[index])
+                self._planes[*key, cell.segment] = plane
+                if segment_counts[key] == 1:
+                    self._planes[*key, None] = plane
 
     @staticmethod
     def buffer_nbytes(layout: RankLayout, page_counts: list[int]) -> list[int]:
@@ -162,13 +171,17 @@ class KvPool:
         ]
         return KvPool(layout, page_counts, buffers)
 
-    def plane(self, component: str, layer: int) -> Plane:
-        """Raises: KeyError if this rank does not hold the component's layer."""
-        return self._planes[component, layer]
+    def plane(self, component: str, layer: int, segment: str | None = None) -> Plane:
+        """segment: None stands for the only one.
 
-    def view(self, component: str, layer: int) -> Tensor:
-        """The strided zero-copy view [page, unit, item, element] of one component and layer."""
-        return self._planes[component, layer].view
+        Raises: KeyError if this rank does not hold the component's layer, or if the segment has
+            to be named.
+        """
+        return self._planes[component, layer, segment]
+
+    def view(self, component: str, layer: int, segment: str | None = None) -> Tensor:
+        """The strided zero-copy view [page, unit, item, element] of a plane."""
+        return self._planes[component, layer, segment].view
 
     def group_of(self, component: str) -> int:
         """Index of the page group, and so of the page table, that a component uses."""

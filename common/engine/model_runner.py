@@ -56,8 +56,7 @@ class ModelRunner:
         self._clock = clock
         self._vocab_size = model.config.vocab_size
         self._device = model.context.device
-        self._page_items = pool.page_items
-        self._sequences = SequenceTable(pool.page_items, self._device)
+        self._sequences = SequenceTable(pool.groups, self._device)
         self._sampler = Sampler(self._vocab_size, list(model.config.eos_token_ids), self._device)
         self._draws_tokens = model.head is not None
         self._prompt_wants: dict[int, tuple[int, int]] = {}
@@ -132,7 +131,7 @@ class ModelRunner:
             self._prompt_wants[slot] = (new.sampling.logprob_start_len, new.prompt_count)
 
     def _grant(self, grants: list[PageGrant]) -> None:
-        by_group: list[list[tuple[int, int, list[int]]]] = [[] for _ in self._page_items]
+        by_group: list[list[tuple[int, int, list[int]]]] = [[] for _ in self._pool.groups]
         for grant in grants:
             if grant.request_id in self._refused or not grant.page_ids:
                 continue
@@ -218,9 +217,10 @@ class ModelRunner:
             query_lengths=query_lengths,
             kv_lengths=kv_lengths.tolist(),
             page_tables=[
-                table.page_table(group, slots, kv_lengths) for group in range(len(self._page_items))
+                table.page_table(group, slots, kv_lengths)
+                for group in range(len(self._pool.groups))
             ],
-            page_items=self._page_items,
+            groups=self._pool.groups,
             logits_rows=self._to_device(_logits_rows(work)),
         )
         return self._model.forward(batch, self._pool, on_layer)

@@ -8,11 +8,15 @@ sampling or messages. Slot numbers are reused; the smallest free one is taken fi
 from __future__ import annotations
 
 import heapq
+from typing import assert_never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from common.layout.cache_layout import PageGroup
+from common.layout.component import LiveKind
 
 SLOT_COUNT_START = 16
 PAGE_WIDTH_START = 16
@@ -28,14 +32,14 @@ class SequenceTable:
     page_tables: one int32[S, pages] per page group; 0 is the scratch page.
     """
 
-    def __init__(self, page_items: tuple[int, ...], device: torch.device) -> None:
-        self._page_items = page_items
+    def __init__(self, groups: tuple[PageGroup, ...], device: torch.device) -> None:
+        self._groups = groups
         self._device = device
         self.lengths: Slots = np.zeros(0, dtype=np.int64)
         self.latest: Slots = np.zeros(0, dtype=np.int64)
-        self.page_tables = [torch.zeros((0, 0), dtype=torch.int32, device=device)] * len(page_items)
+        self.page_tables = [torch.zeros((0, 0), dtype=torch.int32, device=device)] * len(groups)
         # Logical page index behind the last granted page, per group and slot.
-        self._granted: list[Slots] = [np.zeros(0, dtype=np.int64) for _ in page_items]
+        self._granted: list[Slots] = [np.zeros(0, dtype=np.int64) for _ in groups]
         self._slot_of: dict[int, int] = {}
         self._tokens: dict[int, Tensor] = {}
         self._free: list[int] = []
@@ -102,7 +106,7 @@ class SequenceTable:
 
     def page_table(self, group: int, slots: Slots, kv_lengths: NDArray[np.int64]) -> Tensor:
         """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens."""
-        needed = -(-kv_lengths // self._page_items[group])
+        needed = _page_ends(self._groups[group], kv_lengths)
         assert (needed <= self._granted[group][slots]).all(), "a token has no page to go to"
         width = int(needed.max())
         return self.page_tables[group][self._to_device(slots), :width]
@@ -124,6 +128,19 @@ class SequenceTable:
 
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _page_ends(group: PageGroup, kv_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`PageGroup.page_end` of many sequences."""
+    match group.live.kind:
+        case LiveKind.FULL | LiveKind.WINDOW:
+            return -(-kv_lengths // group.page_items)
+        case LiveKind.BLOCK:
+            return -(-(kv_lengths // group.live.size) // group.page_items)
+        case LiveKind.TAIL | LiveKind.SLOT:
+            return np.ones_like(kv_lengths)
+        case _:
+            assert_never(group.live.kind)
 
 
 def _enlarged(table: Tensor, row_count: int, column_count: int) -> Tensor:

@@ -8,7 +8,9 @@ envelope:
 
 A *plane* is one segment of one component. A *unit class* holds the planes of a group whose units
 are cut alike (same shard rule and unit count), so K and V of one head lie side by side and a whole
-page, any head range of a page, and any layer range inside a head are each one run.
+page, any head range of a page, and any layer range inside a head are each one run. Where element
+types differ in a page group, a plane begins at a multiple of its own element, a unit and a page at
+one of the largest: the few bytes of padding belong to nobody and are never handed over.
 Page id 0 is a scratch page for padding and is never handed over.
 """
 
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from common.errors import LayoutError
-from common.layout.component import CacheComponent, Live, LiveKind, Shard
+from common.layout.component import DTYPE_NBYTES, CacheComponent, Live, LiveKind, Shard
 from common.layout.parallel import check_units, split_layers, units_of_rank
 
 PAGE_SIZE_MAX = 256
@@ -84,9 +86,20 @@ class ServerLayout:
                 f"component {component.name!r}: segments {names} must be at least one, each named "
                 f"differently"
             )
+        if component.dtype not in DTYPE_NBYTES:
+            raise LayoutError(
+                f"component {component.name!r}: dtype={component.dtype!r}: must be one of "
+                f"{', '.join(DTYPE_NBYTES)}"
+            )
         for segment in component.segments:
             if segment.unit_count < 1 or segment.unit_nbytes < 1:
                 raise LayoutError(f"component {component.name!r}: empty segment {segment}")
+            if segment.unit_nbytes % component.element_nbytes != 0:
+                raise LayoutError(
+                    f"component {component.name!r}: unit_nbytes={segment.unit_nbytes} of "
+                    f"{segment.name!r}: must be a multiple of {component.element_nbytes}, the "
+                    f"bytes of a {component.dtype}"
+                )
             check_units(segment, component.shard, self.tp_size)
 
     def page_items(self, live: Live) -> int:
@@ -141,6 +154,18 @@ class PageGroup:
         if not self.live.is_paged:
             return 1
         return len(self.page_indices(items))
+
+    def page_end(self, token_count: int) -> int:
+        """Logical index behind the last page that `token_count` tokens need."""
+        if not self.live.is_paged:
+            return 1
+        return -(-self.live.items(token_count).stop // self.page_items)
+
+    def page_first(self, token_count: int) -> int:
+        """Logical index of the first page that the token behind `token_count` ones reads."""
+        if not self.live.is_paged:
+            return 0
+        return self.live.items(token_count).start // self.page_items
 
     def page_indices(self, items: range) -> range:
         """Logical page indices that a range of absolute items touches."""
@@ -223,12 +248,13 @@ class RankLayout:
     def _lay_out(self, group: PageGroup) -> GroupLayout:
         cells: list[Cell] = []
         offset = 0
+        alignment = max(component.element_nbytes for component in group.components)
         for layer_group, layers in enumerate(self.layer_groups):
             for shard, unit_count in _unit_classes(group):
                 offset = self._lay_out_class(
                     group, shard, unit_count, layers, layer_group, offset, cells
                 )
-        return GroupLayout(group, page_nbytes=offset, cells=tuple(cells))
+        return GroupLayout(group, page_nbytes=_round_up(offset, alignment), cells=tuple(cells))
 
     def _lay_out_class(
         self,
@@ -255,15 +281,23 @@ class RankLayout:
             if layer in component.layers
         ]
         units = units_of_rank(unit_count, shard, self.server.tp_size, self.tp_rank)
-        unit_stride = sum(segment.unit_nbytes * group.page_items for _, _, segment in owned)
-        inner = offset
-        for layer, component, segment in owned:
+        # What a unit begins with is aligned for everything in it, so that all units are alike.
+        alignment = max((component.element_nbytes for _, component, _ in owned), default=1)
+        offset = _round_up(offset, alignment)
+        inner_offsets: list[int] = []
+        inner = 0
+        for _, component, segment in owned:
+            inner = _round_up(inner, component.element_nbytes)
+            inner_offsets.append(inner)
+            inner += segment.unit_nbytes * group.page_items
+        unit_stride = _round_up(inner, alignment)
+        for (layer, component, segment), inner in zip(owned, inner_offsets, strict=True):
             cells.append(
                 Cell(
                     component=component.name,
                     segment=segment.name,
                     layer=layer,
-                    offset=inner,
+                    offset=offset + inner,
                     units=units,
                     unit_stride=unit_stride,
                     item_nbytes=segment.unit_nbytes,
@@ -272,8 +306,11 @@ class RankLayout:
                     layer_group=layer_group,
                 )
             )
-            inner += segment.unit_nbytes * group.page_items
         return offset + unit_stride * len(units)
+
+
+def _round_up(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
 
 
 def _unit_classes(group: PageGroup) -> list[tuple[Shard, int]]:

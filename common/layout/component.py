@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
+DTYPE_NBYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+}
+"""Element types of a cache; a power of two each, so that the largest aligns all."""
+
 
 class LiveKind(StrEnum):
     """Which items a request of N tokens needs to go on decoding."""
@@ -102,3 +110,7 @@ class CacheComponent:
     shard: Shard
     dtype: str
     order: str = ""
+
+    @property
+    def element_nbytes(self) -> int:
+        return DTYPE_NBYTES[self.dtype]

@@ -6,8 +6,7 @@ types travels, so a narrowing is done before sending and a widening after.
 
 from __future__ import annotations
 
-from common.layout.component import CacheComponent
-from common.layout.families import DTYPE_NBYTES
+from common.layout.component import DTYPE_NBYTES, CacheComponent
 
 # Unordered pairs. float8_e4m3fn is stored with scale 1.0: values beyond 448 are cut to it.
 CONVERTIBLE = frozenset(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
-
-DTYPE_NBYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-}
+from common.layout.component import (
+    DTYPE_NBYTES,
+    FULL,
+    CacheComponent,
+    Live,
+    LiveKind,
+    Segment,
+    Shard,
+)
 
 
 def gqa_components(

@@ -20,8 +20,8 @@ import numpy as np
 
 from common.errors import PlanMismatch
 from common.layout.cache_layout import Cell, GroupLayout, RankLayout
+from common.layout.component import DTYPE_NBYTES
 from common.layout.conversion import wire_dtype
-from common.layout.families import DTYPE_NBYTES
 from common.planner.coalesce import coalesce
 from common.planner.copies import Pages
 from common.planner.copy_plan import Int64Array

@@ -15,7 +15,7 @@ import msgspec
 
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.layout.component import CacheComponent, LiveKind
+from common.layout.component import DTYPE_NBYTES, CacheComponent, LiveKind
 from common.protocol.descriptor import LandingDescriptor, RankDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.request import SamplingParams
@@ -40,6 +40,7 @@ LAYER_COUNT_MAX = 1024
 UNIT_COUNT_MAX = 1 << 16  # one unit per channel of a state-space model
 UNIT_NBYTES_MAX = 1 << 24
 LIVE_SIZE_MAX = 1 << 24
+ELEMENT_NBYTES_MAX = max(DTYPE_NBYTES.values())
 PAGE_NBYTES_MAX = 1 << 32  # with a page id below 2**31, every offset stays within int64
 
 
@@ -88,8 +89,10 @@ def _component_page_nbytes(layout: ServerLayout, component: CacheComponent) -> i
         _check_text(f"{name}: segment", segment.name, NAME_LENGTH_MAX)
         check_int(f"{name}: unit_count", segment.unit_count, 1, UNIT_COUNT_MAX)
         check_int(f"{name}: unit_nbytes", segment.unit_nbytes, 1, UNIT_NBYTES_MAX)
-        total += segment.unit_count * segment.unit_nbytes
-    return total * layout.page_items(component.live) * len(component.layers)
+        # A unit may be padded up to the largest element that a page group has.
+        nbytes = segment.unit_nbytes * layout.page_items(component.live) + ELEMENT_NBYTES_MAX - 1
+        total += segment.unit_count * nbytes
+    return total * len(component.layers)
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -94,21 +94,6 @@ class Sequence:
         return [(span.first_index, list(span.page_ids)) for span in self.spans]
 
 
-def page_end(group: PageGroup, token_count: int) -> int:
-    """Logical index behind the last page that `token_count` tokens need."""
-    if not group.live.is_paged:
-        return 1
-    items_end = group.live.items(token_count).stop
-    return -(-items_end // group.page_items)
-
-
-def page_first(group: PageGroup, token_count: int) -> int:
-    """Logical index of the first page that the token behind `token_count` computed ones reads."""
-    if not group.live.is_paged:
-        return 0
-    return group.live.items(token_count).start // group.page_items
-
-
 def touched_page_max(group: PageGroup, item_count: int) -> int:
     """Pages that `item_count` consecutive items touch at most, wherever they start."""
     return (item_count + group.page_items - 2) // group.page_items + 1
@@ -165,12 +150,12 @@ class PageAccount:
 
     def end_index(self, group: int, token_count: int) -> int:
         """Logical index behind the last page of a group that `token_count` tokens need."""
-        return page_end(self.groups[group], token_count)
+        return self.groups[group].page_end(token_count)
 
     def needs(self, spans: List[PageSpan], token_count: int) -> list[int]:
         """New pages per group for a sequence with these spans to hold `token_count` tokens."""
         return [
-            max(0, page_end(group, token_count) - span.end_index)
+            max(0, group.page_end(token_count) - span.end_index)
             for group, span in zip(self.groups, spans, strict=True)
         ]
 
@@ -200,7 +185,7 @@ class PageAccount:
 
     def spans_for_prompt(self, token_count: int) -> list[PageSpan]:
         """Empty spans that start at the first live page of each group."""
-        return [PageSpan(page_first(group, token_count), []) for group in self.groups]
+        return [PageSpan(group.page_first(token_count), []) for group in self.groups]
 
     def needs_to_compute(self, token_count: int) -> list[int]:
         """Pages per group to compute a prompt from its first token on.
@@ -209,7 +194,7 @@ class PageAccount:
         so that two long prompts can't each wait for pages that the other one has. A pool that is
         smaller makes the chunks smaller.
         """
-        needs = [page_end(group, token_count) for group in self.groups]
+        needs = [group.page_end(token_count) for group in self.groups]
         if self._chunk_token_max is not None:
             for index in self._windows:
                 group = self.groups[index]
@@ -225,9 +210,9 @@ class PageAccount:
         the window of the whole prompt leaves, after the last chunk."""
         for index in self._windows:
             group, span = self.groups[index], sequence.spans[index]
-            dropped = span.drop_before(page_first(group, sequence.computed_count))
+            dropped = span.drop_before(group.page_first(sequence.computed_count))
             if dropped:
-                wanted = max(0, page_end(group, len(sequence.token_ids)) - span.end_index)
+                wanted = max(0, group.page_end(len(sequence.token_ids)) - span.end_index)
                 span.page_ids += dropped[:wanted]
                 self.pool.release(index, dropped[wanted:])
 

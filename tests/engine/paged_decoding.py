@@ -72,9 +72,12 @@ def shuffled_pages(page_count: int, seed: int) -> list[int]:
 
 
 def forward(model: CausalLm, pool: KvPool, chunks: list[SequenceChunk]) -> Tensor:
-    # A sequence has the same page ids in every group.
-    chunks = [replace(c, page_ids=c.page_ids[:1] * len(pool.page_items)) for c in chunks]
-    batch = ForwardBatch.build(chunks, page_items=pool.page_items, device="cpu")
+    # A sequence has the same page ids in every group, and its first one where it has a single page.
+    chunks = [
+        replace(c, page_ids=[c.page_ids[0][: None if g.live.is_paged else 1] for g in pool.groups])
+        for c in chunks
+    ]
+    batch = ForwardBatch.build(chunks, groups=pool.groups, device="cpu")
     logits = model.forward(batch, pool)
     assert logits is not None
     return logits

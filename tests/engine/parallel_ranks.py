@@ -26,7 +26,7 @@ def compute(path: Path, prompt: list[int], parallel: ParallelContext) -> Tensor 
     parts: list[Tensor] = []
     for size in CHUNKS:
         chunk = sequence.chunk(size, all_logits=True)
-        batch = ForwardBatch.build([chunk], page_items=pool.page_items, device="cpu")
+        batch = ForwardBatch.build([chunk], groups=pool.groups, device="cpu")
         logits = model.forward(batch, pool)
         if logits is not None:
             parts.append(logits)

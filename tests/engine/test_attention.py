@@ -48,7 +48,7 @@ def deal(lengths: list[tuple[int, int]], seed: int) -> tuple[KvPool, ForwardBatc
         for (cached, new), count in zip(lengths, counts, strict=True)
     ]
     pool = make_pool(sum(counts))
-    return pool, ForwardBatch.build(chunks, page_items=(PAGE,), device="cpu")
+    return pool, ForwardBatch.build(chunks, groups=pool.groups, device="cpu")
 
 
 def plain_attention(pool: KvPool, batch: ForwardBatch, layer: int, query: Tensor) -> Tensor:

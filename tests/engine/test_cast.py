@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.engine.cast import CACHE_DTYPES, cast, raw
+from common.layout.component import DTYPE_NBYTES
 from common.layout.conversion import CONVERTIBLE
-from common.layout.families import DTYPE_NBYTES
 
 
 @pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.layout.cache_layout import PageGroup
+from common.layout.component import FULL, SLOT, Live, LiveKind
 
+GROUPS = (PageGroup(FULL, 4, ()),)
 CHUNKS = [
     SequenceChunk([11, 12, 13], 0, ([5],), (2,)),
     SequenceChunk([21], 4, ([9, 3],), (0,)),
@@ -15,7 +18,7 @@ CHUNKS = [
 
 
 def build(chunks: list[SequenceChunk]) -> ForwardBatch:
-    return ForwardBatch.build(chunks, page_items=(4,), device="cpu")
+    return ForwardBatch.build(chunks, groups=GROUPS, device="cpu")
 
 
 def test_tokens_of_all_sequences_lie_one_after_the_other() -> None:
@@ -24,6 +27,7 @@ def test_tokens_of_all_sequences_lie_one_after_the_other() -> None:
     assert batch.positions.tolist() == [0, 1, 2, 4, 6, 7, 8]
     assert batch.query_starts.tolist() == [0, 3, 4, 7]
     assert batch.query_lengths == (3, 1, 3)
+    assert batch.starts.tolist() == [0, 4, 6] == list(batch.start_list)
     assert batch.kv_lengths.tolist() == [3, 5, 9] == list(batch.kv_length_list)
     assert batch.page_tables[0].tolist() == [[5, 0, 0], [9, 3, 0], [2, 8, 1]]
     assert batch.logits_rows.tolist() == [2, 3, 4, 5]
@@ -38,7 +42,8 @@ def test_every_token_goes_to_the_page_and_row_of_its_position() -> None:
 
 def test_groups_of_different_page_sizes_have_their_own_places() -> None:
     chunk = SequenceChunk([1, 2, 3], 3, ([5, 6], [7, 8, 9]), ())
-    batch = ForwardBatch.build([chunk], page_items=(4, 2), device="cpu")
+    groups = (PageGroup(FULL, 4, ()), PageGroup(Live(LiveKind.WINDOW, 2), 2, ()))
+    batch = ForwardBatch.build([chunk], groups=groups, device="cpu")
     assert batch.token_pages[0].tolist() == [5, 6, 6]
     assert batch.token_pages[1].tolist() == [8, 9, 9]
     assert batch.token_rows[1].tolist() == [1, 0, 1]
@@ -59,14 +64,70 @@ def test_prepared_tensors_give_the_same_batch() -> None:
         kv_lengths=[3, 5, 9],
         # Wider than needed, as a table that is kept between steps would be.
         page_tables=[torch.nn.functional.pad(expected.page_tables[0], (0, 5))],
-        page_items=(4,),
+        groups=GROUPS,
         logits_rows=expected.logits_rows,
     )
     assert torch.equal(actual.query_starts, expected.query_starts)
+    assert torch.equal(actual.starts, expected.starts)
     assert torch.equal(actual.kv_lengths, expected.kv_lengths)
     assert actual.kv_length_list == expected.kv_length_list
     assert torch.equal(actual.token_pages[0], expected.token_pages[0])
     assert torch.equal(actual.token_rows[0], expected.token_rows[0])
+
+
+@pytest.mark.parametrize(("size", "back"), [(4, 4), (3, 0), (1, 2)])
+def test_a_tail_keeps_the_last_token_of_every_row(size: int, back: int) -> None:
+    """At every residue, chunks shorter and longer than the ring against writing token by token."""
+    group = PageGroup(Live(LiveKind.TAIL, size, back), size + back, ())
+    for start in range(2 * group.page_items):
+        for count in range(1, 2 * group.page_items + 2):
+            chunks = [
+                SequenceChunk([0] * count, start, ([9],)),
+                SequenceChunk([0] * 2, start + 1, ([4],)),
+            ]
+            batch = ForwardBatch.build(chunks, groups=(group,), device="cpu")
+            assert batch.page_tables[0].tolist() == [[9], [4]]
+            written: dict[tuple[int, int], int] = {}
+            pages, rows = batch.token_pages[0].tolist(), batch.token_rows[0].tolist()
+            for position, page, row in zip(batch.positions.tolist(), pages, rows, strict=True):
+                assert page == 0 or (page, row) not in written, "two tokens race for a row"
+                if page:
+                    written[page, row] = position
+            expected = {
+                (page, position % group.page_items): position
+                for chunk, page in zip(chunks, (9, 4), strict=True)
+                for position in range(chunk.start, chunk.start + len(chunk.token_ids))
+            }
+            assert written == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+def test_tables_of_blocks_cover_those_that_are_closed(size: int) -> None:
+    group = PageGroup(Live(LiveKind.BLOCK, size), 2, ())
+    for token_count in range(1, 6 * size):
+        page_count = -(-(token_count // size) // 2)
+        pages = list(range(1, page_count + 1))
+        chunk = SequenceChunk([0] * token_count, 0, (pages,))
+        batch = ForwardBatch.build([chunk], groups=(group,), device="cpu")
+        assert batch.page_tables[0].tolist() == [pages]
+        assert batch.token_pages[0].shape == batch.token_rows[0].shape == (0,)
+        if pages:
+            with pytest.raises(AssertionError):
+                short = SequenceChunk([0] * token_count, 0, (pages[:-1],))
+                ForwardBatch.build([short], groups=(group,), device="cpu")
+
+
+def test_a_slot_is_one_page_and_no_place_for_a_token() -> None:
+    groups = (*GROUPS, PageGroup(SLOT, 1, ()))
+    chunks = [SequenceChunk([1] * 3, 0, ([5], [2])), SequenceChunk([1], 4, ([9, 3], [7]))]
+    batch = ForwardBatch.build(chunks, groups=groups, device="cpu")
+    assert batch.page_tables[1].dtype == torch.int32
+    assert batch.page_tables[1].tolist() == [[2], [7]]
+    assert batch.token_pages[1].shape == batch.token_rows[1].shape == (0,)
+    for slots in ([], [1, 2]):
+        with pytest.raises(AssertionError):
+            chunk = SequenceChunk([1], 0, ([5], slots))
+            ForwardBatch.build([chunk], groups=groups, device="cpu")
 
 
 @pytest.mark.parametrize(

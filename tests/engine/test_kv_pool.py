@@ -11,6 +11,7 @@ from common.engine.kv_pool import KvPool, Scratch, gather_index, write_index
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.layout.families import gqa_components
+from tests.engine.test_slots import components as slot_components
 
 PAGE_COUNT = 7
 
@@ -145,6 +146,36 @@ def test_odd_layout_takes_the_strided_path() -> None:
 def test_layers_of_one_geometry_share_an_index() -> None:
     pool = KvPool.allocate(gqa_layout(), [PAGE_COUNT], "cpu")
     assert len({pool.plane(*key).geometry for key in all_planes(pool)}) == 1
+
+
+@pytest.mark.parametrize("tp_rank", [0, 3])
+def test_segments_of_a_slot_lie_aligned_beside_wider_elements(tp_rank: int) -> None:
+    server = ServerLayout(slot_components(), 4, ((0, 4),), 4, layer_group_count=2)
+    server.check()
+    pool = KvPool.allocate(server.rank(0, tp_rank), [1, PAGE_COUNT], "cpu")
+    group = pool.layout.groups[1]
+    owner = torch.zeros_like(pool.buffers[1])
+    for number, cell in enumerate(group.cells, start=1):
+        view = pool.view(cell.component, cell.layer, cell.segment)
+        assert view.shape[:3] == (PAGE_COUNT + 1, len(cell.units), 1)
+        for page in (0, 1, PAGE_COUNT):
+            for unit in range(len(cell.units)):
+                start = page * group.page_nbytes + cell.offset + unit * cell.unit_stride
+                assert view[page, unit].data_ptr() == pool.buffers[1].data_ptr() + start
+                place = owner[start : start + cell.item_nbytes]
+                assert not place.any(), f"{cell} overlaps another plane"
+                place.fill_(number)
+    padding_nbytes = int((owner[: group.page_nbytes] == 0).sum())
+    assert padding_nbytes <= 3 * (len(group.cells) + 2)
+
+
+def test_a_segment_may_stay_unnamed_only_if_it_is_the_only_one() -> None:
+    server = ServerLayout(slot_components(), 1, ((0, 4),), 4)
+    pool = KvPool.allocate(server.rank(0, 0), [1, 1], "cpu")
+    assert pool.plane("state", 2) is pool.plane("state", 2, "head")
+    assert pool.plane("conv", 2, "q") is not pool.plane("conv", 2, "k")
+    with pytest.raises(KeyError):
+        pool.plane("conv", 2)
 
 
 def test_scratch_is_reused_and_grows() -> None:

@@ -111,7 +111,7 @@ def test_a_pass_over_pages_equals_every_head_written_out(
             SequenceChunk([0] * size, computed[i], (owned[i],))
             for i, size in zip(active, sizes, strict=True)
         ]
-        batch = ForwardBatch.build(chunks, page_items=pool.page_items, device="cpu")
+        batch = ForwardBatch.build(chunks, groups=pool.groups, device="cpu")
         attention = LatentAttention().start(batch, pool)
         query = draw(batch.token_count, HEAD_COUNT, NOPE_DIM + ROPE_DIM, seed=10 + step)
         row = draw(batch.token_count, ROW_DIM, seed=20 + step)
@@ -138,7 +138,7 @@ def test_absorbed_equals_expanded() -> None:
 def test_rows_attended_as_plain_keys_follow_the_common_contract() -> None:
     pool = small_pool()
     batch = ForwardBatch.build(
-        [SequenceChunk([0] * 3, 0, ([5],))], page_items=pool.page_items, device="cpu"
+        [SequenceChunk([0] * 3, 0, ([5],))], groups=pool.groups, device="cpu"
     )
     attention: AttentionPass = LatentAttention().start(batch, pool)
     query, key = draw(3, HEAD_COUNT, ROW_DIM, seed=5), draw(3, 1, ROW_DIM, seed=6)
@@ -164,7 +164,7 @@ def test_decoding_reads_every_cached_row_once_whatever_the_heads(
     for head_count in (1, 16):
         pool = small_pool()
         chunk = SequenceChunk([0], 4 * PAGE_SIZE - 1, ([3, 1, 4, 2],))
-        batch = ForwardBatch.build([chunk], page_items=pool.page_items, device="cpu")
+        batch = ForwardBatch.build([chunk], groups=pool.groups, device="cpu")
         projection = LatentProjection(
             draw(head_count, NOPE_DIM, LATENT_DIM, seed=1),
             draw(head_count, VALUE_DIM, LATENT_DIM, seed=2),

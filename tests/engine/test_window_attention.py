@@ -125,7 +125,7 @@ def test_windows_equal_plain_attention_and_see_nothing_else(
                 SequenceChunk([0] * new, start, story.pages)
                 for story, (start, new) in zip(stories, lengths, strict=True)
             ],
-            page_items=pool.page_items,
+            groups=pool.groups,
             device="cpu",
         )
         attention = SdpaAttention().start(batch, pool)

@@ -188,5 +188,5 @@ def _deal(
         SequenceChunk([0] * new, cached, ([pages.pop() for _ in range(count)],))
         for (cached, new), count in zip(lengths, counts, strict=True)
     ]
-    batch = ForwardBatch.build(chunks, page_items=pool.page_items, device=shape.device)
+    batch = ForwardBatch.build(chunks, groups=pool.groups, device=shape.device)
     return pool, batch

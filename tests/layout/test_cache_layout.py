@@ -159,6 +159,8 @@ def test_a_layout_that_can_not_work_is_refused(change: dict[str, object], compla
         ({"segments": (Segment("a", 1, 1), Segment("a", 2, 1))}, "named differently"),
         ({"segments": (Segment("a", 0, 1),)}, "empty segment"),
         ({"segments": (Segment("a", 1, 0),)}, "empty segment"),
+        ({"segments": (Segment("a", 8, 6),)}, "unit_nbytes=6 of 'a': must be a multiple of 4"),
+        ({"dtype": "float31"}, "dtype='float31': must be one of float32, bfloat16"),
         ({"name": "v"}, "component 'v': layer 0 owns it twice"),
     ],
 )

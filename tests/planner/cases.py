@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from common.layout.cache_layout import ServerLayout
-from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
+from common.layout.component import (
+    DTYPE_NBYTES,
+    FULL,
+    SLOT,
+    CacheComponent,
+    Live,
+    LiveKind,
+    Segment,
+    Shard,
+)
 from common.layout.parallel import split_layers
 from common.planner.pairing import TokenRange
 from tests.planner.oracle import PageLists, Server, page_of_item, sent_items
@@ -85,8 +94,13 @@ def component_lists(
     components = []
     for index in range(draw(st.integers(1, 4))):
         segment_count = draw(st.integers(1, 3))
+        dtype = draw(st.sampled_from(["float8_e4m3fn", "float8_e4m3fn", "bfloat16", "float32"]))
         segments = tuple(
-            Segment(f"s{number}", draw(st.sampled_from(unit_counts)), draw(st.integers(1, 5)))
+            Segment(
+                f"s{number}",
+                draw(st.sampled_from(unit_counts)),
+                draw(st.integers(1, 5)) * DTYPE_NBYTES[dtype],
+            )
             for number in range(segment_count)
         )
         layers = draw(st.sets(st.integers(0, layer_count - 1), min_size=1))
@@ -97,7 +111,7 @@ def component_lists(
                 segments=segments,
                 live=lives[index % len(lives)],
                 shard=draw(st.sampled_from(Shard)),
-                dtype="float8_e4m3fn",
+                dtype=dtype,
             )
         )
     return tuple(components)

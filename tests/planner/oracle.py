@@ -83,6 +83,7 @@ def holds_unit(unit: int, unit_count: int, shard: Shard, tp_size: int, tp_rank: 
     return tp_rank // (tp_size // unit_count) == unit
 
 
+ELEMENTS = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 NOISE = random.Random(0).randbytes(1 << 20)
 
 
@@ -133,6 +134,9 @@ def walk_page(
     """Every plane of one page of one group in memory order, and the size of the page.
 
     [layer group][unit class][unit][layer in group][plane][item in page][payload]
+
+    A plane starts at a multiple of its element, a unit at one of the largest in its class, and so
+    does what lies behind a class or a page.
     """
     rows = rows_of_page(live, layout.page_size)
     members: list[tuple[int, CacheComponent, int, Segment]] = [
@@ -147,8 +151,21 @@ def walk_page(
             classes.append((component.shard, segment.unit_count))
     planes: list[Plane] = []
     offset = 0
+
+    def pad(to: int) -> None:
+        nonlocal offset
+        while offset % to != 0:
+            offset += 1
+
     for layers in layer_groups_of(layout, pp_rank):
         for shard, unit_count in classes:
+            sizes = [
+                ELEMENTS[component.dtype]
+                for _, component, _, segment in members
+                if (component.shard, segment.unit_count) == (shard, unit_count)
+                and set(component.layers) & set(layers)
+            ]
+            pad(max(sizes, default=1))
             for unit in range(unit_count):
                 if not holds_unit(unit, unit_count, shard, layout.tp_size, tp_rank):
                     continue
@@ -159,8 +176,11 @@ def walk_page(
                         if layer not in component.layers:
                             continue
                         key = (component_index, segment_index, layer, unit)
+                        pad(ELEMENTS[component.dtype])
                         planes.append(Plane(key, live, offset, segment.unit_nbytes))
                         offset += segment.unit_nbytes * rows
+                pad(max(sizes, default=1))
+    pad(max(ELEMENTS[component.dtype] for _, component, _, _ in members))
     return planes, offset
 
 

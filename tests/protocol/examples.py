@@ -51,7 +51,7 @@ LAYOUT = ServerLayout(
         CacheComponent(
             name="conv",
             layers=(1, 4),
-            segments=(Segment("q", 8, 12), Segment("v", 4, 6)),
+            segments=(Segment("q", 8, 12), Segment("v", 4, 8)),
             live=SLOT,
             shard=Shard.SPLIT,
             dtype="float32",
@@ -66,9 +66,11 @@ LAYOUT = ServerLayout(
             dtype="bfloat16",
         ),
         CacheComponent(
-            "w", (2,), (Segment("s", 4, 2),), Live(LiveKind.WINDOW, 9), Shard.SPLIT, "x"
+            "w", (2,), (Segment("s", 4, 2),), Live(LiveKind.WINDOW, 9), Shard.SPLIT, "float16"
         ),
-        CacheComponent("b", (3,), (Segment("s", 4, 2),), Live(LiveKind.BLOCK, 8), Shard.SPLIT, "x"),
+        CacheComponent(
+            "b", (3,), (Segment("s", 4, 2),), Live(LiveKind.BLOCK, 8), Shard.SPLIT, "float16"
+        ),
     ),
     tp_size=2,
     stages=((0, 4), (4, 6)),

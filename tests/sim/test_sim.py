@@ -6,7 +6,6 @@ import pytest
 
 from common.layout.cache_layout import PageGroup
 from common.protocol.local import Send
-from common.scheduling import sequence
 from tests.sim.sim_worker import SimWorker
 from tests.sim.story import run_story
 
@@ -48,7 +47,7 @@ def test_a_window_page_that_is_freed_one_token_early_is_found(
         start = group.live.items(token_count).start
         return min(start + 1, token_count) // group.page_items if group.live.size else 0
 
-    monkeypatch.setattr(sequence, "page_first", page_first_too_late)
+    monkeypatch.setattr(PageGroup, "page_first", page_first_too_late)
     assert fails_somewhere()
 
 

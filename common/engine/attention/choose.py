@@ -168,7 +168,7 @@ def _random_batch(
     for cached, new in lengths:
         pages = [page_ids.pop() for _ in range(_pages(cached + new, shape))]
         chunks.append(SequenceChunk([0] * new, cached, (pages,)))
-    return ForwardBatch.build(chunks, page_items=pool.page_items, device=shape.device)
+    return ForwardBatch.build(chunks, groups=pool.groups, device=shape.device)
 
 
 def _totals(lengths: tuple[tuple[int, int], ...]) -> list[int]:

@@ -1,0 +1,65 @@
+"""States that a sequence has one of, whatever its length: read before a pass, written after it.
+
+A page of a slot group is one slot, and holds the state after all tokens that are computed: of a
+recurrence, or the last inputs of a convolution. Knows nothing of what a state means.
+
+A slot is never cleared. A sequence that starts reads zeros instead, whatever the slot's last owner
+left there, and a sequence whose cache came from another server reads what was handed over.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.cast import cast, raw
+from common.engine.forward_batch import ForwardBatch
+from common.engine.kv_pool import KvPool
+from common.layout.component import LiveKind
+
+
+class SlotPass:
+    """The slots of one forward pass; what all layers share is prepared once.
+
+    Row b of everything belongs to sequence b of the batch. Segments as `KvPool.plane` has them.
+    """
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool) -> None:
+        self._pool = pool
+        is_new = [start == 0 for start in batch.start_list]
+        self._is_any_new = any(is_new)
+        self._is_all_new = all(is_new)
+        self._is_new = (batch.starts == 0)[:, None, None]
+        self._slots: dict[int, Tensor] = {
+            index: batch.page_tables[index][:, 0].to(torch.int64)
+            for index, group in enumerate(pool.groups)
+            if group.live.kind is LiveKind.SLOT
+        }
+
+    def read(self, component: str, layer: int, segment: str | None = None) -> Tensor:
+        """The states before this pass, [B, unit, element] in the component's dtype.
+
+        A copy: zeros for a sequence whose first token is computed in this pass.
+        """
+        states, slots = self._states(component, layer, segment)
+        if self._is_all_new:
+            return states.new_zeros((len(slots), *states.shape[1:]))
+        found = raw(states)[slots].view(states.dtype)
+        if self._is_any_new:
+            # Not a product with zero: what lies there may be NaN.
+            raw(found).masked_fill_(self._is_new, 0)
+        return found
+
+    def write(self, component: str, layer: int, segment: str | None, values: Tensor) -> None:
+        """Keep the states after this pass: values[B, unit, element], cast to the component's dtype.
+
+        Sequences of a batch have slots of their own, so no two rows go to one place.
+        """
+        states, slots = self._states(component, layer, segment)
+        assert values.shape == (len(slots), *states.shape[1:]), (values.shape, states.shape)
+        raw(states).index_copy_(0, slots, raw(cast(values, states.dtype)))
+
+    def _states(self, component: str, layer: int, segment: str | None) -> tuple[Tensor, Tensor]:
+        """(view [page, unit, element], int64[B] of the sequences' slots)."""
+        plane = self._pool.plane(component, layer, segment)
+        return plane.view[:, :, 0], self._slots[plane.geometry.group]
