@@ -20,6 +20,7 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import MAIN, LayerPass
+from common.engine.slots import SlotPass
 from common.engine.weights import Weight
 from common.layout.parallel import split_layers
 
@@ -134,6 +135,7 @@ class CausalLm:
         layer_pass = LayerPass(
             batch=batch,
             attention=self.attention.start(batch, pool),
+            slots=SlotPass(batch, pool),
             rotations={
                 name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()
             },

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.engine.attention.attention import AttentionPass
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.rotary import Rotation
+from common.engine.slots import SlotPass
 
 MAIN = "main"
 LOCAL = "local"
@@ -18,11 +19,13 @@ LOCAL = "local"
 class LayerPass:
     """One forward pass as its layers see it.
 
+    slots: states of the sequences, for layers that keep one.
     rotations: the angles of the batch's tokens, by the name of the rotation.
     """
 
     batch: ForwardBatch
     attention: AttentionPass
+    slots: SlotPass
     rotations: Mapping[str, Rotation]
 
     @property

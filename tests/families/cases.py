@@ -1,0 +1,51 @@
+"""What the tests of every family need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.families.server import Shape
+
+# Page ends of both sides, one token, the end of a chunk, and past several of them.
+LENGTHS = (1, 15, 16, 17, 64, 65, 150)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe of a tiny checkpoint, and what handing its cache over has to be like.
+
+    nbytes: what a prompt of so many tokens takes on a target of one rank, worked out by hand from
+        the config: an oracle that knows nothing of components.
+    lengths: of prompts, at every border of the family.
+    output_count: tokens that are compared; more than the longest thing that is still open when a
+        prompt ends.
+    sources, targets: every source is paired with every target.
+    """
+
+    recipe: str
+    nbytes: Callable[[int], int]
+    lengths: tuple[int, ...] = LENGTHS
+    output_count: int = 64
+    sources: tuple[Shape, ...] = (
+        Shape(tp_size=2, page_size=8, chunk=40),
+        Shape(pp_size=2, page_size=16, layer_group_count=2),
+    )
+    targets: tuple[Shape, ...] = (
+        Shape(page_size=4),
+        Shape(tp_size=2, pp_size=2, page_size=32),
+    )
+
+    @property
+    def pairs(self) -> list[tuple[Shape, Shape]]:
+        return [(source, target) for source in self.sources for target in self.targets]
+
+
+CASES = (
+    # 3 layers, keys and values of 2 heads of 8, fp32.
+    Case("llama", lambda n: n * 3 * 2 * 2 * 8 * 4),
+    # One row of 32 + 16 for all heads.
+    Case("deepseek_v3", lambda n: n * 3 * (32 + 16) * 4),
+    # 3 of 4 layers see 24 tokens.
+    Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
+)

@@ -1,0 +1,261 @@
+"""A server without processes: real models, pools, scheduling and planner, its ranks as threads.
+
+`hand_over` moves a sequence from one server to another as workers do: every source rank plans its
+copies to every target rank, and the bytes are copied from buffer to buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.clock import ManualClock
+from common.engine.kv_pool import KvPool
+from common.engine.loader import load_model
+from common.engine.model_runner import ModelRunner
+from common.engine.models.registry import cache_components
+from common.layout.cache_layout import ServerLayout
+from common.layout.parallel import split_layers
+from common.planner.copies import plan_copies
+from common.planner.pairing import TokenRange
+from common.protocol.local import Step, StepDone
+from common.request import SamplingParams
+from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.sequence import PageAccount, Sequence
+from common.worker.pools import page_counts_for
+from tests.families.ranks import Crew, contexts
+
+TOKEN_MAX = 4096
+REQUEST_MAX = 48
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a server is cut and paged. chunk: prompt tokens that are computed at once."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    page_size: int = 16
+    chunk: int = 64
+    layer_group_count: int = 1
+
+    def __str__(self) -> str:
+        return f"tp{self.tp_size} pp{self.pp_size} page{self.page_size}"
+
+
+class Server:
+    """One server. Its pools start as NaN: nothing may read what nobody wrote."""
+
+    def __init__(self, checkpoint: Path, shape: Shape) -> None:
+        self.shape = shape
+        ranks = contexts(shape.tp_size, shape.pp_size)
+        models = [load_model(checkpoint, parallel=rank) for rank in ranks]
+        config = models[0].config
+        self.layout = ServerLayout(
+            components=cache_components(config, "auto"),
+            tp_size=shape.tp_size,
+            stages=split_layers(config.layer_count, shape.pp_size),
+            page_size=shape.page_size,
+            layer_group_count=shape.layer_group_count,
+        )
+        self.layout.check()
+        counts = page_counts_for(self.layout.ranks[0], TOKEN_MAX, REQUEST_MAX, shape.chunk)
+        self.pools = [KvPool.allocate(rank, counts, "cpu") for rank in self.layout.ranks]
+        for pool in self.pools:
+            for buffer in pool.buffers:
+                buffer.view(torch.float32).fill_(float("nan"))
+        self.account = PageAccount(
+            self.layout.groups, counts, has_prefix_cache=False, chunk_token_max=shape.chunk
+        )
+        self.batcher = Batcher(
+            self.account, BatchLimits(shape.chunk, REQUEST_MAX, TOKEN_MAX, frozenset())
+        )
+        self._runners = [
+            ModelRunner(model, pool, ManualClock())
+            for model, pool in zip(models, self.pools, strict=True)
+        ]
+        self._crew = Crew(ranks)
+        self._next_id = 1
+
+    # ---- what a prefill server does --------------------------------------------------------------
+
+    def open(self, prompt: list[int], output_count: int) -> Sequence:
+        """A prompt to be computed here; its tokens come with `run`."""
+        sequence = self.account.open(
+            self._take_id(), list(prompt), len(prompt), greedy(output_count)
+        )
+        assert sequence is not None, "the pool is too small for the test"
+        self.batcher.add(sequence)
+        return sequence
+
+    def prefill(self, prompts: list[list[int]], output_count: int) -> list[Sequence]:
+        """Compute prompts and their first tokens; their pages stay until `close`."""
+        sequences = [self.open(prompt, output_count) for prompt in prompts]
+        waiting = set(map(id, sequences))
+        while waiting:
+            for sequence in self._step():
+                self.batcher.stop(sequence)
+                waiting.discard(id(sequence))
+        return sequences
+
+    def close(self, sequence: Sequence) -> None:
+        self.account.close(sequence)
+
+    # ---- what a decode server does ---------------------------------------------------------------
+
+    def receive(self, source: Server, sequence: Sequence) -> tuple[Sequence, int]:
+        """Take over a sequence that `source` has computed; with the number of bytes that took."""
+        token_count = sequence.computed_count
+        spans = self.account.spans_for_prompt(token_count)
+        needs = self.account.needs(spans, token_count)
+        for span, pages in zip(spans, self.account.allocate(needs), strict=True):
+            span.page_ids.extend(pages)
+        taken = Sequence(
+            self._take_id(),
+            list(sequence.token_ids),
+            sequence.prompt_count,
+            sequence.sampling,
+            spans,
+            computed_count=token_count,
+        )
+        nbytes = hand_over(source, sequence, self, taken, TokenRange(0, token_count, True))
+        self.batcher.add(taken)
+        return taken, nbytes
+
+    def decode(self) -> None:
+        """Decode until every sequence has all of its tokens, and give their pages back."""
+        while self.batcher.running_count or self.batcher.prompt_count:
+            for sequence in self._step():
+                if self.batcher.finish_of(sequence) is not None:
+                    self.batcher.remove(sequence)
+
+    def generate(self, prompts: list[list[int]], output_count: int) -> list[list[int]]:
+        """Tokens of prompts that this server computes alone."""
+        sequences = [self.open(prompt, output_count) for prompt in prompts]
+        self.decode()
+        return [sequence.token_ids[sequence.prompt_count :] for sequence in sequences]
+
+    def step(self, count: int) -> None:
+        """Decode `count` tokens of every sequence."""
+        for _ in range(count):
+            self._step()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _step(self) -> list[Sequence]:
+        """One step on all ranks; the sequences that have a new token."""
+        planned = self.batcher.plan_step()
+        assert planned.step is not None and not planned.retracted
+        outcome = self.batcher.apply_done(self._run(planned.step))
+        assert not outcome.failed, outcome.failed
+        return [token.sequence for token in outcome.tokens]
+
+    def _run(self, step: Step) -> StepDone:
+        answers = self._crew.run(lambda rank: self._runners[rank].run(step))
+        last = answers[-self.shape.tp_size :]
+        assert all(answer.token_ids == last[0].token_ids for answer in last)
+        return last[0]
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+
+def hand_over(
+    source: Server, given: Sequence, target: Server, taken: Sequence, tokens: TokenRange
+) -> int:
+    """Copy the cache of a sequence from all ranks to all ranks; the number of bytes copied."""
+    nbytes = 0
+    for source_rank, source_pool in zip(source.layout.ranks, source.pools, strict=True):
+        for target_rank, target_pool in zip(target.layout.ranks, target.pools, strict=True):
+            plan = plan_copies(
+                source_rank, target_rank, given.page_lists(), taken.page_lists(), tokens
+            )
+            nbytes += plan.total_nbytes
+            for region, offset, target_region, target_offset, count in zip(
+                plan.source_region.tolist(),
+                plan.source_offset.tolist(),
+                plan.target_region.tolist(),
+                plan.target_offset.tolist(),
+                plan.nbytes.tolist(),
+                strict=True,
+            ):
+                part = source_pool.buffers[region][offset : offset + count]
+                target_pool.buffers[target_region][target_offset : target_offset + count] = part
+    return nbytes
+
+
+def least_nbytes(layout: ServerLayout, token_count: int) -> int:
+    """What the ranks of a target lack of a request, each byte once per rank that holds it."""
+    total = 0
+    for component in layout.components:
+        item_count = len(component.live.items(token_count))
+        for segment in component.segments:
+            # Ranks of a stage that hold one unit, or parts of the units, add up to this many.
+            held = segment.unit_count
+            if component.shard == "replicate":
+                held *= layout.tp_size
+            elif segment.unit_count < layout.tp_size:
+                held = layout.tp_size
+            total += held * segment.unit_nbytes * item_count * len(component.layers)
+    return total
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one plane of one layer of a sequence lies, on a server of one rank.
+
+    places: int64[item, payload], of its live items' bytes in the buffer.
+    """
+
+    component: str
+    segment: str
+    layer: int
+    buffer: Tensor
+    places: Tensor
+
+    def read(self) -> Tensor:
+        """uint8[item, payload]."""
+        return self.buffer[self.places]
+
+    def write(self, values: Tensor) -> None:
+        self.buffer[self.places] = values
+
+
+def places_of(server: Server, sequence: Sequence) -> list[Place]:
+    """Every plane of a sequence; all units of a plane side by side."""
+    (pool,) = server.pools
+    (rank,) = server.layout.ranks
+    found: list[Place] = []
+    for index, (group, span) in enumerate(zip(rank.groups, sequence.spans, strict=True)):
+        live, rows = group.group.live, group.group.page_items
+        pages, row_numbers = [], []
+        for item in live.items(sequence.computed_count):
+            page = item // rows if live.is_paged else 0
+            pages.append(span.page_ids[page - span.first_index])
+            row_numbers.append(item % rows)
+        if not pages:
+            continue
+        for cell in group.cells:
+            units = torch.arange(len(cell.units)) * cell.unit_stride
+            first = torch.tensor(pages) * group.page_nbytes + cell.offset
+            first += torch.tensor(row_numbers) * cell.item_nbytes
+            starts = first[:, None] + units
+            places = starts[:, :, None] + torch.arange(cell.item_nbytes)
+            found.append(
+                Place(
+                    cell.component,
+                    cell.segment,
+                    cell.layer,
+                    pool.buffers[index],
+                    places.flatten(1),
+                )
+            )
+    return found
+
+
+def greedy(output_count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=output_count, temperature=0.0, ignore_eos=True, seed=0)
