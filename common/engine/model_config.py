@@ -6,12 +6,13 @@ Knows nothing of files, tensors or devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from common.engine.mla_config import MlaConfig, RouterConfig
 from common.engine.rope_config import RopeConfig
 from common.errors import ConfigError
+from common.layout.parallel import split_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,11 @@ class FamilyConfig:
     def cuts(self) -> Mapping[str, int]:
         """Sizes, by the name a user knows, that the tensor parallel size has to divide."""
         return {}
+
+    def joined_layers(self) -> Collection[int]:
+        """Global ids of layers that read what a layer before them left behind in this forward pass,
+        the hidden states aside: a pipeline stage can't begin with one."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,7 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_size: int) -> None:
     """Raises: ConfigError if the model can't be cut over that many ranks."""
     if not 1 <= pp_size <= config.layer_count:
         raise ConfigError(f"pp_size={pp_size}: must be in 1..{config.layer_count}, the layer count")
+    _check_stages(config, pp_size)
     cuts = {
         "attention heads": config.head_count,
         "intermediate_size": config.intermediate_size,
@@ -120,3 +127,21 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_size: int) -> None:
         raise ConfigError(
             f"tp_size={tp_size}: must divide or be a multiple of {kv_heads}, the model's KV heads"
         )
+
+
+def _check_stages(config: ModelConfig, pp_size: int) -> None:
+    torn = _torn_layers(config, pp_size)
+    if torn:
+        sizes = range(1, config.layer_count + 1)
+        allowed = ", ".join(str(size) for size in sizes if not _torn_layers(config, size))
+        raise ConfigError(
+            f"pp_size={pp_size}: must be one of {allowed}; a stage would begin with layer "
+            f"{torn[0]}, which reads what a layer before it computed"
+        )
+
+
+def _torn_layers(config: ModelConfig, pp_size: int) -> list[int]:
+    """Layers that a stage would begin with although they can't."""
+    joined = () if config.family is None else config.family.joined_layers()
+    firsts = [first for first, _ in split_layers(config.layer_count, pp_size)]
+    return [first for first in firsts if first in joined]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from common.engine.model_config import ModelConfig, check_parallel
+from common.engine.model_config import FamilyConfig, ModelConfig, check_parallel
 from common.engine.models.registry import (
     SUPPORTED_ARCHITECTURES,
     cache_components,
@@ -269,6 +270,19 @@ def test_kv_heads_that_neither_divide_nor_replicate(tmp_path: Path) -> None:
         check_parallel(config, 4, 1)
     check_parallel(config, 3, 3)
     check_parallel(config, 12, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedConfig(FamilyConfig):
+    def joined_layers(self) -> Collection[int]:
+        return (1, 4)
+
+
+def test_stages_begin_only_with_layers_that_need_nothing_of_the_one_before(tmp_path: Path) -> None:
+    config = replace(read(tmp_path), layer_count=8, family=JoinedConfig())
+    check_parallel(config, 1, 3)
+    with pytest.raises(ConfigError, match=r"pp_size=2: must be one of 1, 3; .* with layer 4,"):
+        check_parallel(config, 1, 2)
 
 
 def test_cache_components_follow_the_config(tmp_path: Path) -> None:
