@@ -6,16 +6,20 @@ Knows nothing of tensors, weights files or devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.engine.json_fields import JsonFields
+from common.engine.json_fields import JsonFields, JsonValue
 from common.engine.mla_config import read_weight_blocks
 from common.engine.model_config import ModelConfig
 from common.engine.rope_config import RopeConfig
 from common.errors import ConfigError
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_KEYS = ("dtype", "torch_dtype")
+# What a composite config.json says of the whole model; it wins over what its text_config says.
+OUTER_KEYS = (*DTYPE_KEYS, "tie_word_embeddings", "eos_token_id", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,22 @@ class CheckpointConfig:
         return CheckpointConfig(
             names[0], fields, JsonFields.read(generation) if generation.is_file() else None
         )
+
+    def text_part(self, defaults: Mapping[str, JsonValue] | None = None) -> CheckpointConfig:
+        """The language model of a composite, which has towers for images or sound beside it.
+
+        Itself if it is no composite: only those have a text_config.
+        defaults: what the published code takes for keys that a text_config leaves out.
+        """
+        text = self.fields.object("text_config")
+        if text is None:
+            return self
+        outer = {key: self.fields.values[key] for key in OUTER_KEYS if self.fields.has(key)}
+        inner = dict(text.values)
+        if any(key in outer for key in DTYPE_KEYS):
+            inner = {key: value for key, value in inner.items() if key not in DTYPE_KEYS}
+        merged = {**(defaults or {}), **inner, **outer}
+        return replace(self, fields=JsonFields(merged, text.where))
 
 
 @dataclass(frozen=True, slots=True)

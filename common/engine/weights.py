@@ -57,6 +57,18 @@ def same_name(name: str) -> str:
     return name
 
 
+def text_name(name: str) -> str | None:
+    """For composite checkpoints: the language model's tensors as one alone would name them.
+
+    Everything else belongs to towers for images or sound.
+    """
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    name = name.removeprefix("language_model.")
+    return name if name.startswith("lm_head.") else None
+
+
 def load_weights(
     model_path: Path,
     weights: Iterable[Weight],

@@ -1,4 +1,4 @@
-"""Reads config.json of Gemma 2 and Gemma 3 (text)."""
+"""Reads config.json of Gemma 2 and Gemma 3, its text part where there is more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from common.engine.window_config import WindowStyle, read_windows, window_layers
 ACTIVATION = "gelu_pytorch_tanh"
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
+# Published composites leave these out of their text_config.
+TEXT_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +50,19 @@ class _Variant:
     has_local_rope: bool
 
 
+_THIRD = _Variant(window_period=6, softcaps=(0.0, 0.0), has_qk_norm=True, has_local_rope=True)
 _VARIANTS = {
     "Gemma2ForCausalLM": _Variant(
         window_period=2, softcaps=(50.0, 30.0), has_qk_norm=False, has_local_rope=False
     ),
-    "Gemma3ForCausalLM": _Variant(
-        window_period=6, softcaps=(0.0, 0.0), has_qk_norm=True, has_local_rope=True
-    ),
+    "Gemma3ForCausalLM": _THIRD,
+    "Gemma3ForConditionalGeneration": _THIRD,
 }
 
 
 def read_gemma(source: CheckpointConfig) -> ModelConfig:
     """Raises: ConfigError naming the value that is missing, impossible or not implemented."""
+    source = source.text_part(TEXT_DEFAULTS)
     fields, variant = source.fields, _VARIANTS[source.architecture]
     if fields.text("hidden_activation", ACTIVATION) != ACTIVATION:
         raise fields.error("hidden_activation", f'"{ACTIVATION}"')

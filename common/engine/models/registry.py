@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.engine.cast import CACHE_DTYPES
@@ -17,7 +17,7 @@ from common.engine.models.gemma_config import read_gemma
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.llama_config import read_llama
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
-from common.engine.weights import same_name
+from common.engine.weights import same_name, text_name
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
 from common.layout.families import gqa_components, mla_components, windowed_gqa_components
@@ -80,6 +80,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+)
 
 from tests.engine.recipes.recipe import DEFAULT_ROPE, LINEAR_ROPE, Classes, Recipe
 
@@ -11,6 +18,7 @@ GEMMA: dict[str, object] = {"head_dim": 16, "tie_word_embeddings": True}
 CLASSES: Classes = {
     "Gemma2ForCausalLM": (Gemma2Config, Gemma2ForCausalLM),
     "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "Gemma3ForConditionalGeneration": (Gemma3Config, Gemma3ForConditionalGeneration),
 }
 
 RECIPES: dict[str, Recipe] = {
