@@ -84,8 +84,11 @@ def read_decoder(
     rope: RopeConfig,
     context_length: int,
     is_tied_default: bool = False,
+    intermediate_key: str = "intermediate_size",
 ) -> ModelConfig:
     """What every decoder's config.json says; the rest keeps its default.
+
+    intermediate_key: of the inner width of plain MLPs, or of the experts if there are none.
 
     Raises: ConfigError for a value that is missing, impossible or not implemented; it names file
         and value.
@@ -96,7 +99,7 @@ def read_decoder(
         architecture=source.architecture,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer(intermediate_key),
         layer_count=fields.integer("num_hidden_layers"),
         head_count=heads.count,
         kv_head_count=heads.kv_count,

@@ -40,10 +40,10 @@ class GroupedMoeMlp(MoeMlp):
             is_normalized=moe.is_normalized,
         )
         self.router_config = moe.router
-        self.router = _empty_fp32(context, moe.expert_count, hidden_size)
+        self.router = context.empty_fp32(moe.expert_count, hidden_size)
         self.bias: Tensor | None = None
         if moe.router.is_sigmoid:
-            self.bias = _empty_fp32(context, moe.expert_count)
+            self.bias = context.empty_fp32(moe.expert_count)
         self.shared: GatedMlp | None = None
         if moe.shared_size:
             self.shared = GatedMlp(
@@ -89,7 +89,3 @@ def choose_experts(scores: Tensor, bias: Tensor | None, config: RouterConfig, co
         is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
         wanted = groups.masked_fill(is_out[:, :, None], float("-inf")).flatten(-2)
     return wanted.topk(count, dim=-1).indices
-
-
-def _empty_fp32(context: LayerContext, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=context.device)

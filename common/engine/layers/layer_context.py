@@ -22,6 +22,10 @@ class LayerContext:
         """A tensor to be filled by the loader."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
+    def empty_fp32(self, *shape: int) -> Tensor:
+        """As `empty`, for a tensor that is too delicate for the model's dtype."""
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
     def zeros(self, *shape: int) -> Tensor:
         """A tensor whose rows may stay unfilled (the padding of a vocabulary)."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -1,8 +1,11 @@
-"""The gated MLP: down(silu(gate(x)) * up(x)), its inner features cut over tensor parallel ranks."""
+"""The gated MLP: down(silu(gate(x)) * up(x)), its inner features cut over tensor parallel ranks.
+
+What stands for silu(gate) * up may be another function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,8 +14,19 @@ from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.weights import Weight
 
+Activation = Callable[[Tensor], Tensor]
+"""[.., 2 n], the gate in the first half, to [.., n]."""
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [.., 2 n], the gate in the first half: [.., n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
 
 class GatedMlp:
+    """activation: between the two products, if it is another one."""
+
     def __init__(
         self,
         context: LayerContext,
@@ -21,7 +35,9 @@ class GatedMlp:
         hidden_size: int,
         intermediate_size: int,
         has_bias: bool = False,
+        activation: Activation = gated_silu,
     ) -> None:
+        self.activation = activation
         inner = context.cut(intermediate_size)
         self.gate_up = ColumnLinear(
             context,
@@ -41,14 +57,8 @@ class GatedMlp:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.down(gated_silu(self.gate_up(hidden)))
+        return self.down(self.activation(self.gate_up(hidden)))
 
     def weights(self) -> Iterator[Weight]:
         yield from self.gate_up.weights()
         yield from self.down.weights()
-
-
-def gated_silu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [.., 2 n], the gate in the first half: [.., n]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.mlp import gated_silu
+from common.engine.layers.mlp import Activation, gated_silu
 from common.engine.weights import Piece, Weight
 
 
@@ -29,6 +29,7 @@ class MoeMlp:
         expert_count: int,
         experts_per_token: int,
         is_normalized: bool,
+        activation: Activation = gated_silu,
     ) -> None:
         self.name = name
         self.parallel = context.parallel
@@ -37,13 +38,17 @@ class MoeMlp:
         self.expert_count = expert_count
         self.experts_per_token = experts_per_token
         self.is_normalized = is_normalized
+        self.activation = activation
         self.inner = context.cut(intermediate_size)
         self.router = context.empty(expert_count, hidden_size)
         self.gate_up = context.empty(expert_count, 2 * len(self.inner), hidden_size)
         self.down = context.empty(expert_count, hidden_size, len(self.inner))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        shares, experts = self.route(hidden)
+        return self.mix_experts(hidden, *self.route(hidden))
+
+    def mix_experts(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        """What each token's experts make of it, summed by their shares; both [T, k]."""
         # Tokens are brought into expert order, so that each expert is one product; the way back
         # sums a token's experts in the order of its own top-k, whatever else is in the batch.
         order = experts.flatten().argsort(stable=True)
@@ -54,7 +59,7 @@ class MoeMlp:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(first, first + count)
-                inner = gated_silu(F.linear(by_expert[rows], self.gate_up[expert]))
+                inner = self.activation(F.linear(by_expert[rows], self.gate_up[expert]))
                 torch.mm(inner, self.down[expert].t(), out=outputs[rows])
                 first = rows.stop
         by_token = torch.empty_like(outputs)

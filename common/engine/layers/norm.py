@@ -1,5 +1,5 @@
-"""RMSNorm in its two spellings: normalised in fp32, then cast to the model dtype and scaled (Llama,
-Qwen, DeepSeek), or scaled in fp32 too and cast last (Gemma, whose weight is an offset from one)."""
+"""RMSNorm in its spellings: normalised in fp32, then cast to the model dtype and scaled, or scaled
+in fp32 too and cast last, by a weight or by an offset from one."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ class RmsNorm:
 
     def weights(self) -> Iterator[Weight]:
         yield Weight.whole(f"{self.name}.weight", self.weight)
+
+
+class WideNorm(RmsNorm):
+    """x / rms(x) * w, all of it in fp32, cast last; the weight is kept in fp32."""
+
+    def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
+        super().__init__(context, name, size, epsilon)
+        self.weight = context.empty_fp32(size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        wide = F.rms_norm(hidden.float(), (hidden.shape[-1],), self.weight, self.epsilon)
+        return wide.to(hidden.dtype)
 
 
 class OffsetNorm(RmsNorm):

@@ -36,6 +36,10 @@ class Rotation:
             swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
         return torch.addcmul(heads * self.cos, swapped, self.sin)
 
+    def inverse(self) -> Rotation:
+        """The rotation that undoes this one."""
+        return Rotation(self.cos, -self.sin, self.is_interleaved)
+
 
 class RotaryEmbedding:
     """Angles of positions; computed per forward pass, shared by all layers."""

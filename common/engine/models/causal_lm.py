@@ -17,7 +17,7 @@ from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.rotary import RotaryEmbedding
+from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.slots import SlotPass
@@ -98,6 +98,10 @@ class CausalLm:
         )
         return {MAIN: rotary}
 
+    def rotate(self, batch: ForwardBatch) -> dict[str, Rotation]:
+        """The angles of one pass, by the name that layers ask for."""
+        return {name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()}
+
     def build_norm(self) -> RmsNorm:
         """The norm behind the last layer."""
         config = self.config
@@ -136,9 +140,7 @@ class CausalLm:
             batch=batch,
             attention=self.attention.start(batch, pool),
             slots=SlotPass(batch, pool),
-            rotations={
-                name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()
-            },
+            rotations=self.rotate(batch),
         )
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
             hidden = layer(hidden, layer_pass)
