@@ -73,7 +73,7 @@ def load_model(
                 model.weights(),
                 is_ignored=model.is_ignored,
                 rename=family.rename,
-                blocks=config.weight_blocks,
+                weight_format=config.weight_format,
             )
     return model
 

@@ -1,4 +1,4 @@
-"""What config.json says of latent attention and of the routers and weights that come with it.
+"""What config.json says of latent attention and of the routers that come with it.
 
 Checked and in one spelling, as the readers of `models`, which call it. Knows nothing of tensors.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.engine.json_fields import JsonFields
-
-FP8_BLOCK_DIMS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +95,3 @@ def read_router(fields: JsonFields, *, is_sigmoid: bool, expert_count: int) -> R
         raise fields.error("num_experts_per_tok", f"at most {groups_per_token * group_size}, the "
                            f"experts of topk_group = {groups_per_token} groups")  # fmt: skip
     return RouterConfig(is_sigmoid, group_count, groups_per_token, scaling)
-
-
-def read_weight_blocks(fields: JsonFields) -> tuple[int, int] | None:
-    """(rows, columns) of the blocks that share a scale in float8 weights; None if there are none.
-
-    Raises: ConfigError for any other kind of quantised weights.
-    """
-    quantization = fields.object("quantization_config")
-    if quantization is None:
-        return None
-    if quantization.text("quant_method", "") != "fp8":
-        raise quantization.error("quant_method", '"fp8": other quantised weights are not supported')
-    if quantization.text("fmt", "e4m3") != "e4m3":
-        raise quantization.error("fmt", '"e4m3"')
-    blocks = quantization.integers("weight_block_size", minimum=1)
-    if len(blocks) != FP8_BLOCK_DIMS:
-        raise quantization.error("weight_block_size", "two integers, [rows, columns] of a block")
-    return blocks[0], blocks[1]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.engine.mla_config import MlaConfig, RouterConfig
 from common.engine.rope_config import RopeConfig
+from common.engine.weight_format import WeightFormat
 from common.errors import ConfigError
 from common.layout.parallel import split_layers
 
@@ -54,7 +55,8 @@ class ModelConfig:
     eos_token_ids: every id that ends an answer, of config.json and generation_config.json.
     rotated_dim: elements of a head that are rotated, if fewer than all.
     mla: of latent attention, where all heads share one KV head and head_dim is the query's.
-    weight_blocks: (rows, columns) of the blocks of float8 weights, None if there are none.
+    weight_format: of quantised weights, which are multiplied out while loading; None if there are
+        none.
     extra_layer_count: layers behind the last one that a checkpoint carries to predict more tokens
         at a time; they are not loaded.
     windows: tokens that each layer sees, itself included; 0 for all.
@@ -83,7 +85,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     rotated_dim: int | None = None
     mla: MlaConfig | None = None
-    weight_blocks: tuple[int, int] | None = None
+    weight_format: WeightFormat | None = None
     extra_layer_count: int = 0
     windows: tuple[int, ...] = ()
     has_score_rule: bool = False

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.engine.json_fields import JsonFields, JsonValue
-from common.engine.mla_config import read_weight_blocks
 from common.engine.model_config import ModelConfig
 from common.engine.rope_config import RopeConfig
+from common.engine.weight_format import WeightMethod, read_weight_format
 from common.errors import ConfigError
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -85,11 +85,13 @@ def read_decoder(
     context_length: int,
     is_tied_default: bool = False,
     intermediate_key: str = "intermediate_size",
+    dtype_default: str = "float32",
+    weight_methods: tuple[WeightMethod, ...] = (WeightMethod.FLOAT8,),
 ) -> ModelConfig:
     """What every decoder's config.json says; the rest keeps its default.
 
     intermediate_key: of the inner width of plain MLPs, or of the experts if there are none.
-
+    dtype_default: where config.json has none. weight_methods: of quantised weights that can be.
     Raises: ConfigError for a value that is missing, impossible or not implemented; it names file
         and value.
     """
@@ -107,10 +109,10 @@ def read_decoder(
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         context_length=context_length,
-        dtype=read_dtype(fields),
+        dtype=read_dtype(fields, dtype_default),
         eos_token_ids=read_eos(source, vocab_size),
         is_head_tied=fields.flag("tie_word_embeddings", is_tied_default),
-        weight_blocks=read_weight_blocks(fields),
+        weight_format=read_weight_format(fields, weight_methods),
     )
 
 
@@ -155,9 +157,9 @@ def read_extra_layers(fields: JsonFields) -> int:
     return fields.integer(key, 0, minimum=0)
 
 
-def read_dtype(fields: JsonFields) -> str:
+def read_dtype(fields: JsonFields, default: str = "float32") -> str:
     key = "dtype" if fields.has("dtype") else "torch_dtype"
-    dtype = fields.text(key, "float32").removeprefix("torch.")
+    dtype = fields.text(key, default).removeprefix("torch.")
     if dtype not in CHECKPOINT_DTYPES:
         raise fields.error(key, f"one of {', '.join(CHECKPOINT_DTYPES)}")
     return dtype

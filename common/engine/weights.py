@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.engine.block_scales import scale_blocks
 from common.engine.checkpoint_files import TensorEntry, read_tensor_entries
+from common.engine.scaled_tensors import (
+    FLOAT_DTYPES,
+    check_scaled,
+    is_scaled,
+    read_scaled,
+    scales_name,
+)
+from common.engine.weight_format import WeightFormat
 from common.errors import ConfigError
 
-FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
-FLOAT8_DTYPE = "F8_E4M3"
-# Behind the name of a float8 tensor: fp32, one factor per block.
-SCALE_SUFFIX = "_scale_inv"
 NAMES_SHOWN_MAX = 8
 
 
@@ -52,6 +56,15 @@ class Weight:
         return Weight(((Piece(name, tuple(tensor.shape), take, tensor),),))
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a piece is found. scales: of a quantised tensor, which then are multiplied out."""
+
+    piece: Piece
+    values: TensorEntry
+    scales: TensorEntry | None = None
+
+
 def same_name(name: str) -> str:
     """For checkpoints that name tensors as layers do."""
     return name
@@ -75,39 +88,41 @@ def load_weights(
     *,
     is_ignored: Callable[[str], bool],
     rename: Callable[[str], str | None] = same_name,
-    blocks: tuple[int, int] | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> None:
     """Fill every weight from the safetensors files of a checkpoint directory.
 
     is_ignored: tells for a name that no weight asks for whether that is in order (another pipeline
         stage, a tied head, a derived buffer).
     rename: a name in the files to the one that weights ask for, None for a tensor to leave out.
-    blocks: (rows, columns) that share a factor in tensors of float8, which are multiplied out; None
-        if there may be none.
+    weight_format: of quantised tensors, which are multiplied out; None if there may be none.
     Raises: ConfigError naming missing, unexpected, wrongly shaped or non-float tensors.
     """
     entries = _rename_entries(read_tensor_entries(model_path), rename)
     pieces = [piece for weight in weights for piece in _choose_way(weight, entries)]
-    _check_names(model_path, pieces, entries, is_ignored)
-    scaled: dict[str, TensorEntry] = {}
-    for piece in pieces:
-        entry = entries[piece.name]
-        if entry.shape != piece.shape:
-            raise ConfigError(
-                f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}: "
-                f"config.json asks for {list(piece.shape)}"
-            )
-        if entry.dtype == FLOAT8_DTYPE and blocks is not None:
-            scaled[piece.name] = _scales_of(piece, entries, blocks)
-        elif entry.dtype not in FLOAT_DTYPES:
-            raise ConfigError(
-                f"{entry.path}: tensor {entry.name} has dtype {entry.dtype}: "
-                f"must be one of {', '.join(FLOAT_DTYPES)}"
-            )
-    scales = _read_scales(scaled)
-    for path in sorted({entries[piece.name].path for piece in pieces}):
-        found = [piece for piece in pieces if entries[piece.name].path == path]
-        _copy_file(path, found, entries, scales, blocks)
+    scales: dict[str, str] = {}
+    if weight_format is not None:
+        scales = {
+            piece.name: scales_name(piece.name, weight_format)
+            for piece in pieces
+            if piece.name in entries and is_scaled(piece.name, entries[piece.name], weight_format)
+        }
+    # First, because what is not announced as quantised has scales that nobody asked for.
+    for name in sorted({piece.name for piece in pieces} & entries.keys() - scales.keys()):
+        _check_dtype(entries[name])
+    wanted = {piece.name for piece in pieces} | set(scales.values())
+    _check_names(model_path, wanted, entries, is_ignored)
+    sources = [
+        _Source(piece, entries[piece.name], entries[scales[piece.name]])
+        if piece.name in scales
+        else _Source(piece, entries[piece.name])
+        for piece in pieces
+    ]
+    for source in sources:
+        _check_source(source, weight_format)
+    for path in sorted({source.values.path for source in sources}):
+        found = [source for source in sources if source.values.path == path]
+        _copy_file(path, found, weight_format)
 
 
 def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
@@ -158,16 +173,10 @@ def _choose_way(weight: Weight, entries: dict[str, TensorEntry]) -> tuple[Piece,
 
 def _check_names(
     model_path: Path,
-    pieces: list[Piece],
+    wanted: set[str],
     entries: dict[str, TensorEntry],
     is_ignored: Callable[[str], bool],
 ) -> None:
-    wanted = {piece.name for piece in pieces}
-    wanted |= {
-        name + SCALE_SUFFIX
-        for name in wanted
-        if name in entries and entries[name].dtype == FLOAT8_DTYPE
-    }
     missing = sorted(wanted - entries.keys())
     unexpected = sorted(name for name in entries if name not in wanted and not is_ignored(name))
     problems = [
@@ -180,51 +189,53 @@ def _check_names(
         raise ConfigError(f"{model_path}: the checkpoint {'; and '.join(problems)}")
 
 
-def _scales_of(
-    piece: Piece, entries: dict[str, TensorEntry], blocks: tuple[int, int]
-) -> TensorEntry:
-    """The factors of a float8 tensor: [.., blocks of rows, blocks of columns], edges included."""
-    entry = entries[piece.name + SCALE_SUFFIX]
-    if len(piece.shape) < len(blocks):
-        raise ConfigError(f"{entry.path}: tensor {piece.name} of float8 must have two dimensions")
-    *outer, rows, columns = piece.shape
-    expected = (*outer, -(-rows // blocks[0]), -(-columns // blocks[1]))
-    if entry.shape != expected or entry.dtype not in FLOAT_DTYPES:
+def _check_dtype(entry: TensorEntry) -> None:
+    if entry.dtype not in FLOAT_DTYPES:
         raise ConfigError(
-            f"{entry.path}: tensor {entry.name} is {entry.dtype} {list(entry.shape)}: must be "
-            f"{list(expected)} of {', '.join(FLOAT_DTYPES)}, one for each {blocks[0]} x {blocks[1]}"
+            f"{entry.path}: tensor {entry.name} has dtype {entry.dtype}: "
+            f"must be one of {', '.join(FLOAT_DTYPES)} without a quantization_config of its kind"
         )
-    return entry
 
 
-def _read_scales(scaled: dict[str, TensorEntry]) -> dict[str, Tensor]:
-    """fp32 factors by the name of the tensor they belong to. Every file is opened once: a large
-    model has tens of thousands of experts."""
-    scales: dict[str, Tensor] = {}
-    for path in sorted({entry.path for entry in scaled.values()}):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name, entry in scaled.items():
-                    if entry.path == path:
-                        scales[name] = file.get_tensor(entry.name).float()
-        except (OSError, SafetensorError) as exc:
-            raise ConfigError(f"{path}: can't be read: {exc}") from exc
-    return scales
+def _check_source(source: _Source, weight_format: WeightFormat | None) -> None:
+    piece, entry = source.piece, source.values
+    if source.scales is not None and weight_format is not None:
+        check_scaled(entry, source.scales, piece.shape, weight_format)
+        return
+    if entry.shape != piece.shape:
+        raise ConfigError(
+            f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}: "
+            f"config.json asks for {list(piece.shape)}"
+        )
 
 
-def _copy_file(
-    path: Path,
-    pieces: list[Piece],
-    entries: dict[str, TensorEntry],
-    scales: dict[str, Tensor],
-    blocks: tuple[int, int] | None,
-) -> None:
+def _copy_file(path: Path, sources: list[_Source], weight_format: WeightFormat | None) -> None:
+    """Copy the pieces whose values lie in one file; their scales may lie in others."""
+    paths = {path} | {source.scales.path for source in sources if source.scales is not None}
     try:
-        with safe_open(path, framework="pt") as file:
-            for piece in pieces:
-                part: Tensor = file.get_slice(entries[piece.name].name)[piece.take]
-                if blocks is not None and piece.name in scales:
-                    part = scale_blocks(part, scales[piece.name], piece.shape, piece.take, blocks)
+        with ExitStack() as stack:
+            files = {
+                path: stack.enter_context(safe_open(path, framework="pt")) for path in sorted(paths)
+            }
+
+            def read(entry: TensorEntry, take: tuple[slice, ...]) -> Tensor:
+                part: Tensor = files[entry.path].get_slice(entry.name)[take]
+                return part
+
+            for source in sources:
+                piece = source.piece
+                if source.scales is None or weight_format is None:
+                    part = read(source.values, piece.take)
+                else:
+                    part = read_scaled(
+                        read,
+                        source.values,
+                        source.scales,
+                        piece.shape,
+                        piece.take,
+                        weight_format,
+                        piece.target.device,
+                    )
                 piece.target.copy_(part)
     except (OSError, SafetensorError) as exc:
         raise ConfigError(f"{path}: can't be read: {exc}") from exc

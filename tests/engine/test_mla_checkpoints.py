@@ -17,6 +17,7 @@ from common.engine.loader import load_model
 from common.engine.mla_config import MlaConfig, RouterConfig
 from common.engine.models.deepseek import score_scale
 from common.engine.models.registry import cache_components, read_model_config
+from common.engine.weight_format import Float8Blocks
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (
@@ -128,7 +129,11 @@ def test_published_configs_are_understood(tmp_path: Path) -> None:
     assert v3.mla == MlaConfig(1536, 512, 64, 128, 128)
     assert v3.moe is not None and v3.moe.router == RouterConfig(True, 8, 4, 2.5)
     assert (v3.moe.layers, v3.moe.shared_size) == (tuple(range(3, 61)), 2048)
-    assert (v3.weight_blocks, v3.extra_layer_count, v3.context_length) == ((128, 128), 1, 163840)
+    assert (v3.weight_format, v3.extra_layer_count, v3.context_length) == (
+        Float8Blocks(128, 128),
+        1,
+        163840,
+    )
     magnitude = 0.1 * math.log(40.0) + 1.0
     assert score_scale(v3.mla, v3.rope) == pytest.approx(192**-0.5 * magnitude**2)
     assert cache_components(v3, "auto")[0].segments[0].unit_nbytes == 576 * 2
@@ -138,7 +143,7 @@ def test_published_configs_are_understood(tmp_path: Path) -> None:
     assert lite.mla == MlaConfig(None, 512, 64, 128, 128)
     assert lite.moe is not None and lite.moe.router == RouterConfig(False, 1, 1, 1.0)
     assert (lite.moe.layers, lite.moe.shared_size) == (tuple(range(1, 27)), 2816)
-    assert (lite.weight_blocks, lite.extra_layer_count) == (None, 0)
+    assert (lite.weight_format, lite.extra_layer_count) == (None, 0)
 
 
 def test_what_decides_experts_stays_in_fp32(tiny_checkpoint: Checkpoints) -> None:
