@@ -16,6 +16,8 @@ SECTIONS = {
     "scheduler": "bench.scheduler",
     "pair": "bench.pair",
     "staging": "bench.staging",
+    "cache_kinds": "bench.cache_kinds",
+    "latent_reads": "bench.latent_reads",
 }
 
 
