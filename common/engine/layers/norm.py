@@ -57,6 +57,14 @@ class OffsetNorm(RmsNorm):
         )
 
 
+class GatedNorm(RmsNorm):
+    """x / rms(x) * w, then times silu(gate), which is fp32."""
+
+    def gated(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """Both [.., size]; the norm comes first."""
+        return (self(hidden) * F.silu(gate.float())).to(hidden.dtype)
+
+
 class QkNorm:
     """RMSNorm over each head's dimension, of query and key heads in one go.
 

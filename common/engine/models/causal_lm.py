@@ -18,6 +18,7 @@ from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
+from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.slots import SlotPass
@@ -140,6 +141,7 @@ class CausalLm:
             batch=batch,
             attention=self.attention.start(batch, pool),
             slots=SlotPass(batch, pool),
+            rows=SequenceRows(batch.query_lengths, self.context.device),
             rotations=self.rotate(batch),
         )
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.engine.attention.attention import AttentionPass
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.rotary import Rotation
+from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.slots import SlotPass
 
 MAIN = "main"
@@ -20,12 +21,14 @@ class LayerPass:
     """One forward pass as its layers see it.
 
     slots: states of the sequences, for layers that keep one.
+    rows: which rows of the hidden states are whose, likewise.
     rotations: the angles of the batch's tokens, by the name of the rotation.
     """
 
     batch: ForwardBatch
     attention: AttentionPass
     slots: SlotPass
+    rows: SequenceRows
     rotations: Mapping[str, Rotation]
 
     @property

@@ -1,0 +1,183 @@
+"""Which rows of a ragged batch belong to which sequence, for layers that carry a state along.
+
+Made once per forward pass; what nobody asks for is never computed. All index tensors are on the
+model's device. Knows nothing of positions, pages or slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+class SequenceRows:
+    """Sequences that lie one after the other: lengths[b] rows of sequence b."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        assert lengths and min(lengths) >= 1, lengths
+        self.lengths = tuple(lengths)
+        self.device = device
+        self._chunks: dict[int, RowChunks] = {}
+        self._padded: dict[int, PaddedRows] = {}
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every sequence has one row, as in a pass that only decodes."""
+        return max(self.lengths) == 1
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64[B + 1], rows of each sequence: starts[b] .. starts[b + 1]."""
+        return self._starts.to(self.device)
+
+    @cached_property
+    def singles(self) -> SequencePart | None:
+        """The sequences of one row; None if there are none."""
+        return self._part([b for b, length in enumerate(self.lengths) if length == 1])
+
+    @cached_property
+    def longer(self) -> SequencePart | None:
+        """The sequences of more rows; None if there are none."""
+        return self._part([b for b, length in enumerate(self.lengths) if length > 1])
+
+    def padded(self, front: int) -> PaddedRows:
+        """The batch with `front` more rows before every sequence."""
+        if front not in self._padded:
+            self._padded[front] = self._pad(front)
+        return self._padded[front]
+
+    def chunks(self, size: int) -> RowChunks:
+        """Every sequence cut into chunks of `size` rows."""
+        if size not in self._chunks:
+            self._chunks[size] = self._cut(size)
+        return self._chunks[size]
+
+    # ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        return torch.tensor([0, *self.lengths]).cumsum(0)
+
+    @cached_property
+    def _sequence_of_row(self) -> Tensor:
+        return torch.repeat_interleave(
+            torch.arange(len(self.lengths)), torch.tensor(self.lengths), output_size=self._row_count
+        )
+
+    @property
+    def _row_count(self) -> int:
+        return sum(self.lengths)
+
+    def _part(self, chosen: list[int]) -> SequencePart | None:
+        if not chosen:
+            return None
+        if len(chosen) == len(self.lengths):
+            return SequencePart(self, None, None)
+        sequences = torch.tensor(chosen)
+        is_chosen = torch.zeros(len(self.lengths), dtype=torch.bool)
+        is_chosen[sequences] = True
+        rows = is_chosen[self._sequence_of_row].nonzero()[:, 0]
+        inner = SequenceRows([self.lengths[b] for b in chosen], self.device)
+        return SequencePart(inner, sequences.to(self.device), rows.to(self.device))
+
+    def _pad(self, front: int) -> PaddedRows:
+        # length 3 and 1, front 2:   f f r r r | f f r        the last two are the back
+        rows = torch.arange(self._row_count) + (self._sequence_of_row + 1) * front
+        firsts = self._starts[:-1] + torch.arange(len(self.lengths)) * front
+        ends = firsts + torch.tensor(self.lengths) + front
+        step = torch.arange(front)
+        return PaddedRows(
+            count=self._row_count + front * len(self.lengths),
+            rows=rows.to(self.device),
+            fronts=(firsts[:, None] + step).to(self.device),
+            backs=(ends[:, None] - front + step).to(self.device),
+        )
+
+    def _cut(self, size: int) -> RowChunks:
+        # lengths 5, 9, 2 in chunks of 4, the longest first:
+        #   wave 0: b0 b1 b2 of sequence 1, 0, 2    wave 1: of 1, 0    wave 2: of 1
+        lengths = torch.tensor(self.lengths)
+        counts = (lengths + size - 1) // size
+        order = torch.argsort(-counts, stable=True)
+        place_of_sequence = torch.empty_like(order)
+        place_of_sequence[order] = torch.arange(len(order))
+        widths = [int((counts > wave).sum()) for wave in range(int(counts.max()))]
+        firsts = torch.tensor([0, *widths]).cumsum(0)
+        offsets = torch.arange(self._row_count) - self._starts[self._sequence_of_row]
+        wave = offsets // size
+        chunk = firsts[wave] + place_of_sequence[self._sequence_of_row]
+        bounds = firsts.tolist()
+        return RowChunks(
+            size=size,
+            places=(chunk * size + offsets % size).to(self.device),
+            order=order.to(self.device),
+            waves=tuple(slice(*pair) for pair in pairwise(bounds)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """Some sequences of a batch, as a batch of their own.
+
+    sequences, rows: int64, which ones of the whole batch; None for all of them.
+    """
+
+    inner: SequenceRows
+    sequences: Tensor | None
+    rows: Tensor | None
+
+    def take_rows(self, values: Tensor) -> Tensor:
+        return values if self.rows is None else values[self.rows]
+
+    def take_sequences(self, values: Tensor) -> Tensor:
+        return values if self.sequences is None else values[self.sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Where the rows of a padded batch are.
+
+    rows: int64[T] of the batch's own. fronts: int64[B, front] of the rows put before each sequence.
+    backs: int64[B, front] of the last ones of each sequence, which reach into its front if the
+    sequence is shorter.
+    """
+
+    count: int
+    rows: Tensor
+    fronts: Tensor
+    backs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunks:
+    """Chunks of equal size, numbered so that what can be computed side by side is one slice.
+
+    places: int64[T], where each row is among chunk number * size + row in the chunk.
+    order: int64[B], sequences by their number of chunks, most first.
+    waves: wave i holds chunk i of the first sequences of `order`, as many as have one.
+    """
+
+    size: int
+    places: Tensor
+    order: Tensor
+    waves: tuple[slice, ...]
+
+    @property
+    def count(self) -> int:
+        stop: int = self.waves[-1].stop
+        return stop
+
+    def pack(self, values: Tensor) -> Tensor:
+        """[T, ...] to [chunk, size, ...], zero where no row is."""
+        packed = values.new_zeros(self.count * self.size, *values.shape[1:])
+        packed.index_copy_(0, self.places, values)
+        return packed.view(self.count, self.size, *values.shape[1:])
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """[chunk, size, ...] to [T, ...]."""
+        return packed.flatten(0, 1)[self.places]
