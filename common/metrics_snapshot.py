@@ -18,10 +18,14 @@ BASE_LABELS = ("model_name", "engine_type")
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Pages of one group; the four states add up to the pool."""
+    """Pages of one group; the four states add up to the pool. Bytes are those of all ranks.
+
+    token_nbytes: 0 for a group of which a request has one page however long it is.
+    """
 
     group: str
-    page_items: int
+    token_nbytes: float
+    page_nbytes: int
     free: int
     cached: int
     used: int
@@ -47,6 +51,7 @@ class Snapshot:
     is_ready: bool = False
     page_size: int = 0
     token_capacity: int = 0
+    used_token_count: int = 0
     open_request_count: int = 0
     late_message_count: int = 0
     step_count: int = 0
@@ -95,6 +100,15 @@ class SnapshotCollector(Collector):
             "group",
             "state",
         )
+        totals = self._gauges("baton:pool_pages", "Pages of a group's pool.", "group")
+        page_nbytes = self._gauges(
+            "baton:page_bytes", "Bytes of one page of a group, on all ranks together.", "group"
+        )
+        token_nbytes = self._gauges(
+            "baton:token_bytes",
+            "Bytes of one token in a group, on all ranks together; 0 if it has one page a request.",
+            "group",
+        )
         usage = 0.0
         for group in now.pages:
             states = {
@@ -105,17 +119,22 @@ class SnapshotCollector(Collector):
             }
             for state, count in states.items():
                 pages.add_metric([*self._base, group.group, state], count)
+            totals.add_metric([*self._base, group.group], group.total)
+            page_nbytes.add_metric([*self._base, group.group], group.page_nbytes)
+            token_nbytes.add_metric([*self._base, group.group], group.token_nbytes)
             usage = max(usage, (group.used + group.quarantined) / max(1, group.total))
-        yield pages
+        yield from (pages, totals, page_nbytes, token_nbytes)
         yield self._gauge("sglang:token_usage", "Share of the pool in use, 0 to 1.", usage)
-        first = now.pages[0] if now.pages else PageCounts("", 0, 0, 0, 0, 0)
+        first = now.pages[0] if now.pages else PageCounts("", 0, 0, 0, 0, 0, 0)
         yield self._gauge(
             "sglang:num_used_tokens",
             "Tokens whose pages are in use.",
-            (first.used + first.quarantined) * first.page_items,
+            now.used_token_count,
         )
         yield self._gauge(
-            "sglang:max_total_num_tokens", "Tokens the pool holds.", now.token_capacity
+            "sglang:max_total_num_tokens",
+            "Tokens that fit at a time; if all layers have a window, those in the windows.",
+            now.token_capacity,
         )
         yield self._gauge("sglang:page_size", "Tokens per page.", now.page_size)
         yield self._gauge("sglang:num_pages", "Pages of the pool.", first.total)

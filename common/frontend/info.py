@@ -16,7 +16,14 @@ from common.config import EngineType, Role
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.errors import json_response
-from common.frontend.scrape import look, not_ready_reason, pool_token_count, take_snapshot
+from common.frontend.scrape import (
+    describe_group,
+    look,
+    not_ready_reason,
+    pool_token_count,
+    take_snapshot,
+    used_token_count,
+)
 from common.metrics import CONTENT_TYPE
 from common.protocol.local import Failed
 from common.request import SamplingParams
@@ -177,7 +184,7 @@ async def _server_info(
         ],
         "is_state_fresh": seen.is_fresh,
         "peers": [structs.asdict(peer) for peer in seen.state.peers] if seen.state else [],
-        "page_groups": [structs.asdict(g) for g in seen.state.page_groups] if seen.state else [],
+        "page_groups": [describe_group(g) for g in seen.state.page_groups] if seen.state else [],
         "internal_states": [
             {
                 "queues": seen.state.queues if seen.state else {},
@@ -242,17 +249,16 @@ def _load(context: FrontendContext) -> dict[str, object]:
     """The load as heard last, in the words of SGLang's /v1/loads."""
     state = context.scheduler.state
     queues = state.queues if state else {}
-    group = state.page_groups[0] if state and state.page_groups else None
-    used = group.used + group.quarantined if group else 0
+    used, capacity = used_token_count(state), pool_token_count(state)
     running, waiting = queues.get("running", 0), queues.get("waiting", 0)
     return {
         "dp_rank": 0,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_total_reqs": context.scheduler.open_request_count,
-        "num_used_tokens": used * group.page_items if group else 0,
-        "max_total_num_tokens": pool_token_count(state),
-        "token_usage": used / group.total if group and group.total else 0.0,
+        "num_used_tokens": used,
+        "max_total_num_tokens": capacity,
+        "token_usage": used / max(1, capacity),
         "gen_throughput": context.metrics.throughput,
         "max_running_requests": context.config.max_running_requests,
         "disaggregation": {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.metrics_snapshot import PageCounts, PeerGauge, Snapshot
@@ -58,6 +60,7 @@ async def take_snapshot(context: FrontendContext) -> Snapshot:
         is_ready=not not_ready_reason(context),
         page_size=context.config.page_size,
         token_capacity=pool_token_count(state),
+        used_token_count=used_token_count(state),
         open_request_count=context.scheduler.open_request_count,
         late_message_count=context.scheduler.late_message_count,
         step_count=state.step_count if state else 0,
@@ -68,19 +71,40 @@ async def take_snapshot(context: FrontendContext) -> Snapshot:
     )
 
 
+def token_group(state: State | None) -> PageGroupState | None:
+    """The page group that decides how many tokens fit; None if nothing grows with tokens.
+
+    The smallest of those that keep every token of a request. Where all layers have a window, it is
+    the smallest window's: what it holds at a time, as SGLang counts it; requests may be longer.
+    """
+    growing = [group for group in state.page_groups if group.page_tokens] if state else []
+    lasting = [group for group in growing if not group.is_window]
+    return min(lasting or growing, key=lambda group: group.total * group.page_tokens, default=None)
+
+
 def pool_token_count(state: State | None) -> int:
-    """Tokens that the pool holds; the first page group keeps every token of a request."""
-    if state is None or not state.page_groups:
-        return 0
-    first = state.page_groups[0]
-    return first.total * first.page_items
+    """Tokens that the pool holds; see `token_group`."""
+    group = token_group(state)
+    return group.total * group.page_tokens if group else 0
+
+
+def used_token_count(state: State | None) -> int:
+    """Tokens whose pages are in use, of as many as the pool holds."""
+    group = token_group(state)
+    return (group.used + group.quarantined) * group.page_tokens if group else 0
+
+
+def describe_group(group: PageGroupState) -> dict[str, object]:
+    """A page group as /server_info shows it."""
+    return structs.asdict(group) | {"token_nbytes": group.token_nbytes}
 
 
 def page_counts(group: PageGroupState) -> PageCounts:
     """Cached pages are part of the message's free ones; here every page has one state."""
     return PageCounts(
         group=group.name,
-        page_items=group.page_items,
+        token_nbytes=group.token_nbytes,
+        page_nbytes=group.page_nbytes,
         free=group.free - group.cached,
         cached=group.cached,
         used=group.used,

@@ -127,6 +127,10 @@ class ServerLayout:
             for live in lives
         )
 
+    def page_nbytes(self, group: int) -> int:
+        """Bytes of one page of a group on all ranks together. One stage may own nothing of it."""
+        return sum(rank.groups[group].page_nbytes for rank in self.ranks)
+
     def rank(self, pp_rank: int, tp_rank: int) -> RankLayout:
         return RankLayout(self, pp_rank, tp_rank)
 
@@ -147,6 +151,20 @@ class PageGroup:
     live: Live
     page_items: int
     components: tuple[CacheComponent, ...]
+
+    @property
+    def name(self) -> str:
+        """For people, and unlike that of every other group of a server: full, window-128, ..."""
+        numbers = (number for number in (self.live.size, self.live.back) if number)
+        return "-".join((self.live.kind, *map(str, numbers)))
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that one page covers; 0 where a request has one page however long it is."""
+        if not self.live.is_paged:
+            return 0
+        ratio = self.live.size if self.live.kind is LiveKind.BLOCK else 1
+        return self.page_items * ratio
 
     def page_count(self, token_count: int) -> int:
         """Pages that the live items of `token_count` tokens touch."""

@@ -113,17 +113,27 @@ class PeerState(_Message, frozen=True):
 class PageGroupState(_Message, frozen=True):
     """Pages of one page group. total excludes the scratch page; used + free + quarantined = total.
 
+    is_window: a request gives pages back as it grows.
+    page_tokens: tokens that a page covers; 0 where a request has one page however long it is.
+    page_nbytes: of all ranks together.
     cached: used by nobody but kept for prefix hits; part of free.
     """
 
     name: str
+    is_window: bool
     page_items: int
+    page_tokens: int
     page_nbytes: int
     total: int
     free: int
     used: int
     cached: int
     quarantined: int
+
+    @property
+    def token_nbytes(self) -> float:
+        """Bytes of one token on all ranks together; 0 where a request has one page."""
+        return self.page_nbytes / self.page_tokens if self.page_tokens else 0.0
 
 
 class State(_Message, frozen=True):

@@ -278,16 +278,17 @@ class PageAccount:
         return self.cache.node_count == 0
 
     def states(self, layout: ServerLayout) -> list[PageGroupState]:
-        """What /metrics and /server_info tell of the pages; sizes are those of rank 0."""
+        """What /metrics and /server_info tell of the pages; sizes are those of all ranks."""
         states: list[PageGroupState] = []
         for index, group in enumerate(self.groups):
             cached = self.cache.evictable_count if self.cache is not None and index == 0 else 0
-            live = group.live
             states.append(
                 PageGroupState(
-                    name=str(live.kind) + (f"-{live.size}" if live.size else ""),
+                    name=group.name,
+                    is_window=index in self._windows,
                     page_items=group.page_items,
-                    page_nbytes=layout.ranks[0].groups[index].page_nbytes,
+                    page_tokens=group.page_tokens,
+                    page_nbytes=layout.page_nbytes(index),
                     total=self.pool.page_counts[index],
                     free=self.pool.free_count(index) + cached,
                     used=self.pool.used_count(index) - cached,

@@ -92,6 +92,7 @@ class Peer(msgspec.Struct):
 
 class PageGroup(msgspec.Struct):
     name: str
+    token_nbytes: float
     total: int
     free: int
     used: int
@@ -120,6 +121,7 @@ class Info(msgspec.Struct):
     internal_states: list[Internal]
     dtype: str
     max_request_token_count: int | None
+    max_total_num_tokens: int
 
     @property
     def queues(self) -> dict[str, int]:

@@ -122,6 +122,9 @@ def test_page_groups_are_told_by_name_and_no_page_is_left(fleet: Fleet, town: To
     fleet.wait_at_rest()
     for node in (*town.prefills.values(), *town.decodes.values()):
         groups = node.info().page_groups
-        assert [group.name for group in groups] == ["full", f"window-{WINDOW}"]
+        assert [(group.name, group.token_nbytes) for group in groups] == [
+            ("full", FULL_LAYERS * TOKEN_NBYTES),  # the first stage of two has none of it
+            (f"window-{WINDOW}", WINDOW_LAYERS * TOKEN_NBYTES),
+        ]
         metrics = node.get("/metrics").text
         assert 'group="full"' in metrics and f'group="window-{WINDOW}"' in metrics

@@ -52,7 +52,9 @@ INFO = ServerInfo(
 )
 PAGES = PageGroupState(
     name="full",
+    is_window=False,
     page_items=16,
+    page_tokens=16,
     page_nbytes=4096,
     total=256,
     free=200,
@@ -149,6 +151,7 @@ class ScriptedScheduler:
         self.queues = {"running": 1, "waiting": 2, "transfer": 3, "prealloc": 4}
         self.counters = {"retracted": 5.0, "transfer_failed": 6.0, "stale_messages": 7.0}
         self.peers = [PEER]
+        self.page_groups = [PAGES]
         self.step_count = 0
         self.flush_answer = (True, "the cache is empty")
         self._server = LocalServer(str(path))
@@ -250,7 +253,7 @@ class ScriptedScheduler:
             is_ready=self.is_ready,
             queues=dict(self.queues),
             counters=dict(self.counters),
-            page_groups=[PAGES],
+            page_groups=self.page_groups,
             peers=list(self.peers),
             step_count=self.step_count,
         )

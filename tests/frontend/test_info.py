@@ -10,10 +10,16 @@ import pytest
 from common.clock import ManualClock
 from common.config import Role
 from common.frontend.liveness import SILENCE_MAX_S, STALL_MAX_S
-from common.protocol.local import Failed, PeerState
+from common.protocol.local import Failed, PageGroupState, PeerState
 from common.request import SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig
+from tests.frontend.scripted_scheduler import PAGES as FULL
 from tests.frontend.scripted_scheduler import PEER, ScriptedScheduler
+
+# name, is_window, page items, tokens of a page, its bytes; total, free, used, cached, quarantined
+WINDOW = PageGroupState("window-8", True, 16, 16, 1024, 8, 4, 3, 0, 1)
+BLOCK = PageGroupState("block-4", False, 16, 64, 1024, 8, 3, 4, 0, 1)
+STATE = PageGroupState("slot", False, 1, 0, 1024, 4, 2, 2, 0, 0)
 
 
 def test_health_is_200_when_ready_and_asks_nobody(tmp_path: Path) -> None:
@@ -124,7 +130,9 @@ def test_server_info_has_what_routers_lift_and_operators_want(tmp_path: Path, pa
         assert body["ucx_in_use"] == [{"ucx_version": "1.22.0", "ucx_origin": "wheel"}]
         assert body["peers"][0]["transports"] == PEER.transports
         assert body["peers"][0]["in_flight_count"] == 0, "zeros are said too"
-        assert body["page_groups"][0]["quarantined"] == 6
+        (group,) = body["page_groups"]
+        assert (group["name"], group["total"], group["quarantined"]) == ("full", 256, 6)
+        assert (group["page_nbytes"], group["token_nbytes"]) == (4096, 256)
         assert body["internal_states"][0]["queues"]["transfer"] == 3
         assert body["workers"][0]["rank"] == "0"
 
@@ -195,6 +203,34 @@ def test_get_load_is_an_array_that_routers_sum(tmp_path: Path) -> None:
         assert load["token_usage"] == pytest.approx(56 / 256)
 
     run_with_rig(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("groups", "token_count", "used_count"),
+    [
+        ((STATE, FULL), 256 * 16, 56 * 16),  # a state has one page a request and limits no tokens
+        ((FULL, BLOCK), 8 * 64, 5 * 64),  # the group that is full first
+        ((FULL, WINDOW), 256 * 16, 56 * 16),  # a request gives the window's pages back
+        ((WINDOW,), 8 * 16, 4 * 16),  # as SGLang counts where all layers have a window
+        ((STATE,), 0, 0),
+    ],
+)
+def test_the_token_count_of_a_pool_is_of_the_group_that_keeps_them(
+    tmp_path: Path, groups: tuple[PageGroupState, ...], token_count: int, used_count: int
+) -> None:
+    def script(scheduler: ScriptedScheduler) -> None:
+        scheduler.page_groups = list(groups)
+
+    async def story(rig: Rig) -> None:
+        assert (await rig.http.get("/server_info")).json()["max_total_num_tokens"] == token_count
+        (load,) = (await rig.http.get("/v1/loads")).json()["loads"]
+        assert load["max_total_num_tokens"] == token_count
+        assert load["num_used_tokens"] == used_count
+        metrics = (await rig.http.get("/metrics")).text
+        assert re.search(rf"^sglang:max_total_num_tokens{{.*}} {token_count}\.0$", metrics, re.M)
+        assert re.search(rf"^sglang:num_used_tokens{{.*}} {used_count}\.0$", metrics, re.M)
+
+    run_with_rig(tmp_path, story, prepare=script)
 
 
 def hold(scheduler: ScriptedScheduler) -> None:

@@ -52,6 +52,9 @@ EXPECTED_TYPES = {
     "sglang:num_decode_transfer_queue_reqs": "gauge",
     "baton:hand_over_stage_seconds": "histogram",
     "baton:pages": "gauge",
+    "baton:pool_pages": "gauge",
+    "baton:page_bytes": "gauge",
+    "baton:token_bytes": "gauge",
     "baton:queue_depth": "gauge",
     "baton:peer_connected": "gauge",
     "baton:up": "gauge",
@@ -246,6 +249,9 @@ def test_the_states_of_a_group_s_pages_add_up_to_its_pool(tmp_path: Path) -> Non
         families = await scrape(rig.http)
         pages = {s.labels["state"]: s.value for s in families["baton:pages"].samples}
         assert pages == {"free": 180, "cached": 20, "used": 50, "quarantined": 6}
+        assert value(families, "baton:pool_pages", group="full") == sum(pages.values())
+        assert value(families, "baton:page_bytes", group="full") == 4096
+        assert value(families, "baton:token_bytes", group="full") == 4096 / 16
         assert value(families, "sglang:token_usage") == pytest.approx(56 / 256)
         assert value(families, "sglang:max_total_num_tokens") == 4096
         assert value(families, "sglang:cache_config_info", page_size="16", num_pages="256") == 1

@@ -171,3 +171,33 @@ def test_a_component_that_can_not_work_is_refused(
     changed = dataclasses.replace(keys, **change)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=complaint):
         dataclasses.replace(gqa(), components=(changed, values)).check()
+
+
+def test_a_page_is_as_large_as_what_all_ranks_have_of_it() -> None:
+    """The first stage owns nothing of the second group; a replicated plane is there twice."""
+    late = CacheComponent("late", (3,), (Segment("s", 1, 12),), SLOT, Shard.REPLICATE, "float32")
+    layout = gqa(tp=2, pp=2)
+    layout = dataclasses.replace(layout, components=(*layout.components, late))
+    assert layout.ranks[0].groups[1].page_nbytes == 0
+    assert layout.page_nbytes(1) == 2 * 12
+    assert layout.page_nbytes(0) == 16 * 4 * 8 * 2 * (2 * 4)  # items, layers, heads, planes, dims
+
+
+@pytest.mark.parametrize(
+    ("live", "name", "page_tokens"),
+    [
+        (FULL, "full", 16),
+        (Live(LiveKind.WINDOW, 128), "window-128", 16),
+        (Live(LiveKind.BLOCK, 4), "block-4", 16),
+        (Live(LiveKind.BLOCK, 64), "block-64", 64),
+        (Live(LiveKind.TAIL, 4, 3), "tail-4-3", 0),
+        (SLOT, "slot", 0),
+    ],
+)
+def test_a_group_says_its_name_and_how_many_tokens_a_page_covers(
+    live: Live, name: str, page_tokens: int
+) -> None:
+    (component,) = gqa_components(layer_count=4, kv_head_count=8, head_dim=2, dtype="float32")[:1]
+    layout = ServerLayout((dataclasses.replace(component, live=live),), 1, ((0, 4),), 16)
+    (group,) = layout.groups
+    assert (group.name, group.page_tokens) == (name, page_tokens)

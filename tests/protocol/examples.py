@@ -111,7 +111,7 @@ SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
         True,
         {"waiting": 2},
         {"requests": 3.0},
-        [local.PageGroupState("full", 16, 4096, 10, 5, 4, 1, 1)],
+        [local.PageGroupState("full", False, 16, 16, 4096, 10, 5, 4, 1, 1)],
         [local.PeerState("a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3, ["direct"])],
         17,
         [{"rank": "0"}],
