@@ -36,6 +36,7 @@ def model_fingerprint(
         for key, value in dataclasses.asdict(config.rope).items()
         if value != _default(config, key)
     }
+    mla = config.mla
     weights = f"dummy, seed {seed}" if load_format == "dummy" else weights_digest(Path(model_path))
     return {
         "architecture": config.architecture,
@@ -43,6 +44,7 @@ def model_fingerprint(
         "layers": str(config.layer_count),
         "hidden_size": str(config.hidden_size),
         "heads": f"{config.head_count} query, {config.kv_head_count} kv, dim {config.head_dim}",
+        "latent": "" if mla is None else f"rank {mla.latent_dim}, rotated {mla.rope_dim}",
         "rope": ", ".join(f"{key}={value}" for key, value in rope.items()),
         "dtype": config.dtype,
         "eos_token_ids": ",".join(str(token_id) for token_id in sorted(config.eos_token_ids)),

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from demo.servers import Server, free_ports, start_server, stop_servers, wait_ready
-from tests.e2e.replies import ErrorReply, Info, Reply
+from tests.e2e.replies import ErrorReply, Info, Peer, Reply
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
 # A start imports torch four times over on two cores that others use too.
@@ -172,6 +172,15 @@ class Node:
 
     def info(self) -> Info:
         return msgspec.json.decode(self.get("/server_info").content, type=Info)
+
+    def refusals(self) -> list[Peer]:
+        """Peers that were refused, or refused us; none while this server starts."""
+        if "workers are ready" not in self.log:
+            return []
+        return [peer for peer in self.info().peers if peer.state == "refused"]
+
+    def wait_refused(self) -> None:
+        wait_until(f"{self.name} to be refused", lambda: self.refusals() != [])
 
     def has_queued(self, queue: str, count: int = 1) -> bool:
         return self.info().queues.get(queue, 0) >= count

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from demo.facts import is_right, make_question
-from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, wait_until
-from tests.e2e.replies import Peer
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -44,24 +43,14 @@ def house(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Iterator[Hous
     prefill.wait_ready()
     matching.wait_ready()
     for other in others.values():
-        wait_refused(other)
+        other.wait_refused()
     yield House(prefill, matching, others)
-
-
-def refusals(node: Node) -> list[Peer]:
-    if "workers are ready" not in node.log:
-        return []
-    return [peer for peer in node.info().peers if peer.state == "refused"]
-
-
-def wait_refused(node: Node) -> None:
-    wait_until(f"{node.name} to be refused", lambda: refusals(node) != [])
 
 
 @pytest.mark.parametrize("what", WORDS)
 def test_a_refused_decode_server_tells_every_difference(house: House, what: str) -> None:
     other = house.others[what]
-    (refused,) = refusals(other)
+    (refused,) = other.refusals()
     assert refused.address == house.prefill.bootstrap
     response = other.get("/health")
     assert response.status_code == 503
@@ -73,7 +62,7 @@ def test_a_refused_decode_server_tells_every_difference(house: House, what: str)
 
 @pytest.mark.parametrize("what", WORDS)
 def test_the_prefill_server_tells_whom_it_refused_and_why(house: House, what: str) -> None:
-    details = [peer.detail for peer in refusals(house.prefill)]
+    details = [peer.detail for peer in house.prefill.refusals()]
     assert any(all(word in detail for word in WORDS[what]) for detail in details), details
     assert all(word in house.prefill.log for word in WORDS[what])
 

@@ -7,7 +7,7 @@ row once: from one source rank, however many have it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
 
@@ -15,7 +15,13 @@ import pytest
 
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
 from tests.e2e.replies import Reply
-from tests.engine.tiny_checkpoints import LATENT, RECIPES, Reference, random_prompt
+from tests.engine.tiny_checkpoints import (
+    LATENT,
+    RECIPES,
+    Reference,
+    build_checkpoint,
+    random_prompt,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -23,6 +29,7 @@ OUTPUT_COUNT = 12
 LENGTHS = [1, 33, 103]  # within a page, in the second chunk, over pages of every size
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
 LAYER_COUNT = 3
+RANK, OTHER_RANK = 32, 24
 ROW_NBYTES = (32 + 16) * 4  # latent and rotated key of LATENT, in float32
 
 PREFILLS = {
@@ -45,12 +52,15 @@ class Town:
 
     prefills: dict[str, Node]
     decodes: dict[str, Node]
+    other_rank: Node
     oracle: Reference
     rooms: count[int]
 
 
 @pytest.fixture(scope="module")
-def town(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
+def town(
+    fleet: Fleet, tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Town:
     checkpoint = tiny_checkpoint("deepseek_v3")
     assert RECIPES["deepseek_v3"].changes.items() >= LATENT.items()
     fleet.model_path = checkpoint
@@ -63,8 +73,14 @@ def town(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
         name: fleet.decode([prefills["tp1"]], *FLAGS, *flags, name=f"decode {name}")
         for name, (flags, _) in DECODES.items()
     }
-    fleet.wait_ready()
-    return Town(prefills, decodes, Reference.load(checkpoint), count(1))
+    recipe = RECIPES["deepseek_v3"]
+    changed = replace(recipe, changes={**recipe.changes, "kv_lora_rank": OTHER_RANK})
+    model = build_checkpoint(changed, tmp_path_factory.mktemp("other-rank"))
+    other = fleet.decode([prefills["tp1"]], *FLAGS, name="other rank", model=model)
+    for node in (*prefills.values(), *decodes.values()):
+        node.wait_ready()
+    other.wait_refused()
+    return Town(prefills, decodes, other, Reference.load(checkpoint), count(1))
 
 
 def meet(fleet: Fleet, prefill: Node, decode: Node, room: int, prompt: list[int]) -> Reply:
@@ -115,3 +131,15 @@ def test_the_staged_server_was_written_through_its_landing_slots(town: Town) -> 
 def test_no_page_is_left_anywhere(fleet: Fleet, town: Town) -> None:
     fleet.wait_at_rest()
     assert len(town.decodes["tp1"].info().peers) == len(PREFILLS)
+
+
+def test_a_latent_of_another_rank_is_refused_on_both_sides_and_both_go_on(town: Town) -> None:
+    prefill = town.prefills["tp1"]
+    (refused,) = town.other_rank.refusals()
+    details = [refused.detail, *(peer.detail for peer in prefill.refusals())]
+    assert len(details) == 2
+    for detail in details:
+        assert f"rank {RANK}, rotated 16" in detail and f"rank {OTHER_RANK}, rotated 16" in detail
+        assert "component latent segments: ours row of 1 x" in detail
+    assert town.other_rank.get("/ping").status_code == 200
+    assert prefill.get("/health").status_code == 200

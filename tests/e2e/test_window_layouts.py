@@ -7,6 +7,7 @@ tokens; the first stage of a pipeline has no other.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, product
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
-from tests.engine.tiny_checkpoints import RECIPES, Reference, random_prompt
+from tests.engine.tiny_checkpoints import RECIPES, Reference, edit_config, random_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-WINDOW = 24
+WINDOW, OTHER_WINDOW = 24, 20
 WINDOW_LAYERS, FULL_LAYERS = 3, 1
 TOKEN_NBYTES = 2 * 2 * 16 * 4  # keys and values of 2 heads of 16, in float32
 # Shorter than the window, one less, equal, just over, in the second chunk, many times as long.
@@ -44,12 +45,15 @@ class Town:
 
     prefills: dict[str, Node]
     decodes: dict[str, Node]
+    other_window: Node
     oracle: Reference
     rooms: count[int]
 
 
 @pytest.fixture(scope="module")
-def town(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
+def town(
+    fleet: Fleet, tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Town:
     checkpoint = tiny_checkpoint("gemma3")
     assert RECIPES["gemma3"].changes["sliding_window"] == WINDOW
     fleet.model_path = checkpoint
@@ -62,8 +66,13 @@ def town(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
         name: fleet.decode([prefills["tp2 page8"]], *FLAGS, *flags, name=f"decode {name}")
         for name, flags in DECODES.items()
     }
-    fleet.wait_ready()
-    return Town(prefills, decodes, Reference.load(checkpoint), count(1))
+    edited = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("edited") / "model"))
+    edit_config(edited, sliding_window=OTHER_WINDOW)
+    other = fleet.decode([prefills["tp2 page8"]], *FLAGS, name="other window", model=edited)
+    for node in (*prefills.values(), *decodes.values()):
+        node.wait_ready()
+    other.wait_refused()
+    return Town(prefills, decodes, other, Reference.load(checkpoint), count(1))
 
 
 def body_of(prefill: Node, room: int, prompt: list[int]) -> Body:
@@ -116,6 +125,18 @@ def test_sides_that_disagree_about_the_length_are_refused(fleet: Fleet, town: To
     assert response.status_code == 400
     assert "prompt of 70 tokens here, 71 on the decode server" in error_message(response)
     assert first_half.result().status_code == 400
+
+
+def test_a_window_of_another_width_is_refused_on_both_sides_and_both_go_on(town: Town) -> None:
+    prefill = town.prefills["tp2 page8"]
+    (refused,) = town.other_window.refusals()
+    details = [refused.detail, *(peer.detail for peer in prefill.refusals())]
+    assert len(details) == 2
+    for detail in details:
+        assert f"window (size {WINDOW}, back 0)" in detail
+        assert f"window (size {OTHER_WINDOW}, back 0)" in detail
+    assert town.other_window.get("/ping").status_code == 200
+    assert prefill.get("/health").status_code == 200
 
 
 def test_page_groups_are_told_by_name_and_no_page_is_left(fleet: Fleet, town: Town) -> None:

@@ -53,6 +53,11 @@ def test_values_are_readable(tiny_checkpoint: Checkpoints) -> None:
     assert found["eos_token_ids"] == "2" and found["dtype"] == "float32"
 
 
+def test_the_rank_of_a_latent_cache_is_readable(tiny_checkpoint: Checkpoints) -> None:
+    assert fingerprint(tiny_checkpoint("deepseek_v3"))["latent"] == "rank 32, rotated 16"
+    assert fingerprint(tiny_checkpoint("llama"))["latent"] == ""
+
+
 def test_computing_in_another_dtype_is_one_line(tiny_checkpoint: Checkpoints) -> None:
     path = tiny_checkpoint("llama")
     assert differing(fingerprint(path), fingerprint(path, dtype="bfloat16")) == {"dtype"}

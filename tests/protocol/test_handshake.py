@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
-from common.layout.families import gqa_components
+from common.layout.families import gqa_components, mla_components, windowed_gqa_components
 from common.layout.parallel import split_layers
 from common.planner.copies import PairPlan, plan_copies
 from common.planner.pairing import TokenRange
@@ -198,6 +198,68 @@ def test_components_of_one_name_on_different_layers_are_told_apart() -> None:
     assert compare_layouts(layout(8), layout(12)) == [
         "component k (2) segments: ours s of 2 x 8 bytes, theirs s of 2 x 12 bytes"
     ]
+
+
+def windowed(*windows: int) -> ServerLayout:
+    components = windowed_gqa_components(
+        windows=windows, kv_head_count=2, head_dim=8, dtype="bfloat16"
+    )
+    return ServerLayout(components, 1, ((0, len(windows)),), 16)
+
+
+def latent(rank: int) -> ServerLayout:
+    components = mla_components(
+        layer_count=2, latent_dim=rank, rope_dim=64, is_interleaved=True, dtype="bfloat16"
+    )
+    return ServerLayout(components, 1, ((0, 2),), 16)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differences"),
+    [
+        (
+            windowed(128, 0),
+            windowed(127, 0),
+            [
+                f"component {name} (2) live rule: ours window (size 128, back 0), "
+                "theirs window (size 127, back 0)"
+                for name in ("k", "v")
+            ],
+        ),
+        (
+            windowed(128, 128),
+            windowed(0, 0),
+            [
+                f"component {name} live rule: ours window (size 128, back 0), "
+                "theirs full (size 0, back 0)"
+                for name in ("k", "v")
+            ],
+        ),
+        (
+            windowed(128, 0),
+            windowed(0, 128),
+            [
+                f"component {name} layers: ours ({ours},), theirs ({theirs},)"
+                for suffix, ours, theirs in (("", 1, 0), (" (2)", 0, 1))
+                for name in (f"k{suffix}", f"v{suffix}")
+            ],
+        ),
+        (
+            latent(512),
+            latent(256),
+            ["component latent segments: ours row of 1 x 1152 bytes, theirs row of 1 x 640 bytes"],
+        ),
+    ],
+)
+def test_windows_and_ranks_that_differ_are_said_with_both_values(
+    ours: ServerLayout, theirs: ServerLayout, differences: list[str]
+) -> None:
+    for layout in (ours, theirs):
+        layout.check()
+        assert compare_layouts(layout, layout) == []
+    assert compare_layouts(ours, theirs) == differences
+    mirrored = compare_layouts(theirs, ours)
+    assert len(mirrored) == len(differences), "the other side sees as much"
 
 
 # ---- writers and regions -------------------------------------------------------------------------
