@@ -130,11 +130,15 @@ class Admission:
         )
 
     def _headroom(self, group: int) -> int:
-        """Pages of a group that the active requests are about to need. A window stops growing."""
+        """Pages of a group that the active requests are about to need. A window stops growing, a
+        slot or a tail is all there from the start."""
         page_group = self._account.groups[group]
         if not page_group.live.is_paged:
             return 0
-        headroom = self.active_count * -(-RESERVED_TOKENS // page_group.page_items)
+        items = RESERVED_TOKENS
+        if page_group.live.kind is LiveKind.BLOCK:
+            items = -(-RESERVED_TOKENS // page_group.live.size)
+        headroom = self.active_count * -(-items // page_group.page_items)
         if page_group.live.kind is LiveKind.WINDOW:
             page_max = self.active_count * self._account.decode_page_max(group)
             headroom = min(headroom, max(0, page_max - self._account.pool.used_count(group)))

@@ -205,7 +205,8 @@ class DecodePeers:
         peer = self._peers.get(message.peer)
         if peer is None or peer.phase is not Phase.CONNECTING:
             return
-        peer.transports.append(message.transports)
+        if message.transports:  # a rank that writes nothing there has no connection
+            peer.transports.append(message.transports)
         peer.hand_over_notes.append(message.hand_over)
         if peer.connected.add(message.rank):
             peer.phase = Phase.CONNECTED

@@ -60,7 +60,8 @@ class Endings:
                 peer_incarnation=reservation.peer,
                 token_count=len(request.token_ids),
                 first_token=request.first_token,
-                writers=sorted(request.writers_settled),
+                # Every rank settles; those with nothing that is cached there are no writers.
+                writers=sorted(request.writers_settled.intersection(reservation.message.writers)),
                 trace=trace.hand_over,
                 logprobs=logprobs,
                 prompt_logprobs=request.prompt_logprobs,

@@ -16,7 +16,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from common.layout.cache_layout import PageGroup, ServerLayout
-from common.layout.component import LiveKind
+from common.layout.component import FULL, LiveKind
 from common.protocol.local import PageGrant, PageGroupState
 from common.request import SamplingParams
 from common.scheduling.page_pool import PagePool
@@ -121,7 +121,8 @@ class PageAccount:
             index for index, group in enumerate(groups) if group.live.kind is LiveKind.WINDOW
         ]
         self.cache: PrefixCache | None = None
-        if has_prefix_cache and len(groups) == 1 and groups[0].live.is_streamable:
+        # A prefix is the cache of its tokens and nothing else: a slot is never that of a prefix.
+        if has_prefix_cache and len(groups) == 1 and groups[0].live == FULL:
             self.cache = PrefixCache(self.pool, 0, groups[0].page_items)
 
     @property

@@ -88,8 +88,9 @@ def decide_page_counts(
     if low == 0:
         raise ConfigError(
             f"no memory for a KV pool: {budget} bytes may be used" + _where(free) + ", one page of "
-            f"{page_size} tokens takes {sum(group.page_nbytes for group in layout.groups)}; lower "
-            "--page-size or --max-running-requests, or give --max-total-tokens"
+            f"{page_size} tokens takes {_least_nbytes(layout, config)} with what "
+            f"{config.max_running_requests} requests have in any case; lower --page-size or "
+            "--max-running-requests, or give --max-total-tokens"
         )
     return _counts_of(layout, config, low * page_size)
 
@@ -110,6 +111,12 @@ def _counts_of(layout: RankLayout, config: ServerConfig, token_count: int) -> li
     return page_counts_for(
         layout, token_count, config.max_running_requests, config.chunked_prefill_size
     )
+
+
+def _least_nbytes(layout: RankLayout, config: ServerConfig) -> int:
+    """Bytes of the smallest pool: slots and tails take theirs however few the tokens are."""
+    counts = _counts_of(layout, config, layout.server.page_size)
+    return sum(KvPool.buffer_nbytes(layout, counts))
 
 
 def allocate_pool(

@@ -47,6 +47,10 @@ def server_layout(
     return ServerLayout(components, tp, ((0, 3),), page_size, groups)
 
 
+def page_counts(layout: RankLayout) -> list[int]:
+    return [PAGE_COUNT] * len(layout.groups)
+
+
 @dataclass
 class Rank:
     """What the I/O thread of one rank owns; a source has a staging, a target a landing."""
@@ -63,7 +67,9 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.links = PeerLinks(self.transport, self.layout, self.landing, self.staging)
-        self.sends = Sends(self.transport, self.links, self.layout, [PAGE_COUNT], self.staging)
+        self.sends = Sends(
+            self.transport, self.links, self.layout, page_counts(self.layout), self.staging
+        )
         self.io = StagedIo(self.sends, self.links, self.landing, self.staging, SystemClock())
 
     @staticmethod
@@ -73,7 +79,7 @@ class Rank:
         staging = Staging(
             transport,
             region,
-            region_index=1,
+            region_index=len(layout.groups),
             buffer_nbytes=BUFFER_NBYTES,
             copier=Copier(pool.buffers, copy_runs),
             copy_bandwidth=5e9,
@@ -86,7 +92,7 @@ class Rank:
         transport, pool = _start(layout, tls)
         region = allocate_region(transport, LANDING_REGION, slot_count * BUFFER_NBYTES, CPU)
         copier = Copier(pool.buffers, copy_runs)
-        landing = Landing(region, copier, layout, [PAGE_COUNT], "127.0.0.1")
+        landing = Landing(region, copier, layout, page_counts(layout), "127.0.0.1")
         return Rank(layout, transport, pool, landing, None)
 
     def turn(self) -> None:
@@ -112,7 +118,7 @@ class Rank:
 
 def _start(layout: RankLayout, tls: str) -> tuple[UcxTransport, KvPool]:
     transport = UcxTransport(UcxSettings(tls=tls))
-    return transport, allocate_pool(transport, layout, [PAGE_COUNT], CPU)
+    return transport, allocate_pool(transport, layout, page_counts(layout), CPU)
 
 
 @dataclass

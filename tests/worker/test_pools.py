@@ -9,7 +9,7 @@ from common.config import Role, ServerConfig
 from common.engine.kv_pool import KvPool
 from common.errors import ConfigError
 from common.layout.cache_layout import RankLayout, ServerLayout
-from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
+from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
 from common.worker.pools import (
     HOST_POOL_NBYTES_MAX,
@@ -120,6 +120,31 @@ def test_every_live_rule_gets_the_pages_its_requests_can_touch() -> None:
         assert count >= group.page_count(1000)
         assert count >= 5 * max(group.page_count(n) for n in range(1, 201))
     assert counts == [125, 20, 125, 5, 5]
+
+
+def slot_layout() -> RankLayout:
+    """1 MiB per slot, and 4 KiB per page of 16 tokens."""
+    components = (
+        CacheComponent("k", (0,), (Segment("head", 1, 256),), FULL, Shard.SPLIT, "float32"),
+        CacheComponent("s", (1,), (Segment("head", 1, MIB),), SLOT, Shard.SPLIT, "float32"),
+    )
+    return ServerLayout(components, 1, ((0, 2),), 16).rank(0, 0)
+
+
+def test_slots_come_out_of_the_budget_before_tokens_do() -> None:
+    config = config_of(max_running_requests=9)
+    free = FreeMemory(40 * MIB, 40 * MIB, None)  # half of it may be used
+    layout = slot_layout()
+    pages, slots = decide_page_counts(layout, config, 1 << 30, free)
+    assert slots == 9
+    assert 20 * MIB - 4096 < sum(KvPool.buffer_nbytes(layout, [pages, slots])) <= 20 * MIB
+
+
+def test_too_many_slots_for_the_memory_are_told_with_what_they_take() -> None:
+    config = config_of(max_running_requests=20)
+    needed = 2 * 4096 + 21 * MIB
+    with pytest.raises(ConfigError, match=f"takes {needed} with what 20 requests have"):
+        decide_page_counts(slot_layout(), config, 4096, FreeMemory(40 * MIB, 40 * MIB, None))
 
 
 def test_free_memory_of_the_host_is_what_the_kernel_says() -> None:
