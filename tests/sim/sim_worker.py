@@ -1,21 +1,26 @@
-"""A worker whose cache is an array of token ids: a wrong or missing page changes the output.
+"""A worker whose cache is arrays of token ids: a wrong or missing page changes the output.
 
 It keeps the real worker's contract: steps run one after the other and write their pages when they
 end; a hand-over copies in two pieces with time between them and settles after the second. The next
 token is a digest of what is read through the page table, so the oracle needs no pages at all.
+
+Full groups, windows and tails hold token ids, a block holds the sum of its tokens, and a slot the
+sum of all tokens so far: one that is stale, mixed up or a token late gives another token.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.config import HandOver
+from common.layout.component import Live, LiveKind
 from common.protocol.local import (
     CancelSends,
     ClosePeer,
@@ -39,23 +44,52 @@ from common.scheduling.facts import ServerFacts
 
 VOCAB_SIZE = 997
 UNWRITTEN = -1
+STATE_MODULUS = 2**31 - 1
 
 After = Callable[[float, Callable[[], None]], None]
 Reply = Callable[[WorkerToScheduler], None]
 
 
-def next_token(tokens: list[int], window: int) -> int:
-    """What the model says after `tokens`, of which its other half sees the last `window` only."""
-    return digest(tokens + tokens[len(tokens) - min(window, len(tokens)) :])
+def next_token(tokens: list[int], lives: Sequence[Live]) -> int:
+    """What the model says after `tokens`, of which each part of it sees what its rule tells."""
+    return digest([value for live in lives for value in seen(tokens, live)])
+
+
+def seen(tokens: list[int], live: Live) -> list[int]:
+    """What a part of the model sees when `tokens` are computed."""
+    count = len(tokens)
+    match live.kind:
+        case LiveKind.FULL:
+            return tokens
+        case LiveKind.WINDOW:
+            return tokens[max(0, count - live.size) :]
+        case LiveKind.BLOCK:
+            starts = range(0, count - live.size + 1, live.size)
+            return [fold(0, tokens[start : start + live.size]) for start in starts]
+        case LiveKind.TAIL:
+            return tokens[max(0, count - count % live.size - live.back) :]
+        case LiveKind.SLOT:
+            return [fold(0, tokens)]
+        case _:
+            assert_never(live.kind)
+
+
+# The oracle and the workers share only these two.
 
 
 def digest(read: list[int]) -> int:
-    """The oracle and the workers share only this."""
     return zlib.crc32(np.asarray(read, dtype=np.int64).tobytes()) % VOCAB_SIZE
 
 
+def fold(state: int, tokens: list[int]) -> int:
+    """A sum in which every token and its place count."""
+    for token in tokens:
+        state = (state * 31 + token + 1) % STATE_MODULUS
+    return state
+
+
 @dataclass
-class _Known:
+class Known:
     """pages: per page group, page ids by logical index; the latest grant of an index counts."""
 
     tokens: list[int]
@@ -63,16 +97,16 @@ class _Known:
 
 
 class SimWorker:
-    """The only rank of one simulated server."""
+    """All ranks of one simulated server; those behind the first cache nothing."""
 
     def __init__(self, facts: ServerFacts, rng: random.Random, after: After, reply: Reply) -> None:
         self.facts = facts
-        self.page_size = facts.layout.page_size
+        self.groups = facts.layout.groups
+        self.lives = [group.live for group in self.groups]
         self.pools = [
-            np.full((count + 1, self.page_size), UNWRITTEN, dtype=np.int64)
-            for count in facts.page_counts
+            np.full((count + 1, group.page_items), UNWRITTEN, dtype=np.int64)
+            for count, group in zip(facts.page_counts, self.groups, strict=True)
         ]
-        self.lives = [group.live for group in facts.layout.groups]
         self.is_dead = False
         self.targets: dict[str, SimWorker] = {}
         self.expected: dict[int, Expect] = {}
@@ -81,7 +115,7 @@ class SimWorker:
         self._rng = rng
         self._after = after
         self._reply = reply
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, Known] = {}
         self._steps: list[Step] = []
         self._is_computing = False
         self._cancelled: set[int] = set()
@@ -108,21 +142,25 @@ class SimWorker:
                 self.expected[message.transfer_id] = message
             case Forget():
                 self.expected.pop(message.transfer_id, None)
-                self._soon(Forgotten(message.transfer_id, 0))
+                for rank in range(self.facts.rank_count):
+                    self._soon(Forgotten(message.transfer_id, rank))
             case OpenPeer():
-                descriptor = RankDescriptor(0, b"address", self._regions())
-                self._soon(PeerOpened(message.peer, 0, descriptor))
+                for rank in range(self.facts.rank_count):
+                    descriptor = RankDescriptor(rank, b"address", self._regions(rank))
+                    self._soon(PeerOpened(message.peer, rank, descriptor))
             case ConnectPeer():
                 target = find(message.peer)
                 if target is not None:
                     self.targets[message.peer] = target
                     self._hand_over[message.peer] = message.hand_over
-                    self._soon(PeerConnected(message.peer, 0, "posix"))
+                    for rank in range(self.facts.rank_count):
+                        transports = "posix" if rank == 0 else ""
+                        self._soon(PeerConnected(message.peer, rank, transports))
             case ClosePeer():
                 self._close(message.peer)
 
-    def _regions(self) -> list[tuple[str, int, int, bytes]]:
-        groups = zip(self.facts.layout.ranks[0].groups, self.facts.page_counts, strict=True)
+    def _regions(self, rank: int) -> list[tuple[str, int, int, bytes]]:
+        groups = zip(self.facts.layout.ranks[rank].groups, self.facts.page_counts, strict=True)
         return [
             (f"pages-{index}", 0, group.page_nbytes * (count + 1), b"key")
             for index, (group, count) in enumerate(groups)
@@ -151,7 +189,7 @@ class SimWorker:
             del self._known[request_id]
         for new in step.new:
             assert new.request_id not in self._known
-            self._known[new.request_id] = _Known(list(new.token_ids), [{} for _ in self.pools])
+            self._known[new.request_id] = Known(list(new.token_ids), [{} for _ in self.pools])
         for grant in step.grants:
             pages = self._known[grant.request_id].pages[grant.group]
             pages.update(enumerate(grant.page_ids, grant.first_index))
@@ -162,10 +200,11 @@ class SimWorker:
             for position in range(chunk.start, chunk.stop):
                 self._write(known, position)
             # Tokens inside a prompt draw nothing, so what they read is compared here.
-            for group in range(len(self.pools)):
-                read = self._read(known, group, chunk.start + 1)
-                seen = known.tokens[chunk.start + 1 - len(read) : chunk.start + 1]
-                assert read == seen, f"request {chunk.request_id} at {chunk.start}, group {group}"
+            for group, live in enumerate(self.lives):
+                count = chunk.start + 1 if live.is_paged else chunk.stop
+                read = self._read(known, group, count)
+                expected = seen(known.tokens[:count], live)
+                assert read == expected, f"request {chunk.request_id} at {count}, group {group}"
             if chunk.is_last:
                 ids.append(chunk.request_id)
                 sampled.append(self._sample(known, chunk.stop))
@@ -185,25 +224,49 @@ class SimWorker:
         self._say(StepDone(step.step_id, ids, sampled))
         self._compute_next()
 
-    def _write(self, known: _Known, position: int) -> None:
-        for pool, pages in zip(self.pools, known.pages, strict=True):
-            page = pages[position // self.page_size]
-            pool[page, position % self.page_size] = known.tokens[position]
+    def _write(self, known: Known, position: int) -> None:
+        token = known.tokens[position]
+        for group, live in enumerate(self.lives):
+            match live.kind:
+                case LiveKind.FULL | LiveKind.WINDOW | LiveKind.TAIL:
+                    self._put(known, group, position, token)
+                case LiveKind.BLOCK:
+                    if (position + 1) % live.size == 0:
+                        block = known.tokens[position + 1 - live.size : position + 1]
+                        self._put(known, group, position // live.size, fold(0, block))
+                case LiveKind.SLOT:
+                    # A slot is never cleared: who starts does not read it.
+                    before = self._get(known, group, range(1))[0] if position else 0
+                    self._put(known, group, 0, fold(before, [token]))
+                case _:
+                    assert_never(live.kind)
 
-    def _sample(self, known: _Known, count: int) -> int:
-        """The full group is read whole, then the window group, if there is one, its window."""
+    def _sample(self, known: Known, count: int) -> int:
+        """All that is seen of the groups, one after the other."""
         return digest(
             [t for group in range(len(self.pools)) for t in self._read(known, group, count)]
         )
 
-    def _read(self, known: _Known, group: int, count: int) -> list[int]:
+    def _read(self, known: Known, group: int, count: int) -> list[int]:
         """What the last of `count` tokens sees in a group."""
-        width = self.lives[group].size or count
-        positions = range(max(0, count - width), count)
-        pages = [known.pages[group][position // self.page_size] for position in positions]
-        rows = np.array(positions) % self.page_size
-        values: list[int] = self.pools[group][pages, rows].tolist()
-        return values
+        live = self.lives[group]
+        if live.kind is LiveKind.WINDOW:
+            return self._get(known, group, range(max(0, count - live.size), count))
+        return self._get(known, group, live.items(count))
+
+    def _get(self, known: Known, group: int, items: range) -> list[int]:
+        places = [self._place(known, group, item) for item in items]
+        return [int(self.pools[group][place]) for place in places]
+
+    def _put(self, known: Known, group: int, item: int, value: int) -> None:
+        self.pools[group][self._place(known, group, item)] = value
+
+    def _place(self, known: Known, group: int, item: int) -> tuple[int, int]:
+        """Page and row of an item; of what is not paged, all items go round in one page."""
+        rows = self.groups[group].page_items
+        index = item // rows if self.lives[group].is_paged else 0
+        assert index in known.pages[group], f"item {item} of group {group} never had a page"
+        return known.pages[group][index], item % rows
 
     # ---- hand-over -------------------------------------------------------------------------------
 
@@ -238,15 +301,16 @@ class SimWorker:
             return
         if send.transfer_id in self._cancelled or send.send_id in self._refused:
             return
-        rows = [(0, position) for position in range(start, stop)]
-        if send.is_final and stop == send.token_stop:
-            # A window is final with the prompt, and leaves by absolute position.
-            rows += [
-                (group, position)
-                for group, live in enumerate(self.lives)
-                if not live.is_streamable
-                for position in live.items(send.token_stop)
-            ]
+        rows: list[tuple[int, int]] = []
+        is_last = send.is_final and stop == send.token_stop
+        for group, live in enumerate(self.lives):
+            if live.kind is LiveKind.FULL:
+                rows += [(group, position) for position in range(start, stop)]
+            elif live.kind is LiveKind.BLOCK:
+                rows += [(group, item) for item in range(start // live.size, stop // live.size)]
+            elif is_last:
+                # Final with the prompt only; leaves by absolute position.
+                rows += [(group, item) for item in live.items(send.token_stop)]
         values = [self._row(send.source_pages, group, at).copy() for group, at in rows]
         if not self._is_staged(send):
             target.write(send, rows, values)
@@ -263,20 +327,19 @@ class SimWorker:
     def write(
         self, send: Send, rows: list[tuple[int, int]], values: list[NDArray[np.int64]]
     ) -> None:
-        """Into this target's pages, at these (group, position)."""
+        """Into this target's pages, at these (group, item)."""
         if self.is_dead:
             return
-        for (group, position), value in zip(rows, values, strict=True):
-            self._row(send.target_pages, group, position)[...] = value
+        for (group, item), value in zip(rows, values, strict=True):
+            self._row(send.target_pages, group, item)[...] = value
 
-    def _row(
-        self, lists: list[tuple[int, list[int]]], group: int, position: int
-    ) -> NDArray[np.int64]:
-        """The one token of a position, as a view."""
+    def _row(self, lists: list[tuple[int, list[int]]], group: int, item: int) -> NDArray[np.int64]:
+        """The one value of an item, as a view."""
         first, pages = lists[group]
-        index = position // self.page_size - first
-        assert 0 <= index < len(pages), f"position {position} is not in pages {first}.. of {group}"
-        return self.pools[group][pages[index], position % self.page_size, None]
+        row_count = self.groups[group].page_items
+        index = item // row_count - first if self.lives[group].is_paged else 0
+        assert 0 <= index < len(pages), f"item {item} is not in pages {first}.. of {group}"
+        return self.pools[group][pages[index], item % row_count, None]
 
     def _is_staged(self, send: Send) -> bool:
         """Every transfer in landing mode, some in auto mode."""
@@ -302,10 +365,13 @@ class SimWorker:
             error = "refused by the target"
         nbytes = (send.token_stop - send.token_start) * 8
         self._reply(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
+        for rank in range(1, self.facts.rank_count):
+            self._reply(SendSettled(send.send_id, send.transfer_id, rank, error, 0, 0, 0.0))
 
     def _close(self, peer: str) -> None:
         for send in list(self._sends_open.values()):
             if send.peer == peer:
                 self._settle(send, "closed")
         self.targets.pop(peer, None)
-        self._soon(PeerClosed(peer, 0))
+        for rank in range(self.facts.rank_count):
+            self._soon(PeerClosed(peer, rank))

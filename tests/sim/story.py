@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from common.config import HandOver
+from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
 from tests.sim.world import Client, Node, World
 
@@ -17,6 +18,13 @@ HAND_OVERS = (
     (HandOver.LANDING, HandOver.AUTO),
 )
 WINDOWS = (0, 1, 3, 4, 9, 20)
+OTHER_LIVES = (
+    SLOT,
+    Live(LiveKind.TAIL, 4, 4),
+    Live(LiveKind.TAIL, 5),
+    Live(LiveKind.BLOCK, 3),
+    Live(LiveKind.BLOCK, 16),
+)
 END_AT = 75.0  # later than any deadline and grace
 
 
@@ -32,7 +40,7 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
         world.add(f"d{i}", "decode", rng.choice((4, 8)), rng.randint(30, 80))
         for i in range(rng.randint(1, 2))
     ]
-    _choose_window(world, seed)
+    _choose_lives(world, seed)
     modes = random.Random(seed ^ 0xCAFE)
     one_of = modes.choice(HAND_OVERS)
     for node in world.nodes.values():
@@ -54,13 +62,30 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
     return world
 
 
-def _choose_window(world: World, seed: int) -> None:
-    """A width for all servers, and pools of their own that hold a few windows."""
+def _choose_lives(world: World, seed: int) -> None:
+    """What the model of all servers sees; pools that hold a few windows and fewer slots."""
     rng = random.Random(seed ^ 0x817D)
-    world.window = rng.choice(WINDOWS)
+    window = rng.choice(WINDOWS)
+    if window:
+        world.lives += (Live(LiveKind.WINDOW, window),)
+        for node in world.nodes.values():
+            per_request = (window + node.page_size - 2) // node.page_size + 1
+            node.page_counts += (per_request * rng.randint(2, 10),)
+    rng = random.Random(seed ^ 0x51075)
+    if rng.random() < 0.5:
+        others = rng.sample(OTHER_LIVES, rng.randint(1, 3))
+        world.lives += tuple(others)
+        for node in world.nodes.values():
+            node.page_counts += tuple(_page_count(node, live, rng) for live in others)
     for node in world.nodes.values():
-        per_request = (world.window + node.page_size - 2) // node.page_size + 1
-        node.window_pages = per_request * rng.randint(2, 10)
+        node.has_bare_stage = rng.random() < 0.3
+
+
+def _page_count(node: Node, live: Live, rng: random.Random) -> int:
+    if not live.is_paged:
+        return rng.randint(1, 6)
+    items = max(1, node.page_size // live.size)
+    return -(-node.pages * node.page_size // (live.size * items))
 
 
 def _plan_request(
@@ -138,7 +163,7 @@ def judge(world: World) -> None:
     for client in world.clients.values():
         assert len(client.finals) == 1, f"request {client.request_id}: {client.finals}"
         is_routed_half = world.nodes[client.node].role == "prefill"
-        expected = client.expected(world.window)[: 1 if is_routed_half else None]
+        expected = client.expected(world.lives)[: 1 if is_routed_half else None]
         assert client.output == expected[: len(client.output)], (
             f"request {client.request_id} on {client.node}: wrong tokens"
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.layout.cache_layout import PageGroup
+from common.layout.component import SLOT, LiveKind
 from common.protocol.local import Send
-from tests.sim.sim_worker import SimWorker
+from common.scheduling.sequence import PageAccount, Sequence
+from tests.sim.sim_worker import UNWRITTEN, Known, SimWorker, fold
 from tests.sim.story import run_story
 
 # Of the stories below that pass as long as nothing is planted.
@@ -43,11 +44,14 @@ def fails_somewhere() -> bool:
 def test_a_window_page_that_is_freed_one_token_early_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def page_first_too_late(group: PageGroup, token_count: int) -> int:
-        start = group.live.items(token_count).start
-        return min(start + 1, token_count) // group.page_items if group.live.size else 0
+    recycle = PageAccount.recycle
 
-    monkeypatch.setattr(PageGroup, "page_first", page_first_too_late)
+    def recycle_early(self: PageAccount, sequence: Sequence) -> None:
+        sequence.computed_count += 1
+        recycle(self, sequence)
+        sequence.computed_count -= 1
+
+    monkeypatch.setattr(PageAccount, "recycle", recycle_early)
     assert fails_somewhere()
 
 
@@ -61,15 +65,37 @@ def test_window_pages_that_are_paired_by_their_place_in_the_list_are_found(
         self: SimWorker, send: Send, rows: list[tuple[int, int]], values: list[object]
     ) -> None:
         places: dict[int, int] = {}
-        for group, position in rows:
-            places.setdefault(group, position)
+        for group, item in rows:
+            places.setdefault(group, item)
         shifted = [
-            (group, position - places[group] + send.target_pages[group][0] * self.page_size)
-            if group > 0
-            else (group, position)
-            for group, position in rows
+            (
+                group,
+                item - places[group] + send.target_pages[group][0] * self.groups[group].page_items,
+            )
+            if self.lives[group].kind is LiveKind.WINDOW
+            else (group, item)
+            for group, item in rows
         ]
         write(self, send, shifted, values)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SimWorker, "write", write_by_place)
     assert fails_somewhere()
+
+
+def test_a_slot_that_is_read_by_its_next_owner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = SimWorker._write
+
+    def write_stale(self: SimWorker, known: Known, position: int) -> None:
+        slots = [group for group, live in enumerate(self.lives) if live == SLOT]
+        left = [self._get(known, group, range(1))[0] for group in slots]
+        write(self, known, position)
+        for group, value in zip(slots, left, strict=True):
+            if position == 0 and value != UNWRITTEN:
+                self._put(known, group, 0, fold(value, known.tokens[:1]))
+
+    monkeypatch.setattr(SimWorker, "_write", write_stale)
+    assert fails_somewhere()
+
+
+def test_slots_run_out_in_some_stories() -> None:
+    assert any(run_story(seed, has_accidents=False).slots_ran_out for seed in PLANTED_SEEDS)

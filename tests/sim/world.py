@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
-from common.layout.families import gqa_components, windowed_gqa_components
+from common.layout.component import FULL, CacheComponent, Live, Segment, Shard
 from common.protocol.codec import encode_layout
 from common.protocol.local import Cancel, Failed, Submit, Tokens, WorkerToScheduler
 from common.request import Bootstrap, SamplingParams
@@ -57,10 +57,10 @@ class Client:
     is_orphan: bool = False
     failure: str = ""
 
-    def expected(self, window: int = 0) -> list[int]:
+    def expected(self, lives: Sequence[Live] = (FULL,)) -> list[int]:
         tokens = list(self.prompt)
         for _ in range(self.max_new_tokens):
-            tokens.append(next_token(tokens, window))
+            tokens.append(next_token(tokens, lives))
             if tokens[-1] == EOS:
                 break
         return tokens[len(self.prompt) :]
@@ -72,34 +72,37 @@ class Node:
     def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
         self.world, self.name, self.role = world, name, role
         self.page_size, self.pages = page_size, pages
-        self.window_pages = pages
+        self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
         self.is_local = False
+        self.has_bare_stage = False
         self.hand_over = HandOver.DIRECT
         self.life = 0
         self.is_up = False
         self.is_frozen = False
         self.backlog: list[Event] = []
 
+    @property
+    def layout(self) -> ServerLayout:
+        """One layer for every live rule, and one that caches nothing, perhaps on its own stage."""
+        components = tuple(
+            CacheComponent(f"c{i}", (i,), (Segment("head", 1, 8),), live, Shard.SPLIT, "float32")
+            for i, live in enumerate(self.world.lives)
+        )
+        count = len(components)
+        stages = ((0, count), (count, count + 1)) if self.has_bare_stage else ((0, count + 1),)
+        return ServerLayout(components, 1, stages, self.page_size)
+
     def boot(self) -> None:
         self.life += 1
         self.is_up, self.is_frozen = True, False
         self.backlog = []
-        window = self.world.window
-        page_counts: tuple[int, ...] = (self.pages,)
-        if window:
-            components = windowed_gqa_components(
-                windows=(0, window), kv_head_count=1, head_dim=2, dtype="float32"
-            )
-            page_counts = (self.pages, self.window_pages)
-        else:
-            components = gqa_components(layer_count=2, kv_head_count=1, head_dim=2, dtype="float32")
-        layout = ServerLayout(components, 1, ((0, 2),), self.page_size)
+        layout = self.layout
         self.facts = ServerFacts(
             incarnation=f"{self.name}-{self.life}",
             layout=layout,
             layout_bytes=encode_layout(layout),
-            page_counts=page_counts,
+            page_counts=self.page_counts,
             fingerprint={"model": "sim"},
             sequence_token_max=512,
             eos_token_ids=frozenset({EOS}),
@@ -147,7 +150,10 @@ class Node:
         now = self.world.now
         self.carry_out(self.core.handle(event, now))
         self.carry_out(self.core.schedule(now))
-        self.core.account.pool.check()
+        pool = self.core.account.pool
+        pool.check()
+        for group, live in enumerate(self.world.lives):
+            self.world.slots_ran_out |= not live.is_paged and pool.free_count(group) == 0
 
     def thaw(self) -> None:
         self.is_frozen = False
@@ -184,12 +190,14 @@ def hash_pid(name: str, life: int) -> int:
 class World:
     """Nodes, the network between them, the clients and the time.
 
-    window: tokens that half of the model sees, in a page group of its own; 0 if there is none.
+    lives: what the parts of the model see, each in a page group of its own; all of it comes first.
+    slots_ran_out: whether any server ever had none left.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.window = 0
+        self.lives: tuple[Live, ...] = (FULL,)
+        self.slots_ran_out = False
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
