@@ -76,6 +76,7 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.TransferRequest, {"prompt_count": -1}, "prompt_count=-1"),
         (peer.TransferRequest, {"pages": [(0, [1])] * 65}, "65 entries; at most 64"),
         (peer.TransferRequest, {"pages": [(-1, [1])]}, r"pages\[0\] first index=-1"),
+        (peer.TransferRequest, {"pages": [(0, [1]), (2**31, [1])]}, r"pages\[1\] first index="),
         (peer.TransferRequest, {"pages": [(0, [1, -2])]}, r"smallest of .*pages\[0\] page ids=-2"),
         (peer.TransferRequest, {"pages": [(0, [1, 2**40])]}, r"largest of .*pages\[0\] page ids="),
         (peer.TransferDone, {"first_token": -1}, "first_token=-1"),

@@ -442,6 +442,40 @@ def test_a_wrong_reservation_is_refused_with_the_reason(
     assert complaint_about(**fields) == complaint
 
 
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        # The list that the prefill server has for the same window, whose pages are half as large.
+        ({"window": (34, [1, 2, 3, 4])}, "4 from index 34; 300 tokens need 2 from index 17"),
+        ({"window": (17, [1, 2, 3])}, "3 from index 17; 300 tokens need 2 from index 17"),
+        ({"window": (17, [1])}, "1 from index 17; 300 tokens need 2 from index 17"),
+        ({"window": (16, [1, 2])}, "2 from index 16; 300 tokens need 2 from index 17"),
+        ({"window": (0, list(range(1, 20)))}, "19 from index 0; 300 tokens need 2 from index 17"),
+        ({"window": (17, [])}, "0 from index 17; 300 tokens need 2 from index 17"),
+        # Fewer tokens, as many full pages, and a window that begins in the page before.
+        ({"token_count": 293}, "2 from index 17; 293 tokens need 3 from index 16"),
+    ],
+)
+def test_a_forged_window_is_refused(fields: dict[str, object], complaint: str) -> None:
+    def layout(page_size: int) -> ServerLayout:
+        components = windowed_gqa_components(
+            windows=(24, 0), kv_head_count=2, head_dim=8, dtype="bfloat16"
+        )
+        return ServerLayout(components, 1, ((0, 2),), page_size)
+
+    source, target = layout(8), layout(16)
+    honest = msgspec.structs.replace(reserve(source, target, 300), room=5, token_ids=[])
+    assert check_transfer_request(source, target, [100, 100], honest) is None
+    full, window = honest.pages
+    forged = msgspec.structs.replace(
+        honest,
+        token_count=fields.get("token_count", 300),
+        pages=[full, fields.get("window", window)],
+    )
+    found = check_transfer_request(source, target, [100, 100], forged)
+    assert found == f"pages of group 1: {complaint}"
+
+
 @settings(
     max_examples=100,
     deadline=None,
