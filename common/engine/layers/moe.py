@@ -1,4 +1,4 @@
-"""Routed experts as Qwen3-MoE has them: softmax router, top-k, each expert a gated MLP.
+"""Routed experts: softmax router, top-k, each expert a gated MLP.
 
 Every rank routes alike and computes a slice of every expert's inner features.
 """
