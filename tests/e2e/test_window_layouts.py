@@ -14,8 +14,12 @@ from itertools import count, product
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from common.protocol.codec import decode_layout
+from common.protocol.peer import TransferDone, TransferFailed
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
+from tests.e2e.raw_decode import RawDecode
 from tests.engine.tiny_checkpoints import RECIPES, Reference, edit_config, random_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -46,6 +50,7 @@ class Town:
     prefills: dict[str, Node]
     decodes: dict[str, Node]
     other_window: Node
+    checkpoint: Path
     oracle: Reference
     rooms: count[int]
 
@@ -72,7 +77,7 @@ def town(
     for node in (*prefills.values(), *decodes.values()):
         node.wait_ready()
     other.wait_refused()
-    return Town(prefills, decodes, other, Reference.load(checkpoint), count(1))
+    return Town(prefills, decodes, other, checkpoint, Reference.load(checkpoint), count(1))
 
 
 def body_of(prefill: Node, room: int, prompt: list[int]) -> Body:
@@ -137,6 +142,33 @@ def test_a_window_of_another_width_is_refused_on_both_sides_and_both_go_on(town:
         assert f"window (size {OTHER_WINDOW}, back 0)" in detail
     assert town.other_window.get("/ping").status_code == 200
     assert prefill.get("/health").status_code == 200
+
+
+def test_a_forged_reservation_is_refused_and_an_honest_one_is_served(town: Town) -> None:
+    prefill, prompt = town.prefills["pp2 page32"], random_prompt(300, seed=5)
+    with RawDecode(prefill, town.checkpoint, WINDOW_LAYERS + FULL_LAYERS, page_size=16) as raw:
+        source = decode_layout(raw.welcome.layout)
+        honest = raw.reserve(100, source, prompt)
+        full, (first, window) = honest.pages
+        forgeries: list[tuple[dict[str, object], str]] = [
+            ({"pages": [full, (first, window[:1])]}, "1 from index 17; 300 tokens need 2 from"),
+            ({"pages": [full, (0, window)]}, "2 from index 0; 300 tokens need 2 from index 17"),
+            ({"pages": [full, (first, [1, 64])]}, "group 1: page 64: must be in 1..63"),
+            ({"token_count": 293, "token_ids": prompt[:293]}, "293 tokens need 3 from index 16"),
+            ({"token_count": 301}, "300 token ids for token_count=301"),
+        ]
+        for transfer_id, (fields, complaint) in enumerate(forgeries, start=1):
+            forged = {"transfer_id": transfer_id, "prompt_count": 1, **fields}
+            raw.say(structs.replace(honest, **forged))
+            failed = raw.wait_for(TransferFailed)
+            assert (failed.transfer_id, failed.status) == (transfer_id, 400)
+            assert (failed.kind, failed.is_retryable) == ("bad_reservation", False)
+            assert complaint in failed.message
+        raw.say(honest)
+        done = raw.wait_for(TransferDone)
+    assert [done.first_token] == town.oracle.greedy(prompt, 1)
+    rows = FULL_LAYERS * 300 + WINDOW_LAYERS * (WINDOW - 1)
+    assert done.trace.nbytes == rows * TOKEN_NBYTES
 
 
 def test_page_groups_are_told_by_name_and_no_page_is_left(fleet: Fleet, town: Town) -> None:
