@@ -92,6 +92,7 @@ def _choose_attention(
             device=context.device,
             page_size=page_size,
             is_latent=config.mla is not None,
+            is_compressed=config.is_compressed,
             needs_sdpa=config.needs_sdpa,
         )
     )

@@ -60,6 +60,7 @@ class ModelConfig:
     extra_layer_count: layers behind the last one that a checkpoint carries to predict more tokens
         at a time; they are not loaded.
     windows: tokens that each layer sees, itself included; 0 for all.
+    is_compressed: whether layers see blocks of the past instead of all of it.
     has_score_rule: whether some layer does more to its scores than scale and mask them.
     family: what only this family's layers have.
     """
@@ -89,6 +90,7 @@ class ModelConfig:
     extra_layer_count: int = 0
     windows: tuple[int, ...] = ()
     has_score_rule: bool = False
+    is_compressed: bool = False
     family: FamilyConfig | None = None
 
     @property

@@ -26,6 +26,7 @@ from common.engine.scaled_tensors import (
 from common.engine.weight_format import WeightFormat
 from common.errors import ConfigError
 
+INTEGER_DTYPES = ("I64", "I32")
 NAMES_SHOWN_MAX = 8
 
 
@@ -35,12 +36,14 @@ class Piece:
 
     shape: of the whole tensor in the checkpoint. take: one slice per dimension.
     target: what the taken part is copied to; it may be broadcast to it.
+    index_count: of a tensor of integers, which are in 0..index_count - 1; 0 for one of numbers.
     """
 
     name: str
     shape: tuple[int, ...]
     take: tuple[slice, ...]
     target: Tensor
+    index_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,12 @@ class Weight:
         """A tensor that a checkpoint holds under one name and every rank takes all of."""
         take = tuple(slice(None) for _ in tensor.shape)
         return Weight(((Piece(name, tuple(tensor.shape), take, tensor),),))
+
+    @staticmethod
+    def indexes(name: str, tensor: Tensor, count: int) -> Weight:
+        """As `whole`, of integers in 0..count - 1."""
+        take = tuple(slice(None) for _ in tensor.shape)
+        return Weight(((Piece(name, tuple(tensor.shape), take, tensor, count),),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +117,10 @@ def load_weights(
             if piece.name in entries and is_scaled(piece.name, entries[piece.name], weight_format)
         }
     # First, because what is not announced as quantised has scales that nobody asked for.
-    for name in sorted({piece.name for piece in pieces} & entries.keys() - scales.keys()):
-        _check_dtype(entries[name])
-    wanted = {piece.name for piece in pieces} | set(scales.values())
+    allowed = {p.name: INTEGER_DTYPES if p.index_count else FLOAT_DTYPES for p in pieces}
+    for name in sorted(allowed.keys() & entries.keys() - scales.keys()):
+        _check_dtype(entries[name], allowed[name])
+    wanted = allowed.keys() | set(scales.values())
     _check_names(model_path, wanted, entries, is_ignored)
     sources = [
         _Source(piece, entries[piece.name], entries[scales[piece.name]])
@@ -142,6 +152,8 @@ def _noise(piece: Piece, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
     device = piece.target.device
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if piece.index_count:
+        return torch.randint(piece.index_count, piece.shape, generator=generator, device=device)
     deviation = piece.shape[-1] ** -0.5
     values = torch.empty(piece.shape, dtype=torch.float32, device=device)
     return values.normal_(0.0, deviation, generator=generator)
@@ -189,11 +201,11 @@ def _check_names(
         raise ConfigError(f"{model_path}: the checkpoint {'; and '.join(problems)}")
 
 
-def _check_dtype(entry: TensorEntry) -> None:
-    if entry.dtype not in FLOAT_DTYPES:
+def _check_dtype(entry: TensorEntry, allowed: tuple[str, ...]) -> None:
+    if entry.dtype not in allowed:
         raise ConfigError(
             f"{entry.path}: tensor {entry.name} has dtype {entry.dtype}: "
-            f"must be one of {', '.join(FLOAT_DTYPES)} without a quantization_config of its kind"
+            f"must be one of {', '.join(allowed)} without a quantization_config of its kind"
         )
 
 
@@ -236,6 +248,17 @@ def _copy_file(path: Path, sources: list[_Source], weight_format: WeightFormat |
                         weight_format,
                         piece.target.device,
                     )
+                if piece.index_count:
+                    _check_indexes(source.values, part, piece.index_count)
                 piece.target.copy_(part)
     except (OSError, SafetensorError) as exc:
         raise ConfigError(f"{path}: can't be read: {exc}") from exc
+
+
+def _check_indexes(entry: TensorEntry, part: Tensor, count: int) -> None:
+    low, high = int(part.min()), int(part.max())
+    if low < 0 or high >= count:
+        raise ConfigError(
+            f"{entry.path}: tensor {entry.name} holds {low if low < 0 else high}: must hold "
+            f"integers in 0..{count - 1}"
+        )

@@ -77,3 +77,51 @@ def windowed_gqa_components(
         for window in sorted(set(windows))
         for name in ("k", "v")
     )
+
+
+def compressed_components(
+    *,
+    layer_count: int,
+    window: int,
+    head_dim: int,
+    index_dim: int,
+    sparse_layers: tuple[int, ...],
+    sparse_ratio: int,
+    heavy_layers: tuple[int, ...],
+    heavy_ratio: int,
+    dtype: str,
+) -> tuple[CacheComponent, ...]:
+    """DeepSeek-V4: one row per token of a window, one per block of `ratio` tokens before, and what
+    the tokens of the open block need to become one.
+
+    A tail's row is what every token is projected to, [keys | gates] in fp32, without the bias of
+    its place in the block. Layers of the sparse ratio have rows for the indexer beside those of the
+    attention; there, a token's row has [for the next block | for its own] of both, so the block
+    before the open one is kept too. All of it is the same for all heads: every rank has all of it.
+    """
+
+    def component(
+        name: str, layers: tuple[int, ...], live: Live, elements: int, stored: str, order: str
+    ) -> CacheComponent:
+        row = Segment("row", 1, elements * DTYPE_NBYTES[stored])
+        return CacheComponent(name, layers, (row,), live, Shard.REPLICATE, stored, order)
+
+    rotated, gated = "rope-pairs-last", "key-gate"
+    sparse_block, heavy_block = (
+        Live(LiveKind.BLOCK, ratio) for ratio in (sparse_ratio, heavy_ratio)
+    )
+    sparse_tail = Live(LiveKind.TAIL, sparse_ratio, back=sparse_ratio)
+    heavy_tail = Live(LiveKind.TAIL, heavy_ratio)
+    components = [
+        component(
+            "window", tuple(range(layer_count)), Live(LiveKind.WINDOW, window), head_dim, dtype,
+            rotated,
+        ),
+        component("csa_block", sparse_layers, sparse_block, head_dim, dtype, rotated),
+        component("csa_index", sparse_layers, sparse_block, index_dim, dtype, rotated),
+        component("csa_tail", sparse_layers, sparse_tail, 4 * head_dim, "float32", gated),
+        component("csa_index_tail", sparse_layers, sparse_tail, 4 * index_dim, "float32", gated),
+        component("hca_block", heavy_layers, heavy_block, head_dim, dtype, rotated),
+        component("hca_tail", heavy_layers, heavy_tail, 2 * head_dim, "float32", gated),
+    ]  # fmt: skip
+    return tuple(component for component in components if component.layers)

@@ -41,11 +41,26 @@ class Case:
         return [(source, target) for source in self.sources for target in self.targets]
 
 
+def v4_nbytes(n: int) -> int:
+    """4 layers with a window of 12, 2 of them with blocks of 4 and an indexer, 1 with blocks of 16;
+    rows of 32 and 16."""
+    sparse_tail = n - max(0, n // 4 * 4 - 4)
+    return 4 * (
+        4 * 32 * min(n, 11)
+        + 2 * (32 + 16) * (n // 4)
+        + 2 * 4 * (32 + 16) * sparse_tail
+        + 32 * (n // 16)
+        + 2 * 32 * (n % 16)
+    )
+
+
 CASES = (
     # 3 layers, keys and values of 2 heads of 8, fp32.
     Case("llama", lambda n: n * 3 * 2 * 2 * 8 * 4),
     # One row of 32 + 16 for all heads.
     Case("deepseek_v3", lambda n: n * 3 * (32 + 16) * 4),
     # 3 of 4 layers see 24 tokens.
+    # Ends of blocks, of the window and of pages, and behind them.
+    Case("deepseek_v4", v4_nbytes, (3, 4, 13, 65, 150), output_count=40),
     Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import Attention
+from common.engine.attention.compressed import CompressedAttention
 from common.engine.attention.flashinfer import (
     SUPPORTED_DTYPES,
     SUPPORTED_HEAD_DIMS,
@@ -50,8 +51,9 @@ is slower; a server that does not start serves nobody."""
 class AttentionShape:
     """The heads of one rank. cache_dtype: of the pool's keys and values; None for `dtype`.
 
-    is_latent: the cache holds latent rows instead of keys and values. needs_sdpa: some layer sees a
-    window only, or does more to its scores than scale them.
+    is_latent: the cache holds latent rows instead of keys and values. is_compressed: it holds rows
+    of a window and blocks. needs_sdpa: some layer sees a window only, or does more to its scores
+    than scale them.
     """
 
     head_count: int
@@ -62,6 +64,7 @@ class AttentionShape:
     page_size: int
     cache_dtype: torch.dtype | None = None
     is_latent: bool = False
+    is_compressed: bool = False
     needs_sdpa: bool = False
 
 
@@ -77,6 +80,10 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
     """FlashInfer on CUDA if it is there and agrees with SDPA, SDPA otherwise."""
     if shape.is_latent:
         return AttentionChoice(LatentAttention(), "the path of latent rows on every device")
+    if shape.is_compressed:
+        return AttentionChoice(
+            CompressedAttention(), "the path of windows beside blocks on every device"
+        )
     sdpa = SdpaAttention()
     if shape.device.type != "cuda":
         return AttentionChoice(sdpa, f"the path of {shape.device.type}")

@@ -12,6 +12,9 @@ from common.engine.model_reading import CheckpointConfig
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
 from common.engine.models.deepseek import build_deepseek_layer
 from common.engine.models.deepseek_config import read_deepseek
+from common.engine.models.deepseek_v4 import DeepseekV4Lm, build_deepseek_v4_layer
+from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
+from common.engine.models.deepseek_v4_names import layer_name
 from common.engine.models.gemma import GemmaLm, build_gemma_layer
 from common.engine.models.gemma_config import read_gemma
 from common.engine.models.llama import build_llama_layer
@@ -20,7 +23,12 @@ from common.engine.models.qwen3_moe import build_qwen3_moe_layer
 from common.engine.weights import same_name, text_name
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
-from common.layout.families import gqa_components, mla_components, windowed_gqa_components
+from common.layout.families import (
+    compressed_components,
+    gqa_components,
+    mla_components,
+    windowed_gqa_components,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,21 @@ def _mla(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     )
 
 
+def _compressed(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    v4 = v4_config(config)
+    return compressed_components(
+        layer_count=config.layer_count,
+        window=v4.window,
+        head_dim=config.head_dim,
+        index_dim=v4.index_dim,
+        sparse_layers=v4.layers_of(LayerKind.SPARSE),
+        sparse_ratio=v4.sparse_ratio,
+        heavy_layers=v4.layers_of(LayerKind.HEAVY),
+        heavy_ratio=v4.heavy_ratio,
+        dtype=dtype,
+    )
+
+
 _LLAMA = Family(read_llama, build_llama_layer, _gqa)
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
 _GEMMA = Family(read_gemma, build_gemma_layer, _gqa, model=GemmaLm)
@@ -78,6 +101,13 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(read_llama, build_qwen3_moe_layer, _gqa),
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV4ForCausalLM": Family(
+        read_deepseek_v4,
+        build_deepseek_v4_layer,
+        _compressed,
+        model=DeepseekV4Lm,
+        rename=layer_name,
+    ),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),

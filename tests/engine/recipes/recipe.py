@@ -52,8 +52,8 @@ class Recipe:
     """A tiny checkpoint: an architecture, and what its config changes from COMMON.
 
     norm_mean: around which weights of norms lie; 0 where they are offsets from one.
-    draws_own: fills a parameter, by its name, that must not be drawn like all others; False for one
-        that must.
+    draws_own: fills a parameter or buffer, by its name, that must not be drawn like all others;
+        False for one that must.
     """
 
     architecture: str
