@@ -63,7 +63,8 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
 
 
 def _choose_lives(world: World, seed: int) -> None:
-    """What the model of all servers sees; pools that hold a few windows and fewer slots."""
+    """What the model of all servers sees; pools that hold a few windows, and slots for some
+    requests or for all."""
     rng = random.Random(seed ^ 0x817D)
     window = rng.choice(WINDOWS)
     if window:
@@ -83,7 +84,7 @@ def _choose_lives(world: World, seed: int) -> None:
 
 def _page_count(node: Node, live: Live, rng: random.Random) -> int:
     if not live.is_paged:
-        return rng.randint(1, 6)
+        return rng.choice((1, 2, 5, 16))
     items = max(1, node.page_size // live.size)
     return -(-node.pages * node.page_size // (live.size * items))
 

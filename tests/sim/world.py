@@ -191,13 +191,14 @@ class World:
     """Nodes, the network between them, the clients and the time.
 
     lives: what the parts of the model see, each in a page group of its own; all of it comes first.
-    slots_ran_out: whether any server ever had none left.
+    slots_ran_out: whether any server ever had none left. retraction_count: of finished requests.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.lives: tuple[Live, ...] = (FULL,)
         self.slots_ran_out = False
+        self.retraction_count = 0
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
@@ -288,3 +289,5 @@ class World:
         client.output += message.token_ids
         if message.finish is not None:
             client.finals.append("finished")
+            if message.trace is not None:
+                self.retraction_count += message.trace.retraction_count
