@@ -12,7 +12,6 @@ from common.protocol.local import (
     Cancel,
     Failed,
     FlushCache,
-    FlushDone,
     Forgotten,
     FrontendToScheduler,
     GetState,
@@ -49,6 +48,7 @@ from common.scheduling.events import (
     Tick,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.flush import answer_flush
 from common.scheduling.peers import HEARTBEAT_INTERVAL_S, Outbox
 from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState
@@ -179,12 +179,8 @@ class DecodeScheduler:
                 if request is not None:
                     self._endings.fail(request, "aborted", message.reason, 499, now)
             case FlushCache():
-                if self._endings.requests:
-                    text = f"{len(self._endings.requests)} requests are running"
-                    self._outbox.to_frontend(FlushDone(message.call_id, False, text))
-                else:
-                    is_flushed = self.account.flush_cache()
-                    self._outbox.to_frontend(FlushDone(message.call_id, is_flushed, ""))
+                done = answer_flush(message, self.account, len(self._endings.requests))
+                self._outbox.to_frontend(done)
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id))
             case _:
