@@ -19,7 +19,10 @@ from common.errors import ConfigError
 
 FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
 FLOAT8_DTYPE = "F8_E4M3"
+# A power of two as its biased exponent.
+EXPONENT_DTYPE = "F8_E8M0"
 BYTE_DTYPE = "U8"
+PACKED_DTYPES = ("I8", BYTE_DTYPE)
 FLOAT8_SCALE_SUFFIX = "_scale_inv"
 FLOAT4_SUFFIX = "_blocks"
 FLOAT4_SCALE_SUFFIX = "_scales"
@@ -31,7 +34,7 @@ def is_scaled(name: str, entry: TensorEntry, weight_format: WeightFormat) -> boo
     """Whether the tensor that layers call `name` needs scales."""
     match weight_format:
         case Float8Blocks():
-            return entry.dtype == FLOAT8_DTYPE
+            return entry.dtype == FLOAT8_DTYPE or _is_packed(entry, weight_format)
         case Float4Groups():
             return name.endswith(FLOAT4_SUFFIX)
         case _:
@@ -57,6 +60,12 @@ def check_scaled(
     Raises: ConfigError naming the tensor whose shape or element type is another.
     """
     match weight_format:
+        case Float8Blocks(float4=Float4Groups(size)) if _is_packed(values, weight_format):
+            *outer, columns = shape
+            _check_groups(values, columns, size)
+            _check_entry(values, (*outer, columns // 2), PACKED_DTYPES, "two elements a byte")
+            what = f"one for each {size} elements"
+            _check_entry(scales, (*outer, columns // size), (EXPONENT_DTYPE,), what)
         case Float8Blocks(rows, columns):
             if len(shape) < 2:
                 raise ConfigError(
@@ -66,14 +75,10 @@ def check_scaled(
             # Blocks at the edges may be cut short.
             blocks = (-(-shape[-2] // rows), -(-shape[-1] // columns))
             what = f"one for each {rows} x {columns}"
-            _check_entry(scales, (*shape[:-2], *blocks), FLOAT_DTYPES, what)
+            _check_entry(scales, (*shape[:-2], *blocks), (*FLOAT_DTYPES, EXPONENT_DTYPE), what)
         case Float4Groups(size):
             *outer, columns = shape
-            if columns % size != 0:
-                raise ConfigError(
-                    f"{values.path}: tensor {values.name} has rows of {columns} elements: "
-                    f"must be a multiple of {size}, the elements that share a scale"
-                )
+            _check_groups(values, columns, size)
             groups = (*outer, columns // size)
             _check_entry(values, (*groups, size // 2), (BYTE_DTYPE,), "two elements a byte")
             _check_entry(scales, groups, (BYTE_DTYPE,), f"one for each {size} elements")
@@ -92,22 +97,51 @@ def read_scaled(
 ) -> Tensor:
     """fp32 values of the slice `take` of a tensor of `shape`; on `device` if that is cheaper."""
     match weight_format:
+        case Float8Blocks(float4=Float4Groups(size)) if _is_packed(values, weight_format):
+            *outer, last = take
+            groups, cut = _groups_of(last, shape[-1], size)
+            packed = read(
+                values, (*outer, slice(groups.start * size // 2, groups.stop * size // 2))
+            )
+            exponents = read(scales, (*outer, groups)).view(torch.uint8)
+            packed = packed.view(torch.uint8).view(*packed.shape[:-1], -1, size // 2)
+            return widen_groups(packed.to(device), exponents.to(device))[..., cut]
         case Float8Blocks(rows, columns):
             factors = read(scales, tuple(slice(None) for _ in scales.shape)).float()
             return scale_blocks(read(values, take), factors, shape, take, (rows, columns))
         case Float4Groups(size):
             *outer, last = take
-            start, stop, _ = last.indices(shape[-1])
-            # A rank's columns may begin and end inside a group; whole groups are read and cut.
-            groups = slice(start // size, -(-stop // size))
-            first = start // size * size
+            groups, cut = _groups_of(last, shape[-1], size)
             wide = widen_groups(
                 read(values, (*outer, groups, slice(None))).to(device),
                 read(scales, (*outer, groups)).to(device),
             )
-            return wide[..., start - first : stop - first]
+            return wide[..., cut]
         case _:
             assert_never(weight_format)
+
+
+def _is_packed(entry: TensorEntry, weight_format: Float8Blocks) -> bool:
+    return weight_format.float4 is not None and entry.dtype in PACKED_DTYPES
+
+
+def _groups_of(columns: slice, column_count: int, size: int) -> tuple[slice, slice]:
+    """The groups that hold some columns, and the columns in them.
+
+    A rank's columns may begin and end inside a group; whole groups are read and cut.
+    """
+    start, stop, _ = columns.indices(column_count)
+    groups = slice(start // size, -(-stop // size))
+    first = groups.start * size
+    return groups, slice(start - first, stop - first)
+
+
+def _check_groups(values: TensorEntry, columns: int, size: int) -> None:
+    if columns % size != 0:
+        raise ConfigError(
+            f"{values.path}: tensor {values.name} has rows of {columns} elements: "
+            f"must be a multiple of {size}, the elements that share a scale"
+        )
 
 
 def _check_entry(

@@ -18,18 +18,22 @@ class WeightMethod(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Blocks:
-    """float8, of which each block of `rows` x `columns` shares a factor."""
-
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True, slots=True)
 class Float4Groups:
     """4-bit floats, of which `size` neighbours in a row share a power of two."""
 
     size: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Blocks:
+    """float8, of which each block of `rows` x `columns` shares a factor.
+
+    float4: how tensors of packed 4-bit floats among them are stored; None if there may be none.
+    """
+
+    rows: int
+    columns: int
+    float4: Float4Groups | None = None
 
 
 WeightFormat = Float8Blocks | Float4Groups
@@ -59,4 +63,4 @@ def read_weight_format(
     blocks = quantization.integers("weight_block_size", minimum=1)
     if len(blocks) != FLOAT8_BLOCK_DIMS:
         raise quantization.error("weight_block_size", "two integers, [rows, columns] of a block")
-    return Float8Blocks(*blocks)
+    return Float8Blocks(blocks[0], blocks[1])

@@ -17,6 +17,7 @@ from common.engine.model_reading import (
     read_heads,
 )
 from common.engine.rope_config import RopeConfig, RopeKind, extended_length, read_rope
+from common.engine.weight_format import Float4Groups, Float8Blocks, WeightFormat
 
 
 class LayerKind(StrEnum):
@@ -29,6 +30,7 @@ class LayerKind(StrEnum):
 
 KIND_OF_RATIO = {0: LayerKind.SLIDING, 4: LayerKind.SPARSE, 128: LayerKind.HEAVY}
 """What the numbers of `compress_ratios` stand for."""
+EXPERT_DTYPES = ("fp8", "fp4", "bf16")
 MLP_KINDS = ("hash_moe", "moe")
 HASH_LAYERS_DEFAULT = 3
 ROTATED_SHARE_DEFAULT = 64 / 512
@@ -98,6 +100,7 @@ def read_deepseek_v4(source: CheckpointConfig) -> ModelConfig:
     ratios = _read_ratios(fields)
     return replace(
         base,
+        weight_format=_with_float4(fields, base.weight_format),
         rotated_dim=rope_dim,
         extra_layer_count=read_extra_layers(fields),
         is_compressed=True,
@@ -152,6 +155,16 @@ def _check_fixed(fields: JsonFields) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name, False):
             raise fields.error(name, "false")
+
+
+def _with_float4(fields: JsonFields, weight_format: WeightFormat | None) -> WeightFormat | None:
+    """float8 checkpoints may have experts of 4-bit floats; which they are shows in the files."""
+    for source in (fields, fields.object("quantization_config")):
+        if source is not None and source.text("expert_dtype", "fp8") not in EXPERT_DTYPES:
+            raise source.error("expert_dtype", f"one of {', '.join(EXPERT_DTYPES)}")
+    if isinstance(weight_format, Float8Blocks):
+        return replace(weight_format, float4=Float4Groups())
+    return weight_format
 
 
 def _read_kinds(fields: JsonFields, layer_count: int) -> tuple[LayerKind, ...]:

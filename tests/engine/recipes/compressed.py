@@ -34,7 +34,7 @@ V4: dict[str, object] = {
     "hc_sinkhorn_iters": 3,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
+    "intermediate_size": 32,
     "rope_parameters": {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"},
 }
 
