@@ -64,11 +64,16 @@ def _marked_layers(fields: JsonFields, layer_count: int) -> tuple[int, ...]:
 
 
 def read_windows(
-    fields: JsonFields, marked: tuple[int, ...], layer_count: int, context_length: int
+    fields: JsonFields,
+    marked: tuple[int, ...],
+    layer_count: int,
+    context_length: int,
+    *,
+    width_default: int = 4096,
 ) -> tuple[int, ...]:
     """Window of every layer; one as long as the context is none."""
     if not marked:
         return (0,) * layer_count
-    width = fields.integer("sliding_window", 4096)
+    width = fields.integer("sliding_window", width_default)
     width = 0 if width >= context_length else width
     return tuple(width if layer in marked else 0 for layer in range(layer_count))

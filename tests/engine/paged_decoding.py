@@ -71,14 +71,17 @@ def shuffled_pages(page_count: int, seed: int) -> list[int]:
     return (torch.randperm(page_count, generator=generator) + 1).tolist()
 
 
-def forward(model: CausalLm, pool: KvPool, chunks: list[SequenceChunk]) -> Tensor:
+def make_batch(pool: KvPool, chunks: list[SequenceChunk]) -> ForwardBatch:
     # A sequence has the same page ids in every group, and its first one where it has a single page.
     chunks = [
         replace(c, page_ids=[c.page_ids[0][: None if g.live.is_paged else 1] for g in pool.groups])
         for c in chunks
     ]
-    batch = ForwardBatch.build(chunks, groups=pool.groups, device="cpu")
-    logits = model.forward(batch, pool)
+    return ForwardBatch.build(chunks, groups=pool.groups, device="cpu")
+
+
+def forward(model: CausalLm, pool: KvPool, chunks: list[SequenceChunk]) -> Tensor:
+    logits = model.forward(make_batch(pool, chunks), pool)
     assert logits is not None
     return logits
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
-from common.engine.forward_batch import ForwardBatch
 from common.engine.loader import load_model
-from tests.engine.paged_decoding import Sequence, make_pool, shuffled_pages
+from tests.engine.paged_decoding import Sequence, make_batch, make_pool, shuffled_pages
 
 CHUNKS = (20, 13, 1, 1)
 TOPOLOGIES = ((2, 1), (1, 2))
@@ -26,8 +25,7 @@ def compute(path: Path, prompt: list[int], parallel: ParallelContext) -> Tensor 
     parts: list[Tensor] = []
     for size in CHUNKS:
         chunk = sequence.chunk(size, all_logits=True)
-        batch = ForwardBatch.build([chunk], groups=pool.groups, device="cpu")
-        logits = model.forward(batch, pool)
+        logits = model.forward(make_batch(pool, [chunk]), pool)
         if logits is not None:
             parts.append(logits)
     return torch.cat(parts) if parts else None

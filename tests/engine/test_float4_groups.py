@@ -12,8 +12,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.engine.checkpoint_files import TensorEntry
 from common.engine.float4_groups import widen_groups
-from common.engine.scaled_tensors import read_scaled
+from common.engine.scaled_tensors import check_scaled, read_scaled
 from common.engine.weight_format import Float4Groups
+from common.errors import ConfigError
 
 
 def decode(code: int) -> float:
@@ -79,3 +80,9 @@ def test_a_slice_is_that_of_the_whole_tensor(take: tuple[slice, ...]) -> None:
     assert torch.equal(found, widen_groups(stored["values"], stored["scales"])[take])
     group_count = -(-(take[2].stop or 128) // 32) - (take[2].start or 0) // 32
     assert read_count == found[..., 0].numel() * group_count * 17, "only what is needed is read"
+
+
+def test_rows_that_groups_do_not_fill_are_named() -> None:
+    values, scales = (TensorEntry(n, Path("file"), "U8", (4, 2), 0, 0) for n in ("v", "s"))
+    with pytest.raises(ConfigError, match=r"file: tensor v has rows of 80 elements: .* of 32"):
+        check_scaled(values, scales, (4, 80), Float4Groups())

@@ -174,7 +174,7 @@ def test_every_cached_page_decides_logits(page: int, tiny_checkpoint: Checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2_tied", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2_tied", "qwen3_moe", "gpt_oss"])
 def test_half_precision_stays_near_float32(
     name: str, dtype: str, tiny_checkpoint: Checkpoints
 ) -> None:

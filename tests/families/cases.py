@@ -59,8 +59,10 @@ CASES = (
     Case("llama", lambda n: n * 3 * 2 * 2 * 8 * 4),
     # One row of 32 + 16 for all heads.
     Case("deepseek_v3", lambda n: n * 3 * (32 + 16) * 4),
-    # 3 of 4 layers see 24 tokens.
     # Ends of blocks, of the window and of pages, and behind them.
     Case("deepseek_v4", v4_nbytes, (3, 4, 13, 65, 150), output_count=40),
+    # 3 of 4 layers see 24 tokens.
     Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
+    # 2 of 3 layers see 8 tokens, less than most pages have.
+    Case("gpt_oss", lambda n: (n + 2 * min(n, 7)) * 2 * 2 * 16 * 4, (1, 7, 8, 17, 65, 150), 24),
 )

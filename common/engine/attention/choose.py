@@ -88,7 +88,7 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
     if shape.device.type != "cuda":
         return AttentionChoice(sdpa, f"the path of {shape.device.type}")
     if shape.needs_sdpa:
-        return AttentionChoice(sdpa, "the path of windows and of capped scores on every device")
+        return AttentionChoice(sdpa, "the path of windows, capped scores and sinks on every device")
     if shape.dtype not in SUPPORTED_DTYPES or shape.head_dim not in SUPPORTED_HEAD_DIMS:
         return AttentionChoice(
             sdpa, f"flashinfer has no kernel for {shape.dtype} with head dim {shape.head_dim}"

@@ -59,7 +59,7 @@ class MoeMlp:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(first, first + count)
-                inner = self.activation(F.linear(by_expert[rows], self.gate_up[expert]))
+                inner = self.activation(self.expand(by_expert[rows], expert))
                 torch.mm(inner, self.down[expert].t(), out=outputs[rows])
                 first = rows.stop
         by_token = torch.empty_like(outputs)
@@ -67,6 +67,10 @@ class MoeMlp:
         by_token = by_token.view(*experts.shape, -1)
         summed = (by_token * shares[:, :, None]).sum(dim=1).to(hidden.dtype)
         return self.parallel.all_reduce(summed)
+
+    def expand(self, hidden: Tensor, expert: int) -> Tensor:
+        """Gates and ups [n, 2 inner] of an expert."""
+        return F.linear(hidden, self.gate_up[expert])
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(shares [T, k] in the model's dtype or fp32, expert ids int64[T, k]) of every token."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from common.engine.attention.attention import AttentionPass
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.mlp import GatedMlp
@@ -82,13 +83,17 @@ class GqaAttention:
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
         query_key = layer_pass.rotation.apply(query_key)
-        attended = layer_pass.attention.attend(
-            self.layer,
+        attended = self.attend(
+            layer_pass.attention,
             query_key[:, : self.head_count],
             query_key[:, self.head_count :],
             heads[:, rotated_count:],
         )
         return self.output(attended.reshape(token_count, -1))
+
+    def attend(self, attention: AttentionPass, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `AttentionPass.attend`, in this layer; how scores become weights is its own choice."""
+        return attention.attend(self.layer, query, key, value)
 
     def weights(self) -> Iterator[Weight]:
         yield from self.qkv.weights()

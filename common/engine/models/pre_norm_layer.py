@@ -34,7 +34,7 @@ class LayerMlp(Protocol):
 
 
 class PreNormLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). norm: the spelling of both norms."""
 
     def __init__(
         self,
@@ -43,12 +43,13 @@ class PreNormLayer:
         layer: int,
         attention: LayerAttention,
         mlp: LayerMlp,
+        norm: type[RmsNorm] = RmsNorm,
     ) -> None:
         name = f"model.layers.{layer}"
         size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RmsNorm(context, f"{name}.input_layernorm", size, epsilon)
+        self.attention_norm = norm(context, f"{name}.input_layernorm", size, epsilon)
         self.attention = attention
-        self.mlp_norm = RmsNorm(context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp_norm = norm(context, f"{name}.post_attention_layernorm", size, epsilon)
         self.mlp = mlp
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:

@@ -17,6 +17,8 @@ from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4,
 from common.engine.models.deepseek_v4_names import layer_name
 from common.engine.models.gemma import GemmaLm, build_gemma_layer
 from common.engine.models.gemma_config import read_gemma
+from common.engine.models.gpt_oss import GptOssLm, build_gpt_oss_layer
+from common.engine.models.gpt_oss_config import read_gpt_oss
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.llama_config import read_llama
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
@@ -111,6 +113,7 @@ FAMILIES = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),
+    "GptOssForCausalLM": Family(read_gpt_oss, build_gpt_oss_layer, _gqa, model=GptOssLm),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
