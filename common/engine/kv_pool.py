@@ -67,14 +67,28 @@ class Plane:
         geometry = self.geometry
         sequence_count, page_count = index.page_table.shape
         shape = (sequence_count, geometry.unit_count, page_count * geometry.page_items, -1)
-        if self.pages is None or index.page_numbers is None:
+        if self.pages is not None and index.page_numbers is not None:
+            pages, numbers = raw(self.pages), index.page_numbers
+        elif geometry.unit_count == 1:
+            # A page's items are one run, wherever the next page begins (measured on CPU, rows of
+            # 576: 2 times as fast as the strided view in bf16 and 5 times in fp32).
+            pages, numbers = raw(self.view)[:, 0].flatten(1), index.page_table.reshape(-1)
+        else:
             return raw(self.view)[index.page_table].transpose(1, 2).reshape(shape)
-        pages = raw(self.pages)
-        out = scratch.take(pages, len(index.page_numbers))
-        return torch.index_select(pages, 0, index.page_numbers, out=out).view(shape)
+        out = scratch.take(pages, len(numbers))
+        return torch.index_select(pages, 0, numbers, out=out).view(shape)
+
+    def pick(self, pages: Tensor, rows: Tensor) -> Tensor:
+        """A copy [.., unit, element] of single items, from their page ids and rows in the page
+        (both int64[..]). float8 comes as raw bytes; see `widen`."""
+        if self.items is None or self.geometry.unit_count > 1:
+            return raw(self.view)[pages, :, rows]
+        numbers = pages * self.geometry.page_stride + rows
+        picked = raw(self.items).index_select(0, numbers.reshape(-1))
+        return picked.view(*pages.shape, 1, -1)
 
     def widen(self, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `gather` returned, in `dtype`."""
+        """What `gather` or `pick` returned, in `dtype`."""
         return cast(gathered.view(self.view.dtype), dtype)
 
 

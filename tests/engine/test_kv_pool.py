@@ -25,10 +25,12 @@ def gqa_layout(
     return server.rank(0, tp_rank)
 
 
-def odd_layout() -> RankLayout:
+def odd_layout(unit_count: int = 3) -> RankLayout:
     """Payloads of 24 and 40 bytes in one unit: no stride is a multiple of either item."""
     components = tuple(
-        CacheComponent(name, (0, 1), (Segment("head", 3, nbytes),), FULL, Shard.SPLIT, "float32")
+        CacheComponent(
+            name, (0, 1), (Segment("head", unit_count, nbytes),), FULL, Shard.SPLIT, "float32"
+        )
         for name, nbytes in (("k", 24), ("v", 40))
     )
     return ServerLayout(components, 1, ((0, 2),), 4).rank(0, 0)
@@ -42,6 +44,7 @@ LAYOUTS = {
     "replicated": gqa_layout(tp_size=8, tp_rank=5),
     "two layer groups": gqa_layout(layer_group_count=2),
     "odd": odd_layout(),
+    "odd, one unit": odd_layout(1),
 }
 
 
@@ -124,6 +127,18 @@ def test_gather_equals_indexing_the_view(pool: KvPool) -> None:
         assert torch.equal(gathered.view(torch.uint8), expected.view(torch.uint8))
 
 
+def test_pick_equals_indexing_the_view(pool: KvPool) -> None:
+    pages, rows = torch.tensor([[3, 7, 0], [1, 3, 5]]), torch.tensor([[0, 3, 1], [2, 0, 3]])
+    for component, layer in all_planes(pool):
+        plane = pool.plane(component, layer)
+        picked = plane.pick(pages, rows)
+        assert picked.shape == (2, 3, plane.geometry.unit_count, plane.view.shape[-1])
+        for index in range(6):
+            place = divmod(index, 3)
+            expected = raw(plane.view)[pages[place], :, rows[place]]
+            assert torch.equal(picked[place].view(torch.uint8), expected.view(torch.uint8))
+
+
 def test_writes_are_cast_to_the_cache_dtype() -> None:
     pool = KvPool.allocate(gqa_layout(dtype="bfloat16"), [PAGE_COUNT], "cpu")
     plane = pool.plane("k", 1)
@@ -138,8 +153,9 @@ def test_ordinary_layouts_have_whole_strides(name: str) -> None:
     assert all(pool.plane(*key).pages is not None for key in all_planes(pool))
 
 
-def test_odd_layout_takes_the_strided_path() -> None:
-    pool = KvPool.allocate(odd_layout(), [PAGE_COUNT], "cpu")
+@pytest.mark.parametrize("unit_count", [1, 3])
+def test_odd_layout_takes_the_strided_path(unit_count: int) -> None:
+    pool = KvPool.allocate(odd_layout(unit_count), [PAGE_COUNT], "cpu")
     assert all(pool.plane(*key).pages is None for key in all_planes(pool))
 
 
