@@ -55,6 +55,41 @@ def mla_components(
     )
 
 
+def sparse_mla_components(
+    *,
+    layer_count: int,
+    latent_dim: int,
+    rope_dim: int,
+    is_interleaved: bool,
+    index_layers: tuple[int, ...],
+    index_dim: int,
+    is_index_interleaved: bool,
+    dtype: str,
+) -> tuple[CacheComponent, ...]:
+    """Latent attention, and on the layers that choose what is seen one index key for all heads.
+
+    index_layers: global ids; the others share the choice of a layer before them and own none.
+    """
+    return (
+        *mla_components(
+            layer_count=layer_count,
+            latent_dim=latent_dim,
+            rope_dim=rope_dim,
+            is_interleaved=is_interleaved,
+            dtype=dtype,
+        ),
+        CacheComponent(
+            name="index_k",
+            layers=index_layers,
+            segments=(Segment("row", 1, index_dim * DTYPE_NBYTES[dtype]),),
+            live=FULL,
+            shard=Shard.REPLICATE,
+            dtype=dtype,
+            order="rope-pairs" if is_index_interleaved else "rope-half",
+        ),
+    )
+
+
 def windowed_gqa_components(
     *, windows: tuple[int, ...], kv_head_count: int, head_dim: int, dtype: str
 ) -> tuple[CacheComponent, ...]:

@@ -31,7 +31,9 @@ from common.layout.component import Shard
 from common.layout.families import mla_components
 from tests.engine.paged_decoding import Sequence, forward, greedy, make_pool, shuffled_pages
 from tests.engine.parallel_ranks import CHUNKS, TIMEOUT_S, TOPOLOGIES, compute, run_rank
+from tests.engine.recipes.latent import RECIPES as LATENT_RECIPES
 from tests.engine.recipes.recipe import YARN_ROPE
+from tests.engine.recipes.sparse import RECIPES as SPARSE_RECIPES
 from tests.engine.tiny_checkpoints import (
     RECIPES,
     Recipe,
@@ -42,7 +44,7 @@ from tests.engine.tiny_checkpoints import (
 
 Checkpoints = Callable[[str], Path]
 
-NAMES = [name for name in RECIPES if name.startswith(("deepseek", "kimi"))]
+NAMES = [*LATENT_RECIPES, *SPARSE_RECIPES]
 PAGE_SIZE = 4
 # Values wider than keys here, narrower in the checkpoints.
 LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM, HEAD_COUNT = 12, 4, 6, 11, 3

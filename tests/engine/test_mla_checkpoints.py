@@ -20,9 +20,9 @@ from common.engine.models.registry import cache_components, read_model_config
 from common.engine.weight_format import Float8Blocks
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
+from tests.engine.recipes.latent import RECIPES as LATENT_RECIPES
 from tests.engine.tiny_checkpoints import (
     LATENT,
-    RECIPES,
     Recipe,
     build_checkpoint,
     edit_config,
@@ -32,7 +32,7 @@ from tests.engine.tiny_checkpoints import (
 
 Checkpoints = Callable[[str], Path]
 
-NAMES = [name for name in RECIPES if name.startswith(("deepseek", "kimi"))]
+NAMES = list(LATENT_RECIPES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -59,6 +59,10 @@ CASES = (
     Case("llama", lambda n: n * 3 * 2 * 2 * 8 * 4),
     # One row of 32 + 16 for all heads.
     Case("deepseek_v3", lambda n: n * 3 * (32 + 16) * 4),
+    # As above, and an index key of 32; 24 tokens are chosen.
+    Case("deepseek_v32", lambda n: n * 3 * (32 + 16 + 32) * 4, (1, 17, 23, 24, 25, 150), 32),
+    # 2 of 4 layers share the choice of the one before.
+    Case("glm_dsa", lambda n: n * (4 * (32 + 16) + 2 * 32) * 4, (1, 17, 23, 24, 25, 150), 32),
     # Ends of blocks, of the window and of pages, and behind them.
     Case("deepseek_v4", v4_nbytes, (3, 4, 13, 65, 150), output_count=40),
     # 3 of 4 layers see 24 tokens.

@@ -7,6 +7,8 @@ Per head, a key is [W_k c | rotated part] and a value W_v c, where a row of the 
   that all heads read the rows as they lie, and no key or value is ever made;
 - *expanded*, for chunks of a prompt: keys and values are made of the rows, which takes less
   arithmetic as soon as they are used by many queries.
+
+A layer may restrict both to a `Selection` of the cached tokens; who makes one is not known here.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Pages of some sequences, and the indexes made of them when they are first needed.
 
     page_table: int64[B, pages]. is_token: bool[B, items], False for padding; None if items behind
@@ -84,28 +86,66 @@ class _Rows:
             gathered.masked_fill_(~self.is_token[:, :, None], 0)
         return plane.widen(gathered, dtype)
 
+    def pick(self, plane: Plane, items: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, k, row dim] of single items int64[B, k]."""
+        page_items = plane.geometry.page_items
+        page_index = torch.div(items, page_items, rounding_mode="floor")
+        picked = plane.pick(self.page_table.gather(1, page_index), items - page_index * page_items)
+        return plane.widen(picked[:, :, 0], dtype)
+
 
 @dataclass(frozen=True, slots=True)
-class _Decodes:
-    """Sequences with one new token each, of similar length. rows: int64[B] in the batch."""
+class Decodes:
+    """Sequences with one new token each, of similar length.
+
+    rows: int64[B] in the batch. kv_length: of the longest.
+    """
 
     rows: Tensor
-    cached: _Rows
+    kv_length: int
+    cached: Rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """One sequence with several new tokens. mask: bool[new tokens, kv_length], None if the new
     tokens are all there are."""
 
     rows: slice
     kv_length: int
-    cached: _Rows
+    cached: Rows
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """The cached tokens that some decodes see.
+
+    items: int64[B, k], of each sequence. is_picked: bool[B, k], False for filling.
+    """
+
+    items: Tensor
+    is_picked: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The cached tokens that each new token sees, None where it sees all before it and itself.
+
+    decodes: of each of the pass's `decodes`. chunks: of each of its `chunks`, bool[new tokens,
+    kv_length].
+    """
+
+    decodes: tuple[Picks | None, ...]
+    chunks: tuple[Tensor | None, ...]
+
+
 class LatentPass:
-    """One forward pass over latent rows; what all layers share is prepared once."""
+    """One forward pass over latent rows; what all layers share is prepared once.
+
+    decodes, chunks: the batch, by how it is attended. selection: of the last layer that made one,
+    for those behind it that share it.
+    """
 
     def __init__(self, batch: ForwardBatch, pool: KvPool, scratch: Scratch) -> None:
         self._pool = pool
@@ -114,34 +154,56 @@ class LatentPass:
         group = pool.group_of(LATENT)
         self._page_items = pool.page_items[group]
         self._page_table = batch.page_tables[group].to(torch.int64)
-        self._decodes: list[_Decodes] = []
-        self._chunks: list[_Chunk] = []
+        self.decodes: list[Decodes] = []
+        self.chunks: list[Chunk] = []
+        self.selection: Selection | None = None
         self._plan(batch)
 
+    def append(self, component: str, layer: int, rows: Tensor) -> None:
+        """Write the new tokens' rows [T, row dim] of a component that is paged as the latent is."""
+        self._writer.write(component, layer, rows[:, None])
+
+    def read(self, cached: Rows, component: str, layer: int, dtype: torch.dtype) -> Tensor:
+        """[B, items, row dim] of such a component, good until the next read."""
+        return cached.read(self._pool.plane(component, layer), self._scratch, dtype)
+
     def attend_latent(
-        self, layer: int, query: Tensor, row: Tensor, projection: LatentProjection
+        self,
+        layer: int,
+        query: Tensor,
+        row: Tensor,
+        projection: LatentProjection,
+        selection: Selection | None = None,
     ) -> Tensor:
-        """Append the new tokens' rows to the cache and attend to all of it, causally.
+        """Append the new tokens' rows to the cache and attend to it, causally.
 
         query: [T, heads, nope dim + rope dim], rotated. row: [T, latent dim + rope dim], likewise.
+        selection: None for all of the cache.
         Returns: [T, heads, value dim] in the dtype of `query`.
         """
-        self._writer.write(LATENT, layer, row[:, None])
+        self.append(LATENT, layer, row)
         plane = self._pool.plane(LATENT, layer)
+        if selection is None:
+            selection = Selection((None,) * len(self.decodes), (None,) * len(self.chunks))
         output = query.new_empty(*query.shape[:2], projection.value.shape[1])
-        for decodes in self._decodes:
-            cached = decodes.cached.read(plane, self._scratch, query.dtype)
-            output[decodes.rows] = attend_absorbed(
-                query[decodes.rows], cached, decodes.cached.is_token, projection
-            )
-        for chunk in self._chunks:
+        for decodes, picks in zip(self.decodes, selection.decodes, strict=True):
+            if picks is None:
+                seen = decodes.cached.is_token
+                cached = decodes.cached.read(plane, self._scratch, query.dtype)
+            else:
+                seen = picks.is_picked
+                cached = decodes.cached.pick(plane, picks.items, query.dtype)
+            output[decodes.rows] = attend_absorbed(query[decodes.rows], cached, seen, projection)
+        for chunk, mask in zip(self.chunks, selection.chunks, strict=True):
             if chunk.mask is None and plane.view.dtype == row.dtype:
                 # What the cache holds is what was just computed, unless it is stored in less.
                 rows = row[chunk.rows]
             else:
                 cached = chunk.cached.read(plane, self._scratch, query.dtype)
                 rows = cached[0, : chunk.kv_length]
-            output[chunk.rows] = attend_expanded(query[chunk.rows], rows, chunk.mask, projection)
+            output[chunk.rows] = attend_expanded(
+                query[chunk.rows], rows, chunk.mask if mask is None else mask, projection
+            )
         return output
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -165,7 +227,7 @@ class LatentPass:
                 decodes.append((index, first))
             else:
                 rows = slice(first, first + length)
-                self._chunks.append(self._plan_chunk(index, rows, batch.kv_length_list[index]))
+                self.chunks.append(self._plan_chunk(index, rows, batch.kv_length_list[index]))
             first += length
         page_counts = [-(-batch.kv_length_list[i] // self._page_items) for i, _ in decodes]
         for bucket in bucket_by_pages(page_counts) if decodes else []:
@@ -173,23 +235,24 @@ class LatentPass:
             width = max(page_counts[i] for i in bucket)
             lengths = batch.kv_lengths[indexes]
             items = torch.arange(width * self._page_items, device=device)
-            self._decodes.append(
-                _Decodes(
+            self.decodes.append(
+                Decodes(
                     torch.tensor([decodes[i][1] for i in bucket], device=device),
-                    _Rows(self._page_table[indexes, :width], items < lengths[:, None]),
+                    max(batch.kv_length_list[decodes[i][0]] for i in bucket),
+                    Rows(self._page_table[indexes, :width], items < lengths[:, None]),
                 )
             )
 
-    def _plan_chunk(self, index: int, rows: slice, kv_length: int) -> _Chunk:
+    def _plan_chunk(self, index: int, rows: slice, kv_length: int) -> Chunk:
         page_count = -(-kv_length // self._page_items)
-        cached = _Rows(self._page_table[index : index + 1, :page_count], None)
+        cached = Rows(self._page_table[index : index + 1, :page_count], None)
         length = rows.stop - rows.start
         if length == kv_length:
-            return _Chunk(rows, kv_length, cached, None)
+            return Chunk(rows, kv_length, cached, None)
         # New token i stands at position kv_length - length + i and sees itself and all before.
         positions = torch.arange(kv_length, device=self._page_table.device)
         mask = positions[None] <= positions[kv_length - length :, None]
-        return _Chunk(rows, kv_length, cached, mask)
+        return Chunk(rows, kv_length, cached, mask)
 
 
 def attend_absorbed(

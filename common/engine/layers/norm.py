@@ -1,5 +1,5 @@
 """RMSNorm in its spellings: normalised in fp32, then cast to the model dtype and scaled, or scaled
-in fp32 too and cast last, by a weight or by an offset from one."""
+in fp32 too and cast last, by a weight or by an offset from one. And LayerNorm."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ class GatedNorm(RmsNorm):
     def gated(self, hidden: Tensor, gate: Tensor) -> Tensor:
         """Both [.., size]; the norm comes first."""
         return (self(hidden) * F.silu(gate.float())).to(hidden.dtype)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * w + b over the last dimension."""
+
+    def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
+        self.name = name
+        self.epsilon = epsilon
+        self.weight = context.empty(size)
+        self.bias = context.empty(size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight.whole(f"{self.name}.weight", self.weight)
+        yield Weight.whole(f"{self.name}.bias", self.bias)
 
 
 class QkNorm:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.engine.attention.latent import LatentPass, LatentProjection
+from common.engine.attention.latent import LatentPass, LatentProjection, Selection
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
@@ -45,7 +45,7 @@ class MlaAttention:
         self.mla = mla
         self.head_count = len(heads)
         self.scale = score_scale(mla, config.rope)
-        self.row = _whole_linear(
+        self.row = whole_linear(
             context, f"{name}.kv_a_proj_with_mqa", config.hidden_size, mla.row_dim, has_bias
         )
         self.row_norm = RmsNorm(
@@ -60,7 +60,7 @@ class MlaAttention:
         query_name, query_input = f"{name}.q_proj", config.hidden_size
         if mla.query_rank is not None:
             query_name, query_input = f"{name}.q_b_proj", mla.query_rank
-            self.query_down = _whole_linear(
+            self.query_down = whole_linear(
                 context, f"{name}.q_a_proj", config.hidden_size, mla.query_rank, has_bias
             )
             self.query_norm = RmsNorm(
@@ -97,8 +97,15 @@ class MlaAttention:
         projection = LatentProjection(
             key=per_head[:, : mla.nope_dim], value=per_head[:, mla.nope_dim :], scale=self.scale
         )
-        attended = attention.attend_latent(self.layer, query, row, projection)
+        selection = self.select(hidden, query_input, layer_pass)
+        attended = attention.attend_latent(self.layer, query, row, projection, selection)
         return self.output(attended.reshape(token_count, -1))
+
+    def select(
+        self, hidden: Tensor, query_input: Tensor, layer_pass: LayerPass
+    ) -> Selection | None:
+        """The cached tokens that queries made of `query_input` see; None for all of them."""
+        return None
 
     def weights(self) -> Iterator[Weight]:
         if self.query_down is not None and self.query_norm is not None:
@@ -113,14 +120,17 @@ class MlaAttention:
 
 def build_deepseek_layer(context: LayerContext, config: ModelConfig, layer: int) -> PreNormLayer:
     """The layer of a global id, with experts or a plain MLP."""
+    attention = MlaAttention(context, config, layer)
+    return PreNormLayer(context, config, layer, attention, build_mlp(context, config, layer))
+
+
+def build_mlp(context: LayerContext, config: ModelConfig, layer: int) -> LayerMlp:
+    """What stands behind the attention of a global layer."""
     assert config.moe is not None
     name, size = f"model.layers.{layer}.mlp", config.hidden_size
-    mlp: LayerMlp
     if layer in config.moe.layers:
-        mlp = GroupedMoeMlp(context, name, hidden_size=size, moe=config.moe)
-    else:
-        mlp = GatedMlp(context, name, hidden_size=size, intermediate_size=config.intermediate_size)
-    return PreNormLayer(context, config, layer, MlaAttention(context, config, layer), mlp)
+        return GroupedMoeMlp(context, name, hidden_size=size, moe=config.moe)
+    return GatedMlp(context, name, hidden_size=size, intermediate_size=config.intermediate_size)
 
 
 def score_scale(mla: MlaConfig, rope: RopeConfig) -> float:
@@ -131,7 +141,7 @@ def score_scale(mla: MlaConfig, rope: RopeConfig) -> float:
     return scale
 
 
-def _whole_linear(
+def whole_linear(
     context: LayerContext, name: str, input_size: int, output_size: int, has_bias: bool
 ) -> ColumnLinear:
     """A projection that every rank computes all of."""

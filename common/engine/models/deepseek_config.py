@@ -17,7 +17,12 @@ from common.engine.model_reading import (
 )
 from common.engine.rope_config import extended_length, read_rope
 
-HAS_SIGMOID_ROUTER = {"DeepseekV2ForCausalLM": False, "DeepseekV3ForCausalLM": True}
+HAS_SIGMOID_ROUTER = {
+    "DeepseekV2ForCausalLM": False,
+    "DeepseekV3ForCausalLM": True,
+    "DeepseekV32ForCausalLM": True,
+    "GlmMoeDsaForCausalLM": True,
+}
 
 
 def read_deepseek(source: CheckpointConfig) -> ModelConfig:

@@ -12,6 +12,8 @@ from common.engine.model_reading import CheckpointConfig
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
 from common.engine.models.deepseek import build_deepseek_layer
 from common.engine.models.deepseek_config import read_deepseek
+from common.engine.models.deepseek_sparse import SparseLm, build_sparse_layer
+from common.engine.models.deepseek_sparse_config import read_sparse, sparse_config
 from common.engine.models.deepseek_v4 import DeepseekV4Lm, build_deepseek_v4_layer
 from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
 from common.engine.models.deepseek_v4_names import layer_name
@@ -29,6 +31,7 @@ from common.layout.families import (
     compressed_components,
     gqa_components,
     mla_components,
+    sparse_mla_components,
     windowed_gqa_components,
 )
 
@@ -91,8 +94,24 @@ def _compressed(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     )
 
 
+def _sparse_mla(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    assert config.mla is not None
+    sparse = sparse_config(config)
+    return sparse_mla_components(
+        layer_count=config.layer_count,
+        latent_dim=config.mla.latent_dim,
+        rope_dim=config.mla.rope_dim,
+        is_interleaved=config.rope.is_interleaved,
+        index_layers=sparse.layers,
+        index_dim=sparse.head_dim,
+        is_index_interleaved=sparse.is_interleaved,
+        dtype=dtype,
+    )
+
+
 _LLAMA = Family(read_llama, build_llama_layer, _gqa)
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
+_SPARSE = Family(read_sparse, build_sparse_layer, _sparse_mla, model=SparseLm)
 _GEMMA = Family(read_gemma, build_gemma_layer, _gqa, model=GemmaLm)
 
 FAMILIES = {
@@ -103,6 +122,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(read_llama, build_qwen3_moe_layer, _gqa),
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": Family(
         read_deepseek_v4,
         build_deepseek_v4_layer,
