@@ -61,5 +61,5 @@ V4_EXPERTS = 8
 CLASSES: Classes = {"DeepseekV4ForCausalLM": (DeepseekV4Config, DeepseekV4ForCausalLM)}
 
 RECIPES: dict[str, Recipe] = {
-    "deepseek_v4": Recipe("DeepseekV4ForCausalLM", V4, draws_own=draw_v4),
+    "deepseek_v4": Recipe("DeepseekV4ForCausalLM", V4, seed=5, draws_own=draw_v4),
 }
