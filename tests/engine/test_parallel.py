@@ -30,7 +30,7 @@ def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def paths(tiny_checkpoint: Checkpoints, odd_checkpoint: Path) -> list[Path]:
-    names = ("llama_bias", "qwen2_tied", "qwen3_moe", "gpt_oss")
+    names = ("llama_bias", "qwen2_tied", "qwen3_moe", "gpt_oss", "deepseek_v4")
     return [*(tiny_checkpoint(name) for name in names), odd_checkpoint]
 
 
