@@ -197,6 +197,11 @@ class KvPool:
         """The strided zero-copy view [page, unit, item, element] of a plane."""
         return self._planes[component, layer, segment].view
 
+    def first_layer(self, component: str) -> int | None:
+        """The first layer of this rank that owns a component; None if none does."""
+        layers = [layer for name, layer, _ in self._planes if name == component]
+        return min(layers, default=None)
+
     def group_of(self, component: str) -> int:
         """Index of the page group, and so of the page table, that a component uses."""
         for index, group in enumerate(self.layout.groups):

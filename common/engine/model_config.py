@@ -24,6 +24,10 @@ class FamilyConfig:
         """Sizes, by the name a user knows, that the tensor parallel size has to divide."""
         return {}
 
+    def shared_cuts(self) -> Mapping[str, int]:
+        """Likewise, sizes that it has to divide or be a multiple of: ranks then share a unit."""
+        return {}
+
     def joined_layers(self) -> Collection[int]:
         """Global ids of layers that read what a layer before them left behind in this forward pass,
         the hidden states aside: a pipeline stage can't begin with one."""
@@ -126,11 +130,14 @@ def check_parallel(config: ModelConfig, tp_size: int, pp_size: int) -> None:
     for name, size in cuts.items():
         if tp_size < 1 or size % tp_size != 0:
             raise ConfigError(f"tp_size={tp_size}: must divide {size}, the model's {name}")
-    kv_heads = config.kv_head_count
-    if kv_heads % tp_size != 0 and tp_size % kv_heads != 0:
-        raise ConfigError(
-            f"tp_size={tp_size}: must divide or be a multiple of {kv_heads}, the model's KV heads"
-        )
+    shared_cuts = {"KV heads": config.kv_head_count}
+    if config.family is not None:
+        shared_cuts |= config.family.shared_cuts()
+    for name, size in shared_cuts.items():
+        if size % tp_size != 0 and tp_size % size != 0:
+            raise ConfigError(
+                f"tp_size={tp_size}: must divide or be a multiple of {size}, the model's {name}"
+            )
 
 
 def _check_stages(config: ModelConfig, pp_size: int) -> None:

@@ -89,6 +89,28 @@ def read_rope(config: JsonFields, *, max_position: int) -> RopeConfig:
     return _read_yarn(fields, theta, original_length, max_position)
 
 
+def read_partial_rope(
+    config: JsonFields, *, max_position: int, share_default: float
+) -> tuple[RopeConfig, float]:
+    """As `read_rope`, and the share of a head that is rotated, first channels first.
+
+    share_default: of the published code, where config.json says nothing.
+    """
+    key = "partial_rotary_factor"
+    values, source = dict(config.values), config
+    share = config.number(key, share_default)
+    values.pop(key, None)
+    for name in ("rope_parameters", "rope_scaling"):
+        nested = config.object(name)
+        if nested is not None:
+            if nested.has(key):
+                share, source = nested.number(key), nested
+            values[name] = {k: v for k, v in nested.values.items() if k != key}
+    if share > 1.0:
+        raise source.error(key, "at most 1")
+    return read_rope(JsonFields(values, config.where), max_position=max_position), share
+
+
 def _read_yarn(
     fields: JsonFields, theta: float, original_length: int, max_position: int
 ) -> RopeConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.layout.component import (
     DTYPE_NBYTES,
     FULL,
+    SLOT,
     CacheComponent,
     Live,
     LiveKind,
@@ -160,3 +161,45 @@ def compressed_components(
         component("hca_tail", heavy_layers, heavy_tail, 2 * head_dim, "float32", gated),
     ]  # fmt: skip
     return tuple(component for component in components if component.layers)
+
+
+def gated_delta_components(
+    *,
+    layers: tuple[int, ...],
+    key_heads: tuple[int, int],
+    value_heads: tuple[int, int],
+    kernel_size: int,
+    conv_dtype: str,
+    state_dtype: str,
+) -> tuple[CacheComponent, ...]:
+    """Of a gated delta rule: the last inputs of the convolution over q, k and v, and the state.
+
+    A head of the convolution is [channel, kernel_size - 1], oldest first; a state is [key channel,
+    value channel]. Fewer key heads than ranks are replicated with the value heads that they serve.
+
+    key_heads, value_heads: (count, channels of one).
+    """
+    kept_nbytes = (kernel_size - 1) * DTYPE_NBYTES[conv_dtype]
+    state_nbytes = key_heads[1] * value_heads[1] * DTYPE_NBYTES[state_dtype]
+    conv = CacheComponent(
+        name="conv",
+        layers=layers,
+        segments=tuple(
+            Segment(name, count, channels * kept_nbytes)
+            for name, (count, channels) in (("q", key_heads), ("k", key_heads), ("v", value_heads))
+        ),
+        live=SLOT,
+        shard=Shard.SPLIT,
+        dtype=conv_dtype,
+        order="channel-tap",
+    )
+    state = CacheComponent(
+        name="state",
+        layers=layers,
+        segments=(Segment("head", value_heads[0], state_nbytes),),
+        live=SLOT,
+        shard=Shard.SPLIT,
+        dtype=state_dtype,
+        order="KV",
+    )
+    return conv, state

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from common.engine.layers.choose_delta import (
+    TOLERANCE,
+    DeltaShape,
+    check_delta_kernels,
+    choose_delta_kernels,
+)
 from common.engine.layers.delta_rule import DeltaInputs, TorchDelta, apply_delta_rule
 from common.engine.layers.sequence_rows import SequenceRows
 
@@ -136,3 +143,33 @@ def test_rows_of_sequences_are_found_for_any_lengths() -> None:
             found = rebuilt[sequence]
             assert found[: len(whole)] == whole.tolist() and not any(found[len(whole) :])
             assert len(found) == -(-len(whole) // 8) * 8
+
+
+def shape_of(device: str, *, is_per_channel: bool = False) -> DeltaShape:
+    return DeltaShape(
+        KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, is_per_channel, torch.float32, torch.device(device)
+    )
+
+
+class WithoutDecay(TorchDelta):
+    """Kernels that forget to forget."""
+
+    name = "wrong"
+
+    def step(self, inputs: DeltaInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        kept = torch.zeros_like(inputs.log_decay)
+        return super().step(replace(inputs, log_decay=kept), states)
+
+
+@pytest.mark.parametrize("is_per_channel", [False, True])
+def test_wrong_kernels_are_found_out_at_start(is_per_channel: bool) -> None:
+    shape = shape_of("cpu", is_per_channel=is_per_channel)
+    assert check_delta_kernels(TorchDelta(), shape) == 0.0
+    assert check_delta_kernels(WithoutDecay(), shape) > TOLERANCE[torch.float32]
+
+
+def test_without_a_gpu_the_rule_is_torch_and_the_reason_is_said() -> None:
+    choice = choose_delta_kernels(shape_of("cpu"))
+    assert (choice.kernels.name, choice.reason) == ("torch", "the path of cpu")
+    choice = choose_delta_kernels(shape_of("cuda"))
+    assert choice.kernels.name == "torch" and choice.reason.startswith("fla can't be used: ")

@@ -65,6 +65,20 @@ CASES = (
     Case("glm_dsa", lambda n: n * (4 * (32 + 16) + 2 * 32) * 4, (1, 17, 23, 24, 25, 150), 32),
     # Ends of blocks, of the window and of pages, and behind them.
     Case("deepseek_v4", v4_nbytes, (3, 4, 13, 65, 150), output_count=40),
+    # 1 of 4 layers attends, 2 heads of 16. The others keep 3 inputs of 2 * 8 + 2 * 8 + 4 * 12
+    # channels and 4 states of 8 * 12; 4 ranks share 2 key heads.
+    Case(
+        "qwen3_next",
+        lambda n: n * 2 * 2 * 16 * 4 + 3 * (80 * 3 + 4 * 8 * 12) * 4,
+        (1, 3, 16, 65, 150),
+        output_count=32,
+        targets=(Shape(page_size=4), Shape(tp_size=4, page_size=32)),
+    ),
+    Case(
+        "qwen3_5",
+        lambda n: n * 2 * 2 * 16 * 4 + 3 * (80 * 3 + 4 * 8 * 12) * 4,
+        (2, 64, 150),
+    ),
     # 3 of 4 layers see 24 tokens.
     Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
     # 2 of 3 layers see 8 tokens, less than most pages have.

@@ -226,7 +226,7 @@ class Place:
 
 
 def places_of(server: Server, sequence: Sequence) -> list[Place]:
-    """Every plane of a sequence; all units of a plane side by side."""
+    """Every plane of a sequence, in the same order for every layout; all units side by side."""
     (pool,) = server.pools
     (rank,) = server.layout.ranks
     found: list[Place] = []
@@ -254,7 +254,7 @@ def places_of(server: Server, sequence: Sequence) -> list[Place]:
                     places.flatten(1),
                 )
             )
-    return found
+    return sorted(found, key=lambda place: (place.component, place.segment, place.layer))
 
 
 def greedy(output_count: int) -> SamplingParams:

@@ -103,7 +103,11 @@ class FlashInferAttention:
     def start(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
         page_items = pool.page_items[pool.group_of(KEY)]
         table = csr_page_table(batch, pool)
-        key_dtype = pool.view(KEY, pool.layout.layers[0]).dtype
+        layer = pool.first_layer(KEY)
+        if layer is None:
+            # A pipeline stage whose layers all do something else; it never attends.
+            return FlashInferPass(batch, pool, self.decode)
+        key_dtype = pool.view(KEY, layer).dtype
         if batch.is_decode_only:
             self.decode.plan(
                 table.starts,

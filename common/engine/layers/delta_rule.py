@@ -21,6 +21,9 @@ from torch import Tensor
 
 from common.engine.layers.sequence_rows import SequencePart, SequenceRows
 
+STATE = "state"
+"""The cache component of S: fp32 per head, a key channel's values side by side."""
+
 NORM_EPSILON = 1e-6
 # Rows of a chunk. With a decay per channel the products inside a chunk are no matrix products any
 # more, and their cost grows with its size.

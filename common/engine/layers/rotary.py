@@ -29,7 +29,12 @@ class Rotation:
     is_interleaved: bool = False
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate heads[T, heads, head dim]."""
+        """Rotate heads[T, heads, head dim]; the first channels of a head that has more than the
+        rotation, the others pass."""
+        rotated_dim = self.cos.shape[-1]
+        if heads.shape[-1] > rotated_dim:
+            passed = heads[..., rotated_dim:]
+            return torch.cat((self.apply(heads[..., :rotated_dim]), passed), dim=-1)
         if self.is_interleaved:
             swapped = heads.reshape(*heads.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:

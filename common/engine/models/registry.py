@@ -17,6 +17,7 @@ from common.engine.models.deepseek_sparse_config import read_sparse, sparse_conf
 from common.engine.models.deepseek_v4 import DeepseekV4Lm, build_deepseek_v4_layer
 from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
 from common.engine.models.deepseek_v4_names import layer_name
+from common.engine.models.gated_delta_net import delta_config
 from common.engine.models.gemma import GemmaLm, build_gemma_layer
 from common.engine.models.gemma_config import read_gemma
 from common.engine.models.gpt_oss import GptOssLm, build_gpt_oss_layer
@@ -24,11 +25,18 @@ from common.engine.models.gpt_oss_config import read_gpt_oss
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.llama_config import read_llama
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
+from common.engine.models.qwen3_next import (
+    Qwen3NextLm,
+    build_qwen3_next_layer,
+    rename_qwen3_next,
+)
+from common.engine.models.qwen3_next_config import read_qwen3_next
 from common.engine.weights import same_name, text_name
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
 from common.layout.families import (
     compressed_components,
+    gated_delta_components,
     gqa_components,
     mla_components,
     sparse_mla_components,
@@ -109,10 +117,34 @@ def _sparse_mla(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     )
 
 
+def _gated_delta(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    delta = delta_config(config)
+    attention_layers = sorted(set(range(config.layer_count)) - set(delta.linear_layers))
+    slots = gated_delta_components(
+        layers=delta.linear_layers,
+        key_heads=(delta.key_head_count, delta.key_dim),
+        value_heads=(delta.value_head_count, delta.value_dim),
+        kernel_size=delta.kernel_size,
+        conv_dtype=config.dtype,
+        state_dtype=delta.state_dtype,
+    )
+    keys_values = (
+        replace(component, layers=tuple(attention_layers)) for component in _gqa(config, dtype)
+    )
+    return (*keys_values, *slots)
+
+
 _LLAMA = Family(read_llama, build_llama_layer, _gqa)
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
 _SPARSE = Family(read_sparse, build_sparse_layer, _sparse_mla, model=SparseLm)
 _GEMMA = Family(read_gemma, build_gemma_layer, _gqa, model=GemmaLm)
+_QWEN3_NEXT = Family(
+    read_qwen3_next,
+    build_qwen3_next_layer,
+    _gated_delta,
+    model=Qwen3NextLm,
+    rename=rename_qwen3_next,
+)
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
@@ -135,6 +167,11 @@ FAMILIES = {
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),
     "GptOssForCausalLM": Family(read_gpt_oss, build_gpt_oss_layer, _gqa, model=GptOssLm),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_NEXT,
+    "Qwen3_5MoeForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_NEXT,
 }
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)

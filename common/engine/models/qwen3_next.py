@@ -1,0 +1,168 @@
+"""Qwen3-Next and Qwen3.5: most layers recur, every few attend with gated outputs.
+
+MLPs are plain, or experts with one more beside them that every token takes by as much as it asks
+for. Which layer is what, and how projections are stored, are values of `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.layers.choose_delta import choose_delta_kernels
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.mlp import GatedMlp
+from common.engine.layers.moe import MoeMlp
+from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
+from common.engine.model_config import ModelConfig, MoeConfig
+from common.engine.models.causal_lm import CausalLm
+from common.engine.models.gated_delta_net import GatedDeltaNet, delta_config, delta_shape
+from common.engine.models.layer_pass import LayerPass
+from common.engine.models.pre_norm_layer import LayerAttention, LayerMlp, PreNormLayer
+from common.engine.weights import Weight, text_name
+from common.layout.component import Shard
+from common.layout.parallel import units_of_rank
+
+
+class GatedAttention:
+    """Grouped-query attention, its output times the sigmoid of a gate of every feature.
+
+    q_proj holds [query | gate] of every head.
+    """
+
+    def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
+        name = f"model.layers.{layer}.self_attn"
+        parallel, dim = context.parallel, config.head_dim
+        heads = context.cut(config.head_count)
+        kv_heads = units_of_rank(
+            config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank
+        )
+        self.layer = layer
+        self.head_dim = dim
+        self.head_count = len(heads)
+        self.kv_head_count = len(kv_heads)
+        self.qkv = ColumnLinear(
+            context,
+            config.hidden_size,
+            [
+                OutputBlock(
+                    f"{name}.{part}",
+                    count * width,
+                    range(owned.start * width, owned.stop * width),
+                    config.has_qkv_bias,
+                )
+                for part, count, owned, width in (
+                    ("q_proj", config.head_count, heads, 2 * dim),
+                    ("k_proj", config.kv_head_count, kv_heads, dim),
+                    ("v_proj", config.kv_head_count, kv_heads, dim),
+                )
+            ],
+        )
+        self.qk_norm = OffsetQkNorm(
+            context,
+            name,
+            head_count=self.head_count,
+            kv_head_count=self.kv_head_count,
+            head_dim=dim,
+            epsilon=config.rms_norm_eps,
+        )
+        self.output = RowLinear(
+            context,
+            f"{name}.o_proj",
+            input_size=config.head_count * dim,
+            columns=range(heads.start * dim, heads.stop * dim),
+            output_size=config.hidden_size,
+            has_bias=config.has_output_bias,
+        )
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
+        query_gate, key, value = torch.split(
+            heads, [2 * self.head_count, self.kv_head_count, self.kv_head_count], dim=1
+        )
+        query, gate = query_gate[:, 0::2], query_gate[:, 1::2]
+        query_key = self.qk_norm(torch.cat((query, key), dim=1))
+        query_key = layer_pass.rotation.apply(query_key)
+        attended = layer_pass.attention.attend(
+            self.layer, query_key[:, : self.head_count], query_key[:, self.head_count :], value
+        )
+        return self.output((attended * gate.sigmoid()).flatten(1))
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.qkv.weights()
+        yield from self.qk_norm.weights()
+        yield from self.output.weights()
+
+
+class SharedMoeMlp(MoeMlp):
+    """Routed experts, and an MLP that every token takes, times the sigmoid of its own score."""
+
+    def __init__(
+        self, context: LayerContext, name: str, *, hidden_size: int, moe: MoeConfig
+    ) -> None:
+        super().__init__(
+            context,
+            name,
+            hidden_size=hidden_size,
+            intermediate_size=moe.intermediate_size,
+            expert_count=moe.expert_count,
+            experts_per_token=moe.experts_per_token,
+            is_normalized=moe.is_normalized,
+        )
+        self.shared = GatedMlp(
+            context,
+            f"{name}.shared_expert",
+            hidden_size=hidden_size,
+            intermediate_size=moe.shared_size,
+        )
+        self.shared_gate = context.empty(1, hidden_size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        share = F.linear(hidden, self.shared_gate).sigmoid()
+        return super().__call__(hidden) + share * self.shared(hidden)
+
+    def weights(self) -> Iterator[Weight]:
+        yield from super().weights()
+        yield from self.shared.weights()
+        yield Weight.whole(f"{self.name}.shared_expert_gate.weight", self.shared_gate)
+
+
+def build_qwen3_next_layer(context: LayerContext, config: ModelConfig, layer: int) -> PreNormLayer:
+    """The layer of a global id."""
+    name, size = f"model.layers.{layer}.mlp", config.hidden_size
+    mixer: LayerAttention
+    if layer in delta_config(config).linear_layers:
+        mixer = GatedDeltaNet(context, config, layer)
+    else:
+        mixer = GatedAttention(context, config, layer)
+    mlp: LayerMlp
+    if config.moe is not None and layer in config.moe.layers:
+        mlp = SharedMoeMlp(context, name, hidden_size=size, moe=config.moe)
+    else:
+        mlp = GatedMlp(context, name, hidden_size=size, intermediate_size=config.intermediate_size)
+    return PreNormLayer(context, config, layer, mixer, mlp, norm=OffsetNorm)
+
+
+class Qwen3NextLm(CausalLm):
+    """The last norm's weight is an offset, too."""
+
+    def build_norm(self) -> RmsNorm:
+        config = self.config
+        return OffsetNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+
+    def describe(self) -> dict[str, str]:
+        choice = choose_delta_kernels(delta_shape(self.config, self.context))
+        return super().describe() | {"delta rule": f"{choice.kernels.name}: {choice.reason}"}
+
+
+def rename_qwen3_next(name: str) -> str | None:
+    """A name in a checkpoint, of a composite or not, as layers ask for it."""
+    if name.startswith("mtp."):
+        # Layers that predict more tokens at a time.
+        return None
+    is_plain = name.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))
+    return name if is_plain else text_name(name)
