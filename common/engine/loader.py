@@ -59,7 +59,7 @@ def load_model(
     check_parallel(config, parallel.tp_size, parallel.pp_size)
     context = LayerContext(parallel, torch.device(device), DTYPES[config.dtype])
     if attention is None:
-        choice = _choose_attention(config, context, page_size)
+        choice = choose_attention(attention_shape(config, parallel, context.device, page_size))
     else:
         choice = AttentionChoice(attention, "asked for")
     family = FAMILIES[config.architecture]
@@ -78,21 +78,24 @@ def load_model(
     return model
 
 
-def _choose_attention(
-    config: ModelConfig, context: LayerContext, page_size: int
-) -> AttentionChoice:
-    parallel = context.parallel
+def attention_shape(
+    config: ModelConfig,
+    parallel: ParallelContext,
+    device: torch.device,
+    page_size: int,
+    cache_dtype: torch.dtype | None = None,
+) -> AttentionShape:
+    """What a rank's attention has to be able to. cache_dtype: None for the model's own."""
     kv_heads = units_of_rank(config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
-    return choose_attention(
-        AttentionShape(
-            head_count=config.head_count // parallel.tp_size,
-            kv_head_count=len(kv_heads),
-            head_dim=config.head_dim,
-            dtype=context.dtype,
-            device=context.device,
-            page_size=page_size,
-            is_latent=config.mla is not None,
-            is_compressed=config.is_compressed,
-            needs_sdpa=config.needs_sdpa,
-        )
+    return AttentionShape(
+        head_count=config.head_count // parallel.tp_size,
+        kv_head_count=len(kv_heads),
+        head_dim=config.head_dim,
+        dtype=DTYPES[config.dtype],
+        device=device,
+        page_size=page_size,
+        cache_dtype=cache_dtype,
+        is_latent=config.mla is not None,
+        is_compressed=config.is_compressed,
+        needs_sdpa=config.needs_sdpa,
     )

@@ -14,18 +14,17 @@ import torch
 
 from common.clock import Clock
 from common.config import ServerConfig
-from common.engine.attention.choose import AttentionChoice, AttentionShape, choose_attention
-from common.engine.cast import CACHE_DTYPES, DTYPES
+from common.engine.attention.choose import AttentionChoice, choose_attention
+from common.engine.cast import CACHE_DTYPES
 from common.engine.distributed import ParallelContext
 from common.engine.fingerprint import model_fingerprint
-from common.engine.loader import load_model, read_served_config
+from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
 from common.errors import ConfigError, TransportError
 from common.layout.cache_layout import RankLayout, ServerLayout
-from common.layout.component import Shard
-from common.layout.parallel import split_layers, units_of_rank
+from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
 from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, WorkerReady
 from common.request import SamplingParams
@@ -85,7 +84,10 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         init_method=_meeting_place(config),
         timeout_s=RANKS_MEET_TIMEOUT_S,
     )
-    choice = choose_attention(_attention_shape(config, model_config, parallel, device))
+    cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
+    choice = choose_attention(
+        attention_shape(model_config, parallel, device, config.page_size, cache_dtype)
+    )
     model = load_model(
         config.model_path,
         dtype=config.dtype,
@@ -211,29 +213,6 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
     )
     layout.check()
     return layout
-
-
-def _attention_shape(
-    config: ServerConfig,
-    model_config: ModelConfig,
-    parallel: ParallelContext,
-    device: torch.device,
-) -> AttentionShape:
-    kv_heads = units_of_rank(
-        model_config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank
-    )
-    components = cache_components(model_config, config.kv_cache_dtype)
-    return AttentionShape(
-        head_count=model_config.head_count // parallel.tp_size,
-        kv_head_count=len(kv_heads),
-        head_dim=model_config.head_dim,
-        dtype=DTYPES[model_config.dtype],
-        device=device,
-        page_size=config.page_size,
-        cache_dtype=CACHE_DTYPES[components[0].dtype],
-        is_latent=model_config.mla is not None,
-        needs_sdpa=model_config.needs_sdpa,
-    )
 
 
 def _start_transport(config: ServerConfig, device: torch.device) -> UcxTransport:

@@ -115,6 +115,25 @@ def test_a_cache_may_be_stored_in_less_than_the_model_computes_in(
     started.transport.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("gpt_oss", "sdpa"),
+        ("deepseek_v3", "latent torch"),
+        ("deepseek_v32", "latent torch"),
+        ("qwen3_next", "sdpa"),
+        ("deepseek_v4", "compressed torch"),
+    ],
+)
+def test_a_rank_starts_with_the_attention_that_its_layers_ask_for(
+    name: str, backend: str, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    config = config_of(tiny_checkpoint(name), transport="tcp")
+    started = start_rank(config, 0, ManualClock())
+    assert started.ready.describe["attention"].startswith(f"{backend} (")
+    started.transport.close()
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_first_pass_is_content_with_one_page_of_every_kind(
     checkpoint: Path, page_size: int
