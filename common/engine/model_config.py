@@ -29,8 +29,8 @@ class FamilyConfig:
         return {}
 
     def joined_layers(self) -> Collection[int]:
-        """Global ids of layers that read what a layer before them left behind in this forward pass,
-        the hidden states aside: a pipeline stage can't begin with one."""
+        """Global ids of layers that a pipeline stage can't begin with: they, or layers behind them,
+        read what a layer before them left behind in this forward pass, hidden states aside."""
         return ()
 
 
@@ -147,7 +147,7 @@ def _check_stages(config: ModelConfig, pp_size: int) -> None:
         allowed = ", ".join(str(size) for size in sizes if not _torn_layers(config, size))
         raise ConfigError(
             f"pp_size={pp_size}: must be one of {allowed}; a stage would begin with layer "
-            f"{torn[0]}, which reads what a layer before it computed"
+            f"{torn[0]}, but what a layer before it computed is read there or behind it"
         )
 
 

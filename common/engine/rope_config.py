@@ -20,6 +20,7 @@ class RopeKind(StrEnum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class RopeConfig:
     original_length: tokens the model was trained on before its context was extended.
     attention_factor, mscale, mscale_all_dim: of yarn, None where the checkpoint says nothing.
     is_interleaved: pairs are (2i, 2i + 1), not (i, i + half).
+    turned_share: of proportional, the share of the frequencies that turn, fast ones first; the
+        others are zero.
     """
 
     kind: RopeKind
@@ -44,6 +47,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncates: bool = True
     is_interleaved: bool = False
+    turned_share: float = 1.0
 
 
 def read_rope(config: JsonFields, *, max_position: int) -> RopeConfig:
@@ -55,9 +59,6 @@ def read_rope(config: JsonFields, *, max_position: int) -> RopeConfig:
     fields = fields or JsonFields({}, config.where)
     if any(isinstance(value, dict) for value in fields.values.values()):
         raise config.error("rope_parameters", "one set of parameters for all layers")
-    for source in (config, fields):
-        if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise source.error("partial_rotary_factor", "1 for this architecture")
     default_theta = config.number("rope_theta", DEFAULT_THETA, above=1.0)
     theta = fields.number("rope_theta", default_theta, above=1.0)
     kind_key = "rope_type" if fields.has("rope_type") else "type"
@@ -65,6 +66,11 @@ def read_rope(config: JsonFields, *, max_position: int) -> RopeConfig:
     if kind_text not in list(RopeKind):
         raise fields.error(kind_key, f"one of {', '.join(RopeKind)}")
     kind = RopeKind(kind_text)
+    if kind is RopeKind.PROPORTIONAL:
+        return _read_proportional(fields, theta)
+    for source in (config, fields):
+        if source.number("partial_rotary_factor", 1.0) != 1.0:
+            raise source.error("partial_rotary_factor", "1 for this architecture")
     if kind is RopeKind.DEFAULT:
         return RopeConfig(kind, theta)
     if kind is RopeKind.LINEAR:
@@ -127,6 +133,14 @@ def _read_yarn(
         mscale_all_dim=_optional(fields, "mscale_all_dim"),
         truncates=fields.flag("truncate", True),
     )
+
+
+def _read_proportional(fields: JsonFields, theta: float) -> RopeConfig:
+    share = fields.number("partial_rotary_factor", 1.0)
+    if share > 1.0:
+        raise fields.error("partial_rotary_factor", "at most 1")
+    factor = fields.number("factor", 1.0)
+    return RopeConfig(RopeKind.PROPORTIONAL, theta, factor=factor, turned_share=share)
 
 
 def _optional(fields: JsonFields, name: str) -> float | None:

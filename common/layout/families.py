@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from common.layout.component import (
     DTYPE_NBYTES,
     FULL,
@@ -99,18 +102,37 @@ def windowed_gqa_components(
     windows: of every layer, in tokens, 0 for all of the past. Layers of one width share a page
     group; those that see everything come first.
     """
-    unit_nbytes = head_dim * DTYPE_NBYTES[dtype]
+    shapes = [CachedHeads(window, kv_head_count, head_dim) for window in windows]
+    return mixed_gqa_components(shapes, dtype)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class CachedHeads:
+    """What one layer caches. window: in tokens, 0 for all of the past."""
+
+    window: int
+    kv_head_count: int
+    head_dim: int
+
+
+def mixed_gqa_components(
+    shapes: Sequence[CachedHeads | None], dtype: str
+) -> tuple[CacheComponent, ...]:
+    """Keys and values of layers that differ in their windows, their KV heads or the size of a head.
+
+    shapes: of every layer, None for one that owns no cache. Those that see everything come first.
+    """
     return tuple(
         CacheComponent(
             name=name,
-            layers=tuple(layer for layer, of_layer in enumerate(windows) if of_layer == window),
-            segments=(Segment("head", kv_head_count, unit_nbytes),),
-            live=Live(LiveKind.WINDOW, window) if window else FULL,
+            layers=tuple(layer for layer, of_layer in enumerate(shapes) if of_layer == shape),
+            segments=(Segment("head", shape.kv_head_count, shape.head_dim * DTYPE_NBYTES[dtype]),),
+            live=Live(LiveKind.WINDOW, shape.window) if shape.window else FULL,
             shard=Shard.SPLIT,
             dtype=dtype,
             order="rope-half" if name == "k" else "",
         )
-        for window in sorted(set(windows))
+        for shape in sorted({shape for shape in shapes if shape is not None})
         for name in ("k", "v")
     )
 

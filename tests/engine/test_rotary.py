@@ -10,7 +10,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from common.engine.json_fields import JsonFields
 from common.engine.layers.rotary import RotaryEmbedding, rotary_frequencies
 from common.engine.rope_config import read_rope
-from tests.engine.recipes.recipe import COMMON, DEFAULT_ROPE, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE
+from tests.engine.recipes.recipe import (
+    COMMON,
+    DEFAULT_ROPE,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    PROPORTIONAL_ROPE,
+    YARN_ROPE,
+)
 
 HEAD_DIM = 32
 MAX_POSITION = 1024
@@ -27,6 +34,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "yarn attention factor": YARN_ROPE | {"attention_factor": 1.2},
     "yarn not truncated": YARN_ROPE | {"truncate": False},
     "yarn narrow band": YARN_ROPE | {"beta_fast": 1.0, "beta_slow": 1.0},
+    "proportional": PROPORTIONAL_ROPE,
+    "proportional with a factor": PROPORTIONAL_ROPE | {"factor": 4.0},
     "yarn long": YARN_ROPE | {"rope_theta": 1e6, "original_max_position_embeddings": 32768},
 }
 POSITIONS = [0, 1, 15, 16, 17, 127, 128, 1000, 4095, 100_000]

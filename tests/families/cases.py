@@ -81,6 +81,22 @@ CASES = (
     ),
     # 3 of 4 layers see 24 tokens.
     Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
+    # Half of 4 layers see 24 tokens by 4 heads of 16, the others all by one of 32.
+    Case(
+        "gemma4",
+        lambda n: (2 * n * 32 + 2 * min(n, 23) * 4 * 16) * 2 * 4,
+        (1, 23, 24, 25, 150),
+        output_count=40,
+    ),
+    # 8 layers, of which the last two own nothing; 2 of the others see everything.
+    Case(
+        "gemma4_e",
+        lambda n: (2 * n * 32 + 4 * min(n, 23) * 16) * 2 * 2 * 4,
+        (1, 24, 70),
+        output_count=32,
+        sources=(Shape(tp_size=2, pp_size=2, page_size=8, chunk=40, layer_group_count=2),),
+        targets=(Shape(page_size=32),),
+    ),
     # 2 of 3 layers see 8 tokens, less than most pages have.
     Case("gpt_oss", lambda n: (n + 2 * min(n, 7)) * 2 * 2 * 16 * 4, (1, 7, 8, 17, 65, 150), 24),
 )

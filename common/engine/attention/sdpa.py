@@ -153,6 +153,17 @@ class SdpaPass:
         """As `AttentionPass`; rule: what else is done to the scores of this layer."""
         self._writer.write(KEY, layer, key)
         self._writer.write(VALUE, layer, value)
+        return self._attend(layer, query, (key, value), rule)
+
+    def attend_shared(self, layer: int, query: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
+        """For a layer that owns no cache: attend to what `layer` has appended in this pass, and to
+        all before it, as it does itself."""
+        return self._attend(layer, query, None, rule)
+
+    def _attend(
+        self, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, rule: ScoreRule
+    ) -> Tensor:
+        """new: keys and values of the batch's tokens, None if only the cache has them."""
         cache = _LayerCache(
             self._pool.plane(KEY, layer), self._pool.plane(VALUE, layer), *self._scratch
         )
@@ -169,7 +180,8 @@ class SdpaPass:
             output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], cache, rule)
         for chunk in plan.chunks:
             rows = slice(chunk.first, chunk.stop)
-            output[rows] = _attend_chunk(chunk, query[rows], key[rows], value[rows], cache, rule)
+            parts = None if new is None else (new[0][rows], new[1][rows])
+            output[rows] = _attend_chunk(chunk, query[rows], parts, cache, rule)
         return output
 
 
@@ -303,12 +315,16 @@ def _attend_decode(
 
 
 def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, cache: _LayerCache, rule: ScoreRule
+    chunk: _Chunk,
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    cache: _LayerCache,
+    rule: ScoreRule,
 ) -> Tensor:
-    """query: [new tokens, query heads, head dim]; key, value: the new ones."""
-    if chunk.is_whole and cache.keys.view.dtype == key.dtype:
+    """query: [new tokens, query heads, head dim]; new: their keys and values, if at hand."""
+    if new is not None and chunk.is_whole and cache.keys.view.dtype == query.dtype:
         # What the cache holds now is what was just computed, unless it is stored in less.
-        keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        keys, values = (part.transpose(0, 1)[None] for part in new)
     else:
         keys, values = (
             part[:, :, : chunk.item_count] for part in cache.read(chunk.gather, query.dtype)

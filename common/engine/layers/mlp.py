@@ -24,6 +24,12 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of [.., 2 n], GELU in its tanh form: [.., n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class GatedMlp:
     """activation: between the two products, if it is another one."""
 

@@ -82,6 +82,9 @@ class MoeMlp:
 
     def weights(self) -> Iterator[Weight]:
         yield Weight.whole(f"{self.name}.gate.weight", self.router)
+        yield from self.expert_weights()
+
+    def expert_weights(self) -> Iterator[Weight]:
         yield Weight((self._gate_up_per_expert(), self._gate_up_stacked()))
         yield Weight((self._down_per_expert(), self._down_stacked()))
 

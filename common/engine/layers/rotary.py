@@ -86,6 +86,10 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
             return _llama3_frequencies(rope, plain), 1.0
         case RopeKind.YARN:
             return _yarn_frequencies(rope, head_dim, periods), _yarn_scale(rope)
+        case RopeKind.PROPORTIONAL:
+            turned = int(rope.turned_share * head_dim // 2)
+            plain[turned:] = 0.0
+            return plain / rope.factor, 1.0
         case _:
             assert_never(rope.kind)
 

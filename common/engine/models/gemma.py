@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.scores import ScoreRule
@@ -18,7 +17,7 @@ from common.engine.attention.sdpa import SdpaPass
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.mlp import GatedMlp
+from common.engine.layers.mlp import GatedMlp, gated_gelu
 from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
@@ -73,14 +72,6 @@ class GemmaAttention(GqaAttention):
         return self.output(attended.reshape(token_count, -1))
 
 
-class GemmaMlp(GatedMlp):
-    """down(gelu(gate(x)) * up(x))."""
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(F.gelu(gate, approximate="tanh") * up)
-
-
 class GemmaLayer:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
@@ -91,11 +82,12 @@ class GemmaLayer:
             for part in NORMS
         )
         self.attention = GemmaAttention(context, config, layer)
-        self.mlp = GemmaMlp(
+        self.mlp = GatedMlp(
             context,
             f"{name}.mlp",
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
+            activation=gated_gelu,
         )
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
@@ -136,15 +128,22 @@ class GemmaLm(CausalLm):
         return OffsetNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
-        hidden = embedding(batch.token_ids)
-        # Models were trained with the factor rounded to the dtype of the weights.
-        factor = torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype)
-        return hidden * float(factor)
+        return embed_scaled(embedding, batch.token_ids, self.config.hidden_size)
 
     def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
-        logits = head(norm(hidden))
-        softcap = gemma_config(self.config).logit_softcap
-        return torch.tanh(logits / softcap) * softcap if softcap else logits
+        return soft_capped(head(norm(hidden)), gemma_config(self.config).logit_softcap)
+
+
+def embed_scaled(embedding: Embedding, token_ids: Tensor, size: int) -> Tensor:
+    """Embeddings times the root of `size`."""
+    hidden = embedding(token_ids)
+    # Models were trained with the factor rounded to the dtype of the weights.
+    return hidden * float(torch.tensor(size**0.5, dtype=hidden.dtype))
+
+
+def soft_capped(logits: Tensor, softcap: float) -> Tensor:
+    """c * tanh(x / c); as they are if c is 0."""
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
 def gemma_config(config: ModelConfig) -> GemmaConfig:

@@ -96,8 +96,8 @@ def read_gemma(source: CheckpointConfig) -> ModelConfig:
         has_score_rule=True,
         family=GemmaConfig(
             score_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            score_softcap=_read_softcap(fields, "attn_logit_softcapping", variant.softcaps[0]),
-            logit_softcap=_read_softcap(fields, "final_logit_softcapping", variant.softcaps[1]),
+            score_softcap=read_softcap(fields, "attn_logit_softcapping", variant.softcaps[0]),
+            logit_softcap=read_softcap(fields, "final_logit_softcapping", variant.softcaps[1]),
             local_rope=_read_local_rope(fields, max_position)
             if variant.has_local_rope and marked
             else None,
@@ -110,7 +110,7 @@ def read_global_rope(fields: JsonFields, *, max_position: int) -> RopeConfig:
     """The rotation of the layers that see everything, where window layers have their own."""
     nested = fields.object("rope_parameters")
     if nested is not None:
-        return _read_nested(fields, nested, "full_attention", max_position)
+        return read_nested_rope(fields, nested, "full_attention", max_position)
     values = {
         "rope_theta": fields.values.get("rope_theta") or GLOBAL_THETA,
         "rope_scaling": fields.values.get("rope_scaling"),
@@ -121,12 +121,12 @@ def read_global_rope(fields: JsonFields, *, max_position: int) -> RopeConfig:
 def _read_local_rope(fields: JsonFields, max_position: int) -> RopeConfig:
     nested = fields.object("rope_parameters")
     if nested is not None:
-        return _read_nested(fields, nested, "sliding_attention", max_position)
+        return read_nested_rope(fields, nested, "sliding_attention", max_position)
     theta = fields.number("rope_local_base_freq", LOCAL_THETA, above=1.0)
     return read_rope(JsonFields({"rope_theta": theta}, fields.where), max_position=max_position)
 
 
-def _read_nested(
+def read_nested_rope(
     fields: JsonFields, nested: JsonFields, kind: str, max_position: int
 ) -> RopeConfig:
     chosen = nested.object(kind)
@@ -137,7 +137,7 @@ def _read_nested(
     )
 
 
-def _read_softcap(fields: JsonFields, name: str, default: float) -> float:
+def read_softcap(fields: JsonFields, name: str, default: float) -> float:
     """null means none, an absent key the default of the published code."""
     if name not in fields.values:
         return default

@@ -19,6 +19,8 @@ from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4,
 from common.engine.models.deepseek_v4_names import layer_name
 from common.engine.models.gated_delta_net import delta_config
 from common.engine.models.gemma import GemmaLm, build_gemma_layer
+from common.engine.models.gemma4 import Gemma4Lm, build_gemma4_layer, gemma4_config
+from common.engine.models.gemma4_config import read_gemma4
 from common.engine.models.gemma_config import read_gemma
 from common.engine.models.gpt_oss import GptOssLm, build_gpt_oss_layer
 from common.engine.models.gpt_oss_config import read_gpt_oss
@@ -35,9 +37,11 @@ from common.engine.weights import same_name, text_name
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
 from common.layout.families import (
+    CachedHeads,
     compressed_components,
     gated_delta_components,
     gqa_components,
+    mixed_gqa_components,
     mla_components,
     sparse_mla_components,
     windowed_gqa_components,
@@ -134,6 +138,17 @@ def _gated_delta(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     return (*keys_values, *slots)
 
 
+def _mixed_gqa(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    family = gemma4_config(config)
+    shapes = [
+        CachedHeads(config.windows[layer], heads.kv_count, heads.dim)
+        if family.owners[layer] == layer
+        else None
+        for layer, heads in enumerate(family.heads)
+    ]
+    return mixed_gqa_components(shapes, dtype)
+
+
 _LLAMA = Family(read_llama, build_llama_layer, _gqa)
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
 _SPARSE = Family(read_sparse, build_sparse_layer, _sparse_mla, model=SparseLm)
@@ -145,6 +160,7 @@ _QWEN3_NEXT = Family(
     model=Qwen3NextLm,
     rename=rename_qwen3_next,
 )
+_GEMMA4 = Family(read_gemma4, build_gemma4_layer, _mixed_gqa, model=Gemma4Lm)
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
@@ -166,6 +182,8 @@ FAMILIES = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, rename=text_name),
     "GptOssForCausalLM": Family(read_gpt_oss, build_gpt_oss_layer, _gqa, model=GptOssLm),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_NEXT,

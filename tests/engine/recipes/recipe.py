@@ -44,6 +44,11 @@ YARN_ROPE: dict[str, object] = {
 }
 # The two mscales differ, so that the factor on cos and sin is not 1.
 MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}
+PROPORTIONAL_ROPE: dict[str, object] = {
+    "rope_type": "proportional",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+}
 DEFAULT_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
