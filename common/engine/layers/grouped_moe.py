@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.mlp import GatedMlp
+from common.engine.layers.mlp import Activation, GatedMlp, gated_silu
 from common.engine.layers.moe import MoeMlp
 from common.engine.mla_config import RouterConfig
 from common.engine.model_config import MoeConfig
@@ -24,20 +24,33 @@ SUM_EPSILON = 1e-20
 
 
 class GroupedMoeMlp(MoeMlp):
-    """hidden [T, hidden] to the same shape; stands where a plain MLP would."""
+    """hidden [T, hidden] to the same shape; stands where a plain MLP would.
+
+    expert_io_size: what experts are given and return, if it is not the hidden size.
+    """
 
     def __init__(
-        self, context: LayerContext, name: str, *, hidden_size: int, moe: MoeConfig
+        self,
+        context: LayerContext,
+        name: str,
+        *,
+        hidden_size: int,
+        moe: MoeConfig,
+        expert_io_size: int | None = None,
+        activation: Activation = gated_silu,
+        is_gated: bool = True,
     ) -> None:
         assert moe.router is not None
         super().__init__(
             context,
             name,
-            hidden_size=hidden_size,
+            hidden_size=expert_io_size or hidden_size,
             intermediate_size=moe.intermediate_size,
             expert_count=moe.expert_count,
             experts_per_token=moe.experts_per_token,
             is_normalized=moe.is_normalized,
+            activation=activation,
+            is_gated=is_gated,
         )
         self.router_config = moe.router
         self.router = context.empty_fp32(moe.expert_count, hidden_size)

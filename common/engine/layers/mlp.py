@@ -30,6 +30,11 @@ def gated_gelu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def squared_relu(up: Tensor) -> Tensor:
+    """relu(up)^2, of a layer without a gate."""
+    return F.relu(up).square()
+
+
 class GatedMlp:
     """activation: between the two products, if it is another one."""
 

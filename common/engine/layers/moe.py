@@ -17,7 +17,11 @@ from common.engine.weights import Piece, Weight
 
 
 class MoeMlp:
-    """hidden [T, hidden] to the same shape; stands where a plain MLP would."""
+    """hidden [T, hidden] to the same shape; stands where a plain MLP would.
+
+    is_gated: whether experts have a gate beside what they project up; then `activation` is given
+    both side by side, else one alone.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,9 @@ class MoeMlp:
         experts_per_token: int,
         is_normalized: bool,
         activation: Activation = gated_silu,
+        is_gated: bool = True,
     ) -> None:
+        self.parts = ("gate_proj", "up_proj") if is_gated else ("up_proj",)
         self.name = name
         self.parallel = context.parallel
         self.hidden_size = hidden_size
@@ -41,7 +47,7 @@ class MoeMlp:
         self.activation = activation
         self.inner = context.cut(intermediate_size)
         self.router = context.empty(expert_count, hidden_size)
-        self.gate_up = context.empty(expert_count, 2 * len(self.inner), hidden_size)
+        self.gate_up = context.empty(expert_count, len(self.parts) * len(self.inner), hidden_size)
         self.down = context.empty(expert_count, hidden_size, len(self.inner))
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -100,17 +106,18 @@ class MoeMlp:
                 self.gate_up[expert, place * width : (place + 1) * width],
             )
             for expert in range(self.expert_count)
-            for place, part in enumerate(("gate_proj", "up_proj"))
+            for place, part in enumerate(self.parts)
         )
 
     def _gate_up_stacked(self) -> tuple[Piece, ...]:
-        """[expert, 2 n, hidden], the gate's rows first."""
+        """[expert, 2 n, hidden], the gate's rows first; [expert, n, hidden] without gates."""
         size = self.intermediate_size
-        shape = (self.expert_count, 2 * size, self.hidden_size)
+        shape = (self.expert_count, len(self.parts) * size, self.hidden_size)
         width = len(self.inner)
+        name = "gate_up_proj" if len(self.parts) > 1 else "up_proj"
         return tuple(
             Piece(
-                f"{self.name}.experts.gate_up_proj",
+                f"{self.name}.experts.{name}",
                 shape,
                 (
                     slice(None),
@@ -119,7 +126,7 @@ class MoeMlp:
                 ),
                 self.gate_up[:, place * width : (place + 1) * width],
             )
-            for place in range(2)
+            for place in range(len(self.parts))
         )
 
     def _down_per_expert(self) -> tuple[Piece, ...]:
