@@ -225,3 +225,43 @@ def gated_delta_components(
         order="KV",
     )
     return conv, state
+
+
+def mamba_components(
+    *,
+    layers: tuple[int, ...],
+    heads: tuple[int, int],
+    groups: tuple[int, int],
+    kernel_size: int,
+    conv_dtype: str,
+) -> tuple[CacheComponent, ...]:
+    """Mamba-2: the last inputs of the convolution over x, B and C, and the state of each head.
+
+    Laid out as those of a gated delta rule; a state is [channel of x, channel of B] and fp32, since
+    it is summed up along all of a sequence. A group's B and C go wherever one of its heads goes.
+
+    heads: (count, channels of one), groups: (count, channels of B and of C in one).
+    """
+    kept_nbytes = (kernel_size - 1) * DTYPE_NBYTES[conv_dtype]
+    conv = CacheComponent(
+        name="conv",
+        layers=layers,
+        segments=tuple(
+            Segment(name, count, channels * kept_nbytes)
+            for name, (count, channels) in (("x", heads), ("b", groups), ("c", groups))
+        ),
+        live=SLOT,
+        shard=Shard.SPLIT,
+        dtype=conv_dtype,
+        order="channel-tap",
+    )
+    state = CacheComponent(
+        name="state",
+        layers=layers,
+        segments=(Segment("head", heads[0], heads[1] * groups[1] * DTYPE_NBYTES["float32"]),),
+        live=SLOT,
+        shard=Shard.SPLIT,
+        dtype="float32",
+        order="PS",
+    )
+    return conv, state

@@ -14,7 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.engine.recipes import compressed, delta, dense, gemma4, gpt_oss, latent, sparse, windowed
+from tests.engine.recipes import (
+    compressed,
+    delta,
+    dense,
+    gemma4,
+    gpt_oss,
+    latent,
+    mamba,
+    sparse,
+    windowed,
+)
 from tests.engine.recipes.latent import LATENT
 from tests.engine.recipes.recipe import COMMON, VOCAB_SIZE, Classes, Recipe
 
@@ -23,7 +33,7 @@ __all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
 # One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
 # 8 distinct tokens among 64, and the two best logits are never closer than 2e-3, hundreds of times
 # the difference in fp32.
-FAMILIES = (dense, latent, sparse, windowed, gemma4, compressed, gpt_oss, delta)
+FAMILIES = (dense, latent, sparse, windowed, gemma4, compressed, gpt_oss, delta, mamba)
 
 CLASSES: Classes = {
     architecture: pair for family in FAMILIES for architecture, pair in family.CLASSES.items()

@@ -99,4 +99,20 @@ CASES = (
     ),
     # 2 of 3 layers see 8 tokens, less than most pages have.
     Case("gpt_oss", lambda n: (n + 2 * min(n, 7)) * 2 * 2 * 16 * 4, (1, 7, 8, 17, 65, 150), 24),
+    # Keys and values of 2 heads of 8 on one layer, two slots: 3 inputs of 8 * 16 channels and of B
+    # and C, 2 groups of 8, and 8 states of 16 x 8. Groups and heads are fewer than 4 ranks.
+    Case(
+        "nemotron_h",
+        lambda n: n * 2 * 2 * 8 * 4 + 2 * (3 * (128 + 2 * 2 * 8) + 8 * 16 * 8) * 4,
+        (1, 3, 16, 65, 150),
+        output_count=32,
+        targets=(Shape(page_size=4), Shape(tp_size=4, pp_size=2, page_size=32)),
+    ),
+    # All of that on 2 layers: 8 heads of 12, 1 group, which both ranks normalise together.
+    Case(
+        "falcon_h1",
+        lambda n: 2 * (n * 2 * 2 * 8 + 3 * (96 + 2 * 8) + 8 * 12 * 8) * 4,
+        (1, 3, 16, 65, 150),
+        output_count=32,
+    ),
 )

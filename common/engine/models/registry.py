@@ -17,6 +17,8 @@ from common.engine.models.deepseek_sparse_config import read_sparse, sparse_conf
 from common.engine.models.deepseek_v4 import DeepseekV4Lm, build_deepseek_v4_layer
 from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
 from common.engine.models.deepseek_v4_names import layer_name
+from common.engine.models.falcon import FalconLm, build_falcon_layer, rename_falcon
+from common.engine.models.falcon_config import read_falcon
 from common.engine.models.gated_delta_net import delta_config
 from common.engine.models.gemma import GemmaLm, build_gemma_layer
 from common.engine.models.gemma4 import Gemma4Lm, build_gemma4_layer, gemma4_config
@@ -26,6 +28,9 @@ from common.engine.models.gpt_oss import GptOssLm, build_gpt_oss_layer
 from common.engine.models.gpt_oss_config import read_gpt_oss
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.llama_config import read_llama
+from common.engine.models.mamba_config import MambaFamily
+from common.engine.models.nemotron import NemotronLm, build_nemotron_layer, rename_nemotron
+from common.engine.models.nemotron_config import read_nemotron
 from common.engine.models.qwen3_moe import build_qwen3_moe_layer
 from common.engine.models.qwen3_next import (
     Qwen3NextLm,
@@ -41,6 +46,7 @@ from common.layout.families import (
     compressed_components,
     gated_delta_components,
     gqa_components,
+    mamba_components,
     mixed_gqa_components,
     mla_components,
     sparse_mla_components,
@@ -149,6 +155,28 @@ def _mixed_gqa(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     return mixed_gqa_components(shapes, dtype)
 
 
+def _mamba(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    family = config.family
+    assert isinstance(family, MambaFamily), config.architecture
+    mamba = family.mamba
+    slots = mamba_components(
+        layers=family.mamba_layers,
+        heads=(mamba.head_count, mamba.head_dim),
+        groups=(mamba.group_count, mamba.state_dim),
+        kernel_size=mamba.kernel_size,
+        conv_dtype=config.dtype,
+    )
+    keys_values = (
+        replace(
+            component,
+            layers=family.attention_layers,
+            order=component.order if family.is_rotated else "",
+        )
+        for component in _gqa(config, dtype)
+    )
+    return (*keys_values, *slots)
+
+
 _LLAMA = Family(read_llama, build_llama_layer, _gqa)
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
 _SPARSE = Family(read_sparse, build_sparse_layer, _sparse_mla, model=SparseLm)
@@ -178,6 +206,12 @@ FAMILIES = {
         _compressed,
         model=DeepseekV4Lm,
         rename=layer_name,
+    ),
+    "FalconH1ForCausalLM": Family(
+        read_falcon, build_falcon_layer, _mamba, model=FalconLm, rename=rename_falcon
+    ),
+    "NemotronHForCausalLM": Family(
+        read_nemotron, build_nemotron_layer, _mamba, model=NemotronLm, rename=rename_nemotron
     ),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,

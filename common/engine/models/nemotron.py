@@ -1,0 +1,201 @@
+"""Nemotron-H: a norm and one mixer in every layer, which is a Mamba-2 mixer, attention that rotates
+nothing, a plain MLP of squared ReLUs, or experts of such MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from common.engine.layers.grouped_moe import GroupedMoeMlp
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.mlp import squared_relu
+from common.engine.layers.norm import RmsNorm, WideNorm
+from common.engine.layers.rotary import RotaryEmbedding
+from common.engine.model_config import ModelConfig
+from common.engine.models.causal_lm import CausalLm
+from common.engine.models.layer_pass import LayerPass
+from common.engine.models.llama import GqaAttention
+from common.engine.models.mamba_mixer import MambaMixer
+from common.engine.models.nemotron_config import LayerKind, NemotronConfig
+from common.engine.models.pre_norm_layer import LayerMlp
+from common.engine.weights import Weight
+
+ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class PlainAttention(GqaAttention):
+    """`GqaAttention` without positions."""
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        token_count = hidden.shape[0]
+        heads = self.qkv(hidden).view(token_count, -1, self.head_dim)
+        query, key, value = torch.split(
+            heads, [self.head_count, self.kv_head_count, self.kv_head_count], dim=1
+        )
+        attended = layer_pass.attention.attend(self.layer, query, key, value)
+        return self.output(attended.reshape(token_count, -1))
+
+
+class SquaredMlp:
+    """down(relu(up(x))^2)."""
+
+    def __init__(
+        self, context: LayerContext, name: str, *, hidden_size: int, intermediate_size: int
+    ) -> None:
+        inner = context.cut(intermediate_size)
+        self.up = ColumnLinear(
+            context, hidden_size, [OutputBlock(f"{name}.up_proj", intermediate_size, inner)]
+        )
+        self.down = RowLinear(
+            context,
+            f"{name}.down_proj",
+            input_size=intermediate_size,
+            columns=inner,
+            output_size=hidden_size,
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.down(squared_relu(self.up(hidden)))
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.up.weights()
+        yield from self.down.weights()
+
+
+class LatentExperts(GroupedMoeMlp):
+    """Experts that may work on a projection of the hidden states, beside an MLP that does not.
+
+    Every rank has all of the two projections: what goes through them is the whole sum.
+    """
+
+    def __init__(self, context: LayerContext, name: str, config: ModelConfig) -> None:
+        assert config.moe is not None
+        hidden_size, io_size = config.hidden_size, nemotron_config(config).expert_io_size
+        super().__init__(
+            context,
+            name,
+            hidden_size=hidden_size,
+            moe=replace(config.moe, shared_size=0),
+            expert_io_size=io_size,
+            activation=squared_relu,
+            is_gated=False,
+        )
+        self.beside = SquaredMlp(
+            context,
+            f"{name}.shared_experts",
+            hidden_size=hidden_size,
+            intermediate_size=config.moe.shared_size,
+        )
+        self.into: ColumnLinear | None = None
+        self.back: ColumnLinear | None = None
+        if io_size != hidden_size:
+            self.into = _whole_linear(context, f"{name}.fc1_latent_proj", hidden_size, io_size)
+            self.back = _whole_linear(context, f"{name}.fc2_latent_proj", io_size, hidden_size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        shares, experts = self.route(hidden)
+        given = hidden if self.into is None else self.into(hidden)
+        routed = self.mix_experts(given, shares, experts)
+        if self.back is not None:
+            routed = self.back(routed)
+        return routed + self.beside(hidden)
+
+    def weights(self) -> Iterator[Weight]:
+        yield from super().weights()
+        yield from self.beside.weights()
+        if self.into is not None and self.back is not None:
+            yield from self.into.weights()
+            yield from self.back.weights()
+
+
+class NemotronLayer:
+    """x + mixer(norm(x)); an MLP needs nothing of the pass, the other mixers do."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        config: ModelConfig,
+        layer: int,
+        mixer: MambaMixer | PlainAttention | LayerMlp,
+    ) -> None:
+        self.norm = WideNorm(
+            context, f"model.layers.{layer}.norm", config.hidden_size, config.rms_norm_eps
+        )
+        self.mixer = mixer
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        normed = self.norm(hidden)
+        if isinstance(self.mixer, MambaMixer | PlainAttention):
+            return hidden + self.mixer(normed, layer_pass)
+        return hidden + self.mixer(normed)
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.norm.weights()
+        yield from self.mixer.weights()
+
+
+def build_nemotron_layer(context: LayerContext, config: ModelConfig, layer: int) -> NemotronLayer:
+    """The layer of a global id."""
+    nemotron = nemotron_config(config)
+    name, size = f"model.layers.{layer}.mixer", config.hidden_size
+    kind = nemotron.kinds[layer]
+    match kind:
+        case LayerKind.MAMBA:
+            mamba = MambaMixer(context, nemotron.mamba, name, layer, hidden_size=size)
+            return NemotronLayer(context, config, layer, mamba)
+        case LayerKind.ATTENTION:
+            attention = PlainAttention(context, config, layer)
+            return NemotronLayer(context, config, layer, attention)
+        case LayerKind.MLP:
+            mlp = SquaredMlp(
+                context, name, hidden_size=size, intermediate_size=config.intermediate_size
+            )
+            return NemotronLayer(context, config, layer, mlp)
+        case LayerKind.EXPERTS:
+            return NemotronLayer(context, config, layer, LatentExperts(context, name, config))
+        case _:
+            assert_never(kind)
+
+
+class NemotronLm(CausalLm):
+    """No rotations, and a last norm as the layers have them."""
+
+    def build_rotaries(self) -> dict[str, RotaryEmbedding]:
+        return {}
+
+    def build_norm(self) -> RmsNorm:
+        config = self.config
+        return WideNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+
+
+def rename_nemotron(name: str) -> str | None:
+    """Published names begin with "backbone.", those of transformers 5 with "model."."""
+    if name.startswith("mtp."):
+        return None
+    parts = name.split(".")
+    if parts[0] == "backbone":
+        parts[0] = "model"
+    ends = {"embeddings": "embed_tokens", "norm_f": "norm"}
+    if parts[0] == "model" and parts[1] in ends:
+        parts[1] = ends[parts[1]]
+    if len(parts) > 4 and parts[3] == "mixer" and parts[4] in ATTENTION_PARTS:
+        parts[3] = "self_attn"
+    return ".".join(parts)
+
+
+def nemotron_config(config: ModelConfig) -> NemotronConfig:
+    """What only these layers have."""
+    assert isinstance(config.family, NemotronConfig), config.architecture
+    return config.family
+
+
+def _whole_linear(
+    context: LayerContext, name: str, input_size: int, output_size: int
+) -> ColumnLinear:
+    """A projection that every rank computes all of."""
+    return ColumnLinear(context, input_size, [OutputBlock(name, output_size, range(output_size))])
