@@ -106,10 +106,10 @@ class TorchDelta:
     def step(self, inputs: DeltaInputs, states: Tensor) -> tuple[Tensor, Tensor]:
         query, key = normalized_query_key(inputs)
         states = states * inputs.log_decay.exp()[..., None]
-        recalled = (states * key[..., None]).sum(dim=-2)
+        recalled = (key[..., None, :] @ states)[..., 0, :]
         update = (inputs.value.float() - recalled) * inputs.beta.float()[..., None]
-        states = states + key[..., None] * update[..., None, :]
-        outputs = (states * query[..., None]).sum(dim=-2)
+        states.addcmul_(key[..., None], update[..., None, :])
+        outputs = (query[..., None, :] @ states)[..., 0, :]
         return outputs.to(inputs.value.dtype), states
 
     def run(self, inputs: DeltaInputs, rows: SequenceRows, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,37 +117,43 @@ class TorchDelta:
         chunks = rows.chunks(HEAD_CHUNK if is_per_head else CHANNEL_CHUNK)
         query, key = normalized_query_key(inputs)
         beta = inputs.beta.float()[..., None]
-        # All [chunk, head, row, ..] from here on. Rows that no token fills change nothing: their
-        # beta is zero, and so is their decay.
+        # All [chunk, head, row, ..]. Rows that no token fills change nothing: their beta is zero,
+        # and so is their decay.
         packed = [
             chunks.pack(values).transpose(1, 2)
             for values in (query, key, inputs.value.float() * beta, key * beta, inputs.log_decay)
         ]
-        query, key, value_beta, key_beta, log_decay = packed
-        decay = log_decay.cumsum(dim=2)
-        # What token i sees of token j of its chunk, by its query, and by its key times beta.
-        seen, corrected = _products(query, key_beta, key, decay)
-        # (1 + corrected below the diagonal) x = right: one token's correction contains all earlier.
-        right = torch.cat((value_beta, key_beta * decay.exp()), dim=-1)
-        solved = torch.linalg.solve_triangular(corrected, right, upper=False, unitriangular=True)
-        value_dim = value_beta.shape[-1]
-        updates, recalling = solved[..., :value_dim], solved[..., value_dim:]
-        last = decay[:, :, -1:]
-        query = query * decay.exp()
-        key = key * (last - decay).exp()
-        whole_decay = last.exp().transpose(2, 3)
-
         state = states[chunks.order]
-        outputs = torch.empty_like(updates)
+        outputs = torch.empty_like(packed[2])
+        # Wave by wave, so that what is in between stays small: fresh memory for all of a long
+        # prompt costs more than its products.
         for wave in chunks.waves:
             count = wave.stop - wave.start
-            before = state[:count]
-            update = updates[wave] - recalling[wave] @ before
-            outputs[wave] = query[wave] @ before + seen[wave] @ update
-            state[:count] = before * whole_decay[wave] + key[wave].transpose(2, 3) @ update
+            of_wave = [part[wave] for part in packed]
+            outputs[wave], state[:count] = _run_chunk(of_wave, state[:count])
         after = torch.empty_like(state)
         after[chunks.order] = state
         return chunks.unpack(outputs.transpose(1, 2)).to(inputs.value.dtype), after
+
+
+def _run_chunk(packed: list[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk of every sequence: (outputs, states after), from states before.
+
+    packed: query, key, value * beta, key * beta and log decay, each [sequence, head, row, ..].
+    """
+    query, key, value_beta, key_beta, log_decay = packed
+    decay = log_decay.cumsum(dim=2)
+    since_start, last = decay.exp(), decay[:, :, -1:]
+    # What token i sees of token j of its chunk, by its query, and by its key times beta.
+    seen, corrected = _products(query, key_beta, key, decay)
+    # (1 + corrected below the diagonal) x = right: one token's correction contains all earlier.
+    right = torch.cat((value_beta, key_beta * since_start), dim=-1)
+    solved = torch.linalg.solve_triangular(corrected, right, upper=False, unitriangular=True)
+    value_dim = value_beta.shape[-1]
+    update = solved[..., :value_dim] - solved[..., value_dim:] @ states
+    outputs = (query * since_start) @ states + seen @ update
+    kept = states * last.exp().transpose(2, 3)
+    return outputs, kept + (key * (last - decay).exp()).transpose(2, 3) @ update
 
 
 def normalized_query_key(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
