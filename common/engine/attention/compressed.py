@@ -17,15 +17,9 @@ from common.engine.attention.attention import CacheWriter
 from common.engine.attention.best_keys import KeyChoice, best_keys, choice_scores
 from common.engine.attention.blocks import BlockPass
 from common.engine.attention.buckets import bucket_by_pages
+from common.engine.attention.rows import Rows, picks_of
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import (
-    GatherIndex,
-    Geometry,
-    KvPool,
-    Plane,
-    Scratch,
-    gather_index,
-)
+from common.engine.kv_pool import KvPool, Scratch
 from common.layout.component import LiveKind
 
 WINDOW = "window"
@@ -59,31 +53,11 @@ class CompressedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Gathered items of B sequences, and which of them n queries each may see.
+class _Seen:
+    """What of a page group B sequences hold, and bool[B, n, items] that n queries each see."""
 
-    page_table: int64[B, pages]. is_item: bool[B, items], False where nothing of the sequence is.
-    is_seen: bool[B, n, items].
-    """
-
-    page_table: Tensor
-    is_item: Tensor
+    held: Rows
     is_seen: Tensor
-    indexes: dict[Geometry, GatherIndex] = field(default_factory=dict)
-
-    def read(self, plane: Plane, scratch: Scratch, dtype: torch.dtype) -> Tensor:
-        """[B, items, element], zero where nothing of the sequence is: a page's last owner may have
-        left values that are not finite, and a weight of 0 times NaN is NaN."""
-        if not self.page_table.shape[1]:
-            return plane.view.new_empty(
-                (len(self.page_table), 0, plane.view.shape[-1]), dtype=dtype
-            )
-        geometry = plane.geometry
-        if geometry not in self.indexes:
-            self.indexes[geometry] = gather_index(geometry, self.page_table)
-        gathered = plane.gather(self.indexes[geometry], scratch)[:, 0]
-        gathered.masked_fill_(~self.is_item[:, :, None], 0)
-        return plane.widen(gathered, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +72,7 @@ class _Part:
     sequences: Tensor
     positions: Tensor
     stops: tuple[int, ...]
-    groups: dict[int, _Rows] = field(default_factory=dict)
+    groups: dict[int, _Seen] = field(default_factory=dict)
 
 
 class CompressedPass:
@@ -138,9 +112,7 @@ class CompressedPass:
         for part in self._parts:
             keys, is_seen = self._read(part, WINDOW, layer, query.dtype)
             if blocks is not None:
-                more, is_more_seen = self._read(part, blocks, layer, query.dtype)
-                if choice is not None and choice.count < more.shape[1]:
-                    is_more_seen = is_more_seen & self._choose(part, choice, layer, is_more_seen)
+                more, is_more_seen = self._read_blocks(part, blocks, layer, query.dtype, choice)
                 keys = torch.cat((keys, more), dim=1)
                 is_seen = torch.cat((is_seen, is_more_seen), dim=2)
             output[part.rows] = attend_shared(query[part.rows], keys, is_seen, rule)
@@ -151,23 +123,44 @@ class CompressedPass:
         rule = SinkRule(query.shape[-1] ** -0.5, query.new_full((query.shape[1],), float("-inf")))
         return self.attend_compressed(layer, query, key[:, 0], rule, blocks=None)
 
-    def _choose(self, part: _Part, choice: KeyChoice, layer: int, is_seen: Tensor) -> Tensor:
-        keys, _ = self._read(part, choice.component, layer, choice.query.dtype)
-        scores = choice_scores(choice.query[part.rows], choice.weights[part.rows], keys)
-        return best_keys(scores.masked_fill_(~is_seen, float("-inf")), choice.count)
+    def _read_blocks(
+        self, part: _Part, blocks: str, layer: int, dtype: torch.dtype, choice: KeyChoice | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `_read`, of the blocks that are attended to."""
+        plane = self._pool.plane(blocks, layer)
+        seen = self._seen(part, plane.geometry.group)
+        if choice is None or choice.count >= seen.is_seen.shape[2]:
+            return self._read(part, blocks, layer, dtype)
+        index, _ = self._read(part, choice.component, layer, choice.query.dtype)
+        scores = choice_scores(choice.query[part.rows], choice.weights[part.rows], index)
+        scores.masked_fill_(~seen.is_seen, float("-inf"))
+        is_chosen = best_keys(scores, choice.count) & seen.is_seen
+        if part.rows.shape[1] > 1:
+            # Many queries choose most of the blocks between them.
+            rows, _ = self._read(part, blocks, layer, dtype)
+            return rows, is_chosen
+        picks = picks_of(is_chosen[:, 0], choice.count)
+        rows = seen.held.pick(plane, picks.items, dtype)
+        # What fills up a sequence with fewer blocks may be no number.
+        return rows.masked_fill_(~picks.is_picked[:, :, None], 0), picks.is_picked[:, None]
 
     def _read(
         self, part: _Part, component: str, layer: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """([B, items, element], bool[B, n, items] of what is seen)."""
         plane = self._pool.plane(component, layer)
-        group = plane.geometry.group
+        seen = self._seen(part, plane.geometry.group)
+        if not seen.is_seen.shape[2]:
+            shape = (len(part.sequences), 0, plane.view.shape[-1])
+            return plane.view.new_empty(shape, dtype=dtype), seen.is_seen
+        return seen.held.read(plane, self._scratches[component], dtype), seen.is_seen
+
+    def _seen(self, part: _Part, group: int) -> _Seen:
         if group not in part.groups:
             part.groups[group] = self._plan_rows(part, group)
-        rows = part.groups[group]
-        return rows.read(plane, self._scratches[component], dtype), rows.is_seen
+        return part.groups[group]
 
-    def _plan_rows(self, part: _Part, group: int) -> _Rows:
+    def _plan_rows(self, part: _Part, group: int) -> _Seen:
         live, page_items = self._pool.groups[group].live, self._pool.page_items[group]
         table = self._batch.page_tables[group]
         device = table.device
@@ -193,11 +186,11 @@ class CompressedPass:
             is_seen = (distance >= 0) & (distance < live.size)
         else:
             is_seen = items[:, None] < ((part.positions + 1) // live.size)[:, :, None]
-        return _Rows(
+        held = Rows(
             page_table=table[part.sequences[:, None], known].to(torch.int64),
-            is_item=(items >= starts) & (items < stops),
-            is_seen=is_seen,
+            is_token=(items >= starts) & (items < stops),
         )
+        return _Seen(held, is_seen)
 
 
 def attend_shared(query: Tensor, keys: Tensor, is_seen: Tensor, rule: SinkRule) -> Tensor:

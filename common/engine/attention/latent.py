@@ -13,7 +13,7 @@ A layer may restrict both to a `Selection` of the cached tokens; who makes one i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,11 @@ from torch import Tensor
 
 from common.engine.attention.attention import CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
+from common.engine.attention.rows import Picks, Rows
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import (
-    GatherIndex,
-    Geometry,
     KvPool,
-    Plane,
     Scratch,
-    gather_index,
 )
 
 LATENT = "latent"
@@ -64,37 +61,6 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Pages of some sequences, and the indexes made of them when they are first needed.
-
-    page_table: int64[B, pages]. is_token: bool[B, items], False for padding; None if items behind
-    the last token are cut off by the reader.
-    """
-
-    page_table: Tensor
-    is_token: Tensor | None
-    indexes: dict[Geometry, GatherIndex] = field(default_factory=dict)
-
-    def read(self, plane: Plane, scratch: Scratch, dtype: torch.dtype) -> Tensor:
-        """[B, items, row dim], zero where no token is: a page's last owner may have left values
-        there that are not finite, and a weight of 0 times NaN is NaN."""
-        geometry = plane.geometry
-        if geometry not in self.indexes:
-            self.indexes[geometry] = gather_index(geometry, self.page_table)
-        gathered = plane.gather(self.indexes[geometry], scratch)[:, 0]
-        if self.is_token is not None:
-            gathered.masked_fill_(~self.is_token[:, :, None], 0)
-        return plane.widen(gathered, dtype)
-
-    def pick(self, plane: Plane, items: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, k, row dim] of single items int64[B, k]."""
-        page_items = plane.geometry.page_items
-        page_index = torch.div(items, page_items, rounding_mode="floor")
-        picked = plane.pick(self.page_table.gather(1, page_index), items - page_index * page_items)
-        return plane.widen(picked[:, :, 0], dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class Decodes:
     """Sequences with one new token each, of similar length.
 
@@ -115,17 +81,6 @@ class Chunk:
     kv_length: int
     cached: Rows
     mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Picks:
-    """The cached tokens that some decodes see.
-
-    items: int64[B, k], of each sequence. is_picked: bool[B, k], False for filling.
-    """
-
-    items: Tensor
-    is_picked: Tensor
 
 
 @dataclass(frozen=True, slots=True)

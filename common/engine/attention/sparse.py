@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.best_keys import KeyChoice, best_keys, choice_scores
-from common.engine.attention.latent import Chunk, Decodes, LatentPass, Picks, Selection
+from common.engine.attention.latent import Chunk, Decodes, LatentPass, Selection
+from common.engine.attention.rows import Picks, picks_of
 
 INDEX_KEY = "index_k"
 
@@ -38,8 +39,7 @@ def _pick(attention: LatentPass, layer: int, decodes: Decodes, choice: KeyChoice
     is_token = decodes.cached.is_token
     assert is_token is not None, "decodes are padded"
     sequence_count, item_count = keys.shape[:2]
-    items = torch.zeros(sequence_count, count + 1, dtype=torch.int64, device=keys.device)
-    is_picked = torch.empty(sequence_count, count, dtype=torch.bool, device=keys.device)
+    found: list[Picks] = []
     step = max(1, SCORES_MAX // (item_count * choice.query.shape[1]))
     for first in range(0, sequence_count, step):
         some = slice(first, first + step)
@@ -47,14 +47,10 @@ def _pick(attention: LatentPass, layer: int, decodes: Decodes, choice: KeyChoice
         queries, weights = choice.query[rows, None], choice.weights[rows, None]
         scores = choice_scores(queries, weights, keys[some])[:, 0]
         scores.masked_fill_(~is_token[some], float("-inf"))
-        is_chosen = best_keys(scores, count) & is_token[some]
-        # Chosen items move to the front in their order; the others all fall into the last column.
-        numbers = is_chosen.cumsum(-1)
-        columns = torch.where(is_chosen, numbers - 1, count)
-        places = torch.arange(item_count, device=keys.device).expand_as(columns)
-        items[some].scatter_(1, columns, places)
-        is_picked[some] = torch.arange(count, device=keys.device) < numbers[:, -1:]
-    return Picks(items[:, :count], is_picked)
+        found.append(picks_of(best_keys(scores, count) & is_token[some], count))
+    return Picks(
+        torch.cat([picks.items for picks in found]), torch.cat([p.is_picked for p in found])
+    )
 
 
 def _mask(attention: LatentPass, layer: int, chunk: Chunk, choice: KeyChoice) -> Tensor | None:
