@@ -150,6 +150,13 @@ class PrefillPeers:
         if differences or layout is None:
             self._refuse(peer, "; ".join(differences), now)
             return
+        other = self._of_incarnation(welcome.incarnation)
+        if other is not None and other is not peer:
+            # Workers know a peer by its incarnation, so it may stand for one open link only.
+            if other.phase not in (Phase.DIALING, Phase.REFUSED):
+                self._refuse(peer, f"incarnation: {other.link} is the same process", now)
+                return
+            other.incarnation = ""
         peer.incarnation = welcome.incarnation
         peer.layout = layout
         peer.hand_over = hand_over

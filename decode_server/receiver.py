@@ -63,6 +63,13 @@ class Receiver:
     def is_known(self, transfer_id: int) -> bool:
         return transfer_id in self._under_way or transfer_id in self._abandoned
 
+    def link_of(self, transfer_id: int) -> str | None:
+        """The link of the server that writes for a transfer; None if there is no such transfer."""
+        if transfer_id in self._under_way:
+            return self._under_way[transfer_id].link
+        abandoned = self._abandoned.get(transfer_id)
+        return abandoned.transfer.link if abandoned is not None else None
+
     def counts_by_link(self) -> dict[str, int]:
         """Hand-overs under way per prefill server."""
         return dict(Counter(transfer.link for transfer in self._under_way.values()))

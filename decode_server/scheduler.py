@@ -223,11 +223,11 @@ class DecodeScheduler:
     def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
         match message:
             case TransferDone():
-                self._handle_done(message, now)
+                self._handle_done(link, message, now)
             case TransferFailed():
-                self._handle_failed(message, now)
+                self._handle_failed(link, message, now)
             case Quiesced():
-                if message.peer_incarnation == self._facts.incarnation:
+                if self._is_from_writer(link, message.transfer_id, message.peer_incarnation):
                     self._receiver.apply_quiet(message.transfer_id)
             case Heartbeat():
                 self._peers.handle_heartbeat(link, message, now)
@@ -242,18 +242,26 @@ class DecodeScheduler:
             case _:
                 self._counters["stale_messages"] += 1
 
-    def _take_transfer(self, transfer_id: int, peer_incarnation: str) -> Transfer | None:
+    def _is_from_writer(self, link: str, transfer_id: int, peer_incarnation: str) -> bool:
+        """Whether a terminal message may be taken for proof: it is meant for this process and came
+        on the link of the server that was asked. Nobody's word counts for another's writes."""
+        writer_link = self._receiver.link_of(transfer_id)
+        if peer_incarnation == self._facts.incarnation and writer_link == link:
+            return True
+        self._counters["stale_messages"] += 1
+        return False
+
+    def _take_transfer(self, link: str, transfer_id: int, peer_incarnation: str) -> Transfer | None:
         """The transfer a terminal message belongs to; pages of an abandoned one come back."""
-        if peer_incarnation != self._facts.incarnation:
-            self._counters["stale_messages"] += 1
+        if not self._is_from_writer(link, transfer_id, peer_incarnation):
             return None
         transfer = self._receiver.take(transfer_id)
-        if transfer is None and not self._receiver.apply_quiet(transfer_id):
-            self._counters["stale_messages"] += 1
+        if transfer is None:
+            self._receiver.apply_quiet(transfer_id)
         return transfer
 
-    def _handle_done(self, done: TransferDone, now: float) -> None:
-        transfer = self._take_transfer(done.transfer_id, done.peer_incarnation)
+    def _handle_done(self, link: str, done: TransferDone, now: float) -> None:
+        transfer = self._take_transfer(link, done.transfer_id, done.peer_incarnation)
         if transfer is None:
             return
         request = transfer.request
@@ -287,8 +295,8 @@ class DecodeScheduler:
         finish = self._batcher.finish_of(sequence)
         self._endings.tell_token(request, done.first_token, logprobs, finish, now)
 
-    def _handle_failed(self, failed: TransferFailed, now: float) -> None:
-        transfer = self._take_transfer(failed.transfer_id, failed.peer_incarnation)
+    def _handle_failed(self, link: str, failed: TransferFailed, now: float) -> None:
+        transfer = self._take_transfer(link, failed.transfer_id, failed.peer_incarnation)
         if transfer is None:
             return
         request = transfer.request

@@ -3,6 +3,9 @@
     Hello -> WELCOMED -> Attach -> CONNECTING -> every rank connected -> CONNECTED
                               any failure or silence -> CLOSING -> every rank closed -> forgotten
 
+A peer is bound to the link it said Hello on: whatever another link says in its name is refused, for
+incarnation ids are shown to operators and prove nothing. A link speaks for one process at a time.
+
 Knows nothing of requests: it says which peer was lost, and the scheduler ends that peer's requests.
 """
 
@@ -43,6 +46,7 @@ PEER_COUNT_MAX = 256
 # Refused decode servers that operators are shown, and for how long after their last attempt.
 REFUSED_COUNT_MAX = 16
 REFUSED_SHOWN_S = 3 * REFUSED_RETRY_S
+SPOKEN_FOR = "incarnation: another link speaks for this process already"
 
 
 class Phase(StrEnum):
@@ -95,9 +99,14 @@ class DecodePeers:
         self._refused: dict[str, RefusedPeer] = {}
         self.refused_count = 0
 
-    def connected(self, incarnation: str) -> DecodePeer | None:
-        peer = self._peers.get(incarnation)
+    def connected(self, incarnation: str, link: str) -> DecodePeer | None:
+        peer = self._of(incarnation, link)
         return peer if peer is not None and peer.phase is Phase.CONNECTED else None
+
+    def _of(self, incarnation: str, link: str) -> DecodePeer | None:
+        """The peer that a message is of, if it came on that peer's own link."""
+        peer = self._peers.get(incarnation)
+        return peer if peer is not None and peer.link == link else None
 
     def count_transfer(self, incarnation: str, change: int) -> None:
         """Keep the number of a peer's transfers that are shown to operators."""
@@ -110,24 +119,36 @@ class DecodePeers:
     def handle_hello(self, link: str, hello: Hello, now: float) -> str | None:
         """Welcome or refuse. Returns the incarnation of a peer that is lost by dialling anew."""
         known = self._peers.get(hello.incarnation)
+        if known is not None and known.link != link:
+            # Either two names of ours are dialled by one process, or it lies. If it has dialled
+            # anew, its old link falls silent and it is welcome when it asks again.
+            self._refuse(link, hello.incarnation, [SPOKEN_FOR], now)
+            return None
         if known is not None and known.phase is Phase.WELCOMED:
-            known.link = link
             self._send_welcome(known)
             return None
         if known is not None:
             # It dropped what we are connected to: close our side; its next Hello starts afresh.
             return hello.incarnation if self.lose(hello.incarnation, "it dialled anew") else None
+        lost = self._lose_predecessor(link)
         differences, layout = self._differences(hello)
         if len(self._peers) >= PEER_COUNT_MAX:
             differences.append(f"peers: {PEER_COUNT_MAX} decode servers are connected already")
         if differences or layout is None:
             self._refuse(link, hello.incarnation, differences, now)
-            return None
+            return lost
         self._refused.pop(hello.incarnation, None)
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
         peer.hand_over = self._agree(hello)
         self._peers[hello.incarnation] = peer
         self._send_welcome(peer)
+        return lost
+
+    def _lose_predecessor(self, link: str) -> str | None:
+        """Close the process that spoke on this link before; its incarnation if there was one."""
+        for peer in list(self._peers.values()):
+            if peer.link == link and self.lose(peer.incarnation, "another process took its link"):
+                return peer.incarnation
         return None
 
     def _refuse(self, link: str, incarnation: str, differences: list[str], now: float) -> None:
@@ -180,13 +201,12 @@ class DecodePeers:
 
     def handle_attach(self, link: str, attach: Attach, now: float) -> bool:
         """Connect every rank to the ranks it announced, if the announcement holds together."""
-        peer = self._peers.get(attach.incarnation)
+        peer = self._of(attach.incarnation, link)
         if attach.peer_incarnation != self._facts.incarnation or peer is None:
             self.detach_unknown(link, attach.incarnation)
             return False
         if peer.phase is not Phase.WELCOMED:
             return False
-        peer.link = link
         peer.liveness.heard_at = now
         try:
             peer.page_counts = announced_page_counts(peer.layout, attach.ranks)
@@ -226,12 +246,18 @@ class DecodePeers:
     # ---- liveness --------------------------------------------------------------------------------
 
     def handle_heartbeat(self, link: str, beat: Heartbeat, now: float) -> None:
-        peer = self._peers.get(beat.incarnation)
+        peer = self._of(beat.incarnation, link)
         if peer is None or peer.phase is Phase.CLOSING:
             self.detach_unknown(link, beat.incarnation)
             return
-        peer.link = link
         peer.liveness.apply_heartbeat(beat, now)
+
+    def handle_detached(self, link: str, message: Detached) -> bool:
+        """Close a peer that asks for it; False if it has no say in this."""
+        is_ours = message.peer_incarnation == self._facts.incarnation
+        if not is_ours or self._of(message.incarnation, link) is None:
+            return False
+        return self.lose(message.incarnation, f"it detached: {message.reason}")
 
     def lose(self, incarnation: str, reason: str) -> bool:
         """Close a peer; False if it was closing already or is unknown."""

@@ -51,6 +51,12 @@ class Rendezvous:
     def holds_reservation(self, room: int) -> bool:
         return room in self._rooms and self._rooms[room].reservation is not None
 
+    def holds_transfer(self, transfer_id: int) -> bool:
+        return any(
+            room.reservation is not None and room.reservation.message.transfer_id == transfer_id
+            for room in self._rooms.values()
+        )
+
     def offer(self, room: int, request: PrefillRequest, now: float) -> Reservation | None:
         """Bring the client's half; the other half if it is there, and then the room is empty."""
         self._given_up.pop(room, None)  # a router that uses a room again begins anew
@@ -87,10 +93,13 @@ class Rendezvous:
         ended = self._given_up.get(room)
         return ended.failure if ended is not None and now < ended.until else None
 
-    def withdraw_transfer(self, transfer_id: int) -> bool:
-        """Forget a reservation; whether it was waiting here."""
+    def withdraw_transfer(self, transfer_id: int, peer: str, link: str) -> bool:
+        """Forget a reservation of this peer and link; whether it was waiting here."""
         for number, room in self._rooms.items():
-            if room.reservation and room.reservation.message.transfer_id == transfer_id:
+            half = room.reservation
+            if half is None or half.message.transfer_id != transfer_id:
+                continue
+            if (half.peer, half.link) == (peer, link):
                 del self._rooms[number]
                 return True
         return False

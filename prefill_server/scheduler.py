@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from common.protocol.handshake import check_transfer_request
 from common.protocol.local import (
     Cancel,
     Failed,
@@ -33,7 +32,6 @@ from common.protocol.peer import (
     Detached,
     Heartbeat,
     Hello,
-    Quiesced,
     TransferRequest,
 )
 from common.scheduling.batcher import Batcher, BatchLimits, ChunkDone, TokenDone
@@ -55,8 +53,9 @@ from common.scheduling.transitions import PrefillEvent, PrefillState
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
 from prefill_server.rendezvous import Rendezvous
-from prefill_server.request import Failure, PrefillRequest, Reservation
+from prefill_server.request import Failure, PrefillRequest
 from prefill_server.requests import RequestTable
+from prefill_server.reservations import Reservations
 from prefill_server.sender import Sender
 
 # A request that does not fit is passed over for smaller ones at most this long; then it is next.
@@ -96,6 +95,17 @@ class PrefillScheduler:
             self._rendezvous,
             self._peers,
             self._outbox,
+        )
+        self._reservations = Reservations(
+            facts,
+            self._table,
+            self._rendezvous,
+            self._sender,
+            self._peers,
+            self._endings,
+            self._outbox,
+            request_token_max=self.request_token_max,
+            queue_max=limits.queue_max,
         )
         self._counters = dict.fromkeys(("requests", "stale_messages"), 0.0)
 
@@ -188,7 +198,7 @@ class PrefillScheduler:
             )
             reservation = self._rendezvous.offer(room, request, now)
             if reservation is not None:
-                self._pair(request, reservation, now)
+                self._reservations.pair(request, reservation, now)
 
     def _refuse(self, submit: Submit, status: int, message: str) -> None:
         kind = "queue_full" if status == 503 else "bad_request"
@@ -208,94 +218,15 @@ class PrefillScheduler:
             case Heartbeat():
                 self._peers.handle_heartbeat(link, message, now)
             case TransferRequest():
-                self._handle_reservation(link, message, now)
+                self._reservations.handle(link, message, now)
             case Abort():
-                self._handle_abort(link, message, now)
+                self._reservations.handle_abort(link, message, now)
             case Detached():
-                if message.peer_incarnation == self._facts.incarnation:
-                    self._lose(message.incarnation, f"it detached: {message.reason}", now)
+                if self._peers.handle_detached(link, message):
+                    reason = f"it detached: {message.reason}"
+                    self._end_requests_of(message.incarnation, reason, now)
             case _:
                 self._counters["stale_messages"] += 1
-
-    def _handle_reservation(self, link: str, message: TransferRequest, now: float) -> None:
-        peer = self._peers.connected(message.incarnation)
-        if peer is None or message.peer_incarnation != self._facts.incarnation:
-            self._counters["stale_messages"] += 1
-            self._peers.detach_unknown(link, message.incarnation)
-            return
-        if self._table.of_transfer(message.transfer_id) is not None:
-            self._counters["stale_messages"] += 1
-            return
-        reservation = Reservation(link, message.incarnation, message)
-        problem = check_transfer_request(self._facts.layout, peer.layout, peer.page_counts, message)
-        if problem is None and message.token_count > self.request_token_max:
-            problem = f"token_count={message.token_count}: at most {self.request_token_max} here"
-        if problem is not None:
-            self._endings.reply_failed(reservation, Failure("bad_reservation", problem, 400))
-        elif message.room is not None:
-            self._meet(message.room, reservation, now)
-        elif len(self._table) >= self._limits.queue_max:
-            text = f"queue full: {len(self._table)} requests"
-            failure = Failure("queue_full", text, 503, is_retryable=True)
-            self._endings.reply_failed(reservation, failure)
-        else:
-            assert message.sampling is not None, "checked with the reservation"
-            request = self._table.add(
-                client_id=None,
-                token_ids=message.token_ids,
-                prompt_count=message.prompt_count,
-                sampling=message.sampling,
-                budget_s=message.budget_ms / 1000,
-                room=None,
-                now=now,
-            )
-            self._pair(request, reservation, now)
-
-    def _meet(self, room: int, reservation: Reservation, now: float) -> None:
-        if self._rendezvous.holds_reservation(room):
-            text = f"bootstrap_room={room}: already reserved by another request"
-            self._endings.reply_failed(reservation, Failure("bad_reservation", text, 400))
-            return
-        given_up = self._rendezvous.why_given_up(room, now)
-        if given_up is not None:
-            self._endings.reply_failed(reservation, given_up)
-            return
-        request = self._rendezvous.reserve(room, reservation, now)
-        if request is not None:
-            self._pair(request, reservation, now)
-
-    def _pair(self, request: PrefillRequest, reservation: Reservation, now: float) -> None:
-        wanted = reservation.message.token_count
-        if wanted != len(request.token_ids):
-            text = f"prompt of {len(request.token_ids)} tokens here, {wanted} on the decode server"
-            failure = Failure("prompt_mismatch", text, 400)
-            self._endings.reply_failed(reservation, failure)
-            self._endings.fail(request, failure, now)
-            return
-        self._table.attach(request, reservation, now)
-        self._peers.count_transfer(reservation.peer, +1)
-        request.queued_at = now
-        request.advance(PrefillEvent.PAIRED)
-        self._table.queue[request.request_id] = request
-
-    def _handle_abort(self, link: str, message: Abort, now: float) -> None:
-        if message.peer_incarnation != self._facts.incarnation:
-            self._counters["stale_messages"] += 1
-            return
-        request = self._table.of_transfer(message.transfer_id)
-        if request is None:
-            if not self._sender.is_quiet(message.transfer_id):
-                return
-            self._rendezvous.withdraw_transfer(message.transfer_id)
-            self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
-            return
-        request.is_abort_asked = True
-        text = f"the decode server gave up: {message.reason}"
-        failure = Failure("aborted", text, 499)
-        if request.client_id is not None:
-            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
-            failure = Failure("other_half_aborted", text, 500)
-        self._endings.fail(request, failure, now)
 
     def _lose(self, incarnation: str, reason: str, now: float) -> None:
         if self._peers.lose(incarnation, reason):
@@ -429,6 +360,7 @@ class PrefillScheduler:
             counters={
                 **self._counters,
                 **self._endings.counters,
+                "stale_messages": self._counters["stale_messages"] + self._reservations.stale_count,
                 "refused_peers": float(self._peers.refused_count),
             },
             page_groups=self.account.states(self._facts.layout),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.protocol.peer import TransferRequest
 from common.request import Bootstrap
+from common.scheduling.events import FromPeer
 from prefill_server.rendezvous import GIVEN_UP_COUNT_MAX, REQUEST_TIMEOUT_S, RESERVATION_TIMEOUT_S
 from tests.sim.world import Client, Node, World
 
@@ -107,3 +109,24 @@ def test_a_lone_request_waits_longer_than_a_lone_reservation(world: World) -> No
     assert client.finals == []
     world.run(world.now + 20.0)
     assert client.failure.startswith(("timed_out", "rendezvous_timeout"))
+
+
+def test_one_transfer_can_not_wait_in_two_rooms(world: World) -> None:
+    """Whoever may reserve can name any id: its second room is not taken, and nothing breaks."""
+    for room in (71, 72):
+        request = TransferRequest(
+            transfer_id=9,
+            incarnation=decode(world).facts.incarnation,
+            peer_incarnation=prefill(world).facts.incarnation,
+            token_count=len(PROMPT),
+            pages=[(0, list(range(1, 1 + len(PROMPT) // 4)))],
+            budget_ms=20_000,
+            writers=[0],
+            room=room,
+        )
+        prefill(world).feed(FromPeer("d0", request))
+    clients = [
+        world.submit(prefill(world), PROMPT, 1, Bootstrap("p0", 1, room)) for room in (71, 72)
+    ]
+    world.run(world.now + REQUEST_TIMEOUT_S + 1)
+    assert [client.finals for client in clients] == [["finished"], ["failed"]]

@@ -1,0 +1,140 @@
+"""What decode servers ask for: reservations checked, paired with their requests, and given up.
+
+Whatever is asked concerns only transfers of the peer and link that asks. Knows nothing of compute.
+"""
+
+from __future__ import annotations
+
+from common.protocol.handshake import check_transfer_request
+from common.protocol.peer import Abort, Quiesced, TransferRequest
+from common.scheduling.facts import ServerFacts
+from common.scheduling.peers import Outbox
+from common.scheduling.transitions import PrefillEvent
+from prefill_server.decode_peers import DecodePeers
+from prefill_server.endings import Endings
+from prefill_server.rendezvous import Rendezvous
+from prefill_server.request import Failure, PrefillRequest, Reservation
+from prefill_server.requests import RequestTable
+from prefill_server.sender import Sender
+
+
+class Reservations:
+    """Composed of the parts that hold something of a request.
+
+    stale_count: messages that were meant for another process, or came from one that has no say.
+    """
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        table: RequestTable,
+        rendezvous: Rendezvous,
+        sender: Sender,
+        peers: DecodePeers,
+        endings: Endings,
+        outbox: Outbox,
+        *,
+        request_token_max: int,
+        queue_max: int,
+    ) -> None:
+        self._facts = facts
+        self._table = table
+        self._rendezvous = rendezvous
+        self._sender = sender
+        self._peers = peers
+        self._endings = endings
+        self._outbox = outbox
+        self._request_token_max = request_token_max
+        self._queue_max = queue_max
+        self.stale_count = 0
+
+    def handle(self, link: str, message: TransferRequest, now: float) -> None:
+        peer = self._peers.connected(message.incarnation, link)
+        if peer is None or message.peer_incarnation != self._facts.incarnation:
+            self.stale_count += 1
+            self._peers.detach_unknown(link, message.incarnation)
+            return
+        transfer_id = message.transfer_id
+        if self._table.of_transfer(transfer_id) or self._rendezvous.holds_transfer(transfer_id):
+            self.stale_count += 1
+            return
+        reservation = Reservation(link, message.incarnation, message)
+        problem = check_transfer_request(self._facts.layout, peer.layout, peer.page_counts, message)
+        if problem is None and message.token_count > self._request_token_max:
+            problem = f"token_count={message.token_count}: at most {self._request_token_max} here"
+        if problem is not None:
+            self._endings.reply_failed(reservation, Failure("bad_reservation", problem, 400))
+        elif message.room is not None:
+            self._meet(message.room, reservation, now)
+        elif len(self._table) >= self._queue_max:
+            text = f"queue full: {len(self._table)} requests"
+            failure = Failure("queue_full", text, 503, is_retryable=True)
+            self._endings.reply_failed(reservation, failure)
+        else:
+            assert message.sampling is not None, "checked with the reservation"
+            request = self._table.add(
+                client_id=None,
+                token_ids=message.token_ids,
+                prompt_count=message.prompt_count,
+                sampling=message.sampling,
+                budget_s=message.budget_ms / 1000,
+                room=None,
+                now=now,
+            )
+            self.pair(request, reservation, now)
+
+    def _meet(self, room: int, reservation: Reservation, now: float) -> None:
+        if self._rendezvous.holds_reservation(room):
+            text = f"bootstrap_room={room}: already reserved by another request"
+            self._endings.reply_failed(reservation, Failure("bad_reservation", text, 400))
+            return
+        given_up = self._rendezvous.why_given_up(room, now)
+        if given_up is not None:
+            self._endings.reply_failed(reservation, given_up)
+            return
+        waiting_count = self._rendezvous.reservation_count
+        if waiting_count >= self._queue_max:
+            text = f"queue full: {waiting_count} reservations wait for their requests"
+            self._endings.reply_failed(reservation, Failure("queue_full", text, 503))
+            return
+        request = self._rendezvous.reserve(room, reservation, now)
+        if request is not None:
+            self.pair(request, reservation, now)
+
+    def pair(self, request: PrefillRequest, reservation: Reservation, now: float) -> None:
+        wanted = reservation.message.token_count
+        if wanted != len(request.token_ids):
+            text = f"prompt of {len(request.token_ids)} tokens here, {wanted} on the decode server"
+            failure = Failure("prompt_mismatch", text, 400)
+            self._endings.reply_failed(reservation, failure)
+            self._endings.fail(request, failure, now)
+            return
+        self._table.attach(request, reservation, now)
+        self._peers.count_transfer(reservation.peer, +1)
+        request.queued_at = now
+        request.advance(PrefillEvent.PAIRED)
+        self._table.queue[request.request_id] = request
+
+    def handle_abort(self, link: str, message: Abort, now: float) -> None:
+        if message.peer_incarnation != self._facts.incarnation:
+            self.stale_count += 1
+            return
+        request = self._table.of_transfer(message.transfer_id)
+        if request is None:
+            if not self._sender.is_quiet(message.transfer_id):
+                return
+            self._rendezvous.withdraw_transfer(message.transfer_id, message.incarnation, link)
+            self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
+            return
+        reservation = request.reservation
+        assert reservation is not None, "a transfer is known by its reservation"
+        if (reservation.peer, reservation.link) != (message.incarnation, link):
+            self.stale_count += 1
+            return
+        request.is_abort_asked = True
+        text = f"the decode server gave up: {message.reason}"
+        failure = Failure("aborted", text, 499)
+        if request.client_id is not None:
+            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
+            failure = Failure("other_half_aborted", text, 500)
+        self._endings.fail(request, failure, now)
