@@ -74,10 +74,12 @@ def run_sections(report: Report, args: argparse.Namespace, device: torch.device)
     from tests.gpu.attention_section import check_attention_section
     from tests.gpu.handover_section import check_handover_section
     from tests.gpu.pair_section import LLAMA_8B, TINY, check_pair_section
+    from tests.gpu.recurrence_section import check_recurrence_section
 
     if "attention" in args.only:
         with report.section("attention") as section:
             check_attention_section(section, device)
+            check_recurrence_section(section, device)
     release(device)
     if "handover" in args.only:
         with report.section("handover") as section:

@@ -8,6 +8,7 @@ import torch
 from tests.gpu.attention_section import check_attention_section
 from tests.gpu.handover_section import check_handover_section
 from tests.gpu.native_build import build_native
+from tests.gpu.recurrence_section import check_recurrence_section
 from tests.gpu.report import Section
 
 pytestmark = [
@@ -22,6 +23,12 @@ HANDOVER_NBYTES = 256 << 20
 def test_attention_and_sampling_agree_with_the_reference() -> None:
     section = Section("attention")
     check_attention_section(section, torch.device("cuda", 0))
+    assert section.checks and not section.has_failed, section.checks
+
+
+def test_recurrences_agree_with_the_reference() -> None:
+    section = Section("recurrence")
+    check_recurrence_section(section, torch.device("cuda", 0))
     assert section.checks and not section.has_failed, section.checks
 
 

@@ -86,7 +86,7 @@ def check_delta_kernels(candidate: DeltaKernels, shape: DeltaShape) -> float:
     worst = 0.0
     for lengths in _CHECK_LENGTHS:
         rows = SequenceRows(lengths, shape.device)
-        inputs, states = _random_inputs(shape, sum(lengths), len(lengths))
+        inputs, states = random_inputs(shape, sum(lengths), len(lengths))
         expected = apply_delta_rule(TorchDelta(), inputs, rows, states)
         actual = apply_delta_rule(candidate, inputs, rows, states)
         for wanted, found in zip(expected, actual, strict=True):
@@ -98,9 +98,10 @@ def check_delta_kernels(candidate: DeltaKernels, shape: DeltaShape) -> float:
     return worst
 
 
-def _random_inputs(
+def random_inputs(
     shape: DeltaShape, token_count: int, sequence_count: int
 ) -> tuple[DeltaInputs, Tensor]:
+    """Inputs and states before them, the same every time."""
     generator = torch.Generator().manual_seed(token_count)
 
     def draw(*size: int) -> Tensor:
