@@ -17,11 +17,9 @@ from common.engine.layers.embedding import VocabTable
 from common.engine.layers.layer_context import LayerContext
 from common.engine.loader import load_model, read_served_config
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.registry import FAMILIES
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (
-    CLASSES,
     RECIPES,
     build_checkpoint,
     edit_config,
@@ -294,7 +292,3 @@ def test_served_dtype_overrides_the_checkpoint(tiny_checkpoint: Checkpoints) -> 
     path = tiny_checkpoint("llama")
     assert read_served_config(path).dtype == "float32"
     assert read_served_config(path, dtype="bfloat16").dtype == "bfloat16"
-
-
-def test_every_supported_architecture_has_a_family() -> None:
-    assert set(FAMILIES) == set(CLASSES)
