@@ -23,6 +23,7 @@ HAS_SIGMOID_ROUTER = {
     "DeepseekV32ForCausalLM": True,
     "GlmMoeDsaForCausalLM": True,
 }
+IS_SPARSE_MLP = {"dense": False, "sparse": True}
 
 
 def read_deepseek(source: CheckpointConfig) -> ModelConfig:
@@ -74,3 +75,16 @@ def read_grouped_experts(fields: JsonFields, layer_count: int, *, is_sigmoid: bo
         router=read_router(fields, is_sigmoid=is_sigmoid, expert_count=expert_count),
         shared_size=fields.integer("n_shared_experts", 0, minimum=0) * intermediate_size,
     )
+
+
+def read_mlp_types(fields: JsonFields, moe: MoeConfig, layer_count: int) -> MoeConfig:
+    """`mlp_layer_types`, where it is there, says what `first_k_dense_replace` says otherwise."""
+    kinds = fields.texts("mlp_layer_types")
+    if not kinds:
+        return moe
+    if len(kinds) != layer_count or any(kind not in IS_SPARSE_MLP for kind in kinds):
+        raise fields.error(
+            "mlp_layer_types", f"one of {', '.join(IS_SPARSE_MLP)} for each of {layer_count} layers"
+        )
+    layers = tuple(layer for layer, kind in enumerate(kinds) if IS_SPARSE_MLP[kind])
+    return replace(moe, layers=layers)

@@ -6,12 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.model_config import FamilyConfig, ModelConfig
 from common.engine.model_reading import CheckpointConfig
-from common.engine.models.deepseek_config import read_deepseek
+from common.engine.models.deepseek_config import read_deepseek, read_mlp_types
 
 LAYER_TYPE = "indexed_attention"
-IS_SPARSE_MLP = {"dense": False, "sparse": True}
 IS_OWN_CHOICE = {"full": True, "F": True, "shared": False, "S": False}
 
 
@@ -73,7 +72,7 @@ def read_sparse(source: CheckpointConfig) -> ModelConfig:
     layers = range(base.layer_count)
     return replace(
         base,
-        moe=_read_mlp_types(fields, base.moe, base.layer_count),
+        moe=read_mlp_types(fields, base.moe, base.layer_count),
         family=SparseConfig(
             head_count=fields.integer("index_n_heads"),
             head_dim=head_dim,
@@ -116,16 +115,3 @@ def _read_choosers(fields: JsonFields, base: ModelConfig) -> list[bool]:
     if not chooses[0]:
         raise fields.error(key, "such that the first layer chooses: there is none before it")
     return chooses
-
-
-def _read_mlp_types(fields: JsonFields, moe: MoeConfig, layer_count: int) -> MoeConfig:
-    """`mlp_layer_types`, where it is there, says what `first_k_dense_replace` says otherwise."""
-    kinds = fields.texts("mlp_layer_types")
-    if not kinds:
-        return moe
-    if len(kinds) != layer_count or any(kind not in IS_SPARSE_MLP for kind in kinds):
-        raise fields.error(
-            "mlp_layer_types", f"one of {', '.join(IS_SPARSE_MLP)} for each of {layer_count} layers"
-        )
-    layers = tuple(layer for layer, kind in enumerate(kinds) if IS_SPARSE_MLP[kind])
-    return replace(moe, layers=layers)
