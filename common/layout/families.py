@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.layout.component import (
     DTYPE_NBYTES,
@@ -57,6 +57,20 @@ def mla_components(
             order="rope-pairs" if is_interleaved else "rope-half",
         ),
     )
+
+
+def hybrid_mla_components(
+    *, layers: tuple[int, ...], latent_dim: int, rope_dim: int, is_rotated: bool, dtype: str
+) -> tuple[CacheComponent, ...]:
+    """Latent attention of a model of which only some layers have it.
+
+    is_rotated: whether the last part of a row is, in interleaved pairs; it is there all the same.
+    """
+    components = mla_components(
+        layer_count=0, latent_dim=latent_dim, rope_dim=rope_dim, is_interleaved=True, dtype=dtype
+    )
+    order = "rope-pairs" if is_rotated else "rope-none"
+    return tuple(replace(component, layers=layers, order=order) for component in components)
 
 
 def sparse_mla_components(

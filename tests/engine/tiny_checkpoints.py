@@ -20,6 +20,7 @@ from tests.engine.recipes import (
     dense,
     gemma4,
     gpt_oss,
+    kda,
     latent,
     mamba,
     sparse,
@@ -33,7 +34,7 @@ __all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
 # One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
 # 8 distinct tokens among 64, and the two best logits are never closer than 2e-3, hundreds of times
 # the difference in fp32.
-FAMILIES = (dense, latent, sparse, windowed, gemma4, compressed, gpt_oss, delta, mamba)
+FAMILIES = (dense, latent, sparse, windowed, gemma4, compressed, gpt_oss, delta, kda, mamba)
 
 CLASSES: Classes = {
     architecture: pair for family in FAMILIES for architecture, pair in family.CLASSES.items()

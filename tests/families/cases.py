@@ -79,6 +79,22 @@ CASES = (
         lambda n: n * 2 * 2 * 16 * 4 + 3 * (80 * 3 + 4 * 8 * 12) * 4,
         (2, 64, 150),
     ),
+    # 1 of 3 layers has rows of 32 + 16. The others keep 3 inputs of 3 * 2 * 12 channels, and
+    # 2 states of 12 * 12.
+    Case(
+        "kimi_linear",
+        lambda n: n * (32 + 16) * 4 + 2 * (3 * 2 * 12 * 3 + 2 * 12 * 12) * 4,
+        (1, 3, 65, 150),
+        output_count=32,
+    ),
+    # As above, with 4 heads of 8.
+    Case(
+        "ling_3",
+        lambda n: n * (32 + 16) * 4 + 2 * (3 * 4 * 8 * 3 + 4 * 8 * 8) * 4,
+        (1, 3, 65, 150),
+        output_count=32,
+        targets=(Shape(page_size=4), Shape(tp_size=4, page_size=32)),
+    ),
     # 3 of 4 layers see 24 tokens.
     Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
     # Half of 4 layers see 24 tokens by 4 heads of 16, the others all by one of 32.

@@ -65,6 +65,14 @@ class GatedNorm(RmsNorm):
         return (self(hidden) * F.silu(gate.float())).to(hidden.dtype)
 
 
+class SigmoidGatedNorm(WideNorm):
+    """x / rms(x) * w * sigmoid(gate), all of it in fp32, cast last."""
+
+    def gated(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        """Both [.., size]; the norm comes first."""
+        return (self(hidden.float()) * gate.float().sigmoid()).to(hidden.dtype)
+
+
 class LayerNorm:
     """(x - mean) / deviation * w + b over the last dimension."""
 

@@ -79,7 +79,7 @@ class MlaAttention:
         )
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        attention, rotation = layer_pass.attention, layer_pass.rotation
+        attention = layer_pass.attention
         assert isinstance(attention, LatentPass), "a latent model runs over a latent backend"
         token_count = hidden.shape[0]
         mla = self.mla
@@ -87,19 +87,27 @@ class MlaAttention:
         if self.query_down is not None and self.query_norm is not None:
             query_input = self.query_norm(self.query_down(hidden))
         query = self.query(query_input).view(token_count, self.head_count, mla.query_dim)
-        rotated = rotation.apply(query[..., mla.nope_dim :])
-        query = torch.cat((query[..., : mla.nope_dim], rotated), dim=-1)
+        turned = self.turn(query[..., mla.nope_dim :], layer_pass)
+        query = torch.cat((query[..., : mla.nope_dim], turned), dim=-1)
         row = self.row(hidden)
         latent = self.row_norm(row[:, : mla.latent_dim])
-        rotated = rotation.apply(row[:, None, mla.latent_dim :])
-        row = torch.cat((latent, rotated[:, 0]), dim=-1)
+        turned = self.turn(row[:, None, mla.latent_dim :], layer_pass)
+        row = torch.cat((latent, turned[:, 0]), dim=-1)
         per_head = self.expand.weight.view(self.head_count, -1, mla.latent_dim)
         projection = LatentProjection(
             key=per_head[:, : mla.nope_dim], value=per_head[:, mla.nope_dim :], scale=self.scale
         )
         selection = self.select(hidden, query_input, layer_pass)
         attended = attention.attend_latent(self.layer, query, row, projection, selection)
-        return self.output(attended.reshape(token_count, -1))
+        return self.output(self.gate(attended, hidden).reshape(token_count, -1))
+
+    def turn(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
+        """Rotates the part of queries and keys [T, heads, rope dim] that says where they stand."""
+        return layer_pass.rotation.apply(heads)
+
+    def gate(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """What becomes of the heads' outputs [T, heads, value dim] before they are projected."""
+        return attended
 
     def select(
         self, hidden: Tensor, query_input: Tensor, layer_pass: LayerPass

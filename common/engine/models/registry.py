@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,13 @@ from common.engine.models.gemma4_config import read_gemma4
 from common.engine.models.gemma_config import read_gemma
 from common.engine.models.gpt_oss import GptOssLm, build_gpt_oss_layer
 from common.engine.models.gpt_oss_config import read_gpt_oss
+from common.engine.models.kda_config import kda_config, read_kimi_linear, read_ling_3
+from common.engine.models.latent_hybrid import (
+    KdaLm,
+    build_kda_layer,
+    rename_kimi_linear,
+    rename_ling,
+)
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.llama_config import read_llama
 from common.engine.models.mamba_config import MambaFamily
@@ -46,6 +53,7 @@ from common.layout.families import (
     compressed_components,
     gated_delta_components,
     gqa_components,
+    hybrid_mla_components,
     mamba_components,
     mixed_gqa_components,
     mla_components,
@@ -177,6 +185,33 @@ def _mamba(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     return (*keys_values, *slots)
 
 
+def _kda(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    kda = kda_config(config)
+    heads = (kda.head_count, kda.head_dim)
+    slots = gated_delta_components(
+        layers=kda.linear_layers,
+        key_heads=heads,
+        value_heads=heads,
+        kernel_size=kda.kernel_size,
+        conv_dtype=config.dtype,
+        state_dtype="float32",
+    )
+    return (*_hybrid_mla(config, kda.linear_layers, kda.is_rotated, dtype), *slots)
+
+
+def _hybrid_mla(
+    config: ModelConfig, linear_layers: Collection[int], is_rotated: bool, dtype: str
+) -> tuple[CacheComponent, ...]:
+    assert config.mla is not None
+    return hybrid_mla_components(
+        layers=tuple(layer for layer in range(config.layer_count) if layer not in linear_layers),
+        latent_dim=config.mla.latent_dim,
+        rope_dim=config.mla.rope_dim,
+        is_rotated=is_rotated,
+        dtype=dtype,
+    )
+
+
 _LLAMA = Family(read_llama, build_llama_layer, _gqa)
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, _mla)
 _SPARSE = Family(read_sparse, build_sparse_layer, _sparse_mla, model=SparseLm)
@@ -218,6 +253,12 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, rename=text_name),
+    "KimiLinearForCausalLM": Family(
+        read_kimi_linear, build_kda_layer, _kda, model=KdaLm, rename=rename_kimi_linear
+    ),
+    "BailingHybridForCausalLM": Family(
+        read_ling_3, build_kda_layer, _kda, model=KdaLm, rename=rename_ling
+    ),
     "GptOssForCausalLM": Family(read_gpt_oss, build_gpt_oss_layer, _gqa, model=GptOssLm),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_NEXT,

@@ -1,0 +1,98 @@
+"""Kimi-Linear and Ling 3.0: most layers recur, the others attend to latent rows, grouped experts.
+
+Kimi's latent layers rotate nothing, Ling's multiply the output of each head by a gate of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from common.engine.layers.choose_delta import choose_delta_kernels
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.linear import ColumnLinear, OutputBlock
+from common.engine.layers.rotary import RotaryEmbedding
+from common.engine.model_config import ModelConfig
+from common.engine.models.causal_lm import CausalLm
+from common.engine.models.deepseek import MlaAttention, build_mlp
+from common.engine.models.kda_config import kda_config
+from common.engine.models.kimi_delta import KimiDelta, delta_shape
+from common.engine.models.layer_pass import LayerPass
+from common.engine.models.pre_norm_layer import LayerAttention, PreNormLayer
+from common.engine.weights import Weight
+
+KIMI_EXPERT = re.compile(r"\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.")
+KIMI_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+class UnrotatedMla(MlaAttention):
+    """Latent attention that knows of positions only what the recurrence tells it."""
+
+    def turn(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
+        return heads
+
+
+class HeadGatedMla(MlaAttention):
+    """Latent attention whose heads are multiplied by the sigmoid of a gate each."""
+
+    def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
+        super().__init__(context, config, layer)
+        block = OutputBlock(
+            f"model.layers.{layer}.self_attn.g_proj",
+            config.head_count,
+            context.cut(config.head_count),
+        )
+        self.head_gate = ColumnLinear(context, config.hidden_size, [block])
+
+    def gate(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        gate = self.head_gate(hidden).float().sigmoid().to(attended.dtype)
+        return attended * gate[:, :, None]
+
+    def weights(self) -> Iterator[Weight]:
+        yield from super().weights()
+        yield from self.head_gate.weights()
+
+
+def build_kda_layer(context: LayerContext, config: ModelConfig, layer: int) -> PreNormLayer:
+    """The layer of a global id."""
+    kda = kda_config(config)
+    mixer: LayerAttention
+    if layer in kda.linear_layers:
+        mixer = KimiDelta(context, config, layer)
+    elif kda.has_head_gate:
+        mixer = HeadGatedMla(context, config, layer)
+    else:
+        mixer = UnrotatedMla(context, config, layer)
+    return PreNormLayer(context, config, layer, mixer, build_mlp(context, config, layer))
+
+
+class KdaLm(CausalLm):
+    """Says which kernels compute the recurrence, and turns nothing if nothing is turned."""
+
+    def build_rotaries(self) -> dict[str, RotaryEmbedding]:
+        return super().build_rotaries() if kda_config(self.config).is_rotated else {}
+
+    def describe(self) -> dict[str, str]:
+        choice = choose_delta_kernels(delta_shape(kda_config(self.config), self.context))
+        return super().describe() | {"delta rule": f"{choice.kernels.name}: {choice.reason}"}
+
+
+def rename_kimi_linear(name: str) -> str | None:
+    """A name in a checkpoint as layers ask for it."""
+    name = KIMI_EXPERT.sub(
+        lambda found: f".mlp.experts.{found[1]}.{KIMI_EXPERT_PARTS[found[2]]}.", name
+    )
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def rename_ling(name: str) -> str | None:
+    """A name in a checkpoint as layers ask for it, of every generation."""
+    if name.startswith(("mtp.", "model.mtp")):
+        # Layers that predict more tokens at a time.
+        return None
+    name = re.sub(r"^model\.word_embeddings\.", "model.embed_tokens.", name)
+    name = name.replace(".attention.", ".self_attn.")
+    name = name.replace(".self_attn.dense.", ".self_attn.o_proj.")
+    return name.replace(".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias")
