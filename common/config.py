@@ -7,6 +7,8 @@ nothing here reads flags.
 
 from __future__ import annotations
 
+import os
+import stat
 from enum import StrEnum
 from pathlib import Path
 
@@ -15,6 +17,10 @@ import msgspec
 from common.errors import ConfigError
 
 DEFAULT_BOOTSTRAP_PORT = 8998
+API_KEY_VARIABLE = "BATON_API_KEY"
+ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
+# Settings that nobody is shown.
+SECRET_FIELDS = ("api_keys", "admin_api_keys")
 
 
 class Role(StrEnum):
@@ -57,6 +63,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hand_over: "auto" stages a transfer where that is faster or its element types differ; "direct"
         never does; "landing" always does, so that the KV pool is not writable from outside.
     landing_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
+    api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
+        empty: nothing is asked. The admin ones also open what changes the server's state.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
@@ -100,6 +108,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout_s: float = 600.0
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0
+    api_keys: tuple[str, ...] = ()
+    api_key_file: str = ""
+    admin_api_keys: tuple[str, ...] = ()
+    admin_api_key_file: str = ""
     runtime_dir: str = ""
 
     @property
@@ -145,6 +157,74 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _in_runtime_dir(self, name: str) -> Path:
         assert self.runtime_dir, "the supervisor sets runtime_dir before any process starts"
         return Path(self.runtime_dir) / name
+
+
+def shown_settings(config: ServerConfig) -> dict[str, object]:
+    """Everything but secrets, of which only the number is told."""
+    settings = msgspec.structs.asdict(config)
+    return {
+        name: f"{len(value)} set" if name in SECRET_FIELDS else value
+        for name, value in settings.items()
+    }
+
+
+def with_api_keys(config: ServerConfig) -> ServerConfig:
+    """`config` with the HTTP keys of its files and of the environment among its own.
+
+    Raises: ConfigError naming the file or the variable.
+    """
+    keys = _gather_keys(config.api_keys, "--api-key-file", config.api_key_file, API_KEY_VARIABLE)
+    admin_keys = _gather_keys(
+        config.admin_api_keys,
+        "--admin-api-key-file",
+        config.admin_api_key_file,
+        ADMIN_API_KEY_VARIABLE,
+    )
+    return msgspec.structs.replace(config, api_keys=keys, admin_api_keys=admin_keys)
+
+
+def _gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) -> tuple[str, ...]:
+    found = [*given]
+    if path:
+        lines = (line.strip() for line in read_secret_text(flag, path).splitlines())
+        in_file = [line for line in lines if line and not line.startswith("#")]
+        if not in_file:
+            raise ConfigError(f"{flag} {path}: must have one key per line, and has none")
+        found += check_keys(f"{flag} {path}", in_file)
+    if os.environ.get(variable):
+        found += check_keys(variable, os.environ[variable].split(","))
+    return tuple(dict.fromkeys(found))
+
+
+def check_keys(where: str, keys: list[str]) -> list[str]:
+    """`keys`. Raises: ConfigError without showing any, if one can't stand in a header."""
+    for number, key in enumerate(keys, 1):
+        if not is_api_key(key):
+            raise ConfigError(f"{where}: key {number} {API_KEY_RULE}")
+    return keys
+
+
+def is_api_key(text: str) -> bool:
+    return 1 <= len(text) <= 512 and all("!" <= char <= "~" and char != "," for char in text)
+
+
+API_KEY_RULE = "must be 1..512 printable ASCII characters without spaces and commas"
+
+
+def read_secret_text(flag: str, path: str) -> str:
+    """A file that only its owner, and perhaps its group, can read. Raises: ConfigError."""
+    try:
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+        text = Path(path).read_text(encoding="ascii")
+    except OSError as exc:
+        raise ConfigError(f"{flag} {path}: can't be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{flag} {path}: must be ASCII text") from exc
+    if mode & 0o007:
+        raise ConfigError(
+            f"{flag} {path}: has mode {mode:04o}, others can read it; chmod 0600 and make new keys"
+        )
+    return text
 
 
 def check_config(config: ServerConfig) -> None:

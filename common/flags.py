@@ -19,7 +19,14 @@ from typing import NoReturn
 import msgspec
 import yaml
 
-from common.config import HandOver, ServerConfig, check_config
+from common.config import (
+    API_KEY_RULE,
+    HandOver,
+    ServerConfig,
+    check_config,
+    is_api_key,
+    with_api_keys,
+)
 from common.errors import ConfigError
 
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -30,7 +37,8 @@ Settings = dict[str, Value]
 class Flag:
     """One setting. name: as in ServerConfig. parse: text to value, or ValueError("must be ...").
 
-    spellings: without the dashes, the first one is used in messages. A switch takes no value.
+    spellings: without the dashes, the first one is used in messages. A switch takes no value, a
+        secret one is never shown.
     """
 
     name: str
@@ -38,6 +46,7 @@ class Flag:
     parse: Callable[[str], Value]
     help: str
     is_switch: bool = False
+    is_secret: bool = False
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -120,6 +129,13 @@ def cache_dtype(value: str) -> str:
     if value in _FP8_SPELLINGS:
         return "float8_e4m3fn"
     return choice(*_DTYPES, *_FP8_SPELLINGS)(value)
+
+
+def api_keys(value: str) -> tuple[str, ...]:
+    keys = tuple(value.split(","))
+    if not all(map(is_api_key, keys)):
+        raise ValueError(f"{API_KEY_RULE}, or several of them, comma separated")
+    return keys
 
 
 def hand_over(value: str) -> HandOver:
@@ -268,6 +284,23 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         number(0, 3600),
         "seconds that a stopping server waits for open requests",
     ),
+    Flag(
+        "api_keys",
+        ("api-key",),
+        api_keys,
+        "keys that HTTP clients must show as `Authorization: Bearer KEY`; seen by every user of "
+        "this machine, so better in a file or in BATON_API_KEY",
+        is_secret=True,
+    ),
+    Flag("api_key_file", ("api-key-file",), text, "file of such keys, one per line"),
+    Flag(
+        "admin_api_keys",
+        ("admin-api-key",),
+        api_keys,
+        "keys that abort_request and flush_cache ask for [--api-key]; or BATON_ADMIN_API_KEY",
+        is_secret=True,
+    ),
+    Flag("admin_api_key_file", ("admin-api-key-file",), text, "file of such keys, one per line"),
 )
 
 
@@ -349,7 +382,7 @@ def to_config(settings: Settings) -> ServerConfig:
         "tokenizer_path": str(Path(tokenizer_path).absolute()),
         "served_model_name": settings.get("served_model_name") or Path(model_path).name,
     }
-    config = msgspec.convert(complete, ServerConfig)
+    config = with_api_keys(msgspec.convert(complete, ServerConfig))
     check_config(config)
     return config
 
@@ -371,6 +404,7 @@ def _parse(flag: Flag, where: str, value: str) -> Value:
         return flag.parse(value)
     except ValueError as exc:
         shown = value if value.isprintable() and " " not in value and value else repr(value)
+        shown = "(not shown)" if flag.is_secret else shown
         raise ConfigError(f"{where} {shown}: {exc}") from exc
 
 

@@ -33,6 +33,7 @@ from common.log import setup_log
 from common.metrics import ServerMetrics
 
 LISTEN_BACKLOG = 2048  # connections that may wait to be accepted; a burst of clients fits
+HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request; more is a 400
 STOP_PROBE_S = 1.0  # a scheduler that lives answers in milliseconds
 # After the drain, for the last answers to leave before connections are closed.
 LAST_ANSWERS_S = 2
@@ -97,6 +98,8 @@ async def serve(
         uvicorn.Config(
             build_app(context, [part.build_router(context) for part in PARTS]),
             log_config=None,
+            http="h11",  # whatever else is installed: its limits are the ones that are tested
+            h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
             access_log=config.log_requests,
             backlog=LISTEN_BACKLOG,
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + LAST_ANSWERS_S,

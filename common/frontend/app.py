@@ -15,8 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
+from common.frontend.api_keys import ApiKeys, KeyCheck
 from common.frontend.context import FrontendContext
 from common.frontend.errors import error_response
+
+CONTENT_LENGTH_DIGITS_MAX = 19  # 2**63; Python refuses to read numbers of thousands of digits
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI
         app.include_router(router)
     add_error_answers(app)
     app.add_middleware(BodyLimit, nbytes_max=context.config.max_body_nbytes)
+    app.add_middleware(KeyCheck, keys=ApiKeys(context.config))
     app.add_middleware(LastResort)
     return app
 
@@ -57,7 +61,7 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 class BodyLimit:
-    """Answers 400 to a body of more than `nbytes_max` bytes, said or sent."""
+    """Answers 413 to a body of more than `nbytes_max` bytes, said or sent."""
 
     def __init__(self, app: ASGIApp, nbytes_max: int) -> None:
         self._app = app
@@ -68,8 +72,9 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         said = Headers(scope=scope).get("content-length", "0")
-        if not said.isdecimal() or int(said) > self._nbytes_max:
-            response = error_response(scope["path"], self._too_large(f"{said} bytes"))
+        error = self._check_said(said)
+        if error is not None:
+            response = error_response(scope["path"], error)
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
@@ -85,9 +90,17 @@ class BodyLimit:
 
         await self._app(scope, receive_counted, send)
 
+    def _check_said(self, said: str) -> RequestError | None:
+        if not (said.isascii() and said.isdecimal()):
+            return RequestError(f"Content-Length {said[:32]!r}: must be a number")
+        if len(said) > CONTENT_LENGTH_DIGITS_MAX or int(said) > self._nbytes_max:
+            return self._too_large(f"{said[:CONTENT_LENGTH_DIGITS_MAX]} bytes")
+        return None
+
     def _too_large(self, found: str) -> RequestError:
         return RequestError(
-            f"the body has {found}; at most {self._nbytes_max} bytes are read (--max-body-bytes)"
+            f"the body has {found}; at most {self._nbytes_max} bytes are read (--max-body-bytes)",
+            status=413,
         )
 
 

@@ -1,7 +1,7 @@
 """How a failed request is told to its client: status, headers and body, in its API's own shape.
 
-Knows nothing of why it failed. Bad input is always 400: routers take 422 and 429 for failures of
-the server and retry them, five times and on both servers of a pair.
+Knows nothing of why it failed. Bad input is always 400, or 413 if it is too large: routers take 422
+and 429 for failures of the server and retry them, five times and on both servers of a pair.
 """
 
 from __future__ import annotations

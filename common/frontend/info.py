@@ -12,10 +12,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
-from common.config import EngineType, Role
+from common.config import EngineType, Role, shown_settings
 from common.errors import RequestError
+from common.frontend.bodies import read_call
 from common.frontend.context import FrontendContext
 from common.frontend.errors import json_response
+from common.frontend.fields import Fields, JsonObject
 from common.frontend.scrape import (
     describe_group,
     look,
@@ -165,7 +167,7 @@ async def _server_info(
     seen = await look(context)
     workers = info.workers if info else []
     return {
-        **structs.asdict(config),
+        **shown_settings(config),
         **architecture,
         "version": context.version,
         "status": not_ready_reason(context) or "ready",
@@ -275,22 +277,23 @@ def _load(context: FrontendContext) -> dict[str, object]:
 # ---- commands ----------------------------------------------------------------------------------
 
 
-class _AbortBody(msgspec.Struct):
-    rid: str | None = None
-    abort_all: bool = False
+def _rid_to_abort(body: JsonObject) -> str:
+    """What the rids to abort begin with; "" is all of them. Raises: RequestError."""
+    fields = Fields(body)
+    if fields.boolean("abort_all", False):
+        return ""
+    rid = fields.text("rid", "")
+    if not rid:
+        raise RequestError("rid must be a non-empty string, or abort_all true", field="rid")
+    return rid
 
 
 def _add_commands(router: APIRouter, context: FrontendContext) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         """Abort the open requests whose rid starts with `rid`, or all of them."""
-        try:
-            body = msgspec.json.decode(await request.body(), type=_AbortBody)
-        except msgspec.DecodeError as exc:
-            raise RequestError(f"the body must be {{rid}} or {{abort_all: true}}: {exc}") from exc
-        if not body.abort_all and not body.rid:
-            raise RequestError("rid must be a non-empty string, or abort_all true", field="rid")
-        count = context.scheduler.cancel_matching("" if body.abort_all else body.rid or "")
+        rid = await read_call(request, _rid_to_abort)
+        count = context.scheduler.cancel_matching(rid)
         return json_response({"success": True, "aborted_count": count})
 
     @router.api_route("/flush_cache", methods=["GET", "POST"])

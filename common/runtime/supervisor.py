@@ -21,6 +21,7 @@ import msgspec
 from common.clock import SystemClock
 from common.config import ServerConfig, write_config
 from common.log import setup_log
+from common.runtime.exposure import open_doors
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,8 @@ def run(config: ServerConfig, scheduler_module: str) -> int:
     try:
         config = msgspec.structs.replace(config, runtime_dir=str(runtime_dir))
         write_config(config)
+        for door in open_doors(config):
+            log.warning("%s", door)
         return Supervisor(config, scheduler_module).run()
     finally:
         shutil.rmtree(runtime_dir, ignore_errors=True)

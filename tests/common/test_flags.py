@@ -265,6 +265,10 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"max-body-bytes": "4096", "hand-over": "direct"}
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000"}
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text("sk-1")
+    values |= {"api-key-file": str(keys), "admin-api-key-file": str(keys)}
     for flag in COMMON_FLAGS:
         for spelling in flag.spellings:
             file = tmp_path / "one.yaml"
