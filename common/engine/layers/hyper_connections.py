@@ -117,8 +117,8 @@ def _collapse(weights: Tensor, streams: Tensor) -> Tensor:
 
 def _balance(comb: Tensor, rounds: int, epsilon: float) -> Tensor:
     """Sinkhorn-Knopp: rows and columns [.., from, to] that sum up to 1, columns last."""
-    comb = comb / (comb.sum(dim=-2, keepdim=True) + epsilon)
+    comb = comb / comb.sum(dim=-2, keepdim=True).add_(epsilon)
     for _ in range(rounds - 1):
-        comb = comb / (comb.sum(dim=-1, keepdim=True) + epsilon)
-        comb = comb / (comb.sum(dim=-2, keepdim=True) + epsilon)
+        comb.div_(comb.sum(dim=-1, keepdim=True).add_(epsilon))
+        comb.div_(comb.sum(dim=-2, keepdim=True).add_(epsilon))
     return comb
