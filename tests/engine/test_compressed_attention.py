@@ -136,12 +136,18 @@ def test_a_query_sees_its_window_and_the_blocks_closed_by_its_token(
             token += 1
 
 
-def test_a_layer_without_blocks_sees_its_window_only() -> None:
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_a_layer_without_blocks_sees_its_window_only(has_sinks: bool) -> None:
     world = World(page_size=4)
     query, sinks = draw(world.batch.token_count, HEADS, DIM, seed=1), draw(HEADS, seed=2)
-    found = CompressedAttention().start(world.batch, world.pool).attend_compressed(
-        LAYER, query, world.new_rows, SinkRule(DIM**-0.5, sinks), blocks=None
-    )  # fmt: skip
+    attention = CompressedAttention().start(world.batch, world.pool)
+    if has_sinks:
+        rule = SinkRule(DIM**-0.5, sinks)
+        found = attention.attend_compressed(LAYER, query, world.new_rows, rule, blocks=None)
+    else:
+        sinks = torch.full((HEADS,), float("-inf"))
+        rows = world.new_rows[:, None]
+        found = attention.attend(LAYER, query, rows, rows)
     token = 0
     for number, (cached, new) in enumerate(LENGTHS):
         for position in range(cached, cached + new):

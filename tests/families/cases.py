@@ -63,8 +63,15 @@ CASES = (
     Case("deepseek_v32", lambda n: n * 3 * (32 + 16 + 32) * 4, (1, 17, 23, 24, 25, 150), 32),
     # 2 of 4 layers share the choice of the one before.
     Case("glm_dsa", lambda n: n * (4 * (32 + 16) + 2 * 32) * 4, (1, 17, 23, 24, 25, 150), 32),
-    # Ends of blocks, of the window and of pages, and behind them.
-    Case("deepseek_v4", v4_nbytes, (3, 4, 13, 65, 150), output_count=40),
+    # Ends of blocks, of the window and of pages, and behind them. Stages with every kind of layer
+    # alone, pages of less than a block and of several.
+    Case(
+        "deepseek_v4",
+        v4_nbytes,
+        (3, 4, 13, 65, 150),
+        output_count=36,
+        sources=(Shape(pp_size=4, page_size=8, chunk=40, layer_group_count=2),),
+    ),
     # 1 of 4 layers attends, 2 heads of 16. The others keep 3 inputs of 2 * 8 + 2 * 8 + 4 * 12
     # channels and 4 states of 8 * 12; 4 ranks share 2 key heads.
     Case(
