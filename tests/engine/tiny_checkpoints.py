@@ -32,8 +32,8 @@ from tests.engine.recipes.recipe import COMMON, VOCAB_SIZE, Classes, Recipe
 __all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
 
 # One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
-# 8 distinct tokens among 64, and the two best logits are never closer than 2e-3, hundreds of times
-# the difference in fp32.
+# 8 distinct tokens among 64, and the two best logits are never closer than 5e-4, many times the
+# difference in fp32.
 FAMILIES = (dense, latent, sparse, windowed, gemma4, compressed, gpt_oss, delta, kda, mamba)
 
 CLASSES: Classes = {
