@@ -65,6 +65,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landing_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
+    bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
@@ -105,6 +106,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hand_over: HandOver = HandOver.AUTO
     landing_mb: int = 64
     ucx: str = "auto"
+    bootstrap_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0

@@ -270,7 +270,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "request_timeout_s",
         ("request-timeout",),
         number(0.1, 86400),
-        "seconds that a request may take",
+        "seconds that a request may take, and does unless its `timeout` says less",
     ),
     Flag(
         "max_body_nbytes",

@@ -7,6 +7,7 @@ that a running step may still write are closed after it.
 from __future__ import annotations
 
 from common.protocol.local import Failed, Tokens
+from common.protocol.peer import Withdraw
 from common.request import FinishReason, TokenLogprobs
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
@@ -23,8 +24,14 @@ class Endings:
     """Owner of the table of live requests, of their deadlines and of the waiting queue."""
 
     def __init__(
-        self, account: PageAccount, batcher: Batcher, receiver: Receiver, outbox: Outbox
+        self,
+        incarnation: str,
+        account: PageAccount,
+        batcher: Batcher,
+        receiver: Receiver,
+        outbox: Outbox,
     ) -> None:
+        self._incarnation = incarnation
         self._account = account
         self._batcher = batcher
         self._receiver = receiver
@@ -76,12 +83,19 @@ class Endings:
             self.counters[kind] += 1
         trace = request.trace(now, status=kind, message=message)
         self._outbox.to_frontend(Failed(request.request_id, status, kind, message, trace))
+        self._tell_other_half(request, message)
         request.advance(DecodeEvent.CANCELLED)
         if request.transfer is not None:
             self._receiver.abandon(request.transfer, message)
             request.transfer = None
         self._drop_sequence(request, remember=False)
         self._forget(request)
+
+    def _tell_other_half(self, request: DecodeRequest, reason: str) -> None:
+        """A routed request that has reserved nothing yet ends: its other half waits for that."""
+        link, bootstrap = request.bootstrap_link, request.bootstrap
+        if request.state is DecodeState.WAITING and link is not None and bootstrap is not None:
+            self._outbox.to_peer(link, Withdraw(bootstrap.room, self._incarnation, reason))
 
     def wait_again(self, request: DecodeRequest, event: DecodeEvent, now: float) -> None:
         """Back to the queue, ahead of those that have not begun."""

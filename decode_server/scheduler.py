@@ -97,7 +97,9 @@ class DecodeScheduler:
         )
         self._batcher = Batcher(self.account, batch_limits)
         self._receiver = Receiver(facts, self.account, self._outbox)
-        self._endings = Endings(self.account, self._batcher, self._receiver, self._outbox)
+        self._endings = Endings(
+            facts.incarnation, self.account, self._batcher, self._receiver, self._outbox
+        )
         self._admission = Admission(
             facts.incarnation,
             self.account,

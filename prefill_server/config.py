@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import DEFAULT_BOOTSTRAP_PORT, Role, ServerConfig
-from common.flags import COMMON_FLAGS, Flag, parse_settings, port, to_config
+from common.flags import COMMON_FLAGS, Flag, number, parse_settings, port, to_config
 
 FLAGS = (
     *COMMON_FLAGS,
@@ -17,6 +17,12 @@ FLAGS = (
         ("bootstrap-port", "disaggregation-bootstrap-port"),
         port,
         "where decode servers dial",
+    ),
+    Flag(
+        "bootstrap_timeout_s",
+        ("bootstrap-timeout",),
+        number(0.1, 86400),
+        "seconds that half of a routed request waits for its other half",
     ),
 )
 

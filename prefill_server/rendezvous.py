@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from prefill_server.request import Failure, PrefillRequest, Reservation
 
 # A request whose other half never comes (a router's retry went elsewhere) is given up after this
-# long. It may be early by what its decode server's queue takes, and costs nothing.
+# long unless --bootstrap-timeout says otherwise. It may be early by what its decode server's
+# queue takes, and costs nothing. A half whose other one says that it gave up ends at once.
 REQUEST_TIMEOUT_S = 30.0
 # A reservation holds pages that others wait for, and a router posts both halves at once.
 RESERVATION_TIMEOUT_S = 10.0
@@ -36,9 +37,11 @@ class _Room:
 class Rendezvous:
     """Rooms in which one half waits for the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self._request_timeout_s = request_timeout_s
         self._rooms: dict[int, _Room] = {}
         self._given_up: dict[int, _GivenUp] = {}
+        self._withdrawn: dict[int, _GivenUp] = {}
 
     @property
     def request_count(self) -> int:
@@ -63,7 +66,7 @@ class Rendezvous:
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.reservation is not None:
             return waiting.reservation
-        expires_at = min(request.deadline, now + REQUEST_TIMEOUT_S)
+        expires_at = min(request.deadline, now + self._request_timeout_s)
         self._rooms[room] = _Room(expires_at, request=request)
         return None
 
@@ -83,10 +86,29 @@ class Rendezvous:
         room = self._rooms.get(request.room)
         if room is not None and room.request is request:
             del self._rooms[request.room]
-        self._given_up.pop(request.room, None)  # so that the newest are last
-        self._given_up[request.room] = _GivenUp(now + REQUEST_TIMEOUT_S, failure)
-        if len(self._given_up) > GIVEN_UP_COUNT_MAX:
-            del self._given_up[next(iter(self._given_up))]
+        self._remember(self._given_up, request.room, failure, now)
+
+    def withdraw(self, room: int, failure: Failure, now: float) -> PrefillRequest | None:
+        """The decode half gave up before it reserved anything. Returns the request that waits for
+        it; one that comes later is to hear of it at once."""
+        waiting = self._rooms.get(room)
+        if waiting is not None:
+            return waiting.request
+        self._remember(self._withdrawn, room, failure, now)
+        return None
+
+    def take_withdrawn(self, room: int, now: float) -> Failure | None:
+        """Why no reservation will come for a room; told once, so that a room can be used again."""
+        ended = self._withdrawn.pop(room, None)
+        return ended.failure if ended is not None and now < ended.until else None
+
+    def _remember(
+        self, ended: dict[int, _GivenUp], room: int, failure: Failure, now: float
+    ) -> None:
+        ended.pop(room, None)  # so that the newest are last
+        ended[room] = _GivenUp(now + self._request_timeout_s, failure)
+        if len(ended) > GIVEN_UP_COUNT_MAX:
+            del ended[next(iter(ended))]
 
     def why_given_up(self, room: int, now: float) -> Failure | None:
         """How the request of a room ended that no reservation had come for."""

@@ -6,7 +6,7 @@ Whatever is asked concerns only transfers of the peer and link that asks. Knows 
 from __future__ import annotations
 
 from common.protocol.handshake import check_transfer_request
-from common.protocol.peer import Abort, Quiesced, TransferRequest
+from common.protocol.peer import Abort, Quiesced, TransferRequest, Withdraw
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
 from common.scheduling.transitions import PrefillEvent
@@ -82,6 +82,17 @@ class Reservations:
                 now=now,
             )
             self.pair(request, reservation, now)
+
+    def handle_withdraw(self, link: str, message: Withdraw, now: float) -> None:
+        """No reservation will come for a room."""
+        if self._peers.connected(message.incarnation, link) is None:
+            self.stale_count += 1
+            return
+        text = f"the decode server gave up before it had pages: {message.reason}"
+        failure = Failure("other_half_aborted", text, 500)
+        request = self._rendezvous.withdraw(message.room, failure, now)
+        if request is not None:
+            self._endings.fail(request, failure, now)
 
     def _meet(self, room: int, reservation: Reservation, now: float) -> None:
         if self._rendezvous.holds_reservation(room):

@@ -33,6 +33,7 @@ from common.protocol.peer import (
     Heartbeat,
     Hello,
     TransferRequest,
+    Withdraw,
 )
 from common.scheduling.batcher import Batcher, BatchLimits, ChunkDone, TokenDone
 from common.scheduling.events import (
@@ -70,7 +71,7 @@ class PrefillScheduler:
         self._limits = limits
         self._outbox = Outbox()
         self._peers = DecodePeers(facts, self._outbox)
-        self._rendezvous = Rendezvous()
+        self._rendezvous = Rendezvous(limits.bootstrap_timeout_s)
         self._sender = Sender(facts.rank_count, self._outbox)
         self._table = RequestTable()
         self.account = PageAccount(
@@ -186,6 +187,9 @@ class PrefillScheduler:
             self._refuse(submit, 503, f"queue full: {len(self._table)} requests")
         elif self._table.of_room(room) is not None:
             self._refuse(submit, 400, f"bootstrap_room={room}: already in use")
+        elif (withdrawn := self._rendezvous.take_withdrawn(room, now)) is not None:
+            kind, message = withdrawn.kind, withdrawn.message
+            self._outbox.to_frontend(Failed(submit.request_id, withdrawn.status, kind, message))
         else:
             request = self._table.add(
                 client_id=submit.request_id,
@@ -219,6 +223,8 @@ class PrefillScheduler:
                 self._peers.handle_heartbeat(link, message, now)
             case TransferRequest():
                 self._reservations.handle(link, message, now)
+            case Withdraw():
+                self._reservations.handle_withdraw(link, message, now)
             case Abort():
                 self._reservations.handle_abort(link, message, now)
             case Detached():

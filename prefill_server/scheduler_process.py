@@ -17,6 +17,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
         running_max=config.max_running_requests,
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
+        bootstrap_timeout_s=config.bootstrap_timeout_s,
     )
     return PrefillScheduler(facts, limits)
 

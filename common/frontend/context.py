@@ -34,11 +34,12 @@ class FrontendContext:
         sampling: SamplingParams,
         *,
         rid: str,
+        budget_s: float | None = None,
         bootstrap: Bootstrap | None = None,
         is_streaming: bool = False,
         is_measured: bool = True,
     ) -> RequestHandle:
-        """Send a validated request with the configured time budget.
+        """Send a validated request. budget_s: what it may take, if less than configured.
 
         Raises: RequestError, see `SchedulerClient.submit`. The limits that a request is checked
         against are in `scheduler.server_info`.
@@ -46,7 +47,7 @@ class FrontendContext:
         return self.scheduler.submit(
             token_ids,
             sampling,
-            budget_s=self.config.request_timeout_s,
+            budget_s=self.config.request_timeout_s if budget_s is None else budget_s,
             rid=rid,
             bootstrap=bootstrap,
             is_streaming=is_streaming,

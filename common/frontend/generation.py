@@ -177,6 +177,7 @@ class SampleGroup:
                     self._context.submit(
                         one.sample.token_ids,
                         one.sample.sampling,
+                        budget_s=one.sample.timeout_s,
                         rid=one.sample.rid,
                         bootstrap=one.sample.bootstrap,
                         is_streaming=is_streaming,
@@ -245,4 +246,5 @@ def request_limits(context: FrontendContext) -> Limits:
         model_names=(config.served_model_name, config.model_path, *ANY_MODEL_NAMES),
         default_host=host,
         default_port=port,
+        request_timeout_s=config.request_timeout_s,
     )

@@ -26,6 +26,7 @@ from common.frontend.validation import (
     make_samples,
     read_bootstraps,
     read_rids,
+    read_timeout,
 )
 
 UNSUPPORTED_KEYS = (
@@ -110,9 +111,11 @@ def make_call(
     check_sample_count(count)
     rids = read_rids(fields, len(prompts), choice.n, name)
     bootstraps = read_bootstraps(fields, len(prompts), choice.n, limits)
+    timeout_s = read_timeout(fields, limits)
     samples: list[Sample] = []
     for index, prompt in enumerate(prompts):
-        samples += make_samples(prompt, choice, limits, index * choice.n, rids, bootstraps)
+        first_index = index * choice.n
+        samples += make_samples(prompt, choice, limits, first_index, rids, bootstraps, timeout_s)
     is_streaming = fields.boolean("stream", False)
     options = Fields.of(fields.get("stream_options"), "stream_options")
     if options.values and not is_streaming:

@@ -18,6 +18,7 @@ class Limits:
     is_prefill: this server answers one token, and only to requests that name a room.
     model_names: what clients may call the model. default_host, default_port: the prefill server
         that a room without an address is on; "" if there is no obvious one.
+    request_timeout_s: what a request may take, and does unless it asks for less.
     """
 
     vocab_size: int
@@ -26,6 +27,7 @@ class Limits:
     model_names: tuple[str, ...]
     default_host: str = ""
     default_port: int = 0
+    request_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Sample:
     """One request for the scheduler. index: its place in the reply.
 
     prompt_text: "" if the client sent token ids.
+    timeout_s: how long it may take, from here to its last token.
     hides_output: the client asked for no output, only for the prompt's log-probabilities; the
         token that the engine draws all the same is not shown.
     """
@@ -58,3 +61,4 @@ class Sample:
     text: TextOptions
     bootstrap: Bootstrap | None = None
     hides_output: bool = False
+    timeout_s: float = 600.0

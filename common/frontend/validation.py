@@ -93,11 +93,14 @@ def parse_generate(
     check_sample_count(len(prompts) * n)
     rids = read_rids(fields, len(prompts), n, fallback_rid)
     bootstraps = read_bootstraps(fields, len(prompts), n, limits)
+    timeout_s = read_timeout(fields, limits)
     samples = []
     for prompt_index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
         logprobs = _logprob_fields(fields, prompt_index, len(prompts), prompt, limits)
         fitted = replace(choice, params=_with_logprobs(choice.params, logprobs))
-        samples += make_samples(prompt, fitted, limits, prompt_index * n, rids, bootstraps)
+        samples += make_samples(
+            prompt, fitted, limits, prompt_index * n, rids, bootstraps, timeout_s
+        )
     return GenerateCall(
         samples=tuple(samples),
         is_list=is_batch or n > 1,
@@ -116,6 +119,7 @@ def make_samples(
     first_index: int,
     rids: list[str],
     bootstraps: list[Bootstrap | None],
+    timeout_s: float,
 ) -> list[Sample]:
     """The `n` samples of one prompt. rids, bootstraps: of all samples of the body."""
     return [
@@ -128,6 +132,7 @@ def make_samples(
             text=choice.text,
             bootstrap=bootstraps[first_index + i],
             hides_output=choice.max_new_tokens == 0,
+            timeout_s=timeout_s,
         )
         for i in range(choice.n)
     ]
@@ -142,6 +147,15 @@ def check_model(fields: Fields, limits: Limits) -> None:
             field="model",
             status=404,
         )
+
+
+def read_timeout(fields: Fields, limits: Limits) -> float:
+    """Seconds that a request may take: as `timeout` says, within what the server allows.
+
+    Raises: RequestError.
+    """
+    longest_s = limits.request_timeout_s
+    return fields.number("timeout", longest_s, 0.0, longest_s, is_low_allowed=False)
 
 
 def check_sample_count(count: int) -> None:

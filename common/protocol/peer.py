@@ -9,7 +9,8 @@ The decode server dials; the prefill server's bootstrap port answers. Order of a
            <------------------------ Attached   every prefill rank reached every decode rank
     Heartbeat <--------------------> Heartbeat  both ways from then on
 
-and of a hand-over: TransferRequest -> TransferDone | TransferFailed; Abort -> Quiesced.
+and of a hand-over: TransferRequest -> TransferDone | TransferFailed; Abort -> Quiesced; or, before
+there is anything to abort, Withdraw.
 TransferDone, TransferFailed and Quiesced are each terminal for their transfer id: sent after every
 operation of every writer has returned, so the target's pages are quiet from then on.
 """
@@ -169,6 +170,17 @@ class Abort(_Message, frozen=True):
     reason: str
 
 
+class Withdraw(_Message, frozen=True):
+    """The decode half of a room gave up before it reserved anything: none will come for it.
+
+    Without it the prefill half would wait until its rendezvous times out. Not answered.
+    """
+
+    room: int
+    incarnation: str
+    reason: str
+
+
 class Quiesced(_Message, frozen=True):
     """No operation of this transfer is outstanding, and none will start."""
 
@@ -176,7 +188,7 @@ class Quiesced(_Message, frozen=True):
     peer_incarnation: str
 
 
-DecodeToPrefill = Hello | Attach | TransferRequest | Abort | Heartbeat | Detached
+DecodeToPrefill = Hello | Attach | TransferRequest | Abort | Withdraw | Heartbeat | Detached
 PrefillToDecode = (
     Welcome | Refuse | Attached | Detached | TransferDone | TransferFailed | Quiesced | Heartbeat
 )

@@ -34,9 +34,11 @@ class ServerFacts:
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
-    queue_max: requests that may wait; more are answered 503 at once."""
+    queue_max: requests that may wait; more are answered 503 at once.
+    bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
 
     chunk_token_max: int
     running_max: int
     queue_max: int
     has_prefix_cache: bool = True
+    bootstrap_timeout_s: float = 30.0

@@ -463,6 +463,7 @@ BAD_BODIES: list[tuple[JsonObject, str]] = [
     ({"use_beam_search": True}, "use_beam_search"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"bootstrap_room": -1}, "bootstrap_room"),
+    ({"timeout": 0}, "timeout"),
     ({"bootstrap_room": 1, "bootstrap_port": 0}, "bootstrap_port"),
 ]
 

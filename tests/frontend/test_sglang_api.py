@@ -52,6 +52,8 @@ def test_a_plain_answer_has_sglang_s_fields_and_a_timeline(tmp_path: Path) -> No
         (submit,) = rig.scheduler.submits
         assert submit.token_ids == prompt and submit.budget_s == 60.0
         assert submit.bootstrap is None and submit.sampling.temperature == 0.0
+        await post(rig, "/generate", {"input_ids": prompt, "timeout": 2.5})
+        assert rig.scheduler.submits[-1].budget_s == 2.5
 
     run_generate(tmp_path, story)
 

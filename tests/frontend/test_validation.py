@@ -42,12 +42,19 @@ def sampling_of(**params: JsonValue) -> SamplingParams:
     return parse(sampling_params=dict(params)).samples[0].sampling
 
 
+@pytest.mark.parametrize("timeout", [0, -1, 600.5, "1", True, [1]])
+def test_a_timeout_that_can_not_be_kept_is_refused(timeout: JsonValue) -> None:
+    with pytest.raises(RequestError, match=r"timeout=.*must be a finite number in \(0, 600\]"):
+        parse(timeout=timeout)
+
+
 # ---- what is accepted ----------------------------------------------------------------------------
 
 
 def test_defaults_are_sglang_s() -> None:
     call = parse()
     (sample,) = call.samples
+    assert sample.timeout_s == DECODE.request_timeout_s
     assert not call.is_list and not call.is_streaming
     assert sample.token_ids == TOKENIZER.encode("hello")
     assert sample.rid == "rid" and sample.bootstrap is None

@@ -84,6 +84,33 @@ def test_only_so_many_cancelled_rooms_are_kept_the_newest(world: World) -> None:
     assert second.failure.startswith("other_half_aborted")
 
 
+def test_a_lone_request_hears_at_once_that_its_decode_half_gave_up(world: World) -> None:
+    decode(world).core.account.pool.allocate(0, 60)  # so that no reservation can be made
+    first = world.submit(prefill(world), PROMPT, 1, ROOM)
+    second = submit_second_half(world)
+    world.run(world.now + 0.5)
+    assert first.finals == second.finals == []
+    world.cancel(second)
+    world.run(world.now + 0.1)
+    assert first.failure.startswith("other_half_aborted")
+
+
+def test_a_request_whose_decode_half_gave_up_before_it_came_is_answered_at_once(
+    world: World,
+) -> None:
+    pages = decode(world).core.account.pool.allocate(0, 60)
+    world.cancel(submit_second_half(world))
+    world.run(world.now + 0.1)
+    first = world.submit(prefill(world), PROMPT, 1, ROOM)
+    assert first.failure.startswith("other_half_aborted")
+    # The room was told of once: a router may use it again.
+    decode(world).core.account.pool.release(0, pages)
+    world.submit(prefill(world), PROMPT, 1, ROOM)
+    client = submit_second_half(world)
+    world.run(world.now + 5.0)
+    assert client.output == client.expected()
+
+
 def test_a_request_that_met_its_reservation_leaves_no_memory(world: World) -> None:
     first = world.submit(prefill(world), PROMPT, 1, ROOM)
     client = submit_second_half(world)

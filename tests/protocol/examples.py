@@ -176,6 +176,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         sampling=SAMPLING,
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away"),
+    peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
     peer.Heartbeat("inc-d", 1, 2, True, 3, 4),
     peer.Detached("inc-d", "inc-p", "lost"),
 ]
