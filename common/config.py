@@ -17,6 +17,8 @@ import msgspec
 from common.errors import ConfigError
 
 DEFAULT_BOOTSTRAP_PORT = 8998
+DEFAULT_MAX_RUNNING_REQUESTS = 256
+"""Where the flag is not given and no cache holds a state per request, which would say less."""
 API_KEY_VARIABLE = "BATON_API_KEY"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 # Settings that nobody is shown.
@@ -54,6 +56,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         machine 0 has the frontend and the scheduler. dist_init_addr: "host:port" of machine 0,
         where the ranks meet; its next port is where their workers find the scheduler.
     chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
+    max_running_requests: None: as many as a pool without states allows, or as have room for theirs.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
@@ -85,7 +88,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: str = "auto"
     page_size: int = 16
     chunked_prefill_size: int = 2048
-    max_running_requests: int = 256
+    max_running_requests: int | None = None
     max_queued_requests: int = 1024
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85

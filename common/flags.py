@@ -171,7 +171,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "max_running_requests",
         ("max-running-requests",),
         integer(1, 4096),
-        "requests computed together",
+        "requests computed together [256, or as many as have room for their state]",
     ),
     Flag(
         "max_queued_requests",

@@ -15,7 +15,7 @@ from decode_server.scheduler import DecodeScheduler
 def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
     limits = SchedulerLimits(
         chunk_token_max=config.chunked_prefill_size,
-        running_max=config.max_running_requests,
+        running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
     )

@@ -14,7 +14,7 @@ from prefill_server.scheduler import PrefillScheduler
 def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
     limits = SchedulerLimits(
         chunk_token_max=config.chunked_prefill_size,
-        running_max=config.max_running_requests,
+        running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
         bootstrap_timeout_s=config.bootstrap_timeout_s,

@@ -175,6 +175,7 @@ async def _server_info(
         "disaggregation_mode": _disaggregation_mode(context),
         "disaggregation_bootstrap_port": config.bootstrap_port,
         "max_total_num_tokens": pool_token_count(seen.state),
+        "max_running_requests": info.running_max if info else config.max_running_requests,
         "max_request_token_count": info.request_token_max if info else None,
         "vocab_size": info.vocab_size if info else None,
         "eos_token_ids": info.eos_token_ids if info else None,
@@ -250,6 +251,7 @@ def _add_loads(router: APIRouter, context: FrontendContext) -> None:
 def _load(context: FrontendContext) -> dict[str, object]:
     """The load as heard last, in the words of SGLang's /v1/loads."""
     state = context.scheduler.state
+    info = context.scheduler.server_info
     queues = state.queues if state else {}
     used, capacity = used_token_count(state), pool_token_count(state)
     running, waiting = queues.get("running", 0), queues.get("waiting", 0)
@@ -262,7 +264,7 @@ def _load(context: FrontendContext) -> dict[str, object]:
         "max_total_num_tokens": capacity,
         "token_usage": used / max(1, capacity),
         "gen_throughput": context.metrics.throughput,
-        "max_running_requests": context.config.max_running_requests,
+        "max_running_requests": info.running_max if info else None,
         "disaggregation": {
             "mode": _disaggregation_mode(context),
             "prefill_bootstrap_queue_reqs": queues.get("bootstrap", 0),

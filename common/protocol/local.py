@@ -154,6 +154,7 @@ class ServerInfo(_Message, frozen=True):
 
     token_capacity: int
     request_token_max: int
+    running_max: int
     vocab_size: int
     eos_token_ids: list[int]
     fingerprint: dict[str, str]

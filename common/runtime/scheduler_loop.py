@@ -215,9 +215,11 @@ class SchedulerLoop:
         facts = _gather_facts(self._config, self._workers)
         self._core = self._make_core(facts, self._config)
         first = self._workers[0]
+        running_max = facts.running_max(self._config.max_running_requests)
         self._info = ServerInfo(
             token_capacity=self._core.request_token_max,
             request_token_max=self._core.request_token_max,
+            running_max=running_max,
             vocab_size=first.vocab_size,
             eos_token_ids=first.eos_token_ids,
             fingerprint=first.fingerprint,
@@ -226,11 +228,18 @@ class SchedulerLoop:
         self._tell_info()
         self._feed(Tick())
         log.info(
-            "all %d workers are ready: incarnation %s, %s pages",
+            "all %d workers are ready: incarnation %s, %s pages, %d requests at a time%s",
             len(self._workers),
             facts.incarnation,
             list(facts.page_counts),
+            running_max,
+            self._why_running_max(facts),
         )
+
+    def _why_running_max(self, facts: ServerFacts) -> str:
+        if self._config.max_running_requests is not None or facts.state_count is None:
+            return ""
+        return ", as many as there are slots"
 
     def _tell_info(self) -> None:
         if self._info is not None and self._is_frontend_known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import HandOver
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, HandOver
 from common.layout.cache_layout import ServerLayout
 
 
@@ -29,6 +29,21 @@ class ServerFacts:
     @property
     def rank_count(self) -> int:
         return len(self.layout.ranks)
+
+    @property
+    def state_count(self) -> int | None:
+        """Requests that find their slot and their tails at a time; None if none needs any."""
+        counts = [
+            count
+            for group, count in zip(self.layout.groups, self.page_counts, strict=True)
+            if not group.live.is_paged
+        ]
+        return min(counts, default=None)
+
+    def running_max(self, asked: int | None) -> int:
+        """Requests that compute at a time, where the settings ask for so many, or for none."""
+        limits = (asked or DEFAULT_MAX_RUNNING_REQUESTS, self.state_count)
+        return min(limit for limit in limits if limit is not None)
 
 
 @dataclass(frozen=True, slots=True)

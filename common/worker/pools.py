@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.config import ServerConfig
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig
 from common.engine.kv_pool import KvPool
 from common.errors import ConfigError, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
@@ -27,6 +27,10 @@ and a decode server on one host must both start."""
 HOST_POOL_NBYTES_MAX = 1 << 30
 """Largest pool on the CPU without being told. Every page is touched at start, which takes about
 half a second per GiB, and a CPU computes few sequences at a time."""
+
+STATE_FRACTION_MAX = 0.5
+"""Share of a pool that slots and tails take without being told. Too few bound the requests and too
+many their tokens; half of each wastes at most half, whatever the requests are like."""
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
@@ -59,17 +63,18 @@ def decide_page_counts(
 ) -> list[int]:
     """Pages per page group, without the scratch page.
 
-    As many tokens as `max_total_tokens` says, else as fit into memory, but no more than
-    `max_running_requests` of `context_length` tokens could use.
+    As many tokens as `max_total_tokens` says, else as fit into memory, but no more than the running
+    requests of `context_length` tokens could use.
     Raises: ConfigError if not even one page fits, or not what was asked for.
     """
-    tokens_max = config.max_running_requests * context_length
     budget = _budget_nbytes(config, free)
+    request_count = _request_count(layout, config, budget)
     if config.max_total_tokens is not None:
-        counts = _counts_of(layout, config, config.max_total_tokens)
+        counts = _counts_of(layout, config, config.max_total_tokens, request_count)
         needed = sum(KvPool.buffer_nbytes(layout, counts))
         limit = min(n for n in (free.now_nbytes, free.shared_nbytes) if n is not None)
         if needed > limit:
+            _check_slots(layout, config, limit, config.max_total_tokens)
             raise ConfigError(
                 f"--max-total-tokens {config.max_total_tokens}: needs {needed} bytes of pages, "
                 f"{limit} are free" + _where(free)
@@ -77,22 +82,25 @@ def decide_page_counts(
         return counts
     # The cost grows with the tokens in steps of a page; halve the interval until it is one page.
     page_size = layout.server.page_size
-    low, high = 0, -(-tokens_max // page_size)
+    low, high = 0, -(-request_count * context_length // page_size)
     while low < high:
         middle = (low + high + 1) // 2
-        counts = _counts_of(layout, config, middle * page_size)
+        counts = _counts_of(layout, config, middle * page_size, request_count)
         if sum(KvPool.buffer_nbytes(layout, counts)) <= budget:
             low = middle
         else:
             high = middle - 1
     if low == 0:
+        _check_slots(layout, config, budget, page_size)
+        least = sum(
+            KvPool.buffer_nbytes(layout, _counts_of(layout, config, page_size, request_count))
+        )
         raise ConfigError(
             f"no memory for a KV pool: {budget} bytes may be used" + _where(free) + ", one page of "
-            f"{page_size} tokens takes {_least_nbytes(layout, config)} with what "
-            f"{config.max_running_requests} requests have in any case; lower --page-size or "
-            "--max-running-requests, or give --max-total-tokens"
+            f"{page_size} tokens takes {least}, slots for {request_count} requests included; lower "
+            "--page-size, or give --max-total-tokens"
         )
-    return _counts_of(layout, config, low * page_size)
+    return _counts_of(layout, config, low * page_size, request_count)
 
 
 def page_counts_for(
@@ -107,16 +115,42 @@ def page_counts_for(
     ]
 
 
-def _counts_of(layout: RankLayout, config: ServerConfig, token_count: int) -> list[int]:
-    return page_counts_for(
-        layout, token_count, config.max_running_requests, config.chunked_prefill_size
-    )
+def _request_count(layout: RankLayout, config: ServerConfig, budget: int) -> int:
+    """Requests that get a slot and tails: what was asked for, else what a share of the memory
+    holds. Another stage may have more of them; the least of all ranks is what the server runs."""
+    if config.max_running_requests is not None:
+        return config.max_running_requests
+    state_nbytes = _state_nbytes(layout)
+    if state_nbytes == 0:
+        return DEFAULT_MAX_RUNNING_REQUESTS
+    room = int(budget * STATE_FRACTION_MAX) // state_nbytes - 1  # and the scratch page
+    return max(1, min(DEFAULT_MAX_RUNNING_REQUESTS, room))
 
 
-def _least_nbytes(layout: RankLayout, config: ServerConfig) -> int:
-    """Bytes of the smallest pool: slots and tails take theirs however few the tokens are."""
-    counts = _counts_of(layout, config, layout.server.page_size)
-    return sum(KvPool.buffer_nbytes(layout, counts))
+def _state_nbytes(layout: RankLayout) -> int:
+    """Bytes that a request has here however few its tokens are: those of its slot and its tails."""
+    return sum(group.page_nbytes for group in layout.groups if not group.group.live.is_paged)
+
+
+def _counts_of(
+    layout: RankLayout, config: ServerConfig, token_count: int, request_count: int
+) -> list[int]:
+    return page_counts_for(layout, token_count, request_count, config.chunked_prefill_size)
+
+
+def _check_slots(layout: RankLayout, config: ServerConfig, limit: int, token_count: int) -> None:
+    """Raises: ConfigError if slots for as many requests as were asked for leave no room for
+    `token_count` tokens, and fewer would."""
+    asked, state_nbytes = config.max_running_requests, _state_nbytes(layout)
+    if asked is None or state_nbytes == 0:
+        return
+    for count in range(asked, 0, -1):
+        needed = sum(KvPool.buffer_nbytes(layout, _counts_of(layout, config, token_count, count)))
+        if needed <= limit:
+            raise ConfigError(
+                f"--max-running-requests {asked}: the slot of a request takes {state_nbytes} bytes "
+                f"and {limit} bytes may be used; must be in 1..{count} beside {token_count} tokens"
+            )
 
 
 def allocate_pool(

@@ -45,6 +45,7 @@ POLL_S = 0.005  # how soon a message that a test hands in is sent
 INFO = ServerInfo(
     token_capacity=512,
     request_token_max=512,
+    running_max=96,
     vocab_size=320,
     eos_token_ids=[0],
     fingerprint={"dtype": "float32"},

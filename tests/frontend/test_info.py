@@ -126,6 +126,7 @@ def test_server_info_has_what_routers_lift_and_operators_want(tmp_path: Path, pa
         assert body["model_type"] == "qwen3" and body["architectures"] == ["Qwen3ForCausalLM"]
         assert (body["version"], body["status"]) == ("0.test", "ready")
         assert body["max_total_num_tokens"] == 4096
+        assert body["max_running_requests"] == 96, "in use, none were asked for"
         assert body["ucx"] == "auto", "the setting"
         assert body["ucx_in_use"] == [{"ucx_version": "1.22.0", "ucx_origin": "wheel"}]
         assert body["peers"][0]["transports"] == PEER.transports
@@ -199,7 +200,7 @@ def test_get_load_is_an_array_that_routers_sum(tmp_path: Path) -> None:
         assert (entry["dp_rank"], entry["num_waiting_reqs"]) == (0, 2)
         (load,) = (await rig.http.get("/v1/loads")).json()["loads"]
         assert load["disaggregation"]["decode_transfer_queue_reqs"] == 3
-        assert load["max_total_num_tokens"] == 4096
+        assert (load["max_total_num_tokens"], load["max_running_requests"]) == (4096, 96)
         assert load["token_usage"] == pytest.approx(56 / 256)
 
     run_with_rig(tmp_path, story)

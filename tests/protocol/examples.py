@@ -116,7 +116,7 @@ SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
         17,
         [{"rank": "0"}],
     ),
-    local.ServerInfo(1000, 900, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
+    local.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
 ]
 SCHEDULER_TO_WORKER: list[local.SchedulerToWorker] = [
     local.Step(

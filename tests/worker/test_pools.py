@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.config import Role, ServerConfig
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, Role, ServerConfig
 from common.engine.kv_pool import KvPool
 from common.errors import ConfigError
 from common.layout.cache_layout import RankLayout, ServerLayout
@@ -131,20 +131,63 @@ def slot_layout() -> RankLayout:
     return ServerLayout(components, 1, ((0, 2),), 16).rank(0, 0)
 
 
-def test_slots_come_out_of_the_budget_before_tokens_do() -> None:
-    config = config_of(max_running_requests=9)
-    free = FreeMemory(40 * MIB, 40 * MIB, None)  # half of it may be used
+def free_of(nbytes: int) -> FreeMemory:
+    """So that half of it, which may be used, is `nbytes`."""
+    return FreeMemory(2 * nbytes, 2 * nbytes, None)
+
+
+def test_slots_that_were_asked_for_come_out_of_the_budget_before_tokens_do() -> None:
     layout = slot_layout()
-    pages, slots = decide_page_counts(layout, config, 1 << 30, free)
-    assert slots == 9
-    assert 20 * MIB - 4096 < sum(KvPool.buffer_nbytes(layout, [pages, slots])) <= 20 * MIB
+    for asked in (1, 9, 18):
+        config = config_of(max_running_requests=asked)
+        pages, slots = decide_page_counts(layout, config, 1 << 30, free_of(20 * MIB))
+        assert slots == asked
+        assert 20 * MIB - 4096 < sum(KvPool.buffer_nbytes(layout, [pages, slots])) <= 20 * MIB
 
 
-def test_too_many_slots_for_the_memory_are_told_with_what_they_take() -> None:
-    config = config_of(max_running_requests=20)
-    needed = 2 * 4096 + 21 * MIB
-    with pytest.raises(ConfigError, match=f"takes {needed} with what 20 requests have"):
-        decide_page_counts(slot_layout(), config, 4096, FreeMemory(40 * MIB, 40 * MIB, None))
+def test_unasked_slots_take_half_of_the_budget_at_most_and_tokens_the_rest() -> None:
+    layout = slot_layout()
+    for budget in (20 * MIB, 200 * MIB):
+        pages, slots = decide_page_counts(layout, config_of(), 1 << 30, free_of(budget))
+        assert (slots + 1) * MIB == budget // 2
+        assert budget - 4096 < sum(KvPool.buffer_nbytes(layout, [pages, slots])) <= budget
+
+
+def test_no_more_slots_than_the_default_of_running_requests_are_made_unasked() -> None:
+    _, slots = decide_page_counts(slot_layout(), config_of(), 1 << 30, free_of(700 * MIB))
+    assert slots == DEFAULT_MAX_RUNNING_REQUESTS
+
+
+def test_a_pool_too_small_for_two_slots_has_one_and_the_tokens_still_fit() -> None:
+    pages, slots = decide_page_counts(slot_layout(), config_of(), 1 << 30, free_of(3 * MIB))
+    assert slots == 1 and pages == MIB // 4096 - 1
+
+
+def test_slots_share_the_memory_also_where_the_tokens_were_told() -> None:
+    config = config_of(max_total_tokens=1600)
+    assert decide_page_counts(slot_layout(), config, 4096, free_of(20 * MIB)) == [100, 9]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "fitting"),
+    # A MiB for the scratch slot and less than one for the pages; told tokens may take all that is
+    # free, others half of it.
+    [(None, 20 * MIB, "1..18 beside 16 tokens"), (1600, 40 * MIB, "1..38 beside 1600 tokens")],
+)
+def test_too_many_slots_for_the_memory_are_told_with_what_each_takes(
+    tokens: int | None, limit: int, fitting: str
+) -> None:
+    config = config_of(max_running_requests=60, max_total_tokens=tokens)
+    complaint = f"--max-running-requests 60: the slot of a request takes {MIB} bytes and {limit} "
+    with pytest.raises(ConfigError, match=f"^{complaint}bytes may be used; must be in {fitting}$"):
+        decide_page_counts(slot_layout(), config, 4096, free_of(20 * MIB))
+
+
+@pytest.mark.parametrize("asked", [None, 1, 20])
+def test_memory_without_room_for_one_slot_ends_the_start(asked: int | None) -> None:
+    config = config_of(max_running_requests=asked)
+    with pytest.raises(ConfigError, match="no memory for a KV pool: 1048576 bytes may be used"):
+        decide_page_counts(slot_layout(), config, 4096, free_of(MIB))
 
 
 def test_free_memory_of_the_host_is_what_the_kernel_says() -> None:
