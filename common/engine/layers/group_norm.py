@@ -5,7 +5,7 @@ A group that several ranks share is normalised by what all of them see of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import torch
@@ -19,7 +19,7 @@ from common.layout.parallel import units_of_rank
 
 
 class GateStyle(StrEnum):
-    """What silu(gate) is multiplied with: what is normalised, what was, or there is no norm."""
+    """What the gate is multiplied with: what is normalised, what was, or there is no norm."""
 
     BEFORE_NORM = "before norm"
     BEHIND_NORM = "behind norm"
@@ -30,6 +30,7 @@ class GatedGroupNorm:
     """Everything in fp32, whatever the model's dtype; the weight is kept so as well.
 
     name: without ".weight". size: features of the whole model, `group_count` groups of them.
+    activation: of the gate.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class GatedGroupNorm:
         group_count: int,
         epsilon: float,
         style: GateStyle,
+        activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
         parallel = context.parallel
         self.parallel = parallel
@@ -49,6 +51,7 @@ class GatedGroupNorm:
         self.group_count = group_count
         self.epsilon = epsilon
         self.style = style
+        self.activation = activation
         self.channels = context.cut(size)
         self.groups = units_of_rank(group_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
         self.is_group_torn = group_count < parallel.tp_size
@@ -56,7 +59,7 @@ class GatedGroupNorm:
 
     def __call__(self, hidden: Tensor, gate: Tensor) -> Tensor:
         """fp32 of both [T, features of this rank]."""
-        weight = F.silu(gate.float())
+        weight = self.activation(gate.float())
         if self.style is GateStyle.NO_NORM:
             return hidden.float() * weight
         if self.style is GateStyle.BEFORE_NORM:
