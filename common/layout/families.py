@@ -279,3 +279,24 @@ def mamba_components(
         order="PS",
     )
     return conv, state
+
+
+def lightning_components(
+    *, layers: tuple[int, ...], head_count: int, head_dim: int
+) -> tuple[CacheComponent, ...]:
+    """Linear attention with a fixed decay: the sum of value times key of each head.
+
+    It is [value channel, key channel], and fp32, because it is summed up along all of a sequence.
+    """
+    state_nbytes = head_dim * head_dim * DTYPE_NBYTES["float32"]
+    return (
+        CacheComponent(
+            name="state",
+            layers=layers,
+            segments=(Segment("head", head_count, state_nbytes),),
+            live=SLOT,
+            shard=Shard.SPLIT,
+            dtype="float32",
+            order="VK",
+        ),
+    )

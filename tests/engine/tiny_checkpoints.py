@@ -22,6 +22,7 @@ from tests.engine.recipes import (
     gpt_oss,
     kda,
     latent,
+    lightning,
     mamba,
     sparse,
     windowed,
@@ -34,7 +35,19 @@ __all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
 # One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
 # 8 distinct tokens among 64, and the two best logits are never closer than 5e-4, many times the
 # difference in fp32.
-FAMILIES = (dense, latent, sparse, windowed, gemma4, compressed, gpt_oss, delta, kda, mamba)
+FAMILIES = (
+    dense,
+    latent,
+    sparse,
+    windowed,
+    gemma4,
+    compressed,
+    gpt_oss,
+    delta,
+    kda,
+    lightning,
+    mamba,
+)
 
 CLASSES: Classes = {
     architecture: pair for family in FAMILIES for architecture, pair in family.CLASSES.items()

@@ -102,6 +102,14 @@ CASES = (
         output_count=32,
         targets=(Shape(page_size=4), Shape(tp_size=4, page_size=32)),
     ),
+    # 2 of 4 layers have rows of 32 + 16, the others 4 states of 12 * 12.
+    Case(
+        "ling_2_5",
+        lambda n: 2 * (n * (32 + 16) + 4 * 12 * 12) * 4,
+        (1, 3, 65, 150),
+        output_count=32,
+        targets=(Shape(page_size=4), Shape(tp_size=4, page_size=32)),
+    ),
     # 3 of 4 layers see 24 tokens.
     Case("gemma3", lambda n: (n + 3 * min(n, 23)) * 2 * 2 * 16 * 4, (1, 15, 23, 24, 25, 64, 150)),
     # Half of 4 layers see 24 tokens by 4 heads of 16, the others all by one of 32.

@@ -26,6 +26,8 @@ from common.engine.weights import Weight
 KIMI_EXPERT = re.compile(r"\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.")
 KIMI_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
+LING_PARTS = {"dense": "o_proj", "query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+
 
 class UnrotatedMla(MlaAttention):
     """Latent attention that knows of positions only what the recurrence tells it."""
@@ -94,5 +96,6 @@ def rename_ling(name: str) -> str | None:
         return None
     name = re.sub(r"^model\.word_embeddings\.", "model.embed_tokens.", name)
     name = name.replace(".attention.", ".self_attn.")
-    name = name.replace(".self_attn.dense.", ".self_attn.o_proj.")
+    for published, asked in LING_PARTS.items():
+        name = name.replace(f".self_attn.{published}.", f".self_attn.{asked}.")
     return name.replace(".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias")

@@ -29,6 +29,7 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = {
     "n_group": ("num_expert_group",),
     "norm_topk_prob": ("moe_renormalize",),
     "scoring_func": ("moe_router_activation_func", "score_function"),
+    "linear_silu": ("use_linear_silu",),
 }
 
 
@@ -81,15 +82,18 @@ def read_latent_hybrid(source: CheckpointConfig, *, rope: RopeConfig, bias_key: 
     )
 
 
-def read_latent_rope(fields: JsonFields, *, head_dim: int) -> tuple[RopeConfig, int]:
+def read_latent_rope(
+    fields: JsonFields, *, head_dim: int, share_default: float = 1.0
+) -> tuple[RopeConfig, int]:
     """The rotation of the latent layers, and how many channels of a recurring head it would turn.
 
     The checkpoint's share is of `head_dim`; the latent layers' own part is rotated as a whole.
+    share_default: of the published code, where config.json says nothing.
     """
     if not fields.flag("rope_interleave", True):
         raise fields.error("rope_interleave", "true")
     rope, share = read_partial_rope(
-        fields, max_position=fields.integer("max_position_embeddings"), share_default=1.0
+        fields, max_position=fields.integer("max_position_embeddings"), share_default=share_default
     )
     return replace(rope, is_interleaved=True), int(head_dim * share)
 

@@ -33,6 +33,8 @@ from common.engine.models.latent_hybrid import (
     rename_kimi_linear,
     rename_ling,
 )
+from common.engine.models.lightning import LightningLm, build_lightning_layer
+from common.engine.models.lightning_config import lightning_config, read_ling_2_5
 from common.engine.models.llama import build_llama_layer
 from common.engine.models.llama_config import read_llama
 from common.engine.models.mamba_config import MambaFamily
@@ -54,6 +56,7 @@ from common.layout.families import (
     gated_delta_components,
     gqa_components,
     hybrid_mla_components,
+    lightning_components,
     mamba_components,
     mixed_gqa_components,
     mla_components,
@@ -199,6 +202,16 @@ def _kda(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     return (*_hybrid_mla(config, kda.linear_layers, kda.is_rotated, dtype), *slots)
 
 
+def _lightning(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    lightning = lightning_config(config)
+    slots = lightning_components(
+        layers=lightning.linear_layers,
+        head_count=config.head_count,
+        head_dim=lightning.head_dim,
+    )
+    return (*_hybrid_mla(config, lightning.linear_layers, True, dtype), *slots)
+
+
 def _hybrid_mla(
     config: ModelConfig, linear_layers: Collection[int], is_rotated: bool, dtype: str
 ) -> tuple[CacheComponent, ...]:
@@ -255,6 +268,9 @@ FAMILIES = {
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, rename=text_name),
     "KimiLinearForCausalLM": Family(
         read_kimi_linear, build_kda_layer, _kda, model=KdaLm, rename=rename_kimi_linear
+    ),
+    "BailingMoeV2_5ForCausalLM": Family(
+        read_ling_2_5, build_lightning_layer, _lightning, model=LightningLm, rename=rename_ling
     ),
     "BailingHybridForCausalLM": Family(
         read_ling_3, build_kda_layer, _kda, model=KdaLm, rename=rename_ling
