@@ -69,6 +69,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
     bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
+    heartbeat_interval_s, peer_timeout_s: how often peers are told that this server lives, and how
+        long one may be silent; the same on all servers.
+    stall_timeout_s: how long a worker may be silent or its engine stand still in a step; None: 2 s
+        on a CPU, whose engine tells of every layer, 10 s on a GPU, which tells of every step.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
@@ -111,6 +115,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ucx: str = "auto"
     bootstrap_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
+    heartbeat_interval_s: float = 0.2
+    peer_timeout_s: float = 0.8
+    stall_timeout_s: float | None = None
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0
     api_keys: tuple[str, ...] = ()
@@ -118,6 +125,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin_api_keys: tuple[str, ...] = ()
     admin_api_key_file: str = ""
     runtime_dir: str = ""
+
+    @property
+    def stall_s(self) -> float:
+        """stall_timeout_s, or what fits the device."""
+        if self.stall_timeout_s is not None:
+            return self.stall_timeout_s
+        return 2.0 if self.device == "cpu" else 10.0
 
     @property
     def engine_type(self) -> EngineType:
@@ -250,6 +264,11 @@ def check_config(config: ServerConfig) -> None:
     if config.role is Role.PREFILL and config.port == config.bootstrap_port:
         raise ConfigError(
             f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"
+        )
+    if config.peer_timeout_s < 2 * config.heartbeat_interval_s:
+        raise ConfigError(
+            f"--peer-timeout {config.peer_timeout_s:g}: must be at least two heartbeats, "
+            f"--heartbeat-interval {config.heartbeat_interval_s:g}"
         )
     _check_nodes(config)
     _check_model(Path(config.model_path))

@@ -267,6 +267,24 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     ),
     Flag("ucx", ("ucx",), ucx_origin, "which UCX is loaded: auto, wheel, system or a directory"),
     Flag(
+        "heartbeat_interval_s",
+        ("heartbeat-interval",),
+        number(0.05, 0.4),
+        "seconds between two heartbeats to a peer",
+    ),
+    Flag(
+        "peer_timeout_s",
+        ("peer-timeout",),
+        number(0.1, 600),
+        "seconds of silence after which a peer is given up",
+    ),
+    Flag(
+        "stall_timeout_s",
+        ("stall-timeout",),
+        number(0.1, 600),
+        "seconds that a worker may be silent, or its engine stand still [2 on a CPU, 10 on a GPU]",
+    ),
+    Flag(
         "request_timeout_s",
         ("request-timeout",),
         number(0.1, 86400),

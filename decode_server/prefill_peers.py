@@ -42,10 +42,11 @@ from common.protocol.peer import (
     Refuse,
     Welcome,
 )
-from common.scheduling.facts import ServerFacts
+from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import (
     HELLO_INTERVAL_S,
     REFUSED_RETRY_S,
+    Condition,
     Liveness,
     Outbox,
     RankSet,
@@ -97,8 +98,9 @@ class PrefillPeer:
 class PrefillPeers:
     """Owner of every `PrefillPeer`."""
 
-    def __init__(self, facts: ServerFacts, links: list[str], outbox: Outbox) -> None:
+    def __init__(self, facts: ServerFacts, pace: Pace, links: list[str], outbox: Outbox) -> None:
         self._facts = facts
+        self._pace = pace
         self._outbox = outbox
         self._peers: dict[str, PrefillPeer] = {}
         for link in links:
@@ -225,10 +227,10 @@ class PrefillPeers:
 
     # ---- liveness --------------------------------------------------------------------------------
 
-    def handle_heartbeat(self, link: str, beat: Heartbeat, now: float) -> None:
+    def handle_heartbeat(self, link: str, beat: Heartbeat) -> None:
         peer = self._peers.get(link)
         if peer is not None and peer.incarnation == beat.incarnation:
-            peer.liveness.apply_heartbeat(beat, now)
+            peer.liveness.apply_heartbeat(beat)
 
     def handle_detached(self, link: str, message: Detached) -> str | None:
         if message.peer_incarnation != self._facts.incarnation:
@@ -261,30 +263,26 @@ class PrefillPeers:
         peer.next_hello_at = 0.0
         return incarnation if peer.is_fenced_by_close else None
 
-    def silent(self, now: float) -> list[str]:
-        """Links whose peer has not been heard for too long."""
-        return [
-            peer.link
-            for peer in self._peers.values()
-            if peer.phase in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED)
-            and peer.liveness.is_silent(now)
-        ]
+    def lost(self, now: float) -> list[tuple[str, str]]:
+        """Links whose peer is silent or can't go on, and why."""
+        phases = (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED)
+        open_peers = [peer for peer in self._peers.values() if peer.phase in phases]
+        reasons = [(peer.link, peer.liveness.why_lost(now, self._pace)) for peer in open_peers]
+        return [(link, reason) for link, reason in reasons if reason]
 
-    def send_due(self, now: float, *, progress: int, is_busy: bool, load_tokens: int) -> None:
-        """Hellos to whoever has not answered, heartbeats to the others."""
+    def send_due(self, now: float, condition: Condition) -> None:
+        """Hellos to whoever has not answered, heartbeats to the others.
+
+        Whoever is in trouble dials nobody: it would only be given up again.
+        """
         for peer in self._peers.values():
             if peer.phase in (Phase.DIALING, Phase.REFUSED):
-                if now >= peer.next_hello_at:
+                if now >= peer.next_hello_at and not condition.trouble:
                     peer.next_hello_at = now + HELLO_INTERVAL_S
                     self._outbox.to_peer(peer.link, self._hello())
             elif peer.phase is not Phase.CLOSING:
-                beat = peer.liveness.next_heartbeat(
-                    self._facts.incarnation,
-                    now,
-                    progress=progress,
-                    is_busy=is_busy,
-                    load_tokens=load_tokens,
-                )
+                incarnation = self._facts.incarnation
+                beat = peer.liveness.next_heartbeat(incarnation, now, self._pace, condition)
                 if beat is not None:
                     self._outbox.to_peer(peer.link, beat)
 
@@ -298,6 +296,8 @@ class PrefillPeers:
             fingerprint=facts.fingerprint,
             layout=facts.layout_bytes,
             hand_over=facts.hand_over,
+            host_id=facts.host_id,
+            pids=list(facts.pids),
         )
 
     def _of_incarnation(self, incarnation: str) -> PrefillPeer | None:

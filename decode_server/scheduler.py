@@ -23,6 +23,7 @@ from common.protocol.local import (
     State,
     StepDone,
     Submit,
+    WorkerBeat,
     WorkerReady,
     WorkerToScheduler,
 )
@@ -49,8 +50,9 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import answer_flush
-from common.scheduling.peers import HEARTBEAT_INTERVAL_S, Outbox
+from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.silence import Pulse
 from common.scheduling.transitions import DecodeEvent, DecodeState
 from decode_server.admission import Admission
 from decode_server.endings import Endings
@@ -84,7 +86,8 @@ class DecodeScheduler:
         self._limits = limits
         self._is_local = is_local
         self._outbox = Outbox()
-        self._peers = PrefillPeers(facts, links, self._outbox)
+        self._peers = PrefillPeers(facts, limits.pace, links, self._outbox)
+        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s)
         self.account = PageAccount(
             facts.layout.groups,
             facts.page_counts,
@@ -156,18 +159,17 @@ class DecodeScheduler:
             self._retract(sequence, now)
         if planned.step is not None:
             self._outbox.to_workers(planned.step)
-        self._peers.send_due(
-            now,
-            progress=self._batcher.step_count,
-            is_busy=self._batcher.is_computing,
-            load_tokens=self._batcher.running_count,
-        )
+        is_busy = self._batcher.is_computing
+        trouble = self._pulse.look(now, is_busy=is_busy)
+        running_count = self._batcher.running_count
+        condition = Condition(self._pulse.progress, is_busy, running_count, trouble)
+        self._peers.send_due(now, condition)
         return self._outbox.take()
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
         deadline = self._endings.deadlines.next_at
-        latest = now + HEARTBEAT_INTERVAL_S
+        latest = now + self._limits.pace.interval_s
         return latest if deadline is None else min(deadline, latest)
 
     # ---- frontend --------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class DecodeScheduler:
                 if self._is_from_writer(link, message.transfer_id, message.peer_incarnation):
                     self._receiver.apply_quiet(message.transfer_id)
             case Heartbeat():
-                self._peers.handle_heartbeat(link, message, now)
+                self._peers.handle_heartbeat(link, message)
             case Welcome():
                 self._peers.handle_welcome(link, message, now)
             case Refuse():
@@ -343,6 +345,8 @@ class DecodeScheduler:
         match message:
             case StepDone():
                 self._handle_step(message, now)
+            case WorkerBeat():
+                self._pulse.apply_beat(message.rank, message.progress)
             case PeerOpened():
                 self._peers.handle_opened(message)
             case PeerFailed():
@@ -395,8 +399,8 @@ class DecodeScheduler:
                 found = self._peers.in_words(request.bootstrap_link)
                 text = f"no prefill server could be used for {PEER_WAIT_S:.0f} s: {found}"
                 self._endings.fail(request, "no_prefill_server", text, 503, now)
-        for link in self._peers.silent(now):
-            self._lose(self._peers.lose(link, "no heartbeat"), now)
+        for link, reason in self._peers.lost(now):
+            self._lose(self._peers.lose(link, reason), now)
 
     def _waits_for_peer(self, request: DecodeRequest, now: float) -> bool:
         if self._is_local or request.state is not DecodeState.WAITING:
@@ -426,4 +430,5 @@ class DecodeScheduler:
             peers=peers,
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
+            trouble=self._pulse.trouble,
         )

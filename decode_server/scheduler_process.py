@@ -8,7 +8,7 @@ import sys
 from common.config import ServerConfig
 from common.runtime import scheduler_loop
 from common.runtime.start import read_process_config
-from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
 from decode_server.scheduler import DecodeScheduler
 
 
@@ -18,6 +18,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
+        pace=Pace(config.heartbeat_interval_s, config.peer_timeout_s, config.stall_s),
     )
     return DecodeScheduler(
         facts,

@@ -38,8 +38,8 @@ from common.protocol.peer import (
     Refuse,
     Welcome,
 )
-from common.scheduling.facts import ServerFacts
-from common.scheduling.peers import REFUSED_RETRY_S, Liveness, Outbox, RankSet
+from common.scheduling.facts import Pace, ServerFacts
+from common.scheduling.peers import REFUSED_RETRY_S, Condition, Liveness, Outbox, RankSet
 
 # Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
 PEER_COUNT_MAX = 256
@@ -92,8 +92,9 @@ class RefusedPeer:
 class DecodePeers:
     """Owner of every `DecodePeer`."""
 
-    def __init__(self, facts: ServerFacts, outbox: Outbox) -> None:
+    def __init__(self, facts: ServerFacts, pace: Pace, outbox: Outbox) -> None:
         self._facts = facts
+        self._pace = pace
         self._outbox = outbox
         self._peers: dict[str, DecodePeer] = {}
         self._refused: dict[str, RefusedPeer] = {}
@@ -141,6 +142,8 @@ class DecodePeers:
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
         peer.hand_over = self._agree(hello)
         self._peers[hello.incarnation] = peer
+        if hello.pids and hello.host_id and hello.host_id == self._facts.host_id:
+            self._outbox.watch_processes(peer.incarnation, tuple(hello.pids))
         self._send_welcome(peer)
         return lost
 
@@ -207,7 +210,7 @@ class DecodePeers:
             return False
         if peer.phase is not Phase.WELCOMED:
             return False
-        peer.liveness.heard_at = now
+        peer.liveness.silence.hear()
         try:
             peer.page_counts = announced_page_counts(peer.layout, attach.ranks)
         except ProtocolError as error:
@@ -245,12 +248,12 @@ class DecodePeers:
 
     # ---- liveness --------------------------------------------------------------------------------
 
-    def handle_heartbeat(self, link: str, beat: Heartbeat, now: float) -> None:
+    def handle_heartbeat(self, link: str, beat: Heartbeat) -> None:
         peer = self._of(beat.incarnation, link)
         if peer is None or peer.phase is Phase.CLOSING:
             self.detach_unknown(link, beat.incarnation)
             return
-        peer.liveness.apply_heartbeat(beat, now)
+        peer.liveness.apply_heartbeat(beat)
 
     def handle_detached(self, link: str, message: Detached) -> bool:
         """Close a peer that asks for it; False if it has no say in this."""
@@ -280,30 +283,21 @@ class DecodePeers:
         if peer is not None and peer.phase is Phase.CLOSING and peer.closed.add(rank):
             del self._peers[incarnation]
 
-    def silent(self, now: float) -> list[str]:
-        """Peers that have not been heard for too long."""
-        return [
-            peer.incarnation
-            for peer in self._peers.values()
-            if peer.phase is not Phase.CLOSING and peer.liveness.is_silent(now)
-        ]
+    def lost(self, now: float) -> list[tuple[str, str]]:
+        """Peers that are silent or can't go on, and why."""
+        open_peers = [peer for peer in self._peers.values() if peer.phase is not Phase.CLOSING]
+        reasons = [(p.incarnation, p.liveness.why_lost(now, self._pace)) for p in open_peers]
+        return [(incarnation, reason) for incarnation, reason in reasons if reason]
 
-    def send_heartbeats(
-        self, now: float, *, progress: int, is_busy: bool, load_tokens: int
-    ) -> None:
+    def send_heartbeats(self, now: float, condition: Condition) -> None:
         for refused in list(self._refused.values()):
             if now - refused.asked_at > REFUSED_SHOWN_S:
                 del self._refused[refused.incarnation]
         for peer in self._peers.values():
             if peer.phase is Phase.CLOSING:
                 continue
-            beat = peer.liveness.next_heartbeat(
-                self._facts.incarnation,
-                now,
-                progress=progress,
-                is_busy=is_busy,
-                load_tokens=load_tokens,
-            )
+            incarnation = self._facts.incarnation
+            beat = peer.liveness.next_heartbeat(incarnation, now, self._pace, condition)
             if beat is not None:
                 self._outbox.to_peer(peer.link, beat)
 

@@ -23,6 +23,7 @@ from common.protocol.local import (
     State,
     StepDone,
     Submit,
+    WorkerBeat,
     WorkerReady,
     WorkerToScheduler,
 )
@@ -48,8 +49,9 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import answer_flush
-from common.scheduling.peers import HEARTBEAT_INTERVAL_S, Outbox
+from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount
+from common.scheduling.silence import Pulse
 from common.scheduling.transitions import PrefillEvent, PrefillState
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
@@ -70,7 +72,8 @@ class PrefillScheduler:
         self._facts = facts
         self._limits = limits
         self._outbox = Outbox()
-        self._peers = DecodePeers(facts, self._outbox)
+        self._peers = DecodePeers(facts, limits.pace, self._outbox)
+        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s)
         self._rendezvous = Rendezvous(limits.bootstrap_timeout_s)
         self._sender = Sender(facts.rank_count, self._outbox)
         self._table = RequestTable()
@@ -125,7 +128,9 @@ class PrefillScheduler:
                 self._handle_worker(reply, now)
             case FromPeer(link=link, message=peer_message):
                 self._handle_peer(link, peer_message, now)
-            case Tick() | ProcessesGone():
+            case ProcessesGone(incarnation=incarnation):
+                self._lose(incarnation, "its processes ended", now)
+            case Tick():
                 pass
             case _:
                 assert_never(event)
@@ -143,18 +148,18 @@ class PrefillScheduler:
                 request = self._table.get(chunk.request_id)
                 assert request is not None
                 self._sender.send_chunk(request, chunk, planned.step.step_id)
-        self._peers.send_heartbeats(
-            now,
-            progress=self._batcher.step_count,
-            is_busy=self._batcher.is_computing,
-            load_tokens=self._load_tokens(),
-        )
+        is_busy = self._batcher.is_computing
+        trouble = self._pulse.look(now, is_busy=is_busy)
+        condition = Condition(self._pulse.progress, is_busy, self._load_tokens(), trouble)
+        self._peers.send_heartbeats(now, condition)
         return self._outbox.take()
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
         times = [self._table.deadlines.next_at, self._rendezvous.next_at]
-        return min([now + HEARTBEAT_INTERVAL_S, *(time for time in times if time is not None)])
+        return min(
+            [now + self._limits.pace.interval_s, *(time for time in times if time is not None)]
+        )
 
     # ---- frontend --------------------------------------------------------------------------------
 
@@ -212,6 +217,8 @@ class PrefillScheduler:
 
     def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
         match message:
+            case Hello() if self._pulse.trouble:
+                pass  # it asks again, and is welcome once our own workers move
             case Hello():
                 lost = self._peers.handle_hello(link, message, now)
                 if lost is not None:
@@ -220,7 +227,7 @@ class PrefillScheduler:
                 if self._peers.handle_attach(link, message, now):
                     self._sender.forget_unquiet(message.incarnation)
             case Heartbeat():
-                self._peers.handle_heartbeat(link, message, now)
+                self._peers.handle_heartbeat(link, message)
             case TransferRequest():
                 self._reservations.handle(link, message, now)
             case Withdraw():
@@ -251,6 +258,8 @@ class PrefillScheduler:
         match message:
             case StepDone():
                 self._handle_step(message, now)
+            case WorkerBeat():
+                self._pulse.apply_beat(message.rank, message.progress)
             case SendSettled():
                 request = self._sender.apply_settled(message)
                 if request is not None:
@@ -322,8 +331,8 @@ class PrefillScheduler:
                 self._endings.fail(half, failure, now)
             else:
                 self._endings.reply_failed(half, failure)
-        for incarnation in self._peers.silent(now):
-            self._lose(incarnation, "no heartbeat", now)
+        for incarnation, reason in self._peers.lost(now):
+            self._lose(incarnation, reason, now)
 
     def _admit(self, now: float) -> None:
         """Start whoever fits, in order of arrival; nobody passes a request that waited too long."""
@@ -373,4 +382,5 @@ class PrefillScheduler:
             peers=self._peers.states(),
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
+            trouble=self._pulse.trouble,
         )

@@ -49,6 +49,8 @@ class Liveness:
         silent_s = now - self._heard_at
         if silent_s > SILENCE_MAX_S:
             return f"the scheduler has not answered for {silent_s:.0f} s"
+        if self.state is not None and self.state.trouble:
+            return self.state.trouble
         stalled_s = now - self._moved_at
         if self.state is not None and is_busy(self.state) and stalled_s > STALL_MAX_S:
             return f"the engine has not finished a step for {stalled_s:.0f} s"

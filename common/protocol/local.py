@@ -137,7 +137,10 @@ class PageGroupState(_Message, frozen=True):
 
 
 class State(_Message, frozen=True):
-    """Answer to GetState. queues: queue name -> depth; counters: name -> value since start."""
+    """Answer to GetState. queues: queue name -> depth; counters: name -> value since start.
+
+    trouble: why this server can't serve although its scheduler answers, "" if nothing is wrong.
+    """
 
     call_id: int
     is_ready: bool
@@ -147,6 +150,7 @@ class State(_Message, frozen=True):
     peers: list[PeerState]
     step_count: int = 0
     workers: list[dict[str, str]] = []
+    trouble: str = ""
 
 
 class ServerInfo(_Message, frozen=True):
@@ -322,6 +326,16 @@ class WorkerReady(_Message, frozen=True):
     pid: int = 0
 
 
+class WorkerBeat(_Message, frozen=True):
+    """This rank's I/O thread runs, whatever its engine does. progress: grows as the engine moves.
+
+    It counts finished layers and, on a CPU, the time that the engine's thread has computed.
+    """
+
+    rank: int
+    progress: int
+
+
 class StepDone(_Message, frozen=True):
     """Tokens sampled in a step, in the order chunks-that-were-last, then decode.
 
@@ -411,6 +425,7 @@ SchedulerToWorker = (
 )
 WorkerToScheduler = (
     WorkerReady
+    | WorkerBeat
     | StepDone
     | PeerOpened
     | PeerConnected

@@ -35,6 +35,7 @@ class Hello(_Message, frozen=True):
     """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack.
 
     hand_over: how this side may be written to; a peer that does not say knows no staging.
+    host_id, pids: the host and the processes behind it, for a peer there that can watch them.
     """
 
     version_min: int
@@ -44,6 +45,8 @@ class Hello(_Message, frozen=True):
     fingerprint: dict[str, str]
     layout: bytes
     hand_over: HandOver = HandOver.DIRECT
+    host_id: str = ""
+    pids: list[int] = []
 
 
 class Welcome(_Message, frozen=True):
@@ -94,9 +97,10 @@ class Detached(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """progress: counter of finished engine steps. is_busy: a step is running or work is queued.
+    """progress: counter of finished layers. is_busy: a step is running.
 
     load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
+    trouble: what keeps its engine from moving, "" if nothing does.
     """
 
     incarnation: str
@@ -105,6 +109,7 @@ class Heartbeat(_Message, frozen=True):
     is_busy: bool
     load_tokens: int = 0
     echo_sequence: int = 0
+    trouble: str = ""
 
 
 class TransferRequest(_Message, frozen=True):

@@ -47,6 +47,19 @@ class ServerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How peers are watched, in seconds. A scheduler runs no tensor code: only a frozen, dead or
+    unreachable one is silent for timeout_s, several beats, even where engines take all cores.
+
+    stall_s: how long our own workers may be silent, or stand still in a step.
+    """
+
+    interval_s: float = 0.2
+    timeout_s: float = 0.8
+    stall_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
     queue_max: requests that may wait; more are answered 503 at once.
@@ -57,3 +70,4 @@ class SchedulerLimits:
     queue_max: int
     has_prefix_cache: bool = True
     bootstrap_timeout_s: float = 30.0
+    pace: Pace = Pace()

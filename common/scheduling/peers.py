@@ -20,12 +20,9 @@ from common.scheduling.events import (
     ToWorkers,
     WatchProcesses,
 )
+from common.scheduling.facts import Pace
+from common.scheduling.silence import Silence
 
-# A peer is told of every HEARTBEAT_INTERVAL_S and given up after PEER_TIMEOUT_S of silence. The
-# scheduler runs no tensor code, so only a frozen, dead or unreachable peer is silent that long;
-# four beats leave room for a machine whose cores are all taken by the engine.
-HEARTBEAT_INTERVAL_S = 0.5
-PEER_TIMEOUT_S = 2.0
 # How often an unanswered Hello is repeated, and how long a refused peer is left alone.
 HELLO_INTERVAL_S = 0.5
 REFUSED_RETRY_S = 5.0
@@ -63,39 +60,61 @@ class Outbox:
         return effects
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a server's heartbeats say of it; see `Heartbeat`."""
+
+    progress: int
+    is_busy: bool
+    load_tokens: int
+    trouble: str
+
+
 @dataclass(slots=True)
 class Liveness:
-    """When one peer was last heard and is next to be told."""
+    """When one peer was last heard and is next to be told, and what it said of itself."""
 
-    heard_at: float
+    silence: Silence
     next_beat_at: float
     sequence: int = 0
     progress: int = 0
     is_busy: bool = False
+    trouble: str = ""
     load_tokens: int = 0
 
     @staticmethod
     def start(now: float) -> Liveness:
-        return Liveness(heard_at=now, next_beat_at=now)
+        return Liveness(Silence(now), next_beat_at=now)
 
-    def apply_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        self.heard_at = now
+    def apply_heartbeat(self, beat: Heartbeat) -> None:
+        self.silence.hear()
+        self.trouble = beat.trouble
         self.progress = beat.progress
         self.is_busy = beat.is_busy
         self.load_tokens = beat.load_tokens
 
-    def is_silent(self, now: float) -> bool:
-        return now - self.heard_at > PEER_TIMEOUT_S
+    def why_lost(self, now: float, pace: Pace) -> str:
+        """Why the peer is of no use any more, "" as long as it is."""
+        if self.silence.look(now) > pace.timeout_s:
+            return f"no heartbeat for {pace.timeout_s:g} s"
+        return f"in its own words: {self.trouble}" if self.trouble else ""
 
     def next_heartbeat(
-        self, incarnation: str, now: float, *, progress: int, is_busy: bool, load_tokens: int
+        self, incarnation: str, now: float, pace: Pace, condition: Condition
     ) -> Heartbeat | None:
         """A beat if one is due."""
         if now < self.next_beat_at:
             return None
         self.sequence += 1
-        self.next_beat_at = now + HEARTBEAT_INTERVAL_S
-        return Heartbeat(incarnation, self.sequence, progress, is_busy, load_tokens)
+        self.next_beat_at = now + pace.interval_s
+        return Heartbeat(
+            incarnation,
+            self.sequence,
+            condition.progress,
+            condition.is_busy,
+            condition.load_tokens,
+            trouble=condition.trouble,
+        )
 
 
 @dataclass(slots=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from common.channel.local import LocalClient
 from common.channel.poller import Poller
 from common.channel.sockets import SendResult
-from common.clock import SystemClock
+from common.clock import Clock, SystemClock, thread_cpu_clock, thread_cpu_s
 from common.errors import BatonError
 from common.protocol.codec import decode_scheduler_to_worker, encode
 from common.protocol.local import (
@@ -30,6 +32,7 @@ from common.protocol.local import (
     Send,
     Shutdown,
     Step,
+    WorkerBeat,
     WorkerToScheduler,
 )
 from common.transport import transport as moving
@@ -40,6 +43,9 @@ from common.worker.staged_io import StagedIo
 
 log = logging.getLogger(__name__)
 
+# How often the scheduler is told that this thread runs, unless it is said otherwise.
+BEAT_INTERVAL_S = 0.2
+
 Steps = SimpleQueue[Step | None]
 """From the I/O thread to the engine; None ends it. Bounded by the scheduler, which has one step in
 flight at a time."""
@@ -47,6 +53,31 @@ flight at a time."""
 
 class SchedulerStuck(BatonError):
     """The scheduler has not read its messages for so long that the channel is full."""
+
+
+# Parts of a second of computing that count as progress: small against any stall timeout.
+CPU_TICKS_PER_S = 20
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the engine has come: it counts layers, the I/O thread reads.
+
+    One writer and one integer, so there is nothing to lock. cpu_clock: of the engine's thread,
+    where computing is progress; None on a GPU, for which its host thread may spin for ever.
+    """
+
+    layer_count: int = 0
+    cpu_clock: int | None = None
+
+    def follow_cpu(self) -> None:
+        """Called by the engine's thread: what it computes counts from now on."""
+        self.cpu_clock = thread_cpu_clock(threading.get_ident())
+
+    def count(self) -> int:
+        if self.cpu_clock is None:
+            return self.layer_count
+        return self.layer_count + int(thread_cpu_s(self.cpu_clock) * CPU_TICKS_PER_S)
 
 
 class Outbox:
@@ -101,7 +132,15 @@ class IoLoop:
         steps: Steps,
         outbox: Outbox,
         staged: StagedIo | None = None,
+        *,
+        progress: Progress | None = None,
+        beat_interval_s: float = BEAT_INTERVAL_S,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock or SystemClock()
+        self._progress = progress or Progress()
+        self._beat_interval_s = beat_interval_s
+        self._next_beat_at = self._clock.now()
         self._staged = staged or StagedIo(sends, links, None, None, SystemClock())
         self._client = client
         self._transport = transport
@@ -119,7 +158,8 @@ class IoLoop:
         """Until the outbox has ended. Raises: SchedulerStuck."""
         is_ended = False
         while not is_ended:
-            self._poller.poll(self._staged.timeout_s())
+            self._poller.poll(self._timeout_s())
+            self._beat()
             # What the engine finished goes first: the next step, and every hand-over of what was
             # computed, wait for it.
             for message in self._outbox.take():
@@ -134,6 +174,17 @@ class IoLoop:
             for payload in self._client.receive():
                 self._tell(self._handle(decode_scheduler_to_worker(payload)))
             self._tell(self._staged.receive())
+
+    def _timeout_s(self) -> float:
+        staged_s = self._staged.timeout_s()
+        beat_s = max(0.0, self._next_beat_at - self._clock.now())
+        return beat_s if staged_s is None else min(staged_s, beat_s)
+
+    def _beat(self) -> None:
+        now = self._clock.now()
+        if now >= self._next_beat_at:
+            self._next_beat_at = now + self._beat_interval_s
+            self._tell([WorkerBeat(self._links.rank, self._progress.count())])
 
     def _handle(self, message: SchedulerToWorker) -> Sequence[WorkerToScheduler]:
         match message:

@@ -22,7 +22,7 @@ from common.clock import SystemClock
 from common.config import ServerConfig
 from common.engine.model_runner import OnLayer
 from common.errors import ConfigError
-from common.worker.io_loop import IoLoop, Outbox, Steps
+from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staged_io import StagedIo
@@ -60,19 +60,20 @@ def run_worker(config: ServerConfig, rank: int) -> int:
         started.ready.describe["attention"],
         started.ready.describe["pages"],
     )
-    return _Worker(started, client).run()
+    return _Worker(started, client, config.heartbeat_interval_s).run()
 
 
 class _Worker:
     """The two threads and what lies between them."""
 
-    def __init__(self, started: StartedRank, client: LocalClient) -> None:
+    def __init__(self, started: StartedRank, client: LocalClient, beat_interval_s: float) -> None:
         self._device = started.device
         self._runner = started.runner
         self._transport = started.transport
         self._client = client
         self._steps: Steps = SimpleQueue()
         self._outbox = Outbox()
+        self._progress = Progress()
         self._has_io_failed = False
         # One rank speaks for all: no token is drawn before every rank has written its share of the
         # cache, because each layer's sum waits for all of its stage and each stage for the one
@@ -88,7 +89,15 @@ class _Worker:
         sends = Sends(started.transport, links, layout, started.page_counts, started.staging)
         self._staged = StagedIo(sends, links, started.landing, started.staging, SystemClock())
         self._loop = IoLoop(
-            client, started.transport, links, sends, self._steps, self._outbox, self._staged
+            client,
+            started.transport,
+            links,
+            sends,
+            self._steps,
+            self._outbox,
+            self._staged,
+            progress=self._progress,
+            beat_interval_s=beat_interval_s,
         )
         self._outbox.put(started.ready)
 
@@ -116,6 +125,8 @@ class _Worker:
     def _compute(self) -> None:
         """The engine thread, until it is told to end."""
         on_layer: OnLayer | None = None
+        if self._device.type == "cpu":
+            self._progress.follow_cpu()
         while (step := self._steps.get()) is not None:
             if self._device.type == "cpu":
                 on_layer = self._tell_layers(step.step_id)
@@ -123,6 +134,7 @@ class _Worker:
             if self._device.type == "cuda":
                 # Kernels only were launched so far: nothing may leave before they have finished.
                 torch.cuda.synchronize(self._device)
+            self._progress.layer_count += 1
             self._outbox.put(Computed(step.step_id, len(self._last_layers)))
             if self._is_speaker:
                 self._outbox.put(done)
@@ -131,6 +143,7 @@ class _Worker:
         """What the model calls after each layer: a finished layer group may leave at once."""
 
         def on_layer(layer: int) -> None:
+            self._progress.layer_count += 1
             group_count = self._last_layers.get(layer)
             if group_count is not None:
                 self._outbox.put(Computed(step_id, group_count))

@@ -94,6 +94,8 @@ VALID = [
     (("--ucx", "/"), "ucx", "/"),
     (("--request-timeout", "1.5"), "request_timeout_s", 1.5),
     (("--drain-timeout", "0"), "drain_timeout_s", 0.0),
+    (("--peer-timeout", "0.4"), "peer_timeout_s", 0.4),
+    (("--stall-timeout", "30"), "stall_timeout_s", 30.0),
     (("--max-body-bytes", "1024"), "max_body_nbytes", 1024),
     (("--port", "1", "--port", "65535"), "port", 65535),
     (("--host", "::1"), "host", "::1"),
@@ -262,7 +264,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"log-level": "info", "log-requests": "true", "disable-radix-cache": "true"}
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
-    values |= {"max-body-bytes": "4096", "hand-over": "direct"}
+    values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000"}
     keys = tmp_path / "keys"

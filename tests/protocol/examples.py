@@ -151,6 +151,7 @@ WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
         "host",
         17,
     ),
+    local.WorkerBeat(3, 2**40),
     local.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: LOGPROBS}, {2: "not finite"}, 0.25),
     local.PeerOpened("inc", 1, DESCRIPTOR),
     local.PeerConnected("inc", 1, "tcp", "direct"),

@@ -38,6 +38,7 @@ from common.protocol.local import (
     SendSettled,
     Step,
     StepDone,
+    WorkerBeat,
     WorkerToScheduler,
 )
 from common.scheduling.facts import ServerFacts
@@ -108,6 +109,9 @@ class SimWorker:
             for count, group in zip(facts.page_counts, self.groups, strict=True)
         ]
         self.is_dead = False
+        self.is_stalled = False
+        self._inbox: list[tuple[SchedulerToWorker, Callable[[str], SimWorker | None]]] = []
+        self._held: list[WorkerToScheduler] = []
         self.targets: dict[str, SimWorker] = {}
         self.expected: dict[int, Expect] = {}
         self._hand_over: dict[str, HandOver] = {}
@@ -125,6 +129,9 @@ class SimWorker:
 
     def handle(self, message: SchedulerToWorker, find: Callable[[str], SimWorker | None]) -> None:
         if self.is_dead:
+            return
+        if self.is_stalled:
+            self._inbox.append((message, find))
             return
         match message:
             case Step():
@@ -170,8 +177,25 @@ class SimWorker:
         self._after(self._rng.uniform(0.0001, 0.002), lambda: self._say(message))
 
     def _say(self, message: WorkerToScheduler) -> None:
-        if not self.is_dead:
+        if self.is_stalled:
+            self._held.append(message)
+        elif not self.is_dead:
             self._reply(message)
+
+    def beat(self) -> None:
+        if not self.is_stalled:
+            for rank in range(self.facts.rank_count):
+                self._say(WorkerBeat(rank, self._finished_step))
+
+    def thaw(self) -> None:
+        """Go on after a stall: what is under way moved on, but neither side heard of the other."""
+        self.is_stalled = False
+        held, self._held = self._held, []
+        for message in held:
+            self._say(message)
+        inbox, self._inbox = self._inbox, []
+        for given, find in inbox:
+            self.handle(given, find)
 
     # ---- compute ---------------------------------------------------------------------------------
 
@@ -364,9 +388,9 @@ class SimWorker:
         elif send.send_id in self._refused:
             error = "refused by the target"
         nbytes = (send.token_stop - send.token_start) * 8
-        self._reply(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
+        self._say(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
         for rank in range(1, self.facts.rank_count):
-            self._reply(SendSettled(send.send_id, send.transfer_id, rank, error, 0, 0, 0.0))
+            self._say(SendSettled(send.send_id, send.transfer_id, rank, error, 0, 0, 0.0))
 
     def _close(self, peer: str) -> None:
         for send in list(self._sends_open.values()):

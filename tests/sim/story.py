@@ -132,13 +132,16 @@ def _plan_accident(world: World, rng: random.Random) -> None:
     node = rng.choice(list(world.nodes.values()))
     other = rng.choice(list(world.nodes.values()))
     at = rng.uniform(1.0, 14.0)
-    match rng.choice(("crash", "freeze", "cut")):
+    match rng.choice(("crash", "freeze", "cut", "stall")):
         case "crash":
             world.after(at, lambda: node.is_up and node.crash())
             world.after(at + rng.uniform(0.1, 3.0), lambda: node.is_up or node.boot())
         case "freeze":
             world.after(at, lambda: _freeze(node))
             world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
+        case "stall":
+            world.after(at, lambda: _stall(node))
+            world.after(at + rng.uniform(0.5, 6.0), lambda: node.is_up and node.worker.thaw())
         case "cut":
             pair = frozenset((node.name, other.name))
             world.after(at, lambda: world.cut.add(pair))
@@ -150,6 +153,12 @@ def _freeze(node: Node) -> None:
         node.is_frozen = True
 
 
+def _stall(node: Node) -> None:
+    """The workers stand still, and their scheduler does not."""
+    if node.is_up:
+        node.worker.is_stalled = True
+
+
 def _repair(world: World) -> None:
     world.cut.clear()
     for node in world.nodes.values():
@@ -157,6 +166,7 @@ def _repair(world: World) -> None:
             node.boot()
         elif node.is_frozen:
             node.thaw()
+        node.worker.thaw()
 
 
 def judge(world: World) -> None:

@@ -228,6 +228,8 @@ class World:
     def start_ticks(self) -> None:
         def tick() -> None:
             for node in self.nodes.values():
+                if node.is_up:
+                    node.worker.beat()
                 node.feed(Tick())
             self.after(TICK_S, tick)
 

@@ -1,0 +1,82 @@
+"""How long something has been silent, and whether this server's own workers are alive and move.
+
+A worker's I/O thread beats whatever its engine does, and tells how far that has come: finished
+layers, and on a CPU the time that the engine's thread has computed. So a long forward pass is told
+from a stuck one, and a stuck engine from a frozen process. Knows nothing of sockets or peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# The longest time between two looks that counts as listening. A longer one means that this very
+# process did not run: what was said meanwhile has not been read yet, and nobody is to blame.
+LOOK_GAP_MAX_S = 0.4
+
+
+@dataclass(slots=True)
+class Silence:
+    """Seconds in which we listened for something and did not hear it."""
+
+    looked_at: float
+    seconds: float = 0.0
+
+    def hear(self) -> None:
+        self.seconds = 0.0
+
+    def look(self, now: float) -> float:
+        """The silence until now; to be called at least every LOOK_GAP_MAX_S."""
+        self.seconds += min(LOOK_GAP_MAX_S, max(0.0, now - self.looked_at))
+        self.looked_at = now
+        return self.seconds
+
+
+@dataclass(slots=True)
+class _Rank:
+    progress: int = 0
+    silence: Silence | None = None
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What this server's workers say of themselves. limit_s: silence or standstill that is trouble.
+
+    The ranks of a step wait for each other, so the engine moves if any of them does.
+    """
+
+    rank_count: int
+    limit_s: float
+    progress: int = 0
+    trouble: str = ""
+    _ranks: list[_Rank] = field(init=False)
+    _standstill: Silence | None = None
+
+    def __post_init__(self) -> None:
+        self._ranks = [_Rank() for _ in range(self.rank_count)]
+
+    def apply_beat(self, rank: int, progress: int) -> None:
+        known = self._ranks[rank]
+        if known.silence is not None:
+            known.silence.hear()
+        if progress != known.progress and self._standstill is not None:
+            self._standstill.hear()
+        known.progress = progress
+        self.progress = sum(one.progress for one in self._ranks)
+
+    def look(self, now: float, *, is_busy: bool) -> str:
+        """What is the matter now, "" if nothing is. is_busy: a step is due to be computed."""
+        self.trouble = self._find_trouble(now, is_busy=is_busy)
+        return self.trouble
+
+    def _find_trouble(self, now: float, *, is_busy: bool) -> str:
+        silent = ""
+        for index, rank in enumerate(self._ranks):
+            rank.silence = rank.silence or Silence(now)
+            if rank.silence.look(now) > self.limit_s:
+                silent = silent or f"worker {index} has been silent for {self.limit_s:g} s"
+        self._standstill = self._standstill or Silence(now)
+        if not is_busy:
+            self._standstill.hear()
+        if self._standstill.look(now) > self.limit_s and not silent:
+            return f"the engine has not moved for {self.limit_s:g} s"
+        return silent

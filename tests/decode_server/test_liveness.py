@@ -1,0 +1,76 @@
+"""How soon a peer that can't go on is given up, and how soon it is used again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.world import Client, World
+
+PROMPT = list(range(20, 60))
+TOLD_S = 0.6  # a beat, a tick of the simulation on either side, and the messages
+
+
+@pytest.fixture
+def world() -> World:
+    """Two prefill servers and a decode server that uses both, at rest at time 3."""
+    world = World(seed=1)
+    for name in ("p0", "p1"):
+        world.add(name, "prefill", 4, 64)
+    world.add("d0", "decode", 4, 64).links = ["p0:1", "p1:1"]
+    for node in world.nodes.values():
+        node.boot()
+    world.start_ticks()
+    world.run(3.0)
+    assert connected(world) == ["p0:1", "p1:1"]
+    return world
+
+
+def connected(world: World) -> list[str]:
+    core = world.nodes["d0"].core
+    return sorted(peer.link for peer in core._peers.connected())  # type: ignore[union-attr]
+
+
+def ask(world: World, count: int = 4) -> list[Client]:
+    return [world.submit(world.nodes["d0"], PROMPT, 4) for _ in range(count)]
+
+
+def test_a_frozen_peer_is_given_up_in_a_second_and_its_requests_go_elsewhere(world: World) -> None:
+    world.nodes["p0"].is_frozen = True
+    clients = ask(world)
+    world.run(world.now + 1.3)
+    assert connected(world) == ["p1:1"]
+    world.run(world.now + 1.0)
+    assert [client.finals for client in clients] == [["finished"]] * 4
+
+
+def test_a_peer_whose_workers_stand_still_is_given_up_although_it_is_heard(world: World) -> None:
+    world.nodes["p0"].worker.is_stalled = True
+    clients = ask(world)
+    world.run(world.now + 2.0 + TOLD_S)
+    assert connected(world) == ["p1:1"]
+    world.run(world.now + 1.0)
+    assert [client.finals for client in clients] == [["finished"]] * 4
+    world.run(world.now + 10.0)
+    assert connected(world) == ["p1:1"], "nobody dials a server that can't go on"
+    world.nodes["p0"].worker.thaw()
+    world.run(world.now + 1.5)
+    assert connected(world) == ["p0:1", "p1:1"]
+
+
+def test_a_scheduler_that_was_frozen_itself_blames_nobody(world: World) -> None:
+    decode = world.nodes["d0"]
+    decode.is_frozen = True
+    world.run(world.now + 0.5)
+    decode.thaw()
+    assert connected(world) == ["p0:1", "p1:1"]
+    world.run(world.now + 0.5)
+    assert connected(world) == ["p0:1", "p1:1"]
+
+
+def test_a_prefill_server_that_comes_back_is_used_again_in_two_seconds(world: World) -> None:
+    world.nodes["p0"].crash()
+    world.run(world.now + 0.5)
+    assert connected(world) == ["p1:1"]
+    world.nodes["p0"].boot()
+    world.run(world.now + 1.5)
+    assert connected(world) == ["p0:1", "p1:1"]

@@ -1,0 +1,57 @@
+"""Who is silent and who stands still: only time in which we listened counts."""
+
+from __future__ import annotations
+
+from common.scheduling.silence import LOOK_GAP_MAX_S, Pulse, Silence
+
+STEP_S = 0.125  # exact in binary, so that sums are
+
+
+def look(pulse: Pulse, now: float, seconds: float, *, is_busy: bool, beats: str = "") -> float:
+    """Look for some seconds while ranks beat: "+" one whose engine moves, "=" one that stands."""
+    end = now + seconds
+    while now < end:
+        now += STEP_S
+        for rank, kind in enumerate(beats):
+            if kind in "+=":
+                pulse.apply_beat(rank, int(1000 * now) if kind == "+" else 7)
+        pulse.look(now, is_busy=is_busy)
+    return now
+
+
+def test_time_in_which_we_did_not_run_is_nobodys_silence() -> None:
+    silence = Silence(0.0)
+    assert silence.look(100.0) == LOOK_GAP_MAX_S
+    silence.hear()
+    assert silence.look(100.25) == 0.25
+
+
+def test_an_engine_that_moves_is_well_however_long_its_step() -> None:
+    pulse = Pulse(2, limit_s=2.0)
+    look(pulse, 0.0, 60.0, is_busy=True, beats="+=")
+    assert pulse.trouble == ""
+
+
+def test_an_engine_that_stands_still_in_a_step_is_in_trouble_until_it_moves() -> None:
+    pulse = Pulse(2, limit_s=2.0)
+    now = look(pulse, 0.0, 1.5, is_busy=True, beats="==")
+    assert pulse.trouble == ""
+    now = look(pulse, now, 1.5, is_busy=True, beats="==")
+    assert pulse.trouble == "the engine has not moved for 2 s"
+    look(pulse, now, STEP_S, is_busy=True, beats="=+")
+    assert pulse.trouble == ""
+
+
+def test_an_idle_engine_may_stand_still() -> None:
+    pulse = Pulse(1, limit_s=2.0)
+    now = look(pulse, 0.0, 60.0, is_busy=False, beats="=")
+    look(pulse, now, 1.5, is_busy=True, beats="=")
+    assert pulse.trouble == ""
+
+
+def test_one_silent_worker_is_trouble_although_the_engine_is_idle() -> None:
+    pulse = Pulse(2, limit_s=2.0)
+    now = look(pulse, 0.0, 2.5, is_busy=False, beats="=.")
+    assert pulse.trouble == "worker 1 has been silent for 2 s"
+    look(pulse, now, STEP_S, is_busy=False, beats="==")
+    assert pulse.trouble == ""
