@@ -73,6 +73,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         long one may be silent; the same on all servers.
     stall_timeout_s: how long a worker may be silent or its engine stand still in a step; None: 2 s
         on a CPU, whose engine tells of every layer, 10 s on a GPU, which tells of every step.
+    curve_secret_key_file, curve_peer_keys_file: our key pair and the keys of our peers on the
+        control channel; "": it is open.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
@@ -124,6 +126,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: str = ""
     admin_api_keys: tuple[str, ...] = ()
     admin_api_key_file: str = ""
+    curve_secret_key_file: str = ""
+    curve_peer_keys_file: str = ""
     runtime_dir: str = ""
 
     @property
@@ -270,6 +274,8 @@ def check_config(config: ServerConfig) -> None:
             f"--peer-timeout {config.peer_timeout_s:g}: must be at least two heartbeats, "
             f"--heartbeat-interval {config.heartbeat_interval_s:g}"
         )
+    if bool(config.curve_secret_key_file) != bool(config.curve_peer_keys_file):
+        raise ConfigError("--curve-secret-key-file and --curve-peer-keys-file: one needs the other")
     _check_nodes(config)
     _check_model(Path(config.model_path))
     tokenizer = Path(config.tokenizer_path)

@@ -318,6 +318,8 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "keys that abort_request and flush_cache ask for [--api-key]; or BATON_ADMIN_API_KEY",
         is_secret=True,
     ),
+    Flag("curve_secret_key_file", ("curve-secret-key-file",), text, "file of this server's key"),
+    Flag("curve_peer_keys_file", ("curve-peer-keys-file",), text, "file of its peers' public keys"),
     Flag("admin_api_key_file", ("admin-api-key-file",), text, "file of such keys, one per line"),
 )
 

@@ -85,6 +85,8 @@ class PrefillPeer:
     transports: list[str] = field(default_factory=list)
     hand_over: HandOver = HandOver.DIRECT
     detail: str = ""
+    link_failures: set[str] = field(default_factory=set)
+    must_redial: bool = False
 
     @property
     def is_fenced_by_close(self) -> bool:
@@ -169,6 +171,8 @@ class PrefillPeers:
         peer.liveness = Liveness.start(now)
         peer.opened = {}
         peer.transports = []
+        peer.link_failures = set()
+        peer.must_redial = False
         peer.detail = ""
         peer.phase = Phase.OPENING
         if peer.is_same_host and peer.pids:
@@ -185,6 +189,22 @@ class PrefillPeers:
             return self.lose(link, detail)
         self._refuse(peer, detail, now)
         return None
+
+    def handle_link_refused(self, link: str, reason: str, now: float) -> None:
+        """The connection can't be made. One that was there is missed by its silence."""
+        peer = self._peers.get(link)
+        if peer is None or peer.phase not in (Phase.DIALING, Phase.REFUSED):
+            return
+        if reason not in peer.link_failures:
+            peer.link_failures.add(reason)
+            text = f"can't connect to prefill server {link}: {reason}"
+            self._outbox.report(text, is_warning=True)
+        peer.phase = Phase.REFUSED
+        peer.detail = reason
+        if not peer.must_redial:
+            # ZMQ gives up a connection for good whose keys were refused.
+            peer.must_redial = True
+            peer.next_hello_at = now + REFUSED_RETRY_S
 
     def _refuse(self, peer: PrefillPeer, detail: str, now: float) -> None:
         if peer.phase is Phase.CLOSING:
@@ -278,6 +298,7 @@ class PrefillPeers:
         for peer in self._peers.values():
             if peer.phase in (Phase.DIALING, Phase.REFUSED):
                 if now >= peer.next_hello_at and not condition.trouble:
+                    self._redial_if_refused(peer)
                     peer.next_hello_at = now + HELLO_INTERVAL_S
                     self._outbox.to_peer(peer.link, self._hello())
             elif peer.phase is not Phase.CLOSING:
@@ -285,6 +306,12 @@ class PrefillPeers:
                 beat = peer.liveness.next_heartbeat(incarnation, now, self._pace, condition)
                 if beat is not None:
                     self._outbox.to_peer(peer.link, beat)
+
+    def _redial_if_refused(self, peer: PrefillPeer) -> None:
+        if peer.must_redial:
+            peer.must_redial = False
+            self._outbox.hang_up(peer.link)
+            self._outbox.dial(peer.link)
 
     def _hello(self) -> Hello:
         facts = self._facts

@@ -44,6 +44,7 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    LinkRefused,
     PeerMessage,
     ProcessesGone,
     Tick,
@@ -137,6 +138,8 @@ class DecodeScheduler:
             case ProcessesGone(incarnation=incarnation):
                 self._lose(self._peers.lose_incarnation(incarnation, "its processes ended"), now)
                 self._receiver.apply_gone(incarnation)
+            case LinkRefused(link=link, reason=reason):
+                self._peers.handle_link_refused(link, reason, now)
             case Tick():
                 pass
             case _:

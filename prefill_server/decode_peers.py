@@ -46,6 +46,7 @@ PEER_COUNT_MAX = 256
 # Refused decode servers that operators are shown, and for how long after their last attempt.
 REFUSED_COUNT_MAX = 16
 REFUSED_SHOWN_S = 3 * REFUSED_RETRY_S
+REASON_COUNT_MAX = 64  # refused connections are told of in so many different words, then counted
 SPOKEN_FOR = "incarnation: another link speaks for this process already"
 
 
@@ -98,7 +99,9 @@ class DecodePeers:
         self._outbox = outbox
         self._peers: dict[str, DecodePeer] = {}
         self._refused: dict[str, RefusedPeer] = {}
+        self._links_refused_for: set[str] = set()
         self.refused_count = 0
+        self.refused_link_count = 0
 
     def connected(self, incarnation: str, link: str) -> DecodePeer | None:
         peer = self._of(incarnation, link)
@@ -153,6 +156,14 @@ class DecodePeers:
             if peer.link == link and self.lose(peer.incarnation, "another process took its link"):
                 return peer.incarnation
         return None
+
+    def handle_link_refused(self, reason: str) -> None:
+        """Somebody could not connect: counted, and told of once per reason."""
+        self.refused_link_count += 1
+        known = self._links_refused_for
+        if reason not in known and len(known) < REASON_COUNT_MAX:
+            known.add(reason)
+            self._outbox.report(f"refused a connection: {reason}", is_warning=True)
 
     def _refuse(self, link: str, incarnation: str, differences: list[str], now: float) -> None:
         self.refused_count += 1

@@ -43,6 +43,7 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    LinkRefused,
     PeerMessage,
     ProcessesGone,
     Tick,
@@ -128,6 +129,8 @@ class PrefillScheduler:
                 self._handle_worker(reply, now)
             case FromPeer(link=link, message=peer_message):
                 self._handle_peer(link, peer_message, now)
+            case LinkRefused(reason=reason):
+                self._peers.handle_link_refused(reason)
             case ProcessesGone(incarnation=incarnation):
                 self._lose(incarnation, "its processes ended", now)
             case Tick():
@@ -377,6 +380,7 @@ class PrefillScheduler:
                 **self._endings.counters,
                 "stale_messages": self._counters["stale_messages"] + self._reservations.stale_count,
                 "refused_peers": float(self._peers.refused_count),
+                "refused_links": float(self._peers.refused_link_count),
             },
             page_groups=self.account.states(self._facts.layout),
             peers=self._peers.states(),

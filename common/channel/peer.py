@@ -12,12 +12,16 @@ import socket as system_socket
 import zmq
 
 from common.channel.address import Address, make_address, parse_address
+from common.channel.gate import Gate
+from common.channel.handshakes import Handshakes
+from common.channel.keys import Curve
 from common.channel.sockets import (
     SendResult,
     Socket,
     open_peer_dealer,
     open_peer_router,
     receive_dealt,
+    receive_guarded,
     receive_routed,
     send_dealt,
     send_routed,
@@ -27,27 +31,36 @@ from common.errors import ConfigError
 # Every link is a socket with a connection; far more prefill servers than one decode server uses.
 LINK_COUNT_MAX = 256
 IDENTITY_NBYTES = 16
+# Links that are remembered as not listened to; only for whoever dials again and again to be heard.
+DROPPED_COUNT_MAX = 4096
 
 
 class PeerListener:
     """The prefill server's bootstrap port. One thread uses it.
 
-    Links are named by the random identity of the dialler, in hexadecimal.
+    Links are named by the random identity of the dialler, in hexadecimal, and by its key if keys
+    are asked for: then nobody can take over a link by knowing its name.
     malformed_count: messages that were not one frame; they were dropped.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """port: 0 lets the system choose one; see `port`.
+    def __init__(self, host: str, port: int, gate: Gate | None = None) -> None:
+        """port: 0 lets the system choose one; see `port`. gate: who may connect; None: everybody.
 
         Raises: ConfigError naming host and port if they can't be listened on.
         """
         address = _resolve(make_address(host, port))
         self.malformed_count = 0
-        self._socket = open_peer_router(is_ipv6=address.is_ipv6)
+        self._gate = gate
+        self._dropped: dict[str, None] = {}
+        context = gate.context if gate is not None else None
+        self._socket = open_peer_router(is_ipv6=address.is_ipv6, context=context)
+        if gate is not None:
+            gate.guard(self._socket)
+        self._handshakes = Handshakes(self._socket, is_listening=True, has_keys=gate is not None)
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as exc:
-            self._socket.close()
+            self.close()
             reason = "is in use" if exc.errno == zmq.EADDRINUSE else f"failed: {exc.strerror}"
             raise ConfigError(f"listening on {Address(host, port)} {reason}") from exc
 
@@ -59,20 +72,55 @@ class PeerListener:
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
     def sockets(self) -> tuple[Socket, ...]:
-        return (self._socket,)
+        gate = self._gate.sockets() if self._gate is not None else ()
+        return (self._socket, *self._handshakes.sockets(), *gate)
 
     def send(self, link: str, payload: bytes) -> SendResult:
         """GONE if the link's connection is gone; it comes back by itself if its server lives."""
-        return send_routed(self._socket, bytes.fromhex(link), payload)
+        return send_routed(self._socket, bytes.fromhex(link.partition(".")[0]), payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
         """(link, payload) of what has come, oldest first per link. Never waits."""
-        received, malformed_count = receive_routed(self._socket)
+        if self._gate is None:
+            received, malformed_count = receive_routed(self._socket)
+            messages = [(identity.hex(), payload) for identity, payload in received]
+        else:
+            messages, malformed_count = self._receive_guarded(self._gate)
         self.malformed_count += malformed_count
-        return [(identity.hex(), payload) for identity, payload in received]
+        if self._dropped:
+            return [(link, payload) for link, payload in messages if link not in self._dropped]
+        return messages
+
+    def _receive_guarded(self, gate: Gate) -> tuple[list[tuple[str, bytes]], int]:
+        """What holders of keys sent that are allowed now: a key that is taken out of the file is
+        not heard any more, although its connection stands."""
+        gate.answer()
+        received, malformed_count = receive_guarded(self._socket)
+        allowed = {user for user in {user for _, user, _ in received} if gate.allows(user)}
+        messages = [
+            (f"{identity.hex()}.{user}", payload)
+            for identity, user, payload in received
+            if user in allowed
+        ]
+        return messages, malformed_count
+
+    def drop(self, link: str) -> None:
+        """Listen to a link no more. ZMQ can't close one connection of many."""
+        self._dropped[link] = None
+        if len(self._dropped) > DROPPED_COUNT_MAX:
+            del self._dropped[next(iter(self._dropped))]
+
+    def take_refusals(self) -> list[tuple[str, str]]:
+        """("", why) of connections that were refused since the last call."""
+        failures = self._handshakes.take_failures()
+        if self._gate is not None:
+            failures += [f"unknown {who}" for who in self._gate.take_refusals()]
+        return [("", failure) for failure in failures]
 
     def close(self) -> None:
         """Drops what is still queued. Harmless if closed."""
+        if not self._socket.closed:
+            self._handshakes.close()
         self._socket.close()
 
 
@@ -82,14 +130,19 @@ class PeerDialer:
     malformed_count: messages that were not one frame; they were dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, curve: Curve | None = None) -> None:
+        """curve: our keys and those of the servers that are dialled; None: none are used."""
         self.malformed_count = 0
+        self._curve = curve
         self._sockets: dict[str, Socket] = {}
+        self._handshakes: dict[str, Handshakes] = {}
 
-    def dial(self, link: str) -> None:
+    def dial(self, link: str, public_key: str = "") -> None:
         """Open the link "host:port", "[v6]:port"; returns at once, and keeps trying from then on.
 
-        Raises: ConfigError if that is no address, or if LINK_COUNT_MAX links are open.
+        public_key: of the server there, if it is not in the file of keys.
+        Raises: ConfigError if that is no address, if there is no key for it, or if LINK_COUNT_MAX
+            links are open.
         """
         assert link not in self._sockets, f"link {link} is already open"
         address = parse_address(link)
@@ -97,10 +150,20 @@ class PeerDialer:
             raise ConfigError(
                 f"address {link!r}: {LINK_COUNT_MAX} links are open, none can be added"
             )
+        server_key = b""
+        if self._curve is not None:
+            server_key = bytes.fromhex(public_key) or self._curve.peers.key_of(link)
         # A link that is dialled anew is another one to the listener. ZMQ keeps identities that
         # begin with a zero byte to itself.
         identity = b"d" + secrets.token_bytes(IDENTITY_NBYTES)
         socket = open_peer_dealer(identity, is_ipv6=address.is_ipv6)
+        if self._curve is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.pair.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve.pair.secret)
+        self._handshakes[link] = Handshakes(
+            socket, is_listening=False, has_keys=self._curve is not None
+        )
         socket.connect(f"tcp://{address}")
         self._sockets[link] = socket
 
@@ -108,10 +171,28 @@ class PeerDialer:
         """Close a link for good, dropping what is still queued. Harmless if not open."""
         socket = self._sockets.pop(link, None)
         if socket is not None:
+            self._handshakes.pop(link).close()
             socket.close()
 
+    def drop(self, link: str) -> None:
+        """Dial a link anew, so that whatever its other end has sent is gone.
+
+        Raises: ConfigError as `dial` does.
+        """
+        self.hang_up(link)
+        self.dial(link)
+
     def sockets(self) -> tuple[Socket, ...]:
-        return tuple(self._sockets.values())
+        watching = (s for handshakes in self._handshakes.values() for s in handshakes.sockets())
+        return (*self._sockets.values(), *watching)
+
+    def take_refusals(self) -> list[tuple[str, str]]:
+        """(link, why) of connections that could not be made since the last call."""
+        return [
+            (link, failure)
+            for link, handshakes in self._handshakes.items()
+            for failure in handshakes.take_failures()
+        ]
 
     def send(self, link: str, payload: bytes) -> SendResult:
         """FULL if the link is not connected just now or its queue is full; GONE if not open."""

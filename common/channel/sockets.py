@@ -19,6 +19,8 @@ from common.protocol.codec import LOCAL_MESSAGE_NBYTES_MAX, PEER_MESSAGE_NBYTES_
 # slow reader; between peers everything is small and paced by the number of open transfers.
 LOCAL_QUEUE_MAX = 16384
 PEER_QUEUE_MAX = 4096
+# What one connection may make a listener hold; TCP holds back the rest, at the dialler.
+PEER_RECEIVE_QUEUE_MAX = 256
 # Messages taken from a socket at a time, so that a busy sender can't hold up the rest of a loop.
 RECEIVE_COUNT_MAX = 256
 # A dialler tries again after 0.1 s, then doubles the pause up to 2 s: within one beat of the
@@ -32,6 +34,7 @@ PEER_HANDSHAKE_TIMEOUT_MS = 5000
 PEER_BACKLOG = 256  # connections that may wait to be accepted
 
 Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
 
 
 class SendResult(Enum):
@@ -66,9 +69,10 @@ def open_local_dealer(identity: bytes) -> Socket:
     return socket
 
 
-def open_peer_router(*, is_ipv6: bool) -> Socket:
-    """The socket that servers of other machines connect to."""
-    socket = _open(zmq.ROUTER, PEER_QUEUE_MAX, PEER_MESSAGE_NBYTES_MAX)
+def open_peer_router(*, is_ipv6: bool, context: Context | None = None) -> Socket:
+    """The socket that servers of other machines connect to, in a context of its own if given."""
+    socket = _open(zmq.ROUTER, PEER_QUEUE_MAX, PEER_MESSAGE_NBYTES_MAX, context)
+    socket.setsockopt(zmq.RCVHWM, PEER_RECEIVE_QUEUE_MAX)
     _make_strict_router(socket)
     socket.setsockopt(zmq.BACKLOG, PEER_BACKLOG)
     _harden_peer(socket, is_ipv6)
@@ -86,9 +90,9 @@ def open_peer_dealer(identity: bytes, *, is_ipv6: bool) -> Socket:
     return socket
 
 
-def _open(kind: int, queue_max: int, nbytes_max: int) -> Socket:
-    """One context per process serves all sockets; keys for authentication would be set here."""
-    socket: Socket = zmq.Context.instance().socket(kind)
+def _open(kind: int, queue_max: int, nbytes_max: int, context: Context | None = None) -> Socket:
+    """One context per process serves all sockets but those that a `Gate` guards."""
+    socket: Socket = (context or zmq.Context.instance()).socket(kind)
     socket.setsockopt(zmq.LINGER, 0)  # closing never waits for a peer
     socket.setsockopt(zmq.SNDHWM, queue_max)
     socket.setsockopt(zmq.RCVHWM, queue_max)
@@ -138,6 +142,22 @@ def receive_routed(socket: Socket) -> tuple[list[tuple[bytes, bytes]], int]:
             break
         if len(frames) == 2:
             received.append((frames[0], frames[1]))
+        else:
+            malformed_count += 1
+    return received, malformed_count
+
+
+def receive_guarded(socket: Socket) -> tuple[list[tuple[bytes, str, bytes]], int]:
+    """As `receive_routed`, with the name that the connection was let in under in the middle."""
+    received: list[tuple[bytes, str, bytes]] = []
+    malformed_count = 0
+    for _ in range(RECEIVE_COUNT_MAX):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            break
+        if len(frames) == 2:
+            received.append((frames[0].bytes, str(frames[1].get("User-Id")), frames[1].bytes))
         else:
             malformed_count += 1
     return received, malformed_count

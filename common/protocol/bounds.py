@@ -9,6 +9,7 @@ bounds go by field name, and a field that has none here is held to the bounds of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -20,6 +21,7 @@ from common.protocol.descriptor import LandingDescriptor, RankDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.request import SamplingParams
 
+_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 INT64_MAX = 2**63 - 1  # ids and seeds end up in int64
 INT32_MAX = 2**31 - 1  # page tables and process ids are int32
 NAME_LENGTH_MAX = 128  # incarnation ids, roles, component names: printed in every log line
@@ -210,6 +212,8 @@ def _check_ranks(name: str, value: object) -> None:
 def _check_landing(here: str, landing: LandingDescriptor) -> None:
     """Slots that lie in the region, each in one ring, and one ring per source rank."""
     _check_name(f"{here}.address", landing.address)
+    if landing.public_key and not _PUBLIC_KEY.fullmatch(landing.public_key):
+        raise ProtocolError(f"{here}.public_key: must be 64 hexadecimal digits")
     _check_region(here, landing.region)
     _, _, nbytes, _ = landing.region
     check_int(f"{here}.slot_nbytes", landing.slot_nbytes, 1, SLOT_NBYTES_MAX)

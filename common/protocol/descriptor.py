@@ -20,12 +20,14 @@ class LandingDescriptor(msgspec.Struct, frozen=True):
     """Where staged transfers land on one rank: slot s starts at s * slot_nbytes of the region.
 
     address: "host:port" that the source ranks dial. region: as those of `RankDescriptor`.
+    public_key: of the target's control channel, in hexadecimal; "" if it has no keys.
     """
 
     address: str
     region: tuple[str, int, int, bytes]
     slot_nbytes: int
     rings: list[LandingRing]
+    public_key: str = ""
 
 
 class RankDescriptor(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from common.config import ServerConfig
+from common.config import HandOver, Role, ServerConfig
 
 
 def open_doors(config: ServerConfig) -> list[str]:
@@ -16,12 +16,30 @@ def open_doors(config: ServerConfig) -> list[str]:
             f"HTTP on --host {config.host} is open to everybody who reaches it: "
             "set --api-key-file, or --host 127.0.0.1 behind a proxy"
         )
+    has_keys = bool(config.curve_secret_key_file)
+    if is_reachable and config.role is Role.PREFILL and not has_keys:
+        doors.append(
+            f"--bootstrap-port {config.bootstrap_port} on --host {config.host} is open to every "
+            "decode server: set --curve-secret-key-file and --curve-peer-keys-file"
+        )
+    if _has_open_landing(config) and not has_keys:
+        doors.append(
+            "the ports where staged transfers are announced are open to whoever reaches them: set "
+            "--curve-secret-key-file and --curve-peer-keys-file, or --hand-over direct"
+        )
     if config.nnodes > 1:
         doors.append(
             f"the ports of --dist-init-addr {config.dist_init_addr} and the next one have no keys: "
             "let only the machines of this server reach them"
         )
     return doors
+
+
+def _has_open_landing(config: ServerConfig) -> bool:
+    """A decode rank listens where its prefill servers reach it."""
+    is_staged = config.role is Role.DECODE and config.hand_over is not HandOver.DIRECT
+    hosts = [address.rpartition(":")[0].strip("[]") for address in config.prefill]
+    return is_staged and not all(map(_is_loopback, hosts))
 
 
 def _is_loopback(host: str) -> bool:

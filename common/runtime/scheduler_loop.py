@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
+from common.channel.gate import Gate
+from common.channel.keys import load_curve
 from common.channel.local import LocalServer
 from common.channel.peer import PeerDialer, PeerListener
 from common.channel.poller import Poller
@@ -47,6 +49,7 @@ from common.scheduling.events import (
     FromPeer,
     FromWorker,
     HangUp,
+    LinkRefused,
     PeerMessage,
     ProcessesGone,
     Report,
@@ -66,6 +69,31 @@ FRONTEND = "frontend"
 POLL_MAX_S = 0.5
 # How long the last messages to workers may take to leave when the process ends.
 LAST_MESSAGES_MS = 500
+
+
+# A peer of another version sends a message or two that can't be read; more is nonsense.
+MALFORMED_COUNT_MAX = 16
+# Refused connections that are remembered while the workers still load.
+EARLY_REFUSALS_MAX = 64
+# Links whose malformed messages are counted; those of a flood of new links push each other out.
+COUNTED_LINKS_MAX = 1024
+
+
+class MalformedCounts:
+    """Malformed messages of each link, of the links that sent one last."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, link: str) -> int:
+        count = self._counts.pop(link, 0) + 1
+        self._counts[link] = count
+        if len(self._counts) > COUNTED_LINKS_MAX:
+            del self._counts[next(iter(self._counts))]
+        return count
+
+    def forget(self, link: str) -> None:
+        self._counts.pop(link, None)
 
 
 class WorkerLost(BatonError):
@@ -99,10 +127,15 @@ class SchedulerLoop:
         self._clock = SystemClock()
         self._local = LocalServer(config.scheduler_ipc_path, config.scheduler_address)
         self._peers: PeerListener | PeerDialer
+        curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
+        self._gate: Gate | None = None
         if config.role is Role.PREFILL:
-            self._peers = PeerListener(config.host, config.bootstrap_port)
+            self._gate = Gate(curve) if curve is not None else None
+            self._peers = PeerListener(config.host, config.bootstrap_port, self._gate)
         else:
-            self._peers = PeerDialer()
+            self._peers = PeerDialer(curve)
+        self._malformed = MalformedCounts()
+        self._refusals: list[LinkRefused] = []
         self._poller = Poller()
         self._poller.register(self._local)
         self._poller.register(self._peers)
@@ -135,6 +168,8 @@ class SchedulerLoop:
 
     def close(self) -> None:
         self._peers.close()
+        if self._gate is not None:
+            self._gate.close()
         self._local.close(LAST_MESSAGES_MS)
 
     def _handle_signal(self, signum: int, frame: object) -> None:
@@ -189,10 +224,33 @@ class SchedulerLoop:
                 else:
                     message = decode_prefill_to_decode(payload)
             except ProtocolError as error:
-                log.warning("dropped a message on link %s: %s", link, error)
-                self.dropped_count += 1
+                self._note_malformed(link, error)
                 continue
             self._feed(FromPeer(link, message))
+        self._refusals += [LinkRefused(*found) for found in self._peers.take_refusals()]
+        if self._core is None:
+            del self._refusals[EARLY_REFUSALS_MAX:]
+            return
+        refusals, self._refusals = self._refusals, []
+        for refusal in refusals:
+            self._feed(refusal)
+
+    def _note_malformed(self, link: str, error: ProtocolError) -> None:
+        """Told of once per link; a link that says nothing but nonsense is dropped."""
+        self.dropped_count += 1
+        count = self._malformed.add(link)
+        if count == 1:
+            log.warning("dropped a message on link %s: %s", link, error)
+        if count == MALFORMED_COUNT_MAX:
+            log.warning("link %s: %d malformed messages, it is dropped", link, count)
+            self._malformed.forget(link)
+            self._drop(link)
+
+    def _drop(self, link: str) -> None:
+        try:
+            self._peers.drop(link)
+        except ConfigError as config_error:
+            self._feed(LinkRefused(link, str(config_error)))
 
     def _look_at_processes(self, readable: list[int]) -> None:
         gone, finished = self._watch.take_gone(readable)
@@ -292,7 +350,7 @@ class SchedulerLoop:
         try:
             self._peers.dial(link)
         except ConfigError as error:
-            log.warning("can't dial %s: %s", link, error)
+            self._feed(LinkRefused(link, str(error)))
 
 
 def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> ServerFacts:

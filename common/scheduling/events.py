@@ -50,7 +50,15 @@ class ProcessesGone:
     incarnation: str
 
 
-Event = FromFrontend | FromWorker | FromPeer | Tick | ProcessesGone
+@dataclass(frozen=True, slots=True)
+class LinkRefused:
+    """A connection came to nothing before a word was said. link: "" where somebody else dialled."""
+
+    link: str
+    reason: str
+
+
+Event = FromFrontend | FromWorker | FromPeer | Tick | ProcessesGone | LinkRefused
 
 
 @dataclass(frozen=True, slots=True)

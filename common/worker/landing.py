@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from common.channel.gate import Gate
 from common.channel.peer import PeerListener, local_host_towards
 from common.channel.sockets import SendResult, Socket
 from common.errors import PlanMismatch, ProtocolError
@@ -115,9 +116,11 @@ class Landing:
         layout: RankLayout,
         page_counts: Sequence[int],
         host: str,
+        gate: Gate | None = None,
     ) -> None:
         """region: uint8[nbytes], known to the transport as REGION. host: listened on where a peer
-        was not dialled at any address."""
+        was not dialled at any address. gate: who may connect there."""
+        self._gate = gate
         self._region = region
         self._copier = copier
         self._layout = layout
@@ -160,7 +163,7 @@ class Landing:
                 )
         host = local_host_towards(link) if link else self._host
         if host not in self._listeners:
-            self._listeners[host] = PeerListener(host, 0)
+            self._listeners[host] = PeerListener(host, 0, self._gate)
         self.reclaim(peer)  # dialled anew by the same process: its old connection is closed
         granted = self._slots.grant(len(pairs)) if pairs else []
         if granted is None:
@@ -176,7 +179,9 @@ class Landing:
             rings.append(LandingRing(rank, ring_id, slots))
         shown = f"[{host}]" if ":" in host else host
         address = f"{shown}:{self._listeners[host].port}"
-        return LandingDescriptor(address, ("", 0, 0, b""), self.slot_nbytes, rings)
+        public_key = self._gate.public_key if self._gate is not None else ""
+        region = ("", 0, 0, b"")
+        return LandingDescriptor(address, region, self.slot_nbytes, rings, public_key)
 
     def close(self, peer: str) -> None:
         """Nothing of this peer is scattered any more; it may still write into its slots."""
@@ -213,6 +218,9 @@ class Landing:
                 # A credit that can't be sent is not lost: the source asks again.
                 if credit is not None and listener.send(link, encode(credit)) is SendResult.FULL:
                     log.warning("a prefill rank does not read its credits")
+            for _, reason in listener.take_refusals():
+                self.counters.refused += 1
+                log.debug("refused a connection of a rank: %s", reason)
 
     def apply_landed(self, landed: Landed) -> Credit | None:
         """Scatter one piece; the answer, None if the slot has moved on since."""
@@ -265,3 +273,5 @@ class Landing:
     def end(self) -> None:
         for listener in self._listeners.values():
             listener.close()
+        if self._gate is not None:
+            self._gate.close()

@@ -39,6 +39,7 @@ class Phase(StrEnum):
 class Lane:
     """One target rank. name: of its transport connection. link: its address, as dialled.
 
+    public_key: of the server there, "" if it has no keys.
     region: of the slots, among those of the connection. free: slots that may be written.
     is_mapped: puts are copies by this process, which may as well gather.
     held: per transfer id, slots that are not free because of it.
@@ -52,6 +53,7 @@ class Lane:
     slot_count: int
     opened_at: float
     free: deque[int]
+    public_key: str = ""
     is_mapped: bool = False
     phase: Phase = Phase.DIALING
     next_sequence: int = 1
@@ -80,6 +82,7 @@ class Lane:
             slot_count=len(ring.slots),
             opened_at=now,
             free=deque(ring.slots),
+            public_key=landing.public_key,
             is_mapped=transports == "posix",
         )
 

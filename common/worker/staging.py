@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from common.channel.keys import Curve
 from common.channel.peer import PeerDialer
 from common.channel.sockets import SendResult, Socket
 from common.clock import Clock
@@ -69,6 +70,7 @@ class Staging:
         copier: Copier,
         copy_bandwidth: float,
         clock: Clock,
+        curve: Curve | None = None,
     ) -> None:
         """region: uint8[a multiple of buffer_nbytes], number `region_index` of the transport's.
 
@@ -83,7 +85,7 @@ class Staging:
         self._clock = clock
         self._free_buffers = list(range(len(region) // buffer_nbytes))
         self._buffer_count = len(self._free_buffers)
-        self._dialer = PeerDialer()
+        self._dialer = PeerDialer(curve)
         self._lanes: dict[str, Lane] = {}
         self._lane_of_link: dict[str, Lane] = {}
         self._jobs: deque[Job] = deque()
@@ -139,7 +141,7 @@ class Staging:
             self._events.append(LaneFailed(name, f"{lane.link} is the address of another rank"))
             return
         try:
-            self._dialer.dial(lane.link)
+            self._dialer.dial(lane.link, lane.public_key)
         except ConfigError as exc:
             self._events.append(LaneFailed(name, str(exc)))
             return

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.channel.gate import Gate
+from common.channel.keys import load_curve
 from common.clock import Clock
 from common.config import HandOver, Role, ServerConfig
 from common.engine.kv_pool import KvPool
@@ -34,6 +36,7 @@ def start_landing(
     if config.role is Role.PREFILL or not config.prefill or config.hand_over is HandOver.DIRECT:
         return None
     device = pool.buffers[0].device
+    curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
     region = allocate_region(transport, LANDING_REGION, config.landing_mb << 20, device)
     return Landing(
         region,
@@ -41,6 +44,7 @@ def start_landing(
         layout,
         pool.page_counts,
         config.host,
+        Gate(curve) if curve is not None else None,
     )
 
 
@@ -64,6 +68,7 @@ def start_staging(
         copier=Copier(pool.buffers, copy_runs, convert_float8),
         copy_bandwidth=copy_bandwidth(region, clock),
         clock=clock,
+        curve=load_curve(config.curve_secret_key_file, config.curve_peer_keys_file),
     )
 
 

@@ -271,11 +271,13 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     keys.touch(mode=0o600)
     keys.write_text("sk-1")
     values |= {"api-key-file": str(keys), "admin-api-key-file": str(keys)}
+    pair = {"curve-secret-key-file", "curve-peer-keys-file"}
     for flag in COMMON_FLAGS:
         for spelling in flag.spellings:
             file = tmp_path / "one.yaml"
             file.write_text(json.dumps({spelling: values.get(spelling, "64")}))
             argv = ["--model-path", str(model), "--config", str(file)]
+            argv += [f"--{other}=x" for other in pair - {spelling} if spelling in pair]
             parse_prefill(argv[2:] if flag.name == "model_path" else argv)
 
 

@@ -8,8 +8,18 @@ import pytest
 
 from common.protocol.local import GetState, PeerState, State
 from common.request import Bootstrap
-from common.scheduling.events import FromFrontend, ToFrontend
+from common.scheduling.events import (
+    Dial,
+    Effect,
+    FromFrontend,
+    HangUp,
+    LinkRefused,
+    Report,
+    ToFrontend,
+    ToPeer,
+)
 from common.scheduling.facts import SchedulerLimits
+from common.scheduling.peers import REFUSED_RETRY_S
 from decode_server.scheduler import PEER_WAIT_S
 from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
@@ -50,6 +60,22 @@ def test_a_request_that_found_nobody_is_told_whom_was_looked_for(world: World) -
     world.run(world.now + PEER_WAIT_S + 1)
     assert client.failure.startswith("no_prefill_server: ")
     assert "p0:1 connecting" in client.failure
+
+
+def test_a_connection_that_is_refused_is_told_and_tried_anew(world: World) -> None:
+    node = world.nodes["d0"]
+    client = world.submit(node, PROMPT, 4)
+    effects: list[Effect] = []
+    for _ in range(3):
+        effects += node.core.handle(LinkRefused("p0:1", "it does not know our key"), world.now)
+    told = [effect.text for effect in effects if isinstance(effect, Report)]
+    assert told == ["can't connect to prefill server p0:1: it does not know our key"]
+    assert [(p.state, p.detail) for p in peers(node)] == [("refused", "it does not know our key")]
+    later = node.core.schedule(world.now + REFUSED_RETRY_S)
+    assert [type(effect) for effect in later[:3]] == [HangUp, Dial, ToPeer]
+    world.run(world.now + PEER_WAIT_S + 1)
+    assert client.failure.startswith("no_prefill_server: ")
+    assert "p0:1 refused (it does not know our key)" in client.failure
 
 
 def test_a_routed_request_is_told_of_the_server_that_its_body_names(world: World) -> None:

@@ -88,6 +88,7 @@ class Peer(msgspec.Struct):
     detail: str
     transports: list[str]
     in_flight_count: int
+    hand_over: list[str]
 
 
 class PageGroup(msgspec.Struct):

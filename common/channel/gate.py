@@ -1,0 +1,80 @@
+"""Who may connect: answers ZMQ's question (ZAP) for every key that a dialler proves it has.
+
+It runs on the thread of the loop that owns it, between two polls. Knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from common.channel.keys import Curve
+from common.channel.sockets import Socket
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+ZAP_FRAME_COUNT = 7
+DOMAIN = b"baton"
+
+
+class Gate:
+    """Owner of a ZMQ context in which only peers whose key is known can connect.
+
+    A context has one such authority, so every gate brings its own. Close it after its listeners.
+    """
+
+    def __init__(self, curve: Curve) -> None:
+        self._curve = curve
+        self._context = zmq.Context[Socket]()
+        self._socket: Socket = self._context.socket(zmq.REP)
+        self._socket.bind(ZAP_ADDRESS)
+        self._refusals: list[str] = []
+
+    @property
+    def context(self) -> zmq.Context[Socket]:
+        return self._context
+
+    @property
+    def public_key(self) -> str:
+        """What diallers must know of us, in hexadecimal."""
+        return self._curve.pair.public.hex()
+
+    def guard(self, socket: Socket) -> None:
+        """Let only known keys connect to a socket of this gate's context. Before it is bound."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve.pair.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        # Without this ZMQ lets everybody in when nobody answers.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def allows(self, user: str) -> bool:
+        """Whether the key that a connection was let in with may still be used."""
+        return self._curve.peers.allows(bytes.fromhex(user))
+
+    def sockets(self) -> tuple[Socket, ...]:
+        return (self._socket,)
+
+    def answer(self) -> None:
+        """Let those in that wait, or send them away. Never waits."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            assert len(frames) == ZAP_FRAME_COUNT, "libzmq asks in seven frames"
+            _, request_id, _, address, _, mechanism, key = frames
+            user = key.hex()
+            if mechanism == b"CURVE" and self._curve.peers.allows(key):
+                reply = [b"200", b"OK", user.encode(), b""]
+            else:
+                self._refusals.append(f"key {user} of {address.decode('ascii', 'replace')}")
+                reply = [b"400", b"unknown key", b"", b""]
+            self._socket.send_multipart([ZAP_VERSION, request_id, *reply])
+
+    def take_refusals(self) -> list[str]:
+        """Keys that were sent away since the last call, and from where."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def close(self) -> None:
+        """After the sockets that it guards. Harmless if closed."""
+        self._context.destroy(linger=0)

@@ -1,0 +1,43 @@
+"""Which doors a server warns of at its start."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import HandOver, Role, ServerConfig
+from common.runtime.exposure import open_doors
+
+KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
+HTTP, BOOTSTRAP, LANDING, NODES = "HTTP", "--bootstrap-port", "the ports where", "the ports of"
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "doors"),
+    [
+        (Role.PREFILL, {}, []),
+        (Role.PREFILL, {"host": "localhost"}, []),
+        (Role.PREFILL, {"host": "::1"}, []),
+        (Role.PREFILL, {"host": "127.9.9.9"}, []),
+        (Role.PREFILL, {"host": "0.0.0.0"}, [HTTP, BOOTSTRAP]),
+        (Role.PREFILL, {"host": "::"}, [HTTP, BOOTSTRAP]),
+        (Role.PREFILL, {"host": "gpu-7"}, [HTTP, BOOTSTRAP]),
+        (Role.PREFILL, {"host": "0.0.0.0", "api_keys": ("k",)}, [BOOTSTRAP]),
+        (Role.PREFILL, {"host": "0.0.0.0", "admin_api_keys": ("k",)}, [HTTP, BOOTSTRAP]),
+        (Role.PREFILL, {"host": "0.0.0.0", **KEYS}, [HTTP]),
+        (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1", **KEYS}, [NODES]),
+        (Role.DECODE, {"host": "0.0.0.0"}, [HTTP]),
+        (Role.DECODE, {"prefill": ("127.0.0.1:1", "[::1]:2")}, []),
+        (Role.DECODE, {"prefill": ("127.0.0.1:1", "gpu-7:1")}, [LANDING]),
+        (Role.DECODE, {"prefill": ("gpu-7:1",), "hand_over": HandOver.DIRECT}, []),
+        (Role.DECODE, {"prefill": ("gpu-7:1",), **KEYS}, []),
+    ],
+)
+def test_every_open_door_is_named_with_what_to_set(
+    role: Role, changes: dict[str, object], doors: list[str]
+) -> None:
+    plain: dict[str, object] = {"model_path": "m", "tokenizer_path": "m", "port": 1}
+    config = ServerConfig(role=role, served_model_name="m", **{**plain, **changes})  # type: ignore[arg-type]
+    found = open_doors(config)
+    assert len(found) == len(doors)
+    for line, start in zip(found, doors, strict=True):
+        assert line.startswith(start) and "\n" not in line
