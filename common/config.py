@@ -51,6 +51,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
     prefill: "host:port" of the prefill servers' bootstrap ports; empty: the server serves alone.
+    bootstrap_allow: hosts, patterns and networks that a request's bootstrap_host may name.
     dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
     nnodes, node_rank: machines that the ranks are spread over evenly, and which of them this is;
         machine 0 has the frontend and the scheduler. dist_init_addr: "host:port" of machine 0,
@@ -89,6 +90,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str = "127.0.0.1"
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     prefill: tuple[str, ...] = ()
+    bootstrap_allow: tuple[str, ...] = ("any",)
     device: str = "cpu"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"

@@ -5,12 +5,15 @@ Knows nothing of processes.
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Sequence
 
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
 from common.flags import COMMON_FLAGS, Flag, address, parse_settings, to_config
 
+_RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
 ALONE = "none"  # what --prefill says when this server is to compute prompts itself
 
 
@@ -24,6 +27,19 @@ def prefill_addresses(value: str) -> tuple[str, ...]:
     return addresses
 
 
+def bootstrap_allow(value: str) -> tuple[str, ...]:
+    """Hosts, patterns and networks; empty for `none`. Raises: ValueError."""
+    if value == ALONE:
+        return ()
+    rules = tuple(part.strip() for part in value.split(","))
+    if not all(_RULE.fullmatch(rule) for rule in rules):
+        raise ValueError("must be hosts, patterns like *.svc, networks like 10.0.0.0/8, or any")
+    for rule in rules:
+        if "/" in rule:
+            ipaddress.ip_network(rule, strict=False)  # its ValueError says what is wrong
+    return rules
+
+
 FLAGS = (
     *COMMON_FLAGS,
     Flag(
@@ -31,6 +47,12 @@ FLAGS = (
         ("prefill",),
         prefill_addresses,
         "host:port,... of prefill servers' bootstrap ports, or `none` to compute prompts here",
+    ),
+    Flag(
+        "bootstrap_allow",
+        ("bootstrap-allow",),
+        bootstrap_allow,
+        "hosts, patterns and networks that bootstrap_host may name besides --prefill: any, or none",
     ),
 )
 

@@ -24,8 +24,13 @@ class Address:
     def is_ipv6(self) -> bool:
         return ":" in self.host
 
+    @property
+    def bracketed_host(self) -> str:
+        """The host as it stands before a port."""
+        return f"[{self.host}]" if self.is_ipv6 else self.host
+
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
+        return f"{self.bracketed_host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:

@@ -14,6 +14,7 @@ from typing import Self
 from common.config import Role
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
+from common.frontend.dial_rules import dial_rules
 from common.frontend.request_handle import RequestHandle
 from common.frontend.sample import Limits, Sample
 from common.frontend.stop_strings import StopStrings
@@ -247,4 +248,5 @@ def request_limits(context: FrontendContext) -> Limits:
         default_host=host,
         default_port=port,
         request_timeout_s=config.request_timeout_s,
+        dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, config.prefill),
     )

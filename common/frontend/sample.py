@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.frontend.dial_rules import DialRules
 from common.request import Bootstrap, SamplingParams
 
 
@@ -17,7 +18,8 @@ class Limits:
     request_token_max: prompt and output of one request, the smaller of context and KV pool.
     is_prefill: this server answers one token, and only to requests that name a room.
     model_names: what clients may call the model. default_host, default_port: the prefill server
-        that a room without an address is on; "" if there is no obvious one.
+        that a room without an address is on; "" if there is no obvious one. dial_rules: which
+        others a room may be on; None: nobody is dialled.
     request_timeout_s: what a request may take, and does unless it asks for less.
     """
 
@@ -27,6 +29,7 @@ class Limits:
     model_names: tuple[str, ...]
     default_host: str = ""
     default_port: int = 0
+    dial_rules: DialRules | None = None
     request_timeout_s: float = 600.0
 
 

@@ -260,6 +260,8 @@ def read_bootstraps(
         if not host:
             raise one.error("bootstrap_host", "the prefill server's host")
         port = one.integer("bootstrap_port", limits.default_port, 1, PORT_MAX)
+        if limits.dial_rules is not None:
+            host = limits.dial_rules.check(host, port).bracketed_host
         found.append(Bootstrap(host=host, port=port, room=number))
     if not is_shared and len({place.room for place in found if place is not None}) != count:
         raise fields.error("bootstrap_room", "different rooms")
