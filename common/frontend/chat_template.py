@@ -8,7 +8,7 @@ start; what goes wrong with messages is the client's 400. Knows nothing of token
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import NoReturn
 
@@ -23,6 +23,19 @@ from common.frontend.fields import JsonObject, JsonValue
 
 # Marks where the last message ends in the rendered text; no template rewrites such a word.
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Several times the largest body that is read; a template that loops over messages inside a loop
+# over messages grows with their square.
+RENDERED_LENGTH_MAX = 1 << 27
+# What a template can run into with messages of a shape that it was not written for.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class GenerationBlock(Extension):
@@ -83,18 +96,17 @@ class ChatTemplate:
             shown = [_with_text_content(message) for message in shown]
         if continue_final_message:
             shown[-1] = _with_tag(shown[-1])
+        values = {
+            **self._special_tokens,
+            **template_kwargs,
+            "messages": shown,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            rendered = self._compiled[name].render(
-                **{
-                    **self._special_tokens,
-                    **template_kwargs,
-                    "messages": shown,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as exc:
+            rendered = _join_bounded(self._compiled[name].generate(values))
+        except TEMPLATE_ERRORS as exc:
             raise RequestError(
                 f"the chat template refuses the messages: {exc}", field="messages"
             ) from exc
@@ -111,6 +123,18 @@ class ChatTemplate:
 
     def _strftime_now(self, pattern: str) -> str:
         return datetime.fromtimestamp(self._wall()).strftime(pattern)
+
+
+def _join_bounded(parts: Iterable[str]) -> str:
+    """The text of a template as it comes out. Raises: ValueError if it does not end in time."""
+    texts: list[str] = []
+    length = 0
+    for text in parts:
+        texts.append(text)
+        length += len(text)
+        if length > RENDERED_LENGTH_MAX:
+            raise ValueError(f"the text has more than {RENDERED_LENGTH_MAX} characters")
+    return "".join(texts)
 
 
 def iterates_content(template: nodes.Template) -> bool:

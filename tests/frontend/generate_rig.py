@@ -36,6 +36,7 @@ def run_generate(
     *,
     role: Role = Role.DECODE,
     prefill: tuple[str, ...] = ("127.0.0.1:8998",),
+    timeout_s: float = STORY_TIMEOUT_S,
 ) -> None:
     """Run one test against the whole frontend of a server of that role."""
     chat = write_tokenizer(
@@ -46,7 +47,7 @@ def run_generate(
         scheduler.info = msgspec.structs.replace(INFO, vocab_size=VOCAB_SIZE)
 
     async def bounded(rig: Rig) -> None:
-        async with asyncio.timeout(STORY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await story(rig)
 
     run_with_rig(

@@ -1,0 +1,192 @@
+"""Bodies and headers that nobody should send: every answer is one of ours, never a 500.
+
+The routes read bodies themselves, so their OpenAPI document says nothing of fields; the fields are
+listed here. `BATON_FUZZ_EXAMPLES=20000` in the environment searches for longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.protocol.local import SchedulerToFrontend, Submit
+from tests.frontend.frontend_rig import Rig
+from tests.frontend.generate_rig import run_generate, say_text
+
+EXAMPLE_COUNT = int(os.environ.get("BATON_FUZZ_EXAMPLES", "200"))
+FUZZ = settings(
+    max_examples=EXAMPLE_COUNT,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TIMEOUT_S = 30.0
+# What a server may answer to any body: bad input, too large, not there, no room, or an answer.
+ALLOWED = {200, 400, 403, 404, 405, 413, 503}
+
+TEXT = st.text(max_size=12) | st.sampled_from(
+    [
+        "",
+        "hello",
+        "\0",
+        "\ud800",
+        "a" * 5000,
+        "<|im_end|>",
+        "{{ 7*7 }}",
+        "../../etc/passwd",
+        "[::1]",
+    ]
+)
+NUMBER = st.one_of(
+    st.integers(-3, 5),
+    st.sampled_from([2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([0.0, -0.0, 1e-300, 1e300, 0.5, 1.5]),
+)
+SCALAR = st.none() | st.booleans() | NUMBER | TEXT
+VALUE = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+SAMPLING = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "n",
+    "stop_token_ids", "ignore_eos", "repetition_penalty", "presence_penalty", "logit_bias",
+    "frequency_penalty", "sampling_seed", "skip_special_tokens", "regex", "json_schema",
+)  # fmt: skip
+BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rid", "stream")
+OPENAI = (
+    *SAMPLING, *BOOTSTRAP, "model", "max_tokens", "max_completion_tokens", "logprobs", "seed",
+    "top_logprobs", "stream_options", "user", "response_format", "echo", "best_of", "suffix",
+)  # fmt: skip
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "system", "assistant", "tool"]) | VALUE,
+        "content": TEXT | st.lists(st.fixed_dictionaries({"type": TEXT, "text": TEXT})) | VALUE,
+        "tool_calls": VALUE,
+        "name": VALUE,
+    },
+)
+
+
+def some(names: tuple[str, ...]) -> st.SearchStrategy[dict[str, object]]:
+    """A few of the named fields, with anything in them."""
+    return st.dictionaries(st.sampled_from(names), VALUE, max_size=3)
+
+
+def merged(*parts: st.SearchStrategy[dict[str, object]]) -> st.SearchStrategy[dict[str, object]]:
+    return st.tuples(*parts).map(lambda found: {k: v for part in found for k, v in part.items()})
+
+
+def one(name: str, value: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, object]]:
+    return st.fixed_dictionaries({}, optional={name: value})
+
+
+IDS = st.lists(st.integers(0, 300), min_size=1, max_size=4)
+GENERATE = merged(
+    one("text", TEXT | VALUE),
+    one("input_ids", IDS | st.lists(IDS, max_size=3) | VALUE),
+    one("sampling_params", some(SAMPLING) | VALUE),
+    some((*BOOTSTRAP, "return_logprob", "logprob_start_len", "top_logprobs_num", "input_embeds",
+          "token_ids_logprob", "image_data", "lora_path", "session_params")),
+)  # fmt: skip
+COMPLETION = merged(one("prompt", TEXT | IDS | VALUE), some(OPENAI))
+CHAT = merged(
+    one("messages", st.lists(MESSAGE, min_size=1, max_size=3) | VALUE),
+    some((*OPENAI, "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
+          "continue_final_message")),
+)  # fmt: skip
+ABORT = some(("rid", "abort_all"))
+BODIES = st.one_of(
+    st.tuples(st.just("/generate"), GENERATE),
+    st.tuples(st.just("/v1/completions"), COMPLETION),
+    st.tuples(st.just("/v1/chat/completions"), CHAT),
+    st.tuples(st.just("/abort_request"), ABORT),
+)
+PATHS = st.sampled_from(
+    ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/flush_cache",
+     "/v1/models/x", "/health", "/metrics", "/state", "/", "/nothing"]
+)  # fmt: skip
+RAW = st.one_of(
+    st.binary(max_size=60),
+    st.sampled_from(
+        [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"a": ' * 50_000, b"[" * 90_000,
+         b'{"text": "\\ud800"}', b'{"text": "\xed\xa0\x80"}', b'{"rid": ' + b"9" * 9000 + b"}",
+         b'{"text": NaN}', b'{"input_ids": [1e999]}', b'{"text": "a", "text": "b"}']
+    ),
+)  # fmt: skip
+HEADERS = st.dictionaries(
+    st.sampled_from(["x-request-id", "content-type", "accept", "traceparent", "authorization"]),
+    st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40),
+    max_size=2,
+)
+
+
+def short_answer(submit: Submit) -> list[SchedulerToFrontend]:
+    """Two tokens or fewer, so that a request of any length ends at once."""
+    return say_text("ok")(submit)[:2] or say_text("o")(submit)
+
+
+Ask = Callable[..., httpx.Response]
+
+
+def search(tmp_path: Path, fuzz: Callable[[Ask], None]) -> None:
+    """Run a search on a thread of its own, against one frontend that must outlive it."""
+
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = short_answer
+        loop = asyncio.get_running_loop()
+
+        def ask(method: str, path: str, **what: object) -> httpx.Response:
+            asked = rig.http.request(method, path, **what)  # type: ignore[arg-type]
+            return asyncio.run_coroutine_threadsafe(asked, loop).result(TIMEOUT_S)
+
+        await asyncio.to_thread(fuzz, ask)
+        assert (await rig.http.get("/ping")).status_code == 200
+
+    run_generate(tmp_path, story, timeout_s=TIMEOUT_S + EXAMPLE_COUNT)
+
+
+def check(reply: httpx.Response) -> None:
+    assert reply.status_code in ALLOWED, reply.text
+    if reply.status_code != 200:
+        assert reply.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_no_field_value_breaks_a_route(tmp_path: Path) -> None:
+    def fuzz(ask: Ask) -> None:
+        @FUZZ
+        @given(BODIES)
+        def run(call: tuple[str, dict[str, object]]) -> None:
+            path, body = call
+            content = json.dumps(body).encode("utf-8")
+            check(ask("POST", path, content=content))
+
+        run()
+
+    search(tmp_path, fuzz)
+
+
+@pytest.mark.slow
+def test_no_bytes_break_a_route(tmp_path: Path) -> None:
+    def fuzz(ask: Ask) -> None:
+        @FUZZ
+        @given(st.sampled_from(["GET", "POST", "PUT", "DELETE"]), PATHS, RAW, HEADERS, TEXT)
+        def run(method: str, path: str, raw: bytes, headers: dict[str, str], query: str) -> None:
+            params = {"timeout": query.encode("utf-8", "replace").decode()}
+            check(ask(method, path, content=raw, headers=headers, params=params))
+
+        run()
+
+    search(tmp_path, fuzz)
