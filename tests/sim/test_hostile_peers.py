@@ -22,7 +22,7 @@ from decode_server.scheduler import DecodeScheduler
 from tests.sim.world import Client, Node, World
 
 FUZZ = settings(
-    max_examples=80,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     database=None,
