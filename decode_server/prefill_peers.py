@@ -120,7 +120,12 @@ class PrefillPeers:
         return self._peers.get(link)
 
     def connected(self) -> list[PrefillPeer]:
-        return [peer for peer in self._peers.values() if peer.phase is Phase.CONNECTED]
+        """Those that can be asked for hand-overs."""
+        return [
+            peer
+            for peer in self._peers.values()
+            if peer.phase is Phase.CONNECTED and not peer.liveness.is_draining
+        ]
 
     def ensure(self, link: str) -> PrefillPeer | None:
         """The peer at an address that a request names; None if there are too many of those."""

@@ -10,6 +10,7 @@ from typing import assert_never
 
 from common.protocol.local import (
     Cancel,
+    Drain,
     Failed,
     FlushCache,
     Forgotten,
@@ -185,6 +186,8 @@ class DecodeScheduler:
                 request = self._endings.requests.get(message.request_id)
                 if request is not None:
                     self._endings.fail(request, "aborted", message.reason, 499, now)
+            case Drain():
+                pass  # the frontend lets nobody in, and nobody else brings work
             case FlushCache():
                 done = answer_flush(message, self.account, len(self._endings.requests))
                 self._outbox.to_frontend(done)

@@ -312,6 +312,11 @@ class DecodePeers:
             if beat is not None:
                 self._outbox.to_peer(peer.link, beat)
 
+    def hurry(self) -> None:
+        """There is news: everybody is told at the next occasion."""
+        for peer in self._peers.values():
+            peer.liveness.next_beat_at = 0.0
+
     def states(self) -> list[PeerState]:
         """For operators; those that were refused lately come last."""
         known = [

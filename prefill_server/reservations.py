@@ -21,6 +21,7 @@ from prefill_server.sender import Sender
 class Reservations:
     """Composed of the parts that hold something of a request.
 
+    is_draining: nothing new is taken.
     stale_count: messages that were meant for another process, or came from one that has no say.
     """
 
@@ -47,6 +48,7 @@ class Reservations:
         self._request_token_max = request_token_max
         self._queue_max = queue_max
         self.stale_count = 0
+        self.is_draining = False
 
     def handle(self, link: str, message: TransferRequest, now: float) -> None:
         peer = self._peers.connected(message.incarnation, link)
@@ -64,6 +66,10 @@ class Reservations:
             problem = f"token_count={message.token_count}: at most {self._request_token_max} here"
         if problem is not None:
             self._endings.reply_failed(reservation, Failure("bad_reservation", problem, 400))
+        elif self.is_draining:
+            text = "the prefill server is stopping"
+            failure = Failure("stopping", text, 503, is_retryable=True)
+            self._endings.reply_failed(reservation, failure)
         elif message.room is not None:
             self._meet(message.room, reservation, now)
         elif len(self._table) >= self._queue_max:

@@ -10,6 +10,7 @@ from typing import assert_never
 
 from common.protocol.local import (
     Cancel,
+    Drain,
     Failed,
     FlushCache,
     Forgotten,
@@ -153,7 +154,13 @@ class PrefillScheduler:
                 self._sender.send_chunk(request, chunk, planned.step.step_id)
         is_busy = self._batcher.is_computing
         trouble = self._pulse.look(now, is_busy=is_busy)
-        condition = Condition(self._pulse.progress, is_busy, self._load_tokens(), trouble)
+        condition = Condition(
+            self._pulse.progress,
+            is_busy,
+            self._load_tokens(),
+            trouble,
+            self._reservations.is_draining,
+        )
         self._peers.send_heartbeats(now, condition)
         return self._outbox.take()
 
@@ -174,6 +181,9 @@ class PrefillScheduler:
                 request = self._table.of_client(message.request_id)
                 if request is not None:
                     self._endings.fail(request, Failure("aborted", message.reason, 499), now)
+            case Drain():
+                self._reservations.is_draining = True
+                self._peers.hurry()
             case FlushCache():
                 done = answer_flush(message, self.account, len(self._table))
                 self._outbox.to_frontend(done)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import math
 import signal
 import socket
 import sys
@@ -37,7 +36,6 @@ HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request; more is
 STOP_PROBE_S = 1.0  # a scheduler that lives answers in milliseconds
 # After the drain, for the last answers to leave before connections are closed.
 LAST_ANSWERS_S = 2
-STOPPING = "the server is stopping"
 PARTS = (info, page, sglang_api, openai_api)
 
 logger = logging.getLogger(__name__)
@@ -102,7 +100,7 @@ async def serve(
             h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
             access_log=config.log_requests,
             backlog=LISTEN_BACKLOG,
-            timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + LAST_ANSWERS_S,
+            timeout_graceful_shutdown=LAST_ANSWERS_S,
             lifespan="off",
         )
     )
@@ -130,17 +128,19 @@ def _version() -> str:
 async def _stop(
     stop: asyncio.Event, server: uvicorn.Server, client: SchedulerClient, drain_timeout_s: float
 ) -> None:
-    """Begin the end. Nobody waits for a scheduler that is gone: that may be why we are to stop.
+    """Begin the end. Health checks turn red at once and new requests are sent away, while the port
+    stays open for both as long as something is open.
 
-    What is still open after the drain is answered and cancelled, not cut off.
+    Nobody waits for a scheduler that is gone: that may be why we are to stop. What is still open
+    after the drain is answered and cancelled, not cut off.
     """
     await stop.wait()
-    server.should_exit = True
+    client.is_draining = True
     with suppress(RequestError):
         await client.get_state(STOP_PROBE_S)
-        await asyncio.sleep(drain_timeout_s)
-    client.cancel_matching("", STOPPING)
-    client.lose(STOPPING)
+        await client.drain(drain_timeout_s)
+    client.stop()
+    server.should_exit = True
 
 
 class _Server(uvicorn.Server):

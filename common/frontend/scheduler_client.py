@@ -25,6 +25,7 @@ from common.metrics import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend, encode
 from common.protocol.local import (
     Cancel,
+    Drain,
     Failed,
     FlushCache,
     FlushDone,
@@ -40,6 +41,7 @@ from common.protocol.local import (
 from common.request import Bootstrap, RequestTrace, SamplingParams
 
 RECENT_TRACE_COUNT_MAX = 64  # what the page shows; older traces are in the histograms only
+STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 
 
@@ -47,6 +49,7 @@ class SchedulerClient:
     """Submits requests to the scheduler and hands its answers to whoever waits for them.
 
     server_info: None until every worker is ready. recent_traces: newest last.
+    is_draining: the server is to stop, nothing new is taken.
     """
 
     def __init__(self, channel: AsyncLocalClient, metrics: ServerMetrics, clock: Clock) -> None:
@@ -63,6 +66,8 @@ class SchedulerClient:
         self._open: dict[int, RequestHandle] = {}
         self._request_ids: dict[str, int] = {}  # by rid; a cancelled request's rid is free again
         self._calls: dict[int, asyncio.Future[State | FlushDone]] = {}
+        self.is_draining = False
+        self._is_empty = asyncio.Event()
         self._unsent: dict[int, Cancel] = {}  # bounded: one per request that is under way
 
     # ---- requests ----------------------------------------------------------------------------
@@ -86,6 +91,8 @@ class SchedulerClient:
         """
         if self.server_info is None:
             raise RequestError("the server is still starting", status=503)
+        if self.is_draining:
+            raise RequestError(STOPPING, status=503)
         trouble = self.trouble()
         if trouble:
             raise RequestError(trouble, status=503)
@@ -287,6 +294,8 @@ class SchedulerClient:
     def _close(self, handle: RequestHandle, trace: RequestTrace | None, failure: str) -> None:
         """Forget and measure a request that has ended. failure: its kind, "" if it went well."""
         del self._open[handle.request_id]
+        if not self._open:
+            self._is_empty.set()
         self._free_rid(handle)
         if trace is not None:
             self.recent_traces.append(trace)
@@ -301,20 +310,33 @@ class SchedulerClient:
         if self._request_ids.get(handle.rid) == handle.request_id:
             del self._request_ids[handle.rid]
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, and wait until what is open has ended, but no longer than timeout_s."""
+        self.is_draining = True
+        self._send(Drain())
+        self._is_empty.clear()
+        if self._open:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._is_empty.wait()
+
+    def stop(self) -> None:
+        """The drain is over: what is still open ends here, and may be tried elsewhere."""
+        self.is_draining = True
+        self.cancel_matching("", STOPPING)
+        self._liveness.lose(STOPPING)
+        self._fail_open(STOPPING, kind="stopping", status=503)
+
     def lose(self, reason: str) -> None:
         """The scheduler is known to be gone: answer what is open, and take nothing more."""
         self._liveness.lose(reason)
         self._fail_open(reason)
 
-    def _fail_open(self, reason: str) -> None:
+    def _fail_open(self, reason: str, kind: str = "scheduler_lost", status: int = 500) -> None:
         """Answer every open request in the scheduler's place."""
         for handle in list(self._open.values()):
-            self._close(handle, None, "scheduler_lost")
-            handle.deliver(
-                Failed(
-                    request_id=handle.request_id, status=500, kind="scheduler_lost", message=reason
-                )
-            )
+            self._close(handle, None, kind)
+            handle.deliver(Failed(handle.request_id, status, kind, reason))
 
     def _send(self, message: FrontendToScheduler) -> bool:
         """Whether the message was queued; not if the scheduler has not read for a long time."""

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
+from common.frontend.scheduler_client import STOPPING
 from common.metrics_snapshot import PageCounts, PeerGauge, Snapshot
 from common.protocol.local import PageGroupState, PeerState, State
 
@@ -35,6 +36,8 @@ async def look(context: FrontendContext) -> Look:
 
 def not_ready_reason(context: FrontendContext) -> str:
     """Why requests can't be served now, "" if they can; cheap, from what was heard last."""
+    if context.scheduler.is_draining:
+        return STOPPING
     trouble = context.scheduler.trouble()
     if trouble:
         return trouble

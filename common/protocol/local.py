@@ -44,6 +44,10 @@ class Cancel(_Message, frozen=True):
     reason: str = "aborted by the client"
 
 
+class Drain(_Message, frozen=True):
+    """The server was asked to stop: take nothing new, bring the rest to its end."""
+
+
 class FlushCache(_Message, frozen=True):
     call_id: int
 
@@ -409,7 +413,7 @@ class SendSettled(_Message, frozen=True):
     exposed_nbytes: int = 0
 
 
-FrontendToScheduler = Submit | Cancel | FlushCache | GetState
+FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState
 SchedulerToFrontend = Tokens | Failed | Traced | FlushDone | State | ServerInfo
 SchedulerToWorker = (
     Step

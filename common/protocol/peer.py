@@ -100,6 +100,7 @@ class Heartbeat(_Message, frozen=True):
     """progress: counter of finished layers. is_busy: a step is running.
 
     load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
+    is_draining: it takes no new hand-overs, and finishes those that it has.
     trouble: what keeps its engine from moving, "" if nothing does.
     """
 
@@ -110,6 +111,7 @@ class Heartbeat(_Message, frozen=True):
     load_tokens: int = 0
     echo_sequence: int = 0
     trouble: str = ""
+    is_draining: bool = False
 
 
 class TransferRequest(_Message, frozen=True):

@@ -7,6 +7,7 @@ answers for the server that is not ready; then it makes the core and drives it t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -31,6 +32,7 @@ from common.protocol.codec import (
     encode,
 )
 from common.protocol.local import (
+    Drain,
     GetState,
     SchedulerToFrontend,
     SchedulerToWorker,
@@ -146,7 +148,7 @@ class SchedulerLoop:
         self._info: ServerInfo | None = None
         self._is_frontend_known = False
         self._is_stopping = False
-        self._stop_at = 0.0
+        self._stop_at = math.inf
         self.dropped_count = 0
 
     def run(self) -> None:
@@ -173,8 +175,12 @@ class SchedulerLoop:
         self._local.close(LAST_MESSAGES_MS)
 
     def _handle_signal(self, signum: int, frame: object) -> None:
-        if not self._is_stopping:
-            self._is_stopping = True
+        self._is_stopping = True
+        self._limit_drain()
+
+    def _limit_drain(self) -> None:
+        """The time runs from the first word of it, the frontend's or the supervisor's."""
+        if self._stop_at == math.inf:
             self._stop_at = self._clock.now() + self._config.drain_timeout_s
 
     def _is_finished(self) -> bool:
@@ -209,6 +215,8 @@ class SchedulerLoop:
         if not self._is_frontend_known:
             self._is_frontend_known = True
             self._tell_info()
+        if isinstance(message, Drain):
+            self._limit_drain()
         if self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +37,8 @@ LAST_ANSWERS_TIMEOUT_S = 5.0
 # The exit code of a process that found its settings unusable, passed on as it is.
 EXIT_CONFIG = 2
 EXIT_CHILD_DIED = 1
+
+RUNTIME_DIR = re.compile(r"baton-(?:prefill|decode)-([0-9]+)-[^-]+")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -143,13 +147,29 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def clean_up_after_dead() -> None:
+    """Remove the runtime directories of this user's servers whose supervisor was killed.
+
+    They are named after its process id; one that was given away again only delays this. Shared
+    memory needs no such care: UCX unlinks its segments as soon as they are mapped.
+    """
+    for path in Path(tempfile.gettempdir()).glob("baton-*-*-*"):
+        match = RUNTIME_DIR.fullmatch(path.name)
+        if match is None or path.is_symlink() or Path("/proc", match[1]).exists():
+            continue
+        if path.stat().st_uid == os.getuid():
+            log.warning("removing %s of a server that was killed", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def run(config: ServerConfig, scheduler_module: str) -> int:
     """Run a server until it is told to stop; returns its exit code.
 
     scheduler_module: the role's scheduler process, as `python -m` takes it.
     """
     setup_log(config.role, "supervisor", config.log_level)
-    runtime_dir = Path(tempfile.mkdtemp(prefix=f"baton-{config.role}-"))
+    clean_up_after_dead()
+    runtime_dir = Path(tempfile.mkdtemp(prefix=f"baton-{config.role}-{os.getpid()}-"))
     try:
         config = msgspec.structs.replace(config, runtime_dir=str(runtime_dir))
         write_config(config)

@@ -68,6 +68,7 @@ class Condition:
     is_busy: bool
     load_tokens: int
     trouble: str
+    is_draining: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Liveness:
     progress: int = 0
     is_busy: bool = False
     trouble: str = ""
+    is_draining: bool = False
     load_tokens: int = 0
 
     @staticmethod
@@ -89,6 +91,7 @@ class Liveness:
     def apply_heartbeat(self, beat: Heartbeat) -> None:
         self.silence.hear()
         self.trouble = beat.trouble
+        self.is_draining = beat.is_draining
         self.progress = beat.progress
         self.is_busy = beat.is_busy
         self.load_tokens = beat.load_tokens
@@ -114,6 +117,7 @@ class Liveness:
             condition.is_busy,
             condition.load_tokens,
             trouble=condition.trouble,
+            is_draining=condition.is_draining,
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from common.protocol.local import Drain
+from common.scheduling.events import FromFrontend
 from tests.sim.world import Client, World
 
 PROMPT = list(range(20, 60))
@@ -74,3 +76,22 @@ def test_a_prefill_server_that_comes_back_is_used_again_in_two_seconds(world: Wo
     world.nodes["p0"].boot()
     world.run(world.now + 1.5)
     assert connected(world) == ["p0:1", "p1:1"]
+
+
+def test_a_prefill_server_that_drains_finishes_what_it_has_and_gets_nothing_new(
+    world: World,
+) -> None:
+    before = ask(world, 2)
+    world.run(world.now + 0.01)
+    for name in ("p0", "p1"):
+        world.nodes[name].feed(FromFrontend(Drain()))
+    during = ask(world)
+    world.run(world.now + 2.0)
+    assert [client.finals for client in before] == [["finished"]] * 2
+    assert connected(world) == [] and [client.finals for client in during] == [[]] * 4
+    assert world.nodes["p0"].core.is_idle and world.nodes["p1"].core.is_idle
+    # Another process at the same address takes what has waited.
+    world.nodes["p0"].crash()
+    world.nodes["p0"].boot()
+    world.run(world.now + 3.0)
+    assert [client.finals for client in during] == [["finished"]] * 4

@@ -19,6 +19,7 @@ from common.channel.sockets import SendResult
 from common.protocol.codec import decode_frontend_to_scheduler, encode
 from common.protocol.local import (
     Cancel,
+    Drain,
     Failed,
     FlushCache,
     FlushDone,
@@ -243,6 +244,8 @@ class ScriptedScheduler:
                     return []
                 trace = trace_of(submit, 0, status="aborted")
                 return [Failed(request_id, 499, "aborted", reason, trace)]
+            case Drain():
+                return []
             case FlushCache(call_id):
                 return [FlushDone(call_id, *self.flush_answer)]
             case GetState(call_id):

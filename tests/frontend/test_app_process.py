@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from common.config import ServerConfig, write_config
-from common.protocol.local import Cancel
+from common.protocol.local import Cancel, Drain
 from tests.frontend.frontend_rig import decode_config
 from tests.frontend.scripted_scheduler import ScriptedScheduler
 
@@ -141,6 +141,27 @@ def test_stopping_lets_an_open_stream_end_well(
     assert process.returncode == 0
 
 
+def test_a_stopping_server_is_not_healthy_and_sends_new_requests_away(
+    config: ServerConfig, scheduler: ScriptedScheduler, start: Start
+) -> None:
+    scheduler.holds = True
+    process = start()
+    with http(config) as client, ThreadPoolExecutor(1) as thread:
+        assert client.get("/ping").status_code == 200
+        scheduler.wait_for(lambda s: bool(s.seen))
+        reply = thread.submit(client.post, "/generate", json={"input_ids": [5]})
+        scheduler.wait_for(lambda s: bool(s.held))
+        process.send_signal(signal.SIGTERM)
+        scheduler.wait_for(lambda s: any(isinstance(message, Drain) for message in s.seen))
+        health, refused = client.get("/health"), client.post("/generate", json={"input_ids": [6]})
+        assert (health.status_code, refused.status_code) == (503, 503)
+        assert health.headers["retry-after"] and refused.headers["retry-after"]
+        scheduler.release()
+        assert reply.result().status_code == 200
+    process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0
+
+
 def test_stopping_without_a_scheduler_answers_what_is_open_at_once(
     config: ServerConfig, scheduler: ScriptedScheduler, start: Start
 ) -> None:
@@ -153,7 +174,7 @@ def test_stopping_without_a_scheduler_answers_what_is_open_at_once(
         scheduler.wait_for(lambda s: bool(s.held))
         scheduler.is_silent = True
         process.send_signal(signal.SIGTERM)
-        assert reply.result().status_code == 500
+        assert reply.result().status_code == 503
         assert "stopping" in reply.result().json()["error"]["message"]
     process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 0
@@ -173,7 +194,7 @@ def test_what_is_open_when_the_drain_is_over_gets_a_typed_error(
         reply = thread.submit(client.post, path, json={prompt: [5]})
         scheduler.wait_for(lambda s: bool(s.held))
         process.send_signal(signal.SIGTERM)
-        assert reply.result().status_code == 500
+        assert reply.result().status_code == 503
         assert "stopping" in reply.result().json()["error"]["message"]
     scheduler.wait_for(lambda s: any(isinstance(message, Cancel) for message in s.seen))
     process.communicate(timeout=START_TIMEOUT_S)

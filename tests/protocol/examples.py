@@ -96,6 +96,7 @@ DESCRIPTOR = local.RankDescriptor(
 FRONTEND_TO_SCHEDULER: list[local.FrontendToScheduler] = [
     local.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1)),
     local.Cancel(2, "because"),
+    local.Drain(),
     local.FlushCache(3),
     local.GetState(4),
 ]
