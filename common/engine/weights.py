@@ -59,6 +59,11 @@ class Weight:
         return Weight(((Piece(name, tuple(tensor.shape), take, tensor),),))
 
     @staticmethod
+    def cut(name: str, size: int, rows: range, tensor: Tensor) -> Weight:
+        """`rows` of a vector of `size`; tensor: [len(rows)]."""
+        return Weight(((Piece(name, (size,), (slice(rows.start, rows.stop),), tensor),),))
+
+    @staticmethod
     def indexes(name: str, tensor: Tensor, count: int) -> Weight:
         """As `whole`, of integers in 0..count - 1."""
         take = tuple(slice(None) for _ in tensor.shape)

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.layers.layer_context import LayerContext
-from common.engine.weights import Piece, Weight
-from common.layout.component import Shard
-from common.layout.parallel import units_of_rank
+from common.engine.weights import Weight
 
 
 class GateStyle(StrEnum):
@@ -53,7 +51,7 @@ class GatedGroupNorm:
         self.style = style
         self.activation = activation
         self.channels = context.cut(size)
-        self.groups = units_of_rank(group_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
+        self.groups = context.share(group_count)
         self.is_group_torn = group_count < parallel.tp_size
         self.weight = context.empty_fp32(len(self.channels))
 
@@ -68,8 +66,7 @@ class GatedGroupNorm:
 
     def weights(self) -> Iterator[Weight]:
         if self.style is not GateStyle.NO_NORM:
-            take = slice(self.channels.start, self.channels.stop)
-            yield Weight(((Piece(f"{self.name}.weight", (self.size,), (take,), self.weight),),))
+            yield Weight.cut(f"{self.name}.weight", self.size, self.channels, self.weight)
 
     def _normalize(self, hidden: Tensor) -> Tensor:
         groups = hidden.view(len(hidden), len(self.groups), -1)

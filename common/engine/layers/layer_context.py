@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
+from common.layout.component import Shard
+from common.layout.parallel import units_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,8 @@ class LayerContext:
         share, rest = divmod(size, self.parallel.tp_size)
         assert rest == 0, (size, self.parallel.tp_size)
         return range(self.parallel.tp_rank * share, (self.parallel.tp_rank + 1) * share)
+
+    def share(self, unit_count: int) -> range:
+        """This rank's units (KV heads, groups) by the cache's rule: consecutive ranks share one if
+        there are fewer units than ranks."""
+        return units_of_rank(unit_count, Shard.SPLIT, self.parallel.tp_size, self.parallel.tp_rank)

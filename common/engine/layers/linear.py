@@ -24,6 +24,18 @@ class OutputBlock:
     rows: range
     has_bias: bool = False
 
+    @staticmethod
+    def of_units(
+        name: str, count: int, owned: range, dim: int, has_bias: bool = False
+    ) -> OutputBlock:
+        """`dim` rows of each unit (a head, a group); count: of units in the whole model."""
+        return OutputBlock(name, count * dim, features_of(owned, dim), has_bias)
+
+    @staticmethod
+    def whole(name: str, size: int, has_bias: bool = False) -> OutputBlock:
+        """All rows, on every rank."""
+        return OutputBlock(name, size, range(size), has_bias)
+
 
 class ColumnLinear:
     """y = x W^T + b, the rows of W cut; several projections of one input are one matrix product.
@@ -69,7 +81,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """y = x W^T + b, the columns of W cut: each rank has a part of x, the sum is shared.
+    """y = x W^T + b, the columns of W cut evenly: each rank has a part of x, the sum is shared.
 
     The bias is added once, after the reduction.
     """
@@ -80,15 +92,14 @@ class RowLinear:
         name: str,
         *,
         input_size: int,
-        columns: range,
         output_size: int,
         has_bias: bool = False,
     ) -> None:
         self.name = name
         self.input_size = input_size
-        self.columns = columns
+        self.columns = context.cut(input_size)
         self.parallel = context.parallel
-        self.weight = context.empty(output_size, len(columns))
+        self.weight = context.empty(output_size, len(self.columns))
         self.bias = context.empty(output_size) if has_bias else None
 
     def __call__(self, hidden_part: Tensor) -> Tensor:
@@ -104,3 +115,19 @@ class RowLinear:
         yield Weight(((piece,),))
         if self.bias is not None:
             yield Weight.whole(f"{self.name}.bias", self.bias)
+
+
+def whole_linear(
+    context: LayerContext, name: str, input_size: int, output_size: int, has_bias: bool = False
+) -> ColumnLinear:
+    """A projection that every rank computes all of."""
+    return ColumnLinear(context, input_size, [OutputBlock.whole(name, output_size, has_bias)])
+
+
+def features_of(units: range, dim: int) -> range:
+    """The features of consecutive units of `dim` each."""
+    return range(units.start * dim, units.stop * dim)
+
+
+def shifted(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)

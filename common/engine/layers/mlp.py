@@ -62,7 +62,6 @@ class GatedMlp:
             context,
             f"{name}.down_proj",
             input_size=intermediate_size,
-            columns=inner,
             output_size=hidden_size,
             has_bias=has_bias,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.engine.attention.latent import LatentPass, LatentProjection, Selection
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import yarn_magnitude
@@ -39,11 +39,10 @@ class MlaAttention:
         assert config.mla is not None
         name = f"model.layers.{layer}.self_attn"
         mla = config.mla
-        heads = context.cut(config.head_count)
         has_bias = config.has_output_bias
         self.layer = layer
         self.mla = mla
-        self.head_count = len(heads)
+        self.head_count = len(context.cut(config.head_count))
         self.scale = score_scale(mla, config.rope)
         self.row = whole_linear(
             context, f"{name}.kv_a_proj_with_mqa", config.hidden_size, mla.row_dim, has_bias
@@ -52,9 +51,12 @@ class MlaAttention:
             context, f"{name}.kv_a_layernorm", mla.latent_dim, INNER_NORM_EPSILON
         )
         self.expand = _head_linear(
-            context, f"{name}.kv_b_proj", mla.latent_dim, heads, config.head_count,
+            context,
+            f"{name}.kv_b_proj",
+            mla.latent_dim,
+            config.head_count,
             mla.nope_dim + mla.value_dim,
-        )  # fmt: skip
+        )
         self.query_down: ColumnLinear | None = None
         self.query_norm: RmsNorm | None = None
         query_name, query_input = f"{name}.q_proj", config.hidden_size
@@ -67,13 +69,12 @@ class MlaAttention:
                 context, f"{name}.q_a_layernorm", mla.query_rank, INNER_NORM_EPSILON
             )
         self.query = _head_linear(
-            context, query_name, query_input, heads, config.head_count, mla.query_dim
+            context, query_name, query_input, config.head_count, mla.query_dim
         )
         self.output = RowLinear(
             context,
             f"{name}.o_proj",
             input_size=config.head_count * mla.value_dim,
-            columns=range(heads.start * mla.value_dim, heads.stop * mla.value_dim),
             output_size=config.hidden_size,
             has_bias=has_bias,
         )
@@ -149,17 +150,10 @@ def score_scale(mla: MlaConfig, rope: RopeConfig) -> float:
     return scale
 
 
-def whole_linear(
-    context: LayerContext, name: str, input_size: int, output_size: int, has_bias: bool
-) -> ColumnLinear:
-    """A projection that every rank computes all of."""
-    block = OutputBlock(name, output_size, range(output_size), has_bias)
-    return ColumnLinear(context, input_size, [block])
-
-
 def _head_linear(
-    context: LayerContext, name: str, input_size: int, heads: range, head_count: int, head_dim: int
+    context: LayerContext, name: str, input_size: int, head_count: int, head_dim: int
 ) -> ColumnLinear:
-    """A projection to `head_dim` features per head, of which this rank computes `heads`."""
-    rows = range(heads.start * head_dim, heads.stop * head_dim)
-    return ColumnLinear(context, input_size, [OutputBlock(name, head_count * head_dim, rows)])
+    """A projection to `head_dim` features per head, of which this rank computes its heads."""
+    heads = context.cut(head_count)
+    block = OutputBlock.of_units(name, head_count, heads, head_dim)
+    return ColumnLinear(context, input_size, [block])

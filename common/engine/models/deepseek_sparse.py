@@ -16,11 +16,12 @@ from common.engine.attention.best_keys import KeyChoice
 from common.engine.attention.latent import LatentPass, Selection
 from common.engine.attention.sparse import INDEX_KEY, select
 from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.linear import whole_linear
 from common.engine.layers.norm import LayerNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.deepseek import MlaAttention, build_mlp, whole_linear
+from common.engine.models.deepseek import MlaAttention, build_mlp
 from common.engine.models.deepseek_sparse_config import sparse_config
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer

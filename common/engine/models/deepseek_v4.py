@@ -28,7 +28,7 @@ from common.engine.models.deepseek_v4_blocks import BlockShape, Compressor, Inde
 from common.engine.models.deepseek_v4_config import LayerKind, v4_config
 from common.engine.models.deepseek_v4_moe import HashMoeMlp
 from common.engine.models.layer_pass import MAIN, LayerPass
-from common.engine.weights import Piece, Weight
+from common.engine.weights import Weight
 
 BLOCKED = "blocked"
 """Name of the rotation of layers with blocks; with a size behind it, that of blocks themselves."""
@@ -58,17 +58,16 @@ class V4Attention:
             context,
             size,
             [
-                OutputBlock(f"{name}.q_a_proj", v4.query_rank, range(v4.query_rank)),
-                OutputBlock(f"{name}.kv_proj", dim, range(dim)),
+                OutputBlock.whole(f"{name}.q_a_proj", v4.query_rank),
+                OutputBlock.whole(f"{name}.kv_proj", dim),
             ],
         )
         self.query_norm = WideNorm(context, f"{name}.q_a_norm", v4.query_rank, epsilon)
         self.row_norm = WideNorm(context, f"{name}.kv_norm", dim, epsilon)
-        rows = range(heads.start * dim, heads.stop * dim)
         self.query = ColumnLinear(
             context,
             v4.query_rank,
-            [OutputBlock(f"{name}.q_b_proj", config.head_count * dim, rows)],
+            [OutputBlock.of_units(f"{name}.q_b_proj", config.head_count, heads, dim)],
         )
         self.sinks = context.empty_fp32(len(heads))
         self.all_sinks = (config.head_count, heads)
@@ -116,8 +115,7 @@ class V4Attention:
         yield from self.row_norm.weights()
         yield from self.query.weights()
         head_count, heads = self.all_sinks
-        take = (slice(heads.start, heads.stop),)
-        yield Weight(((Piece(f"{self.name}.sinks", (head_count,), take, self.sinks),),))
+        yield Weight.cut(f"{self.name}.sinks", head_count, heads, self.sinks)
         yield from self.output.weights()
         if self.compressor is not None:
             yield from self.compressor.weights()
@@ -138,19 +136,12 @@ class GroupedOutput:
         self.first = ColumnLinear(
             context,
             width,
-            [
-                OutputBlock(
-                    f"{name}.o_a_proj",
-                    v4.output_groups * rank,
-                    range(groups.start * rank, groups.stop * rank),
-                )
-            ],
+            [OutputBlock.of_units(f"{name}.o_a_proj", v4.output_groups, groups, rank)],
         )
         self.second = RowLinear(
             context,
             f"{name}.o_b_proj",
             input_size=v4.output_groups * rank,
-            columns=range(groups.start * rank, groups.stop * rank),
             output_size=config.hidden_size,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.engine.attention.best_keys import KeyChoice
 from common.engine.attention.blocks import BlockPass, BlockRows
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock
+from common.engine.layers.linear import ColumnLinear, OutputBlock, whole_linear
 from common.engine.layers.norm import WideNorm
 from common.engine.layers.rotary import Rotation
 from common.engine.model_config import ModelConfig
@@ -56,7 +56,7 @@ class Compressor:
             context,
             config.hidden_size,
             [
-                OutputBlock(f"{name}.{part}", shape.row_dim, range(shape.row_dim))
+                OutputBlock.whole(f"{name}.{part}", shape.row_dim)
                 for part in ("kv_proj", "gate_proj")
             ],
         )
@@ -103,15 +103,9 @@ class Indexer:
         shape = BlockShape(v4.sparse_ratio, self.dim, True, "csa_index_tail", "csa_index")
         self.compressor = Compressor(context, config, layer, name, shape)
         query_size = self.head_count * self.dim
-        self.query = ColumnLinear(
-            context,
-            v4.query_rank,
-            [OutputBlock(f"{name}.q_b_proj", query_size, range(query_size))],
-        )
-        self.head_weights = ColumnLinear(
-            context,
-            config.hidden_size,
-            [OutputBlock(f"{name}.weights_proj", self.head_count, range(self.head_count))],
+        self.query = whole_linear(context, f"{name}.q_b_proj", v4.query_rank, query_size)
+        self.head_weights = whole_linear(
+            context, f"{name}.weights_proj", config.hidden_size, self.head_count
         )
 
     def __call__(self, hidden: Tensor, query_input: Tensor, rotation: Rotation) -> KeyChoice:

@@ -20,8 +20,8 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.falcon_config import FalconConfig
+from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
-from common.engine.models.llama import GqaAttention
 from common.engine.models.mamba_mixer import MambaMixer
 from common.engine.weights import Weight
 
@@ -33,17 +33,9 @@ class ScaledKeyAttention(GqaAttention):
         super().__init__(context, config, layer)
         self.key_factor = falcon_config(config).key
 
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        token_count = hidden.shape[0]
-        heads = self.qkv(hidden).view(token_count, -1, self.head_dim)
-        query, key, value = torch.split(
-            heads, [self.head_count, self.kv_head_count, self.kv_head_count], dim=1
-        )
-        query_key = layer_pass.rotation.apply(torch.cat((query, key * self.key_factor), dim=1))
-        attended = layer_pass.attention.attend(
-            self.layer, query_key[:, : self.head_count], query_key[:, self.head_count :], value
-        )
-        return self.output(attended.reshape(token_count, -1))
+    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
+        query, key = torch.split(query_key, [self.head_count, self.kv_head_count], dim=1)
+        return super().turn(torch.cat((query, key * self.key_factor), dim=1), layer_pass)
 
 
 class ScaledMixer(MambaMixer):

@@ -17,15 +17,13 @@ from torch import Tensor
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
 from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.norm import GatedNorm
 from common.engine.layers.short_conv import ConvSegment, ShortConv
 from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.qwen3_next_config import DeltaNetConfig
-from common.engine.weights import Piece, Weight
-from common.layout.component import Shard
-from common.layout.parallel import units_of_rank
+from common.engine.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +35,8 @@ class DeltaHeads:
 
     @staticmethod
     def of_rank(delta: DeltaNetConfig, context: LayerContext) -> DeltaHeads:
-        tp_size, tp_rank = context.parallel.tp_size, context.parallel.tp_rank
         return DeltaHeads(
-            key=units_of_rank(delta.key_head_count, Shard.SPLIT, tp_size, tp_rank),
+            key=context.share(delta.key_head_count),
             value=context.cut(delta.value_head_count),
         )
 
@@ -68,12 +65,10 @@ class GatedDeltaNet:
         self.decay_log = context.empty_fp32(self.head_count)
         self.step_bias = context.empty_fp32(self.head_count)
         self.norm = GatedNorm(context, f"{name}.norm", delta.value_dim, config.rms_norm_eps)
-        columns = _features(heads.value, delta.value_dim)
         self.output = RowLinear(
             context,
             f"{name}.out_proj",
             input_size=delta.value_head_count * delta.value_dim,
-            columns=columns,
             output_size=config.hidden_size,
         )
         self._per_head = (
@@ -106,8 +101,7 @@ class GatedDeltaNet:
         yield from self.projection.weights()
         yield from self.conv.weights()
         for name, target, heads in self._per_head:
-            take = (slice(heads.start, heads.stop),)
-            yield Weight(((Piece(name, (self.delta.value_head_count,), take, target),),))
+            yield Weight.cut(name, self.delta.value_head_count, heads, target)
         yield from self.norm.weights()
         yield from self.output.weights()
 
@@ -160,8 +154,8 @@ class FusedProjection:
             )
             for part in range(2):
                 behind = first + 2 * delta.key_dim + part * wide
-                wide_rows.append(_shifted(_features(own, delta.value_dim), behind))
-                narrow_rows.append(_shifted(own, (2 * head + part) * shares))
+                wide_rows.append(shifted(features_of(own, delta.value_dim), behind))
+                narrow_rows.append(shifted(own, (2 * head + part) * shares))
         row_count = 2 * (delta.key_head_count * delta.key_dim) + 2 * delta.key_head_count * wide
         blocks = [
             OutputBlock(f"{name}.{part}", size, rows)
@@ -209,7 +203,7 @@ class SplitProjection:
         delta: DeltaNetConfig,
         heads: DeltaHeads,
     ) -> None:
-        value_rows = _features(heads.value, delta.value_dim)
+        value_rows = features_of(heads.value, delta.value_dim)
         blocks = [
             OutputBlock(segment.tensor, segment.size, segment.channels)
             for segment in conv_segments(f"{name}.in_proj_qkv", delta, heads)
@@ -234,12 +228,12 @@ def conv_segments(tensor: str, delta: DeltaNetConfig, heads: DeltaHeads) -> list
     """q, k and v of a tensor whose first dimension is [all q | all k | all v]."""
     key_size = delta.key_head_count * delta.key_dim
     size = 2 * key_size + delta.value_head_count * delta.value_dim
-    keys = _features(heads.key, delta.key_dim)
-    values = _features(heads.value, delta.value_dim)
+    keys = features_of(heads.key, delta.key_dim)
+    values = features_of(heads.value, delta.value_dim)
     return [
         ConvSegment("q", tensor, size, keys, delta.key_dim),
-        ConvSegment("k", tensor, size, _shifted(keys, key_size), delta.key_dim),
-        ConvSegment("v", tensor, size, _shifted(values, 2 * key_size), delta.value_dim),
+        ConvSegment("k", tensor, size, shifted(keys, key_size), delta.key_dim),
+        ConvSegment("v", tensor, size, shifted(values, 2 * key_size), delta.value_dim),
     ]
 
 
@@ -267,14 +261,6 @@ def delta_config(config: ModelConfig) -> DeltaNetConfig:
 def _by_head(features: Tensor, dim: int) -> Tensor:
     """[T, heads * dim] to [T, heads, dim]."""
     return features.reshape(len(features), -1, dim)
-
-
-def _features(heads: range, dim: int) -> range:
-    return range(heads.start * dim, heads.stop * dim)
-
-
-def _shifted(rows: range, by: int) -> range:
-    return range(rows.start + by, rows.stop + by)
 
 
 def _merged(parts: Iterable[range]) -> list[range]:

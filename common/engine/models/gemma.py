@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.scores import ScoreRule
-from common.engine.attention.sdpa import SdpaPass
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head
 from common.engine.layers.layer_context import LayerContext
@@ -23,8 +22,8 @@ from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.gemma_config import GemmaConfig
+from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
-from common.engine.models.llama import GqaAttention
 from common.engine.weights import Weight
 
 NORMS = (
@@ -39,37 +38,15 @@ class GemmaAttention(GqaAttention):
     """`GqaAttention` with norms whose weights are offsets, and a rule for the scores."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
-        super().__init__(context, config, layer)
         gemma = gemma_config(config)
-        self.rotation = LOCAL if layer in gemma.local_layers else MAIN
-        self.rule = ScoreRule(scale=gemma.score_scale, softcap=gemma.score_softcap)
-        if config.has_qk_norm:
-            self.qk_norm = OffsetQkNorm(
-                context,
-                f"model.layers.{layer}.self_attn",
-                head_count=self.head_count,
-                kv_head_count=self.kv_head_count,
-                head_dim=self.head_dim,
-                epsilon=config.rms_norm_eps,
-            )
-
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        attention = layer_pass.attention
-        assert isinstance(attention, SdpaPass), "scores with a rule are SDPA's"
-        token_count = hidden.shape[0]
-        heads = self.qkv(hidden).view(token_count, -1, self.head_dim)
-        query_key = heads[:, : self.head_count + self.kv_head_count]
-        if self.qk_norm is not None:
-            query_key = self.qk_norm(query_key)
-        query_key = layer_pass.rotations[self.rotation].apply(query_key)
-        attended = attention.attend(
-            self.layer,
-            query_key[:, : self.head_count],
-            query_key[:, self.head_count :],
-            heads[:, self.head_count + self.kv_head_count :],
-            self.rule,
+        super().__init__(
+            context,
+            config,
+            layer,
+            norm=OffsetQkNorm,
+            rotation=LOCAL if layer in gemma.local_layers else MAIN,
+            rule=ScoreRule(scale=gemma.score_scale, softcap=gemma.score_softcap),
         )
-        return self.output(attended.reshape(token_count, -1))
 
 
 class GemmaLayer:

@@ -19,7 +19,7 @@ from common.engine.attention.sdpa import SdpaPass
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import GatedMlp, gated_gelu
 from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import RmsNorm, WideNorm, normalize
@@ -30,8 +30,6 @@ from common.engine.models.gemma import embed_scaled, soft_capped
 from common.engine.models.gemma4_config import Gemma4Config
 from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
 from common.engine.weights import Weight
-from common.layout.component import Shard
-from common.layout.parallel import units_of_rank
 
 UNSCALED = ScoreRule(scale=1.0)
 INPUT_NAMES = (
@@ -47,7 +45,6 @@ class Gemma4Attention:
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
         family = gemma4_config(config)
         name = f"model.layers.{layer}.self_attn"
-        parallel = context.parallel
         dim, kv_count = family.heads[layer].dim, family.heads[layer].kv_count
         heads = context.cut(config.head_count)
         self.owner = family.owners[layer]
@@ -59,8 +56,7 @@ class Gemma4Attention:
         self.head_count = len(heads)
         parts = [("q_proj", config.head_count, heads)]
         if self.is_owner:
-            # The same rule as the cache's: consecutive ranks share a head if heads are fewer.
-            owned = units_of_rank(kv_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
+            owned = context.share(kv_count)
             parts.append(("k_proj", kv_count, owned))
             if self.has_values:
                 parts.append(("v_proj", kv_count, owned))
@@ -69,12 +65,7 @@ class Gemma4Attention:
             context,
             config.hidden_size,
             [
-                OutputBlock(
-                    f"{name}.{part}",
-                    count * dim,
-                    range(owned.start * dim, owned.stop * dim),
-                    config.has_qkv_bias,
-                )
+                OutputBlock.of_units(f"{name}.{part}", count, owned, dim, config.has_qkv_bias)
                 for part, count, owned in parts
             ],
         )
@@ -86,7 +77,6 @@ class Gemma4Attention:
             context,
             f"{name}.o_proj",
             input_size=config.head_count * dim,
-            columns=range(heads.start * dim, heads.stop * dim),
             output_size=config.hidden_size,
             has_bias=config.has_output_bias,
         )
@@ -165,8 +155,8 @@ class InputGate:
 
     def __init__(self, context: LayerContext, config: ModelConfig, name: str, size: int) -> None:
         hidden_size = config.hidden_size
-        self.down = _whole_linear(context, f"{name}.per_layer_input_gate", hidden_size, size)
-        self.up = _whole_linear(context, f"{name}.per_layer_projection", size, hidden_size)
+        self.down = whole_linear(context, f"{name}.per_layer_input_gate", hidden_size, size)
+        self.up = whole_linear(context, f"{name}.per_layer_projection", size, hidden_size)
         self.norm = WideNorm(
             context, f"{name}.post_per_layer_input_norm", hidden_size, config.rms_norm_eps
         )
@@ -259,7 +249,7 @@ class LayerInputs:
         total_size = config.layer_count * self.size
         self.table = VocabTable(context, table, family.input_vocab_size, total_size)
         self.embedding = Embedding(context, self.table)
-        self.projection = _whole_linear(context, projection, config.hidden_size, total_size)
+        self.projection = whole_linear(context, projection, config.hidden_size, total_size)
         self.norm = WideNorm(context, norm, self.size, config.rms_norm_eps)
 
     def __call__(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
@@ -349,10 +339,3 @@ def gemma4_config(config: ModelConfig) -> Gemma4Config:
     """What only these layers have."""
     assert isinstance(config.family, Gemma4Config), config.architecture
     return config.family
-
-
-def _whole_linear(
-    context: LayerContext, name: str, input_size: int, output_size: int
-) -> ColumnLinear:
-    """A projection that every rank computes all of."""
-    return ColumnLinear(context, input_size, [OutputBlock(name, output_size, range(output_size))])

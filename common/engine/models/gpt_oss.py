@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.attention.attention import AttentionPass
 from common.engine.attention.scores import ScoreRule
-from common.engine.attention.sdpa import SdpaPass
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation
 from common.engine.layers.moe import MoeMlp
@@ -22,7 +20,7 @@ from common.engine.layers.norm import RmsNorm, WideNorm
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.gpt_oss_config import GptOssConfig
-from common.engine.models.llama import GqaAttention
+from common.engine.models.gqa import GqaAttention
 from common.engine.models.pre_norm_layer import PreNormLayer
 from common.engine.weights import Piece, Weight
 
@@ -31,21 +29,15 @@ class SinkAttention(GqaAttention):
     """`GqaAttention` with a sink per query head."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
-        super().__init__(context, config, layer)
-        self.sinks_name = f"model.layers.{layer}.self_attn.sinks"
         self.heads = context.cut(config.head_count)
         self.head_count_total = config.head_count
         self.sinks = context.empty(len(self.heads))
-        self.rule = ScoreRule(sinks=self.sinks)
-
-    def attend(self, attention: AttentionPass, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        assert isinstance(attention, SdpaPass), "scores with a rule are SDPA's"
-        return attention.attend(self.layer, query, key, value, self.rule)
+        super().__init__(context, config, layer, rule=ScoreRule(sinks=self.sinks))
 
     def weights(self) -> Iterator[Weight]:
         yield from super().weights()
-        take = (slice(self.heads.start, self.heads.stop),)
-        yield Weight(((Piece(self.sinks_name, (self.head_count_total,), take, self.sinks),),))
+        name = f"model.layers.{self.layer}.self_attn.sinks"
+        yield Weight.cut(name, self.head_count_total, self.heads, self.sinks)
 
 
 class BiasedMoeMlp(MoeMlp):

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
 from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of
 from common.engine.layers.norm import SigmoidGatedNorm
 from common.engine.layers.short_conv import ConvSegment, ShortConv
 from common.engine.model_config import ModelConfig
@@ -29,7 +29,7 @@ class KimiDelta:
         kda = kda_config(config)
         size, dim = kda.head_count * kda.head_dim, kda.head_dim
         heads = context.cut(kda.head_count)
-        features = range(heads.start * dim, heads.stop * dim)
+        features = features_of(heads, dim)
         self.name, self.layer, self.kda = name, layer, kda
         self.heads, self.features = heads, features
         blocks = [OutputBlock(f"{name}.{part}_proj", size, features) for part in "qkv"]
@@ -41,7 +41,7 @@ class KimiDelta:
             blocks += [OutputBlock(f"{name}.{part}_proj", size, features) for part in "fg"]
         else:
             rank = kda.gate_rank
-            blocks += [OutputBlock(f"{name}.{part}_a_proj", rank, range(rank)) for part in "fg"]
+            blocks += [OutputBlock.whole(f"{name}.{part}_a_proj", rank) for part in "fg"]
             self.decay_up, self.gate_up = (
                 ColumnLinear(context, rank, [OutputBlock(f"{name}.{part}_b_proj", size, features)])
                 for part in "fg"
@@ -61,7 +61,6 @@ class KimiDelta:
             context,
             f"{name}.o_proj",
             input_size=size,
-            columns=features,
             output_size=config.hidden_size,
         )
         self.kernels = choose_delta_kernels(delta_shape(kda, context)).kernels
@@ -88,23 +87,19 @@ class KimiDelta:
             yield from self.decay_up.weights()
             yield from self.gate_up.weights()
         yield from self.conv.weights()
-        heads = slice(self.heads.start, self.heads.stop)
         if kda.gate_rank is None:
-            piece = Piece(f"{self.name}.A_log", (kda.head_count,), (heads,), self.decay_log)
+            yield Weight.cut(f"{self.name}.A_log", kda.head_count, self.heads, self.decay_log)
         else:
-            whole = slice(None)
+            whole, heads = slice(None), slice(self.heads.start, self.heads.stop)
             piece = Piece(
                 f"{self.name}.A_log",
                 (1, 1, kda.head_count, 1),
                 (whole, whole, heads, whole),
                 self.decay_log.view(1, 1, -1, 1),
             )
-        yield Weight(((piece,),))
-        features = slice(self.features.start, self.features.stop)
-        shape = (kda.head_count * kda.head_dim,)
-        yield Weight(
-            ((Piece(f"{self.name}.dt_bias", shape, (features,), self.step_bias.view(-1)),),)
-        )
+            yield Weight(((piece,),))
+        size = kda.head_count * kda.head_dim
+        yield Weight.cut(f"{self.name}.dt_bias", size, self.features, self.step_bias.view(-1))
         yield from self.norm.weights()
         yield from self.output.weights()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.engine.layers.delta_rule import STATE
 from common.engine.layers.group_norm import GatedGroupNorm, GateStyle
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.norm import QkNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.layers.ssd import SsdInputs, SsdRule, apply_ssd
@@ -46,17 +46,13 @@ class LightningAttention:
         dim = lightning.head_dim
         size = config.head_count * dim
         heads = context.cut(config.head_count)
-        features = range(heads.start * dim, heads.stop * dim)
+        features = features_of(heads, dim)
         self.layer = layer
         self.head_dim = dim
         self.head_count = len(heads)
         self.has_silu = lightning.has_silu
         blocks = [
-            OutputBlock(
-                f"{name}.query_key_value",
-                3 * size,
-                range(part * size + features.start, part * size + features.stop),
-            )
+            OutputBlock(f"{name}.query_key_value", 3 * size, shifted(features, part * size))
             for part in range(3)
         ]
         blocks.append(OutputBlock(f"{name}.g_proj", size, features))
@@ -85,7 +81,6 @@ class LightningAttention:
             context,
             f"{name}.o_proj",
             input_size=size,
-            columns=features,
             output_size=config.hidden_size,
         )
 

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from common.engine.layers.group_norm import GatedGroupNorm
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.short_conv import ConvSegment, ShortConv
 from common.engine.layers.ssd import SsdInputs, SsdRule, apply_ssd
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.mamba_config import MambaConfig
-from common.engine.weights import Piece, Weight
-from common.layout.component import Shard
-from common.layout.parallel import units_of_rank
+from common.engine.weights import Weight
 
 STATE = "state"
 """The cache component's name."""
@@ -48,7 +46,6 @@ class MambaMixer:
         self.layer = layer
         self.mamba = mamba
         self.heads = context.cut(mamba.head_count)
-        inner = _scaled(self.heads, mamba.head_dim)
         blocks = projected_rows(context, mamba)
         self.sizes = [len(rows) for rows in blocks.values()]
         self.projection = ColumnLinear(
@@ -67,7 +64,7 @@ class MambaMixer:
                     segment,
                     f"{name}.conv1d",
                     mamba.conv_size,
-                    _shifted(blocks[segment], -mamba.inner_size),
+                    shifted(blocks[segment], -mamba.inner_size),
                     mamba.head_dim if segment == "x" else mamba.state_dim,
                 )
                 for segment in ("x", "b", "c")
@@ -90,7 +87,6 @@ class MambaMixer:
             context,
             f"{name}.out_proj",
             input_size=mamba.inner_size,
-            columns=inner,
             output_size=hidden_size,
             has_bias=mamba.has_output_bias,
         )
@@ -125,9 +121,7 @@ class MambaMixer:
         yield from self.projection.weights()
         yield from self.conv.weights()
         for part, tensor in self.per_head.items():
-            take = slice(self.heads.start, self.heads.stop)
-            shape = (self.mamba.head_count,)
-            yield Weight(((Piece(f"{self.name}.{part}", shape, (take,), tensor),),))
+            yield Weight.cut(f"{self.name}.{part}", self.mamba.head_count, self.heads, tensor)
         yield from self.norm.weights()
         yield from self.output.weights()
 
@@ -138,24 +132,13 @@ def projected_rows(context: LayerContext, mamba: MambaConfig) -> dict[str, range
 
     gate z | x | B of all groups | C of all groups | dt
     """
-    parallel = context.parallel
-    heads = context.cut(mamba.head_count)
-    groups = units_of_rank(mamba.group_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
-    inner = _scaled(heads, mamba.head_dim)
-    shared, shared_size = _scaled(groups, mamba.state_dim), mamba.group_count * mamba.state_dim
+    heads, groups = context.cut(mamba.head_count), context.share(mamba.group_count)
+    inner = features_of(heads, mamba.head_dim)
+    shared, shared_size = features_of(groups, mamba.state_dim), mamba.group_count * mamba.state_dim
     return {
         "z": inner,
-        "x": _shifted(inner, mamba.inner_size),
-        "b": _shifted(shared, 2 * mamba.inner_size),
-        "c": _shifted(shared, 2 * mamba.inner_size + shared_size),
-        "dt": _shifted(heads, mamba.inner_size + mamba.conv_size),
+        "x": shifted(inner, mamba.inner_size),
+        "b": shifted(shared, 2 * mamba.inner_size),
+        "c": shifted(shared, 2 * mamba.inner_size + shared_size),
+        "dt": shifted(heads, mamba.inner_size + mamba.conv_size),
     }
-
-
-def _scaled(units: range, size: int) -> range:
-    """The features of consecutive units of `size` each."""
-    return range(units.start * size, units.stop * size)
-
-
-def _shifted(rows: range, by: int) -> range:
-    return range(rows.start + by, rows.stop + by)

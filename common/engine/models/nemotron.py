@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import assert_never
 
-import torch
 from torch import Tensor
 
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import squared_relu
 from common.engine.layers.norm import RmsNorm, WideNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
-from common.engine.models.llama import GqaAttention
 from common.engine.models.mamba_mixer import MambaMixer
 from common.engine.models.nemotron_config import LayerKind, NemotronConfig
 from common.engine.models.pre_norm_layer import LayerMlp
@@ -31,14 +30,8 @@ ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class PlainAttention(GqaAttention):
     """`GqaAttention` without positions."""
 
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        token_count = hidden.shape[0]
-        heads = self.qkv(hidden).view(token_count, -1, self.head_dim)
-        query, key, value = torch.split(
-            heads, [self.head_count, self.kv_head_count, self.kv_head_count], dim=1
-        )
-        attended = layer_pass.attention.attend(self.layer, query, key, value)
-        return self.output(attended.reshape(token_count, -1))
+    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
+        return query_key
 
 
 class SquaredMlp:
@@ -55,7 +48,6 @@ class SquaredMlp:
             context,
             f"{name}.down_proj",
             input_size=intermediate_size,
-            columns=inner,
             output_size=hidden_size,
         )
 
@@ -94,8 +86,8 @@ class LatentExperts(GroupedMoeMlp):
         self.into: ColumnLinear | None = None
         self.back: ColumnLinear | None = None
         if io_size != hidden_size:
-            self.into = _whole_linear(context, f"{name}.fc1_latent_proj", hidden_size, io_size)
-            self.back = _whole_linear(context, f"{name}.fc2_latent_proj", io_size, hidden_size)
+            self.into = whole_linear(context, f"{name}.fc1_latent_proj", hidden_size, io_size)
+            self.back = whole_linear(context, f"{name}.fc2_latent_proj", io_size, hidden_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         shares, experts = self.route(hidden)
@@ -192,10 +184,3 @@ def nemotron_config(config: ModelConfig) -> NemotronConfig:
     """What only these layers have."""
     assert isinstance(config.family, NemotronConfig), config.architecture
     return config.family
-
-
-def _whole_linear(
-    context: LayerContext, name: str, input_size: int, output_size: int
-) -> ColumnLinear:
-    """A projection that every rank computes all of."""
-    return ColumnLinear(context, input_size, [OutputBlock(name, output_size, range(output_size))])

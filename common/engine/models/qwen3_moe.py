@@ -5,7 +5,8 @@ from __future__ import annotations
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.moe import MoeMlp
 from common.engine.model_config import ModelConfig
-from common.engine.models.llama import GqaAttention, build_llama_layer
+from common.engine.models.gqa import GqaAttention
+from common.engine.models.llama import build_llama_layer
 from common.engine.models.pre_norm_layer import PreNormLayer
 
 

@@ -14,88 +14,34 @@ from torch import Tensor
 
 from common.engine.layers.choose_delta import choose_delta_kernels
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.gated_delta_net import GatedDeltaNet, delta_config, delta_shape
+from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerAttention, LayerMlp, PreNormLayer
 from common.engine.weights import Weight, text_name
-from common.layout.component import Shard
-from common.layout.parallel import units_of_rank
 
 
-class GatedAttention:
-    """Grouped-query attention, its output times the sigmoid of a gate of every feature.
+class GatedAttention(GqaAttention):
+    """`GqaAttention` with its output times the sigmoid of a gate of every feature.
 
     q_proj holds [query | gate] of every head.
     """
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
-        name = f"model.layers.{layer}.self_attn"
-        parallel, dim = context.parallel, config.head_dim
-        heads = context.cut(config.head_count)
-        kv_heads = units_of_rank(
-            config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank
-        )
-        self.layer = layer
-        self.head_dim = dim
-        self.head_count = len(heads)
-        self.kv_head_count = len(kv_heads)
-        self.qkv = ColumnLinear(
-            context,
-            config.hidden_size,
-            [
-                OutputBlock(
-                    f"{name}.{part}",
-                    count * width,
-                    range(owned.start * width, owned.stop * width),
-                    config.has_qkv_bias,
-                )
-                for part, count, owned, width in (
-                    ("q_proj", config.head_count, heads, 2 * dim),
-                    ("k_proj", config.kv_head_count, kv_heads, dim),
-                    ("v_proj", config.kv_head_count, kv_heads, dim),
-                )
-            ],
-        )
-        self.qk_norm = OffsetQkNorm(
-            context,
-            name,
-            head_count=self.head_count,
-            kv_head_count=self.kv_head_count,
-            head_dim=dim,
-            epsilon=config.rms_norm_eps,
-        )
-        self.output = RowLinear(
-            context,
-            f"{name}.o_proj",
-            input_size=config.head_count * dim,
-            columns=range(heads.start * dim, heads.stop * dim),
-            output_size=config.hidden_size,
-            has_bias=config.has_output_bias,
-        )
+        super().__init__(context, config, layer, query_parts=2, norm=OffsetQkNorm)
 
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
-        query_gate, key, value = torch.split(
-            heads, [2 * self.head_count, self.kv_head_count, self.kv_head_count], dim=1
+    def mix(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
+        query_gate, key_value = heads.split_with_sizes(
+            [2 * self.head_count, 2 * self.kv_head_count], dim=1
         )
         query, gate = query_gate[:, 0::2], query_gate[:, 1::2]
-        query_key = self.qk_norm(torch.cat((query, key), dim=1))
-        query_key = layer_pass.rotation.apply(query_key)
-        attended = layer_pass.attention.attend(
-            self.layer, query_key[:, : self.head_count], query_key[:, self.head_count :], value
-        )
-        return self.output((attended * gate.sigmoid()).flatten(1))
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.qkv.weights()
-        yield from self.qk_norm.weights()
-        yield from self.output.weights()
+        attended = super().mix(torch.cat((query, key_value), dim=1), layer_pass)
+        return attended * gate.sigmoid()
 
 
 class SharedMoeMlp(MoeMlp):
