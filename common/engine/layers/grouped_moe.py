@@ -45,10 +45,7 @@ class GroupedMoeMlp(MoeMlp):
             context,
             name,
             hidden_size=expert_io_size or hidden_size,
-            intermediate_size=moe.intermediate_size,
-            expert_count=moe.expert_count,
-            experts_per_token=moe.experts_per_token,
-            is_normalized=moe.is_normalized,
+            moe=moe,
             activation=activation,
             is_gated=is_gated,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, gated_silu
+from common.engine.model_config import MoeConfig
 from common.engine.weights import Piece, Weight
 
 
@@ -29,10 +30,7 @@ class MoeMlp:
         name: str,
         *,
         hidden_size: int,
-        intermediate_size: int,
-        expert_count: int,
-        experts_per_token: int,
-        is_normalized: bool,
+        moe: MoeConfig,
         activation: Activation = gated_silu,
         is_gated: bool = True,
     ) -> None:
@@ -40,15 +38,16 @@ class MoeMlp:
         self.name = name
         self.parallel = context.parallel
         self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.expert_count = expert_count
-        self.experts_per_token = experts_per_token
-        self.is_normalized = is_normalized
+        self.intermediate_size = moe.intermediate_size
+        self.expert_count = moe.expert_count
+        self.experts_per_token = moe.experts_per_token
+        self.is_normalized = moe.is_normalized
         self.activation = activation
-        self.inner = context.cut(intermediate_size)
-        self.router = context.empty(expert_count, hidden_size)
-        self.gate_up = context.empty(expert_count, len(self.parts) * len(self.inner), hidden_size)
-        self.down = context.empty(expert_count, hidden_size, len(self.inner))
+        self.inner = context.cut(moe.intermediate_size)
+        inner_size = len(self.inner)
+        self.router = context.empty(moe.expert_count, hidden_size)
+        self.gate_up = context.empty(moe.expert_count, len(self.parts) * inner_size, hidden_size)
+        self.down = context.empty(moe.expert_count, hidden_size, inner_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.mix_experts(hidden, *self.route(hidden))

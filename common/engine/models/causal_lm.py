@@ -6,7 +6,7 @@ What a layer is made of is the family's business. Knows nothing of sampling, req
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -49,7 +49,10 @@ class CausalLm:
     overrides the methods that say so.
 
     config, context: what it was built from. layer_ids: global ids of this stage's layers.
+    norm_type: spelling of the norm behind the last layer.
     """
+
+    norm_type: ClassVar[type[RmsNorm]] = RmsNorm
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class CausalLm:
     def build_norm(self) -> RmsNorm:
         """The norm behind the last layer."""
         config = self.config
-        return RmsNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+        return self.norm_type(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
         """What the first layer is given."""

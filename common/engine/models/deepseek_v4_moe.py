@@ -36,10 +36,7 @@ class HashMoeMlp:
             context,
             name,
             hidden_size=config.hidden_size,
-            intermediate_size=moe.intermediate_size,
-            expert_count=moe.expert_count,
-            experts_per_token=moe.experts_per_token,
-            is_normalized=moe.is_normalized,
+            moe=moe,
             activation=activation,
         )
         self.experts.router = context.empty_fp32(moe.expert_count, config.hidden_size)

@@ -88,6 +88,8 @@ class GemmaLm(CausalLm):
     """Embeddings scaled by the root of their size, logits that may be capped, and window layers
     that may have a rotation of their own."""
 
+    norm_type = OffsetNorm
+
     def build_rotaries(self) -> dict[str, RotaryEmbedding]:
         rotaries = super().build_rotaries()
         local_rope = gemma_config(self.config).local_rope
@@ -99,10 +101,6 @@ class GemmaLm(CausalLm):
                 dtype=self.context.dtype,
             )
         return rotaries
-
-    def build_norm(self) -> RmsNorm:
-        config = self.config
-        return OffsetNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
         return embed_scaled(embedding, batch.token_ids, self.config.hidden_size)

@@ -115,10 +115,7 @@ class Gemma4Experts(MoeMlp):
             context,
             name,
             hidden_size=config.hidden_size,
-            intermediate_size=moe.intermediate_size,
-            expert_count=moe.expert_count,
-            experts_per_token=moe.experts_per_token,
-            is_normalized=moe.is_normalized,
+            moe=moe,
             activation=gated_gelu,
         )
         self.epsilon = config.rms_norm_eps
@@ -270,6 +267,8 @@ class LayerInputs:
 class Gemma4Lm(CausalLm):
     """Scaled embeddings, with the layers' inputs behind them, two rotations, capped logits."""
 
+    norm_type = WideNorm
+
     def __init__(
         self,
         config: ModelConfig,
@@ -291,10 +290,6 @@ class Gemma4Lm(CausalLm):
             name: RotaryEmbedding(rope, dim, device=context.device, dtype=context.dtype)
             for name, (rope, dim) in ropes.items()
         }
-
-    def build_norm(self) -> RmsNorm:
-        config = self.config
-        return WideNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
         hidden = embed_scaled(embedding, batch.token_ids, self.config.hidden_size)

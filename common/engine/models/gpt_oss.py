@@ -16,7 +16,7 @@ from common.engine.attention.scores import ScoreRule
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation
 from common.engine.layers.moe import MoeMlp
-from common.engine.layers.norm import RmsNorm, WideNorm
+from common.engine.layers.norm import WideNorm
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.gpt_oss_config import GptOssConfig
@@ -56,16 +56,7 @@ class BiasedMoeMlp(MoeMlp):
         moe: MoeConfig,
         activation: Activation,
     ) -> None:
-        super().__init__(
-            context,
-            name,
-            hidden_size=hidden_size,
-            intermediate_size=moe.intermediate_size,
-            expert_count=moe.expert_count,
-            experts_per_token=moe.experts_per_token,
-            is_normalized=moe.is_normalized,
-            activation=activation,
-        )
+        super().__init__(context, name, hidden_size=hidden_size, moe=moe, activation=activation)
         self.router_bias = context.empty(moe.expert_count)
         self.gate_up_bias = context.empty(moe.expert_count, 2 * len(self.inner))
         self.down_bias = context.empty(moe.expert_count, hidden_size)
@@ -154,6 +145,4 @@ def build_gpt_oss_layer(context: LayerContext, config: ModelConfig, layer: int) 
 class GptOssLm(CausalLm):
     """Its last norm is scaled in fp32, as all others are."""
 
-    def build_norm(self) -> RmsNorm:
-        config = self.config
-        return WideNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+    norm_type = WideNorm

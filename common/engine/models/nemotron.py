@@ -13,7 +13,7 @@ from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import squared_relu
-from common.engine.layers.norm import RmsNorm, WideNorm
+from common.engine.layers.norm import WideNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
@@ -157,12 +157,10 @@ def build_nemotron_layer(context: LayerContext, config: ModelConfig, layer: int)
 class NemotronLm(CausalLm):
     """No rotations, and a last norm as the layers have them."""
 
+    norm_type = WideNorm
+
     def build_rotaries(self) -> dict[str, RotaryEmbedding]:
         return {}
-
-    def build_norm(self) -> RmsNorm:
-        config = self.config
-        return WideNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
 
 def rename_nemotron(name: str) -> str | None:

@@ -16,13 +16,5 @@ def build_qwen3_moe_layer(context: LayerContext, config: ModelConfig, layer: int
     assert moe is not None
     if layer not in moe.layers:
         return build_llama_layer(context, config, layer)
-    mlp = MoeMlp(
-        context,
-        f"model.layers.{layer}.mlp",
-        hidden_size=config.hidden_size,
-        intermediate_size=moe.intermediate_size,
-        expert_count=moe.expert_count,
-        experts_per_token=moe.experts_per_token,
-        is_normalized=moe.is_normalized,
-    )
+    mlp = MoeMlp(context, f"model.layers.{layer}.mlp", hidden_size=config.hidden_size, moe=moe)
     return PreNormLayer(context, config, layer, GqaAttention(context, config, layer), mlp)

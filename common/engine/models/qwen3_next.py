@@ -16,7 +16,7 @@ from common.engine.layers.choose_delta import choose_delta_kernels
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
-from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
+from common.engine.layers.norm import OffsetNorm, OffsetQkNorm
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.gated_delta_net import GatedDeltaNet, delta_config, delta_shape
@@ -50,15 +50,7 @@ class SharedMoeMlp(MoeMlp):
     def __init__(
         self, context: LayerContext, name: str, *, hidden_size: int, moe: MoeConfig
     ) -> None:
-        super().__init__(
-            context,
-            name,
-            hidden_size=hidden_size,
-            intermediate_size=moe.intermediate_size,
-            expert_count=moe.expert_count,
-            experts_per_token=moe.experts_per_token,
-            is_normalized=moe.is_normalized,
-        )
+        super().__init__(context, name, hidden_size=hidden_size, moe=moe)
         self.shared = GatedMlp(
             context,
             f"{name}.shared_expert",
@@ -96,9 +88,7 @@ def build_qwen3_next_layer(context: LayerContext, config: ModelConfig, layer: in
 class Qwen3NextLm(CausalLm):
     """The last norm's weight is an offset, too."""
 
-    def build_norm(self) -> RmsNorm:
-        config = self.config
-        return OffsetNorm(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
+    norm_type = OffsetNorm
 
     def describe(self) -> dict[str, str]:
         choice = choose_delta_kernels(delta_shape(self.config, self.context))
