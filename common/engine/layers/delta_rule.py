@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.engine.layers.sequence_rows import SequencePart, SequenceRows
+from common.engine.layers.sequence_rows import SequencePart, SequenceRows, apply_by_length
 
 STATE = "state"
 """The cache component of S: fp32 per head, a key channel's values side by side."""
@@ -78,24 +78,7 @@ def apply_delta_rule(
     states: fp32[B, heads, key dim, value dim] before the first token of each sequence.
     Returns: as `DeltaKernels`.
     """
-    if rows.is_single:
-        return kernels.step(inputs, states)
-    outputs = torch.empty_like(inputs.value)
-    after = torch.empty_like(states)
-    singles, longer = rows.singles, rows.longer
-    assert longer is not None
-    if singles is None:
-        return kernels.run(inputs, rows, states)
-    for part in (singles, longer):
-        before = part.take_sequences(states)
-        if part is singles:
-            part_outputs, part_after = kernels.step(inputs.take(part), before)
-        else:
-            part_outputs, part_after = kernels.run(inputs.take(part), part.inner, before)
-        assert part.rows is not None and part.sequences is not None
-        outputs[part.rows] = part_outputs
-        after[part.sequences] = part_after
-    return outputs, after
+    return apply_by_length(kernels.step, kernels.run, inputs, rows, states)
 
 
 class TorchDelta:

@@ -6,10 +6,11 @@ model's device. Knows nothing of positions, pages or slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,6 +137,45 @@ class SequencePart:
 
     def take_sequences(self, values: Tensor) -> Tensor:
         return values if self.sequences is None else values[self.sequences]
+
+
+class RowInputs(Protocol):
+    """What a recurrence is given of every row."""
+
+    def take(self, part: SequencePart) -> Self: ...
+
+
+InputsT = TypeVar("InputsT", bound=RowInputs)
+
+
+def apply_by_length(
+    step: Callable[[InputsT, Tensor], tuple[Tensor, Tensor]],
+    run: Callable[[InputsT, SequenceRows, Tensor], tuple[Tensor, Tensor]],
+    inputs: InputsT,
+    rows: SequenceRows,
+    states: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A recurrence over a ragged batch: sequences of one row in one step, the others at length.
+
+    states: [B, ..] before the first row of each sequence.
+    Returns: as both `step` and `run` do, (outputs [T, ..], states after the last row of each
+        sequence, like those before).
+    """
+    if rows.is_single:
+        return step(inputs, states)
+    singles, longer = rows.singles, rows.longer
+    assert longer is not None
+    if singles is None:
+        return run(inputs, rows, states)
+    stepped = step(inputs.take(singles), singles.take_sequences(states))
+    ran = run(inputs.take(longer), longer.inner, longer.take_sequences(states))
+    outputs = ran[0].new_empty(sum(rows.lengths), *ran[0].shape[1:])
+    after = torch.empty_like(states)
+    for part, (part_outputs, part_after) in ((singles, stepped), (longer, ran)):
+        assert part.rows is not None and part.sequences is not None
+        outputs[part.rows] = part_outputs
+        after[part.sequences] = part_after
+    return outputs, after
 
 
 @dataclass(frozen=True, slots=True)

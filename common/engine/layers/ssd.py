@@ -13,11 +13,17 @@ only the state goes from chunk to chunk (Dao and Gu, Transformers are SSMs).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from common.engine.layers.sequence_rows import RowChunks, SequencePart, SequenceRows
+from common.engine.layers.sequence_rows import (
+    RowChunks,
+    SequencePart,
+    SequenceRows,
+    apply_by_length,
+)
 
 # Rows of a chunk: what is held is a square of it for every head and chunk.
 CHUNK = 64
@@ -60,24 +66,7 @@ def apply_ssd(
     states: fp32[B, heads, head dim, state dim] before the first token of each sequence.
     Returns: (y fp32[T, heads, head dim], states after the last token of each sequence).
     """
-    if rows.is_single:
-        return _step(rule, inputs, states)
-    singles, longer = rows.singles, rows.longer
-    assert longer is not None
-    if singles is None:
-        return _run(rule, inputs, rows, states)
-    outputs = torch.empty_like(inputs.x)
-    after = torch.empty_like(states)
-    for part in (singles, longer):
-        chosen, before = inputs.take(part), part.take_sequences(states)
-        if part is singles:
-            part_outputs, part_after = _step(rule, chosen, before)
-        else:
-            part_outputs, part_after = _run(rule, chosen, part.inner, before)
-        assert part.rows is not None and part.sequences is not None
-        outputs[part.rows] = part_outputs
-        after[part.sequences] = part_after
-    return outputs, after
+    return apply_by_length(partial(_step, rule), partial(_run, rule), inputs, rows, states)
 
 
 def _step(rule: SsdRule, inputs: SsdInputs, states: Tensor) -> tuple[Tensor, Tensor]:
