@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.layout.component import (
     DTYPE_NBYTES,
@@ -21,20 +21,7 @@ def gqa_components(
     *, layer_count: int, kv_head_count: int, head_dim: int, dtype: str
 ) -> tuple[CacheComponent, ...]:
     """Keys (after norm and rope, half-split pairs) and values of a dense or MoE GQA model."""
-    unit_nbytes = head_dim * DTYPE_NBYTES[dtype]
-    layers = tuple(range(layer_count))
-    return tuple(
-        CacheComponent(
-            name=name,
-            layers=layers,
-            segments=(Segment("head", kv_head_count, unit_nbytes),),
-            live=FULL,
-            shard=Shard.SPLIT,
-            dtype=dtype,
-            order="rope-half" if name == "k" else "",
-        )
-        for name in ("k", "v")
-    )
+    return mixed_gqa_components([CachedHeads(0, kv_head_count, head_dim)] * layer_count, dtype)
 
 
 def mla_components(
@@ -45,18 +32,8 @@ def mla_components(
     No rank can do without any of it, so every rank has all of it. is_interleaved: how the rotated
     part pairs its channels; caches of the two conventions do not mix.
     """
-    row_nbytes = (latent_dim + rope_dim) * DTYPE_NBYTES[dtype]
-    return (
-        CacheComponent(
-            name="latent",
-            layers=tuple(range(layer_count)),
-            segments=(Segment("row", 1, row_nbytes),),
-            live=FULL,
-            shard=Shard.REPLICATE,
-            dtype=dtype,
-            order="rope-pairs" if is_interleaved else "rope-half",
-        ),
-    )
+    order = "rope-pairs" if is_interleaved else "rope-half"
+    return (_row("latent", tuple(range(layer_count)), latent_dim + rope_dim, dtype, order),)
 
 
 def hybrid_mla_components(
@@ -66,11 +43,8 @@ def hybrid_mla_components(
 
     is_rotated: whether the last part of a row is, in interleaved pairs; it is there all the same.
     """
-    components = mla_components(
-        layer_count=0, latent_dim=latent_dim, rope_dim=rope_dim, is_interleaved=True, dtype=dtype
-    )
     order = "rope-pairs" if is_rotated else "rope-none"
-    return tuple(replace(component, layers=layers, order=order) for component in components)
+    return (_row("latent", layers, latent_dim + rope_dim, dtype, order),)
 
 
 def sparse_mla_components(
@@ -88,24 +62,15 @@ def sparse_mla_components(
 
     index_layers: global ids; the others share the choice of a layer before them and own none.
     """
-    return (
-        *mla_components(
-            layer_count=layer_count,
-            latent_dim=latent_dim,
-            rope_dim=rope_dim,
-            is_interleaved=is_interleaved,
-            dtype=dtype,
-        ),
-        CacheComponent(
-            name="index_k",
-            layers=index_layers,
-            segments=(Segment("row", 1, index_dim * DTYPE_NBYTES[dtype]),),
-            live=FULL,
-            shard=Shard.REPLICATE,
-            dtype=dtype,
-            order="rope-pairs" if is_index_interleaved else "rope-half",
-        ),
+    latent = mla_components(
+        layer_count=layer_count,
+        latent_dim=latent_dim,
+        rope_dim=rope_dim,
+        is_interleaved=is_interleaved,
+        dtype=dtype,
     )
+    order = "rope-pairs" if is_index_interleaved else "rope-half"
+    return (*latent, _row("index_k", index_layers, index_dim, dtype, order))
 
 
 def windowed_gqa_components(
@@ -172,30 +137,22 @@ def compressed_components(
     before the open one is kept too. All of it is the same for all heads: every rank has all of it.
     """
 
-    def component(
-        name: str, layers: tuple[int, ...], live: Live, elements: int, stored: str, order: str
-    ) -> CacheComponent:
-        row = Segment("row", 1, elements * DTYPE_NBYTES[stored])
-        return CacheComponent(name, layers, (row,), live, Shard.REPLICATE, stored, order)
-
     rotated, gated = "rope-pairs-last", "key-gate"
+    window_live = Live(LiveKind.WINDOW, window)
     sparse_block, heavy_block = (
         Live(LiveKind.BLOCK, ratio) for ratio in (sparse_ratio, heavy_ratio)
     )
     sparse_tail = Live(LiveKind.TAIL, sparse_ratio, back=sparse_ratio)
     heavy_tail = Live(LiveKind.TAIL, heavy_ratio)
     components = [
-        component(
-            "window", tuple(range(layer_count)), Live(LiveKind.WINDOW, window), head_dim, dtype,
-            rotated,
-        ),
-        component("csa_block", sparse_layers, sparse_block, head_dim, dtype, rotated),
-        component("csa_index", sparse_layers, sparse_block, index_dim, dtype, rotated),
-        component("csa_tail", sparse_layers, sparse_tail, 4 * head_dim, "float32", gated),
-        component("csa_index_tail", sparse_layers, sparse_tail, 4 * index_dim, "float32", gated),
-        component("hca_block", heavy_layers, heavy_block, head_dim, dtype, rotated),
-        component("hca_tail", heavy_layers, heavy_tail, 2 * head_dim, "float32", gated),
-    ]  # fmt: skip
+        _row("window", tuple(range(layer_count)), head_dim, dtype, rotated, window_live),
+        _row("csa_block", sparse_layers, head_dim, dtype, rotated, sparse_block),
+        _row("csa_index", sparse_layers, index_dim, dtype, rotated, sparse_block),
+        _row("csa_tail", sparse_layers, 4 * head_dim, "float32", gated, sparse_tail),
+        _row("csa_index_tail", sparse_layers, 4 * index_dim, "float32", gated, sparse_tail),
+        _row("hca_block", heavy_layers, head_dim, dtype, rotated, heavy_block),
+        _row("hca_tail", heavy_layers, 2 * head_dim, "float32", gated, heavy_tail),
+    ]
     return tuple(component for component in components if component.layers)
 
 
@@ -215,30 +172,12 @@ def gated_delta_components(
 
     key_heads, value_heads: (count, channels of one).
     """
-    kept_nbytes = (kernel_size - 1) * DTYPE_NBYTES[conv_dtype]
-    state_nbytes = key_heads[1] * value_heads[1] * DTYPE_NBYTES[state_dtype]
-    conv = CacheComponent(
-        name="conv",
-        layers=layers,
-        segments=tuple(
-            Segment(name, count, channels * kept_nbytes)
-            for name, (count, channels) in (("q", key_heads), ("k", key_heads), ("v", value_heads))
-        ),
-        live=SLOT,
-        shard=Shard.SPLIT,
-        dtype=conv_dtype,
-        order="channel-tap",
+    parts = (("q", *key_heads), ("k", *key_heads), ("v", *value_heads))
+    state_size = key_heads[1] * value_heads[1]
+    return (
+        _conv(layers, parts, kernel_size, conv_dtype),
+        _state(layers, value_heads[0], state_size, state_dtype, "KV"),
     )
-    state = CacheComponent(
-        name="state",
-        layers=layers,
-        segments=(Segment("head", value_heads[0], state_nbytes),),
-        live=SLOT,
-        shard=Shard.SPLIT,
-        dtype=state_dtype,
-        order="KV",
-    )
-    return conv, state
 
 
 def mamba_components(
@@ -256,29 +195,11 @@ def mamba_components(
 
     heads: (count, channels of one), groups: (count, channels of B and of C in one).
     """
-    kept_nbytes = (kernel_size - 1) * DTYPE_NBYTES[conv_dtype]
-    conv = CacheComponent(
-        name="conv",
-        layers=layers,
-        segments=tuple(
-            Segment(name, count, channels * kept_nbytes)
-            for name, (count, channels) in (("x", heads), ("b", groups), ("c", groups))
-        ),
-        live=SLOT,
-        shard=Shard.SPLIT,
-        dtype=conv_dtype,
-        order="channel-tap",
+    parts = (("x", *heads), ("b", *groups), ("c", *groups))
+    return (
+        _conv(layers, parts, kernel_size, conv_dtype),
+        _state(layers, heads[0], heads[1] * groups[1], "float32", "PS"),
     )
-    state = CacheComponent(
-        name="state",
-        layers=layers,
-        segments=(Segment("head", heads[0], heads[1] * groups[1] * DTYPE_NBYTES["float32"]),),
-        live=SLOT,
-        shard=Shard.SPLIT,
-        dtype="float32",
-        order="PS",
-    )
-    return conv, state
 
 
 def lightning_components(
@@ -288,15 +209,37 @@ def lightning_components(
 
     It is [value channel, key channel], and fp32, because it is summed up along all of a sequence.
     """
-    state_nbytes = head_dim * head_dim * DTYPE_NBYTES["float32"]
-    return (
-        CacheComponent(
-            name="state",
-            layers=layers,
-            segments=(Segment("head", head_count, state_nbytes),),
-            live=SLOT,
-            shard=Shard.SPLIT,
-            dtype="float32",
-            order="VK",
-        ),
+    return (_state(layers, head_count, head_dim * head_dim, "float32", "VK"),)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def _row(
+    name: str, layers: tuple[int, ...], size: int, dtype: str, order: str, live: Live = FULL
+) -> CacheComponent:
+    """A row of `size` elements that is the same for all heads: every rank has all of it."""
+    row = Segment("row", 1, size * DTYPE_NBYTES[dtype])
+    return CacheComponent(name, layers, (row,), live, Shard.REPLICATE, dtype, order)
+
+
+def _conv(
+    layers: tuple[int, ...],
+    parts: Sequence[tuple[str, int, int]],
+    kernel_size: int,
+    dtype: str,
+) -> CacheComponent:
+    """The last inputs of a short convolution. parts: (name, heads, channels of a head)."""
+    kept_nbytes = (kernel_size - 1) * DTYPE_NBYTES[dtype]
+    segments = tuple(
+        Segment(name, count, channels * kept_nbytes) for name, count, channels in parts
     )
+    return CacheComponent("conv", layers, segments, SLOT, Shard.SPLIT, dtype, "channel-tap")
+
+
+def _state(
+    layers: tuple[int, ...], head_count: int, size: int, dtype: str, order: str
+) -> CacheComponent:
+    """A recurrence's state of `size` elements per head."""
+    head = Segment("head", head_count, size * DTYPE_NBYTES[dtype])
+    return CacheComponent("state", layers, (head,), SLOT, Shard.SPLIT, dtype, order)
