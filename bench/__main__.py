@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 
 from bench.report import REPORT_PATH, Row, print_table, write_report
 
@@ -17,6 +18,7 @@ SECTIONS = {
     "pair": "bench.pair",
     "staging": "bench.staging",
     "cache_kinds": "bench.cache_kinds",
+    "states": "bench.states",
     "latent_reads": "bench.latent_reads",
 }
 
@@ -29,8 +31,10 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     for name in arguments or SECTIONS:
         print(f"== {name}", flush=True)
+        started_at = time.perf_counter()
         section_rows: list[Row] = importlib.import_module(SECTIONS[name]).run()
         print_table(section_rows)
+        print(f"== {name}: {time.perf_counter() - started_at:.0f} s", flush=True)
         rows += section_rows
     write_report(rows)
     print(f"written to {REPORT_PATH}")
