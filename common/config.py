@@ -46,6 +46,14 @@ class HandOver(StrEnum):
     LANDING = "landing"
 
 
+class Verify(StrEnum):
+    """What of a cache is digested on both sides and compared before it is used."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one server, checked by `flags.parse_args`; None means: decided at start.
 
@@ -66,6 +74,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "system", or a directory.
     hand_over: "auto" stages a transfer where that is faster or its element types differ; "direct"
         never does; "landing" always does, so that the KV pool is not writable from outside.
+    verify_transfer: how much of every cache that was handed over is compared with what was sent;
+        the stricter of two servers decides.
     landing_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
@@ -115,6 +125,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_radix_cache: bool = False
     transport: str = "auto"
     hand_over: HandOver = HandOver.AUTO
+    verify_transfer: Verify = Verify.OFF
     landing_mb: int = 64
     ucx: str = "auto"
     bootstrap_timeout_s: float = 30.0

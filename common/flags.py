@@ -23,6 +23,7 @@ from common.config import (
     API_KEY_RULE,
     HandOver,
     ServerConfig,
+    Verify,
     check_config,
     is_api_key,
     with_api_keys,
@@ -136,10 +137,6 @@ def api_keys(value: str) -> tuple[str, ...]:
     if not all(map(is_api_key, keys)):
         raise ValueError(f"{API_KEY_RULE}, or several of them, comma separated")
     return keys
-
-
-def hand_over(value: str) -> HandOver:
-    return HandOver(choice(*HandOver)(value))
 
 
 COMMON_FLAGS: tuple[Flag, ...] = (
@@ -256,8 +253,14 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "hand_over",
         ("hand-over",),
-        hand_over,
+        choice(*HandOver),
         "how caches travel: auto, direct (never staged), landing (staged; the pool stays private)",
+    ),
+    Flag(
+        "verify_transfer",
+        ("verify-transfer",),
+        choice(*Verify),
+        "compare caches with what was sent: off, sample or full; the stricter side decides",
     ),
     Flag(
         "landing_mb",

@@ -162,6 +162,8 @@ class Admission:
             writers=peer.writers,
             request=request,
             hand_over=peer.hand_over,
+            verify=peer.verify,
+            source_layout=peer.layout_bytes,
         )
         self._receiver.add(transfer)
         if request.state is DecodeState.WAITING:

@@ -13,12 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
 from common.protocol.handshake import (
     agree_hand_over,
+    agree_verify,
     compare_fingerprints,
     compare_hand_over,
     compare_layouts,
@@ -76,6 +77,7 @@ class PrefillPeer:
     next_hello_at: float = 0.0
     incarnation: str = ""
     layout: ServerLayout | None = None
+    layout_bytes: bytes = b""
     request_token_max: int = 0
     writers: list[int] = field(default_factory=list)
     pids: tuple[int, ...] = ()
@@ -84,6 +86,7 @@ class PrefillPeer:
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     transports: list[str] = field(default_factory=list)
     hand_over: HandOver = HandOver.DIRECT
+    verify: Verify = Verify.OFF
     detail: str = ""
     link_failures: set[str] = field(default_factory=set)
     must_redial: bool = False
@@ -168,7 +171,9 @@ class PrefillPeers:
             other.incarnation = ""
         peer.incarnation = welcome.incarnation
         peer.layout = layout
+        peer.layout_bytes = welcome.layout
         peer.hand_over = hand_over
+        peer.verify = agree_verify(self._facts.verify, welcome.verify)
         peer.request_token_max = welcome.request_token_max
         peer.writers = expected_writers(layout, self._facts.layout)
         peer.is_same_host = bool(welcome.host_id) and welcome.host_id == self._facts.host_id
@@ -330,6 +335,7 @@ class PrefillPeers:
             hand_over=facts.hand_over,
             host_id=facts.host_id,
             pids=list(facts.pids),
+            verify=facts.verify,
         )
 
     def _of_incarnation(self, incarnation: str) -> PrefillPeer | None:
@@ -354,6 +360,7 @@ class PrefillPeers:
                 detail=peer.detail,
                 transports=list(peer.transports),
                 hand_over=[str(peer.hand_over)] if peer.layout is not None else [],
+                verify=str(peer.verify) if peer.layout is not None else "",
                 tp_size=peer.layout.tp_size if peer.layout is not None else 0,
                 pp_size=len(peer.layout.stages) if peer.layout is not None else 0,
                 page_size=peer.layout.page_size if peer.layout is not None else 0,

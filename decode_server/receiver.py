@@ -87,6 +87,10 @@ class Receiver:
             expect = Expect(transfer.transfer_id, transfer.peer, transfer.token_count, pages)
             self._outbox.to_workers(expect)
 
+    def get(self, transfer_id: int) -> Transfer | None:
+        """A transfer that is under way, or whose cache is there and not verified yet."""
+        return self._under_way.get(transfer_id)
+
     def take(self, transfer_id: int) -> Transfer | None:
         """The transfer has ended with its writer quiet; its pages go to whoever takes it.
 
@@ -107,14 +111,21 @@ class Receiver:
 
     def abandon(self, transfer: Transfer, reason: str) -> None:
         """Give up on a transfer whose writer may still write: quarantine and ask it to stop."""
+        if transfer.is_quiet:
+            self.take(transfer.transfer_id)
+            self.release(transfer)
+            return
         self._take_away(transfer)
         self._outbox.to_peer(transfer.link, self._abort(transfer, reason))
 
     def abandon_peer(self, incarnation: str) -> list[DecodeRequest]:
-        """The peer was lost: set its transfers aside; the requests that need another one."""
+        """The peer was lost: set its transfers aside; the requests that need another one.
+
+        A cache that is here already is still looked through: that takes no peer.
+        """
         orphans: list[DecodeRequest] = []
         for transfer in list(self._under_way.values()):
-            if transfer.peer == incarnation:
+            if transfer.peer == incarnation and not transfer.is_quiet:
                 if transfer.request is not None:
                     orphans.append(transfer.request)
                 self._take_away(transfer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.request import Bootstrap, HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
 from common.scheduling.sequence import PageSpan, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
@@ -93,6 +93,8 @@ class Transfer:
 
     spans: the reserved pages, owned by the transfer until it settles. hand_over: how they may be
         written; unless directly, our workers must forget the transfer before anyone else has them.
+    verify: how much is compared with what was sent; source_layout: of the peer, msgpack.
+    is_quiet: the peer has said its last word, and the pages are compared with it.
     """
 
     transfer_id: int
@@ -103,3 +105,6 @@ class Transfer:
     writers: list[int]
     request: DecodeRequest | None
     hand_over: HandOver = HandOver.DIRECT
+    verify: Verify = Verify.OFF
+    source_layout: bytes = b""
+    is_quiet: bool = False

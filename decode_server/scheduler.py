@@ -10,6 +10,7 @@ from typing import assert_never
 
 from common.protocol.local import (
     Cancel,
+    Digested,
     Drain,
     Failed,
     FlushCache,
@@ -61,6 +62,7 @@ from decode_server.endings import Endings
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest, Transfer
+from decode_server.verifier import Verifier
 
 # How long a request waits for a prefill server when none is connected, before it is answered 503;
 # long enough for a restarted one to come back.
@@ -102,6 +104,7 @@ class DecodeScheduler:
         )
         self._batcher = Batcher(self.account, batch_limits)
         self._receiver = Receiver(facts, self.account, self._outbox)
+        self._verifier = Verifier(facts, self._receiver, self._outbox)
         self._endings = Endings(
             facts.incarnation, self.account, self._batcher, self._receiver, self._outbox
         )
@@ -233,7 +236,8 @@ class DecodeScheduler:
     def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
         match message:
             case TransferDone():
-                self._handle_done(link, message, now)
+                if not self._verifier.begin(link, message):
+                    self._handle_done(link, message, now)
             case TransferFailed():
                 self._handle_failed(link, message, now)
             case Quiesced():
@@ -364,6 +368,10 @@ class DecodeScheduler:
                     self._receiver.apply_gone(gone)
             case Forgotten():
                 self._receiver.apply_forgotten(message)
+            case Digested():
+                verified = self._verifier.apply_digested(message)
+                if verified is not None:
+                    self._handle_peer(*verified, now)
             case PeerConnected() | SendSettled() | WorkerReady():
                 self._counters["stale_messages"] += 1
             case _:
@@ -431,7 +439,7 @@ class DecodeScheduler:
                 "running": self._batcher.running_count + self._batcher.prompt_count,
                 "draining": self._receiver.abandoned_count,
             },
-            counters={**self._counters, **self._endings.counters},
+            counters={**self._counters, **self._endings.counters, **self._verifier.counters},
             page_groups=self.account.states(self._facts.layout),
             peers=peers,
             step_count=self._batcher.step_count,

@@ -14,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
 from common.protocol.handshake import (
     agree_hand_over,
+    agree_verify,
     announced_page_counts,
     compare_fingerprints,
     compare_hand_over,
@@ -62,6 +63,7 @@ class DecodePeer:
     """One decode process. page_counts: pages per group that it has.
 
     hand_over: how caches travel there; hand_over_notes: what its connections said of that.
+    verify: how much of them it compares.
     """
 
     incarnation: str
@@ -75,6 +77,7 @@ class DecodePeer:
     transports: list[str] = field(default_factory=list)
     hand_over: HandOver = HandOver.DIRECT
     hand_over_notes: list[str] = field(default_factory=list)
+    verify: Verify = Verify.OFF
     page_counts: tuple[int, ...] = ()
     detail: str = ""
     transfer_count: int = 0
@@ -144,6 +147,7 @@ class DecodePeers:
         self._refused.pop(hello.incarnation, None)
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
         peer.hand_over = self._agree(hello)
+        peer.verify = agree_verify(self._facts.verify, hello.verify)
         self._peers[hello.incarnation] = peer
         if hello.pids and hello.host_id and hello.host_id == self._facts.host_id:
             self._outbox.watch_processes(peer.incarnation, tuple(hello.pids))
@@ -210,6 +214,7 @@ class DecodePeers:
                 host_id=facts.host_id,
                 pids=list(facts.pids),
                 hand_over=facts.hand_over,
+                verify=facts.verify,
             ),
         )
 
@@ -327,6 +332,7 @@ class DecodePeers:
                 detail=peer.detail,
                 transports=sorted(set(peer.transports)),
                 hand_over=sorted(set(peer.hand_over_notes)),
+                verify=str(peer.verify),
                 tp_size=peer.layout.tp_size,
                 pp_size=len(peer.layout.stages),
                 page_size=peer.layout.page_size,

@@ -65,6 +65,7 @@ class Endings:
                 trace=trace.hand_over,
                 logprobs=logprobs,
                 prompt_logprobs=request.prompt_logprobs,
+                digests=request.digests,
             ),
         )
         if request.client_id is not None:

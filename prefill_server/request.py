@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.config import Verify
 from common.protocol.peer import TransferRequest
 from common.request import HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
 from common.scheduling.sequence import Sequence
@@ -15,11 +16,16 @@ from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefi
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages of a decode server that wait for a cache, and the link they were announced on."""
+    """Pages of a decode server that wait for a cache, and the link they were announced on.
+
+    verify: how much of it that server compares. layout: its own, msgpack.
+    """
 
     link: str
     peer: str
     message: TransferRequest
+    verify: Verify = Verify.OFF
+    layout: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class PrefillRequest:
     """client_id: the frontend's id, or None if only the decode server knows of the request.
 
     sends_open: send id -> worker ranks that have not settled it yet.
+    digests_open: worker ranks that have not digested the cache yet; digests: sums of those that
+        have, per decode rank.
     """
 
     request_id: int
@@ -51,6 +59,8 @@ class PrefillRequest:
     reservation: Reservation | None = None
     sequence: Sequence | None = None
     sends_open: dict[int, set[int]] = field(default_factory=dict)
+    digests_open: set[int] = field(default_factory=set)
+    digests: list[bytes] = field(default_factory=list)
     writers_settled: set[int] = field(default_factory=set)
     sent_token_count: int = 0
     first_token: int | None = None
@@ -70,6 +80,11 @@ class PrefillRequest:
 
     def advance(self, event: PrefillEvent) -> None:
         self.state = next_prefill_state(self.state, event)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether bytes or digests of it are outstanding."""
+        return bool(self.sends_open or self.digests_open)
 
     def hand_over_trace(self, now: float) -> HandOverTrace:
         scheduled_at = self.scheduled_at or now

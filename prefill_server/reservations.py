@@ -60,7 +60,9 @@ class Reservations:
         if self._table.of_transfer(transfer_id) or self._rendezvous.holds_transfer(transfer_id):
             self.stale_count += 1
             return
-        reservation = Reservation(link, message.incarnation, message)
+        reservation = Reservation(
+            link, message.incarnation, message, peer.verify, peer.layout_bytes
+        )
         problem = check_transfer_request(self._facts.layout, peer.layout, peer.page_counts, message)
         if problem is None and message.token_count > self._request_token_max:
             problem = f"token_count={message.token_count}: at most {self._request_token_max} here"

@@ -10,6 +10,7 @@ from typing import assert_never
 
 from common.protocol.local import (
     Cancel,
+    Digested,
     Drain,
     Failed,
     FlushCache,
@@ -280,6 +281,10 @@ class PrefillScheduler:
                     if not message.is_quiet and request.reservation is not None:
                         text = f"the connection broke in a hand-over: {message.error}"
                         self._lose(request.reservation.peer, text, now)
+            case Digested():
+                digested = self._sender.apply_digested(message)
+                if digested is not None:
+                    self._handle_settled(digested, now)
             case PeerConnected():
                 self._peers.handle_connected(message, now)
             case PeerFailed():
@@ -320,6 +325,7 @@ class PrefillScheduler:
         self._batcher.stop(token.sequence)
         self.account.remember(token.sequence)
         request.advance(PrefillEvent.LAST_CHUNK)
+        self._sender.ask_digests(request)
         self._handle_settled(request, now)
 
     def _handle_settled(self, request: PrefillRequest, now: float) -> None:
@@ -327,7 +333,7 @@ class PrefillScheduler:
             self._endings.finish_if_quiet(request, now)
         elif request.failure is not None:
             self._endings.fail(request, request.failure, now)
-        elif request.state is PrefillState.SENDING and not request.sends_open:
+        elif request.state is PrefillState.SENDING and not request.is_on_its_way:
             self._endings.finish(request, now)
 
     # ---- time and admission ----------------------------------------------------------------------

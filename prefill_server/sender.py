@@ -1,10 +1,13 @@
-"""Turns chunks into Send messages and counts what has settled.
+"""Turns chunks into Send messages and counts what has settled, digests included.
 
 Knows nothing of clients; which bytes a Send means is the worker's to plan.
 """
 
 from __future__ import annotations
 
+from common.config import Verify
+from common.planner.digests import add_digests
+from common.protocol.digests import Digest, Digested
 from common.protocol.local import CancelSends, PrefillChunk, Send, SendSettled
 from common.scheduling.peers import Outbox
 from prefill_server.request import Failure, PrefillRequest, Reservation
@@ -17,6 +20,7 @@ class Sender:
         self._rank_count = rank_count
         self._outbox = outbox
         self._requests: dict[int, PrefillRequest] = {}
+        self._digesting: dict[int, PrefillRequest] = {}
         self._next_send_id = 1
         self._unquiet: dict[int, str] = {}
 
@@ -70,6 +74,38 @@ class Sender:
         if settled.error and request.failure is None:
             message = f"hand-over from rank {settled.rank} failed: {settled.error}"
             request.failure = Failure("transfer_failed", message, 500, is_retryable=True)
+        return request
+
+    def ask_digests(self, request: PrefillRequest) -> None:
+        """If they are wanted: the prompt is computed, and its pages hold what is sent."""
+        reservation, sequence = request.reservation, request.sequence
+        assert reservation is not None and sequence is not None
+        if reservation.verify is Verify.OFF:
+            return
+        transfer_id = reservation.message.transfer_id
+        request.digests_open = set(range(self._rank_count))
+        self._digesting[transfer_id] = request
+        self._outbox.to_workers(
+            Digest(
+                transfer_id=transfer_id,
+                layout=reservation.layout,
+                is_source=True,
+                token_count=len(request.token_ids),
+                pages=sequence.page_lists(),
+                verify=reservation.verify,
+            )
+        )
+
+    def apply_digested(self, digested: Digested) -> PrefillRequest | None:
+        """Add one rank's digests; the request they belong to, None if nobody waits for them."""
+        request = self._digesting.get(digested.transfer_id)
+        if request is None or digested.rank not in request.digests_open:
+            return None
+        request.digests_open.remove(digested.rank)
+        if not request.digests_open:
+            del self._digesting[digested.transfer_id]
+        known = request.digests
+        request.digests = add_digests(known, digested.digests) if known else digested.digests
         return request
 
     def is_quiet(self, transfer_id: int) -> bool:

@@ -36,6 +36,8 @@ MEMORY_KEY_NBYTES_MAX = 1 << 16
 SLOT_NBYTES_MAX = 1 << 30
 RING_SLOT_COUNT_MAX = 4096
 
+DIGESTS_NBYTES_MAX = 8 << 20  # of all ranks; ours stay below a megabyte
+
 COMPONENT_COUNT_MAX = GROUP_COUNT_MAX  # each may have a live rule of its own
 SEGMENT_COUNT_MAX = 16
 LAYER_COUNT_MAX = 1024
@@ -245,6 +247,14 @@ def _check_region(here: str, region: tuple[str, int, int, bytes]) -> None:
     _check_blob(f"{here} region {name!r} key", memory_key, MEMORY_KEY_NBYTES_MAX)
 
 
+def _check_digests(name: str, value: object) -> None:
+    assert isinstance(value, list), f"{name} is decoded as a list"
+    _check_count(name, len(value), RANK_COUNT_MAX)
+    nbytes = sum(map(len, value))
+    if nbytes > DIGESTS_NBYTES_MAX:
+        raise ProtocolError(f"{name}: {nbytes} bytes; at most {DIGESTS_NBYTES_MAX} are allowed")
+
+
 def _check_sampling(name: str, value: object) -> None:
     """Ranges outside which drawing a token would fail or never end; see `SamplingParams`."""
     if value is None:
@@ -299,6 +309,7 @@ _FIELD_CHECKS: dict[str, Callable[[str, object], None]] = {
     "differences": _check_texts,
     "transports": _check_texts,
     "pages": _check_pages,
+    "digests": _check_digests,
     "ranks": _check_ranks,
     "sampling": _check_sampling,
 }

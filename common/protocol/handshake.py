@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
@@ -56,6 +56,13 @@ def agree_hand_over(ours: HandOver, theirs: HandOver) -> HandOver | None:
         if strict in both:
             return strict
     return HandOver.AUTO
+
+
+def agree_verify(ours: Verify, theirs: Verify | None) -> Verify:
+    """How much of a cache is compared: what the stricter side wants. None: a side that can't."""
+    if theirs is None:
+        return Verify.OFF
+    return max(ours, theirs, key=list(Verify).index)
 
 
 def compare_hand_over(ours: HandOver, theirs: HandOver) -> list[str]:

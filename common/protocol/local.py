@@ -11,6 +11,8 @@ import msgspec
 
 from common.config import HandOver
 from common.protocol.descriptor import RankDescriptor as RankDescriptor
+from common.protocol.digests import Digest as Digest
+from common.protocol.digests import Digested as Digested
 from common.request import (
     Bootstrap,
     FinishReason,
@@ -112,6 +114,7 @@ class PeerState(_Message, frozen=True):
     page_size: int = 0
     in_flight_count: int = 0
     hand_over: list[str] = []
+    verify: str = ""
 
 
 class PageGroupState(_Message, frozen=True):
@@ -425,6 +428,7 @@ SchedulerToWorker = (
     | CancelSends
     | Expect
     | Forget
+    | Digest
     | Shutdown
 )
 WorkerToScheduler = (
@@ -437,4 +441,5 @@ WorkerToScheduler = (
     | PeerClosed
     | SendSettled
     | Forgotten
+    | Digested
 )

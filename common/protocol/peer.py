@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.protocol.local import RankDescriptor
 from common.request import HandOverTrace, SamplingParams, TokenLogprobs
 
@@ -36,6 +36,7 @@ class Hello(_Message, frozen=True):
 
     hand_over: how this side may be written to; a peer that does not say knows no staging.
     host_id, pids: the host and the processes behind it, for a peer there that can watch them.
+    verify: how much it wants compared; one that does not say can't.
     """
 
     version_min: int
@@ -47,6 +48,7 @@ class Hello(_Message, frozen=True):
     hand_over: HandOver = HandOver.DIRECT
     host_id: str = ""
     pids: list[int] = []
+    verify: Verify | None = None
 
 
 class Welcome(_Message, frozen=True):
@@ -63,6 +65,7 @@ class Welcome(_Message, frozen=True):
     host_id: str = ""
     pids: list[int] = []
     hand_over: HandOver = HandOver.DIRECT
+    verify: Verify | None = None
 
 
 class Refuse(_Message, frozen=True):
@@ -142,6 +145,7 @@ class TransferDone(_Message, frozen=True):
     """The cache is complete and flushed at the target; here is the first token.
 
     writers: ranks that wrote (or had nothing to write), to compare with the expected set.
+    digests: per decode rank, of what was written to it; none if that was not agreed on.
     """
 
     transfer_id: int
@@ -152,6 +156,7 @@ class TransferDone(_Message, frozen=True):
     trace: HandOverTrace
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    digests: list[bytes] = []
 
 
 class TransferFailed(_Message, frozen=True):

@@ -383,6 +383,7 @@ def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serv
         pids=tuple(worker.pid for worker in ordered),
         workers=tuple(worker.describe for worker in ordered),
         hand_over=config.hand_over,
+        verify=config.verify_transfer,
     )
 
 

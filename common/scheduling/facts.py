@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import DEFAULT_MAX_RUNNING_REQUESTS, HandOver
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, HandOver, Verify
 from common.layout.cache_layout import ServerLayout
 
 
@@ -12,7 +12,8 @@ from common.layout.cache_layout import ServerLayout
 class ServerFacts:
     """incarnation: random per process start. page_counts: per page group, the least of all ranks.
     sequence_token_max: context length. host_id, pids: of the worker processes.
-    hand_over: how caches may travel, as far as this side is concerned."""
+    hand_over: how caches may travel, as far as this side is concerned. verify: how much of them it
+    wants compared."""
 
     incarnation: str
     layout: ServerLayout
@@ -25,6 +26,7 @@ class ServerFacts:
     pids: tuple[int, ...]
     workers: tuple[dict[str, str], ...] = ()
     hand_over: HandOver = HandOver.DIRECT
+    verify: Verify = Verify.OFF
 
     @property
     def rank_count(self) -> int:

@@ -24,6 +24,7 @@ from common.protocol.local import (
     CancelSends,
     ClosePeer,
     ConnectPeer,
+    Digest,
     Expect,
     Forget,
     OpenPeer,
@@ -37,6 +38,7 @@ from common.protocol.local import (
 )
 from common.transport import transport as moving
 from common.transport.transport import Transport
+from common.worker.digester import DigestJobs
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staged_io import StagedIo
@@ -131,6 +133,7 @@ class IoLoop:
         sends: Sends,
         steps: Steps,
         outbox: Outbox,
+        digests: DigestJobs,
         staged: StagedIo | None = None,
         *,
         progress: Progress | None = None,
@@ -148,6 +151,7 @@ class IoLoop:
         self._sends = sends
         self._steps = steps
         self._outbox = outbox
+        self._digests = digests
         self._poller = Poller()
         self._poller.register(client)
         self._poller.register(transport.fileno())
@@ -210,6 +214,8 @@ class IoLoop:
                 return [*settled, *self._links.close(message.peer)]
             case Expect() | Forget() | ReclaimPeer():
                 return self._staged.handle(message)
+            case Digest():
+                self._digests.put(message)
             case Shutdown():
                 self._steps.put(None)
             case _:

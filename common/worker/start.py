@@ -30,6 +30,7 @@ from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, Wo
 from common.request import SamplingParams
 from common.transport.transport import Transport
 from common.transport.ucx import UcxSettings, UcxTransport
+from common.worker.digester import Digester
 from common.worker.landing import Landing
 from common.worker.pools import (
     SHARED_MEMORY,
@@ -62,6 +63,7 @@ class StartedRank:
     page_counts: list[int]
     landing: Landing | None
     staging: Staging | None
+    digester: Digester
     ready: WorkerReady
 
 
@@ -124,7 +126,10 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         host_id=host_id(),
         pid=os.getpid(),
     )
-    return StartedRank(device, layout, runner, transport, page_counts, landing, staging, ready)
+    digester = Digester(pool.buffers, layout)
+    return StartedRank(
+        device, layout, runner, transport, page_counts, landing, staging, digester, ready
+    )
 
 
 def _thread_count(config: ServerConfig) -> int:

@@ -3,6 +3,8 @@
     scheduler --Step--> I/O thread --steps--> engine thread
     scheduler <-StepDone- I/O thread <-outbox- engine thread
 
+A third one digests what was handed over, where that is to be verified.
+
 The engine thread only computes; hand-overs progress and settle while a forward pass runs. Whatever
 goes wrong here that is not a peer's doing ends the process with one line in the log.
 """
@@ -22,6 +24,7 @@ from common.clock import SystemClock
 from common.config import ServerConfig
 from common.engine.model_runner import OnLayer
 from common.errors import ConfigError
+from common.worker.digester import DigestThread
 from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
@@ -64,7 +67,7 @@ def run_worker(config: ServerConfig, rank: int) -> int:
 
 
 class _Worker:
-    """The two threads and what lies between them."""
+    """The threads and what lies between them."""
 
     def __init__(self, started: StartedRank, client: LocalClient, beat_interval_s: float) -> None:
         self._device = started.device
@@ -74,7 +77,7 @@ class _Worker:
         self._steps: Steps = SimpleQueue()
         self._outbox = Outbox()
         self._progress = Progress()
-        self._has_io_failed = False
+        self._has_thread_failed = False
         # One rank speaks for all: no token is drawn before every rank has written its share of the
         # cache, because each layer's sum waits for all of its stage and each stage for the one
         # before.
@@ -88,6 +91,7 @@ class _Worker:
         links = PeerLinks(started.transport, layout, started.landing, started.staging)
         sends = Sends(started.transport, links, layout, started.page_counts, started.staging)
         self._staged = StagedIo(sends, links, started.landing, started.staging, SystemClock())
+        self._digests = DigestThread(started.digester, self._outbox.put, self._fail_digests)
         self._loop = IoLoop(
             client,
             started.transport,
@@ -95,6 +99,7 @@ class _Worker:
             sends,
             self._steps,
             self._outbox,
+            self._digests.jobs,
             self._staged,
             progress=self._progress,
             beat_interval_s=beat_interval_s,
@@ -108,19 +113,21 @@ class _Worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         io_thread = threading.Thread(target=self._run_io, name="io", daemon=True)
         io_thread.start()
+        self._digests.start()
         code = 0
         try:
             self._compute()
         except Exception:
             log.error("the engine failed", exc_info=True)
             code = EXIT_FAILED
+        self._digests.end()
         self._outbox.end()
         io_thread.join()
         self._client.close()
         self._staged.close()
         self._transport.close()
         self._outbox.close()
-        return EXIT_FAILED if self._has_io_failed else code
+        return EXIT_FAILED if self._has_thread_failed else code
 
     def _compute(self) -> None:
         """The engine thread, until it is told to end."""
@@ -155,5 +162,9 @@ class _Worker:
             self._loop.run()
         except Exception:
             log.error("the I/O thread failed", exc_info=True)
-            self._has_io_failed = True
+            self._has_thread_failed = True
             self._steps.put(None)
+
+    def _fail_digests(self) -> None:
+        self._has_thread_failed = True
+        self._steps.put(None)

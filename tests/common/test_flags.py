@@ -83,6 +83,7 @@ VALID = [
     (("--kv-cache-dtype", "float8_e4m3fn"), "kv_cache_dtype", "float8_e4m3fn"),
     (("--hand-over", "landing"), "hand_over", "landing"),
     (("--landing-mb", "8"), "landing_mb", 8),
+    (("--verify-transfer", "sample"), "verify_transfer", "sample"),
     (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
     (("--max-total-tokens", "16"), "max_total_tokens", 16),
     (("--load-format", "dummy"), "load_format", "dummy"),
@@ -129,6 +130,7 @@ BAD = [
     ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16, fp8_e4m3"),
     ("--hand-over", "staged", "must be one of auto, direct, landing"),
     ("--landing-mb", "0", "must be an integer in 1..65536"),
+    ("--verify-transfer", "on", "must be one of off, sample, full"),
     ("--chunked-prefill-size", "0", "1..1048576"),
     ("--chunked-prefill-size", "-1", "1..1048576"),
     ("--max-running-requests", "0", "1..4096"),
@@ -265,6 +267,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
     values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
+    values |= {"verify-transfer": "full"}
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000"}
     keys = tmp_path / "keys"

@@ -46,13 +46,14 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, *, from_start: bool = False) -> Case:
+    """from_start: nothing was known before, so that the pieces are all of the cache."""
     layer_count = draw(st.integers(1, 12))
     source_tp, target_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     components = draw(component_lists(layer_count, source_tp, target_tp))
     source = draw(server_layouts(components, source_tp, layer_count))
     target = draw(server_layouts(components, target_tp, layer_count))
-    pieces = draw(token_pieces())
+    pieces = draw(token_pieces(from_start=from_start))
     source_pages, source_page_counts = draw(page_lists(source, pieces))
     target_pages, target_page_counts = draw(page_lists(target, pieces))
     return Case(
@@ -135,10 +136,12 @@ def live_rules() -> st.SearchStrategy[Live]:
 
 
 @st.composite
-def token_pieces(draw: st.DrawFn) -> list[TokenRange]:
+def token_pieces(draw: st.DrawFn, *, from_start: bool = False) -> list[TokenRange]:
     """Consecutive ranges that end with the final one; the first may start behind a known prefix."""
     stop = draw(st.integers(1, TOKEN_COUNT_MAX))
     borders = sorted(draw(st.lists(st.integers(0, stop), min_size=1, max_size=3)))
+    if from_start:
+        borders[0] = 0
     ends = [*borders[1:], stop]
     return [
         TokenRange(first, end, is_final=index == len(ends) - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
@@ -113,7 +113,11 @@ SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
         {"waiting": 2},
         {"requests": 3.0},
         [local.PageGroupState("full", False, 16, 16, 4096, 10, 5, 4, 1, 1)],
-        [local.PeerState("a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3, ["direct"])],
+        [
+            local.PeerState(
+                "a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3, ["direct"], "full"
+            )
+        ],
         17,
         [{"rank": "0"}],
     ),
@@ -134,6 +138,7 @@ SCHEDULER_TO_WORKER: list[local.SchedulerToWorker] = [
     local.ClosePeer("inc"),
     local.ReclaimPeer("inc"),
     local.Expect(2**62, "inc", 17, [(0, [1, 2])]),
+    local.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL),
     local.Forget(2**62),
     local.Send(1, 3, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
     local.CancelSends(2**62),
@@ -157,12 +162,22 @@ WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
     local.PeerOpened("inc", 1, DESCRIPTOR),
     local.PeerConnected("inc", 1, "tcp", "direct"),
     local.Forgotten(2**62, 1),
+    local.Digested(2**62, 1, [b"12345678", b""]),
     local.PeerFailed("inc", 1, "refused"),
     local.PeerClosed("inc", 1),
     local.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
 ]
 DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
-    peer.Hello(1, 2, "decode", "inc-d", {"dtype": "float32"}, encode_layout(LAYOUT), HandOver.AUTO),
+    peer.Hello(
+        1,
+        2,
+        "decode",
+        "inc-d",
+        {"dtype": "float32"},
+        encode_layout(LAYOUT),
+        HandOver.AUTO,
+        Verify.SAMPLE,
+    ),
     peer.Attach("inc-d", "inc-p", [DESCRIPTOR]),
     peer.TransferRequest(
         transfer_id=2**63 - 1,
@@ -192,11 +207,12 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         "host",
         [17],
         HandOver.LANDING,
+        Verify.FULL,
     ),
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"]),
     peer.Detached("inc-p", "inc-d", "lost"),
-    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, LOGPROBS),
+    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, LOGPROBS, [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4),

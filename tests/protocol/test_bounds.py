@@ -53,6 +53,8 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.Welcome, {"pids": [-5, 7]}, "smallest of Welcome.pids=-5"),
         (peer.Welcome, {"pids": [1, 2**31]}, "largest of Welcome.pids="),
         (peer.Welcome, {"pids": [1] * 1025}, "1025 entries; at most 1024"),
+        (peer.TransferDone, {"digests": [b""] * 1025}, "1025 entries; at most 1024"),
+        (peer.TransferDone, {"digests": [bytes(5 << 20)] * 2}, "10485760 bytes; at most"),
         (peer.Refuse, {"differences": ["x"] * 1025}, "1025 entries; at most 1024"),
         (peer.Refuse, {"differences": ["x" * 8193]}, "8193 characters"),
         (peer.Attach, {"ranks": [DESCRIPTOR, DESCRIPTOR]}, "rank 1 is described twice"),

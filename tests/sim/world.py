@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.config import HandOver
+from common.config import HandOver, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Live, Segment, Shard
 from common.protocol.codec import encode_layout
@@ -77,6 +77,7 @@ class Node:
         self.is_local = False
         self.has_bare_stage = False
         self.hand_over = HandOver.DIRECT
+        self.verify = Verify.OFF
         self.life = 0
         self.is_up = False
         self.is_frozen = False
@@ -109,6 +110,7 @@ class Node:
             host_id="here",
             pids=(hash_pid(self.name, self.life),),
             hand_over=self.hand_over,
+            verify=self.verify,
         )
         limits = SchedulerLimits(chunk_token_max=24, running_max=8, queue_max=64)
         self.core: PrefillScheduler | DecodeScheduler
@@ -126,6 +128,8 @@ class Node:
                 self.feed(FromWorker(message))
 
         self.worker = SimWorker(self.facts, self.world.rng, self.world.after, reply)
+        self.worker.damage_rate = self.world.damage_rate
+        self.worker.damage_rng = self.world.damage_rng
         self.feed(Tick())
 
     def crash(self) -> None:
@@ -191,12 +195,15 @@ class World:
     """Nodes, the network between them, the clients and the time.
 
     lives: what the parts of the model see, each in a page group of its own; all of it comes first.
+    damage_rate: of pieces of a hand-over, how many leave one wrong value behind.
     slots_ran_out: whether any server ever had none left. retraction_count: of finished requests.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.lives: tuple[Live, ...] = (FULL,)
+        self.damage_rate = 0.0
+        self.damage_rng = random.Random(seed ^ 0xDA3A6E)
         self.slots_ran_out = False
         self.retraction_count = 0
         self.now = 1.0

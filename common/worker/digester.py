@@ -1,0 +1,168 @@
+"""Digests of what was handed over, computed beside the engine and the I/O thread.
+
+The scheduler asks when nothing writes the pages any more, so nothing has to be waited for here; on
+CUDA the kernels run on a stream of their own. Knows nothing of requests or of what is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from common.engine.digest import PlaneReader
+from common.layout.cache_layout import RankLayout, ServerLayout
+from common.planner.digests import (
+    DigestedPlane,
+    bucket_count,
+    bucket_of_item,
+    digested_planes,
+    handed_units,
+    held_units,
+    wire_dtypes,
+)
+from common.protocol.codec import decode_layout
+from common.protocol.digests import Digest, Digested
+
+log = logging.getLogger(__name__)
+
+DigestJobs = SimpleQueue[Digest | None]
+"""From the I/O thread; None ends it. Bounded by the scheduler: one for every hand-over it waits
+for."""
+
+PEER_LAYOUT_COUNT_MAX = 64
+
+Key = tuple[str, str, int]
+"""Component, segment, layer."""
+
+
+class Digester:
+    """The pool's buffers of one rank, one per page group, as digests read them."""
+
+    def __init__(self, buffers: Sequence[Tensor], layout: RankLayout) -> None:
+        self._buffers = tuple(buffers)
+        self._layout = layout
+        self._device = buffers[0].device
+        self._stream = (
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            if self._device.type == "cuda"
+            else None
+        )
+        self._peers: dict[bytes, _Pair] = {}
+
+    @torch.inference_mode()
+    def run(self, job: Digest) -> Digested:
+        """Raises: PlanMismatch or ProtocolError never: the scheduler has compared the layouts."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            pair = self._pair(job)
+            own = self._layout.server
+            if job.is_source:
+                targets: Iterable[RankLayout] = pair.peer.ranks
+            else:
+                targets = (self._layout,)
+            target_server = pair.peer if job.is_source else own
+            known: dict[tuple[Key, range], Tensor] = {}
+            count = bucket_count(target_server)
+            digests = [self._digest(pair, job, target, count, known) for target in targets]
+        return Digested(job.transfer_id, self._layout.index, digests)
+
+    def _digest(
+        self,
+        pair: _Pair,
+        job: Digest,
+        target: RankLayout,
+        count: int,
+        known: dict[tuple[Key, range], Tensor],
+    ) -> bytes:
+        """Of one target rank. known: digests that another target rank has in common with it."""
+        planes = digested_planes(target, job.verify, job.transfer_id)
+        rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self._device)
+        buckets: dict[int, Tensor] = {}
+        for row, plane in zip(rows, planes, strict=True):
+            key = _key(plane)
+            reader = pair.readers.get(key)
+            items = self._layout.groups[plane.group].group.live.items(job.token_count)
+            units = (
+                handed_units(plane.cell, self._layout, target)
+                if job.is_source
+                else held_units(plane.cell, target)
+            )
+            if reader is None or not items or not units:
+                continue
+            if (key, units) not in known:
+                if plane.group not in buckets:
+                    numbers = torch.from_numpy(bucket_of_item(len(items), count))
+                    buckets[plane.group] = numbers.to(self._device)
+                known[key, units] = reader.digests(
+                    units, items, job.pages[plane.group], buckets[plane.group], count
+                )
+            row.copy_(known[key, units])
+        return rows.cpu().numpy().tobytes()
+
+    def _pair(self, job: Digest) -> _Pair:
+        """What does not change between hand-overs from or to servers of one layout."""
+        key = bytes([job.is_source]) + job.layout
+        pair = self._peers.get(key)
+        if pair is None:
+            if len(self._peers) >= PEER_LAYOUT_COUNT_MAX:
+                del self._peers[next(iter(self._peers))]
+            pair = self._peers[key] = _Pair(self._buffers, self._layout, job)
+        return pair
+
+
+class _Pair:
+    """How this rank's planes are read where caches come from, or go to, a server of some layout."""
+
+    def __init__(self, buffers: Sequence[Tensor], layout: RankLayout, job: Digest) -> None:
+        self.peer: ServerLayout = decode_layout(job.layout)
+        wires = wire_dtypes(layout.server, self.peer)
+        self.readers: dict[Key, PlaneReader] = {}
+        for buffer, group in zip(buffers, layout.groups, strict=True):
+            stored = {
+                (c.name, layer): c.dtype for c in group.group.components for layer in c.layers
+            }
+            for cell in group.cells:
+                name = cell.component, cell.layer
+                self.readers[cell.component, cell.segment, cell.layer] = PlaneReader(
+                    buffer, group, cell, stored[name], wires[name]
+                )
+
+
+class DigestThread:
+    """Works jobs off in order. fail: ends the worker."""
+
+    def __init__(
+        self,
+        digester: Digester,
+        answer: Callable[[Digested], None],
+        fail: Callable[[], None],
+    ) -> None:
+        self.jobs: DigestJobs = SimpleQueue()
+        self._digester = digester
+        self._answer = answer
+        self._fail = fail
+        self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self.jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (job := self.jobs.get()) is not None:
+                self._answer(self._digester.run(job))
+        except Exception:
+            log.error("the digest thread failed", exc_info=True)
+            self._fail()
+
+
+def _key(plane: DigestedPlane) -> Key:
+    return plane.cell.component, plane.cell.segment, plane.cell.layer
