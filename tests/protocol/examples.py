@@ -120,6 +120,7 @@ SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
         ],
         17,
         [{"rank": "0"}],
+        "stuck",
     ),
     local.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
 ]
@@ -176,6 +177,8 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         {"dtype": "float32"},
         encode_layout(LAYOUT),
         HandOver.AUTO,
+        "host",
+        [17],
         Verify.SAMPLE,
     ),
     peer.Attach("inc-d", "inc-p", [DESCRIPTOR]),
@@ -194,7 +197,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away"),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
-    peer.Heartbeat("inc-d", 1, 2, True, 3, 4),
+    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, "stuck"),
     peer.Detached("inc-d", "inc-p", "lost"),
 ]
 PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
@@ -215,7 +218,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, LOGPROBS, [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
-    peer.Heartbeat("inc-p", 1, 2, True, 3, 4),
+    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck"),
 ]
 LANDED: list[landing.Landed] = [landing.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
 CREDIT: list[landing.Credit] = [landing.Credit(2**62, 9, 3, "not expected here")]
