@@ -197,7 +197,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away"),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
-    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, "stuck"),
+    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, "stuck", True),
     peer.Detached("inc-d", "inc-p", "lost"),
 ]
 PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
@@ -218,7 +218,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, LOGPROBS, [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
-    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck"),
+    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck", True),
 ]
 LANDED: list[landing.Landed] = [landing.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
 CREDIT: list[landing.Credit] = [landing.Credit(2**62, 9, 3, "not expected here")]
