@@ -51,6 +51,12 @@ REASON_COUNT_MAX = 64  # refused connections are told of in so many different wo
 SPOKEN_FOR = "incarnation: another link speaks for this process already"
 
 
+def shown_link(link: str) -> str:
+    """Enough of a link's name to tell it from others; whoever knew all of it could take it over."""
+    identity, dot, key = link.partition(".")
+    return f"{identity[:10]}{dot}{key[:16]}"
+
+
 class Phase(StrEnum):
     WELCOMED = "connecting"
     CONNECTING = "attaching"
@@ -175,7 +181,7 @@ class DecodePeers:
         detail = "; ".join(differences)
         known = self._refused.pop(incarnation, None)
         if known is None or known.detail != detail:
-            text = f"refused decode server {incarnation} ({link}): {detail}"
+            text = f"refused decode server {incarnation} ({shown_link(link)}): {detail}"
             self._outbox.report(text, is_warning=True)
         if len(self._refused) >= REFUSED_COUNT_MAX:
             del self._refused[next(iter(self._refused))]
@@ -326,7 +332,7 @@ class DecodePeers:
         """For operators; those that were refused lately come last."""
         known = [
             PeerState(
-                address=peer.link,
+                address=shown_link(peer.link),
                 incarnation=peer.incarnation,
                 state=str(peer.phase),
                 detail=peer.detail,
@@ -341,7 +347,7 @@ class DecodePeers:
             for peer in self._peers.values()
         ]
         refused = [
-            PeerState(peer.link, peer.incarnation, "refused", peer.detail)
+            PeerState(shown_link(peer.link), peer.incarnation, "refused", peer.detail)
             for peer in self._refused.values()
         ]
         return known + refused

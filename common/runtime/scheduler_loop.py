@@ -248,9 +248,9 @@ class SchedulerLoop:
         self.dropped_count += 1
         count = self._malformed.add(link)
         if count == 1:
-            log.warning("dropped a message on link %s: %s", link, error)
+            log.warning("dropped a message on link %.24s: %s", link, error)
         if count == MALFORMED_COUNT_MAX:
-            log.warning("link %s: %d malformed messages, it is dropped", link, count)
+            log.warning("link %.24s: %d malformed messages, it is dropped", link, count)
             self._malformed.forget(link)
             self._drop(link)
 

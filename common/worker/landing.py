@@ -213,7 +213,8 @@ class Landing:
                     credit = self.apply_landed(decode_landed(payload))
                 except ProtocolError as error:
                     self.counters.malformed += 1
-                    log.warning("dropped a message of a prefill rank: %s", error)
+                    log.warning("dropped a prefill rank on link %.24s: %s", link, error)
+                    listener.drop(link)  # ours never send such; a flood would fill the log
                     continue
                 # A credit that can't be sent is not lost: the source asks again.
                 if credit is not None and listener.send(link, encode(credit)) is SendResult.FULL:

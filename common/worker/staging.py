@@ -363,6 +363,8 @@ class Staging:
             lane = self._lane_of_link.get(link)
             if lane is not None:
                 self.apply_credit(lane, credit)
+        for link, reason in self._dialer.take_refusals():
+            log.warning("can't connect to a decode rank at %s: %s", link, reason)
         self._pump()
 
     def apply_credit(self, lane: Lane, credit: Credit) -> None:

@@ -1,0 +1,72 @@
+"""Decode servers and the links they speak on, seen through the prefill server's core."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.protocol.local import GetState, State
+from common.protocol.peer import Detached, Heartbeat, Hello, Refuse
+from common.scheduling.events import Effect, FromFrontend, FromPeer, LinkRefused, Report, ToPeer
+from common.scheduling.events import ToFrontend as Told
+from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, shown_link
+from tests.sim.world import Node, World
+
+
+@pytest.fixture
+def world() -> World:
+    """A connected pair at rest, at time 3."""
+    world = World(seed=1)
+    world.add("p0", "prefill", 4, 64)
+    world.add("d0", "decode", 4, 64).links = ["p0:1"]
+    for node in world.nodes.values():
+        node.boot()
+    world.start_ticks()
+    world.run(3.0)
+    return world
+
+
+def hear(world: World, link: str, message: Hello | Heartbeat | Detached) -> list[Effect]:
+    return world.nodes["p0"].core.handle(FromPeer(link, message), world.now)
+
+
+def state(node: Node, now: float) -> State:
+    (effect,) = node.core.handle(FromFrontend(GetState(1)), now)
+    assert isinstance(effect, Told) and isinstance(effect.message, State)
+    return effect.message
+
+
+def connected_count(world: World) -> int:
+    peers = state(world.nodes["p0"], world.now).peers
+    return sum(peer.state == "connected" for peer in peers)
+
+
+def test_another_link_can_not_speak_for_a_peer(world: World) -> None:
+    p0, d0 = world.nodes["p0"].facts, world.nodes["d0"].facts
+    hello = Hello(1, 1, "decode", d0.incarnation, d0.fingerprint, d0.layout_bytes)
+    effects = hear(world, "forger", hello)
+    assert effects[0] == ToPeer("forger", Refuse(p0.incarnation, [SPOKEN_FOR]))
+    assert hear(world, "forger", Detached(d0.incarnation, p0.incarnation, "a lie")) == []
+    (effect,) = hear(world, "forger", Heartbeat(d0.incarnation, 9, 9, False))
+    assert isinstance(effect, ToPeer) and effect.link == "forger"
+    assert connected_count(world) == 1
+
+    assert hear(world, "d0", Detached(d0.incarnation, p0.incarnation, "its own word")) != []
+    assert connected_count(world) == 0
+
+
+def test_refused_connections_are_counted_and_each_reason_is_told_once(world: World) -> None:
+    core = world.nodes["p0"].core
+    told: list[str] = []
+    for round_index in range(3):
+        for index in range(REASON_COUNT_MAX + 10):
+            effects = core.handle(LinkRefused("", f"unknown key {index}"), world.now)
+            told += [effect.text for effect in effects if isinstance(effect, Report)]
+        assert len(told) == REASON_COUNT_MAX, f"in round {round_index}"
+    counters = state(world.nodes["p0"], world.now).counters
+    assert counters["refused_links"] == 3 * (REASON_COUNT_MAX + 10)
+
+
+def test_a_link_is_shown_only_in_part() -> None:
+    identity, key = "64" + "0123456789abcdef" * 2, "fedcba9876543210" * 4
+    assert shown_link(identity) == "6401234567"
+    assert shown_link(f"{identity}.{key}") == "6401234567.fedcba9876543210"
