@@ -18,22 +18,18 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-from torch import Tensor
-
 from common.channel.keys import Curve
 from common.channel.peer import PeerDialer
 from common.channel.sockets import SendResult, Socket
 from common.clock import Clock
 from common.errors import ConfigError, ProtocolError, TransportError
 from common.planner.copies import Pages
-from common.planner.copy_plan import CopyPlan
-from common.planner.staging import LinearCopy, Piece, StagedPair
+from common.planner.staging import Piece, StagedPair
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.protocol.landing import Credit, Landed
 from common.transport.transport import CANCELLED, TransferSettled, Transport
-from common.worker.copier import Copier
+from common.worker.gather_buffers import GatherBuffers, is_gathered_first
 from common.worker.lanes import LANE_TIMEOUT_S, ROUND_TRIP_COUNT, Lane, Phase
 from common.worker.staged_job import (
     Job,
@@ -59,32 +55,21 @@ RETRY_S = 0.005
 
 
 class Staging:
-    """Owner of the staging buffers, the lanes, and everything that is on its way through them."""
+    """Owner of the lanes, and of everything that is on its way through them."""
 
     def __init__(
         self,
         transport: Transport,
-        region: Tensor,
-        region_index: int,
-        buffer_nbytes: int,
-        copier: Copier,
+        buffers: GatherBuffers,
         copy_bandwidth: float,
         clock: Clock,
         curve: Curve | None = None,
     ) -> None:
-        """region: uint8[a multiple of buffer_nbytes], number `region_index` of the transport's.
-
-        copy_bandwidth: of gathering on this host, bytes per second.
-        """
+        """copy_bandwidth: of gathering on this host, bytes per second."""
         self._transport = transport
-        self._region = region
-        self._region_index = region_index
-        self._buffer_nbytes = buffer_nbytes
-        self._copier = copier
+        self._buffers = buffers
         self._copy_bandwidth = copy_bandwidth
         self._clock = clock
-        self._free_buffers = list(range(len(region) // buffer_nbytes))
-        self._buffer_count = len(self._free_buffers)
         self._dialer = PeerDialer(curve)
         self._lanes: dict[str, Lane] = {}
         self._lane_of_link: dict[str, Lane] = {}
@@ -104,7 +89,7 @@ class Staging:
 
     @property
     def free_buffer_count(self) -> int:
-        return len(self._free_buffers)
+        return self._buffers.free_count
 
     def lane(self, name: str) -> Lane | None:
         return self._lanes.get(name)
@@ -185,8 +170,8 @@ class Staging:
             self._measure(lane)
 
     def _measure(self, lane: Lane) -> None:
-        nbytes = min(lane.slot_nbytes, self._buffer_nbytes)
-        plan = lane.next_measurement(self._region_index, nbytes)
+        nbytes = min(lane.slot_nbytes, self._buffers.nbytes)
+        plan = lane.next_measurement(self._buffers.region_index, nbytes)
         if plan is None:
             lane.settle_measurement(nbytes, self._copy_bandwidth)
             lane.phase = Phase.READY
@@ -220,7 +205,7 @@ class Staging:
 
     def pieces_nbytes_max(self, name: str) -> int:
         """How large a piece over this lane may be."""
-        return min(self._lanes[name].slot_nbytes, self._buffer_nbytes)
+        return min(self._lanes[name].slot_nbytes, self._buffers.nbytes)
 
     def cancel(self, tag: int) -> None:
         """Nothing more of a transfer leaves; it settles when what is out has come back."""
@@ -265,31 +250,20 @@ class Staging:
         lane = job.lane
         if not job.waiting:
             return False
-        piece = job.waiting[0]
-        conversion = job.pair.conversion(piece)
-        needs_buffer = not lane.is_mapped or conversion.source != conversion.wire
+        needs_buffer = is_gathered_first(job, job.waiting[0])
         if needs_buffer and not self._has_buffer_for(lane):
             return False
         slot = lane.take_slot(job.transfer_id)
         if slot is None:
             return False
-        job.waiting.popleft()
-        copy = job.pair.gather(piece, job.source_pages)
-        buffer = self._free_buffers.pop() if needs_buffer else None
-        moving = Moving(job, piece, slot, buffer)
-        slot_start = slot * lane.slot_nbytes
-        if buffer is None:
-            plan = _gathering_put(copy, lane.region, slot_start)
-        else:
-            start = buffer * self._buffer_nbytes
-            self._copier.gather(copy, conversion, self._region[start : start + self._buffer_nbytes])
-            nbytes = job.pair.wire_nbytes(piece)
-            plan = _one_put(self._region_index, start, lane.region, slot_start, nbytes)
+        buffer = self._buffers.take() if needs_buffer else None
+        moving = Moving(job, job.waiting.popleft(), slot, buffer)
+        plan = self._buffers.gather(moving)
         tag = self._take_tag()
         try:
             self._transport.submit(lane.name, plan, tag)
         except TransportError as exc:
-            self._put_buffer_back(moving)
+            self._buffers.put_back(moving.buffer)
             lane.put_back(slot, job.transfer_id)
             self._fail(job, str(exc))
             return False
@@ -298,19 +272,9 @@ class Staging:
         return True
 
     def _has_buffer_for(self, lane: Lane) -> bool:
-        return bool(self._free_buffers) and self._buffers_of(lane) < self._buffers_per_lane_max
-
-    def _put_buffer_back(self, moving: Moving) -> None:
-        if moving.buffer is not None:
-            self._free_buffers.append(moving.buffer)
-
-    @property
-    def _buffers_per_lane_max(self) -> int:
-        """A connection that has stalled must not keep all buffers from the others."""
-        return max(1, self._buffer_count // max(1, len(self._lanes)))
-
-    def _buffers_of(self, lane: Lane) -> int:
-        return sum(isinstance(put, Moving) and put.job.lane is lane for put in self._puts.values())
+        moving = (put for put in self._puts.values() if isinstance(put, Moving))
+        taken_count = sum(put.job.lane is lane for put in moving)
+        return self._buffers.has_room(taken_count, len(self._lanes))
 
     # ---- what comes back -------------------------------------------------------------------------
 
@@ -322,7 +286,7 @@ class Staging:
                 put.lane.measured_s.append(event.seconds)
                 self._measure(put.lane)
             return
-        self._put_buffer_back(put)
+        self._buffers.put_back(put.buffer)
         job = put.job
         if event.error is not None:
             # Then the connection is gone, and the lane with it: nobody writes the slot again.
@@ -412,22 +376,3 @@ class Staging:
 def _is_due(sent_at: float, now: float) -> bool:
     """Whether a message is to be sent again; until a connection is there, none can be queued."""
     return sent_at == 0.0 or now - sent_at >= REPEAT_S
-
-
-def _one_put(
-    source_region: int, source_offset: int, target_region: int, target_offset: int, nbytes: int
-) -> CopyPlan:
-    columns = (source_region, source_offset, target_region, target_offset, nbytes)
-    return CopyPlan(*(np.array([column], dtype=np.int64) for column in columns))
-
-
-def _gathering_put(copy: LinearCopy, region: int, slot_start: int) -> CopyPlan:
-    """Straight from the pages: over shared memory a put is a copy, and needs no other before it."""
-    count = len(copy.nbytes)
-    return CopyPlan(
-        np.full(count, copy.region, dtype=np.int64),
-        copy.page_offset,
-        np.full(count, region, dtype=np.int64),
-        copy.linear_offset + slot_start,
-        copy.nbytes,
-    )

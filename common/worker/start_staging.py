@@ -15,6 +15,7 @@ from common.layout.cache_layout import RankLayout
 from common.transport.transport import Transport
 from common.transport.ucx import convert_float8, copy_runs
 from common.worker.copier import Copier
+from common.worker.gather_buffers import GatherBuffers
 from common.worker.landing import REGION as LANDING_REGION
 from common.worker.landing import SLOT_NBYTES_MAX, Landing
 from common.worker.pools import allocate_region
@@ -60,12 +61,10 @@ def start_staging(
     device = pool.buffers[0].device
     nbytes = STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX
     region = allocate_region(transport, STAGING_REGION, nbytes, device)
+    copier = Copier(pool.buffers, copy_runs, convert_float8)
     return Staging(
         transport,
-        region,
-        region_index=len(layout.groups),
-        buffer_nbytes=SLOT_NBYTES_MAX,
-        copier=Copier(pool.buffers, copy_runs, convert_float8),
+        GatherBuffers(region, len(layout.groups), SLOT_NBYTES_MAX, copier),
         copy_bandwidth=copy_bandwidth(region, clock),
         clock=clock,
         curve=load_curve(config.curve_secret_key_file, config.curve_peer_keys_file),

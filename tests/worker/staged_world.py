@@ -25,6 +25,7 @@ from common.protocol.local import (
 from common.transport import transport as moving
 from common.transport.ucx import UcxSettings, UcxTransport, copy_runs
 from common.worker.copier import Copier
+from common.worker.gather_buffers import GatherBuffers
 from common.worker.landing import REGION as LANDING_REGION
 from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks
@@ -76,12 +77,10 @@ class Rank:
     def source(layout: RankLayout, tls: str, buffer_count: int = 4) -> Rank:
         transport, pool = _start(layout, tls)
         region = allocate_region(transport, STAGING_REGION, buffer_count * BUFFER_NBYTES, CPU)
+        copier = Copier(pool.buffers, copy_runs)
         staging = Staging(
             transport,
-            region,
-            region_index=len(layout.groups),
-            buffer_nbytes=BUFFER_NBYTES,
-            copier=Copier(pool.buffers, copy_runs),
+            GatherBuffers(region, len(layout.groups), BUFFER_NBYTES, copier),
             copy_bandwidth=5e9,
             clock=SystemClock(),
         )

@@ -1,0 +1,85 @@
+"""The memory in which a prefill rank gathers pieces before it puts them, and the puts themselves.
+
+Owned by the I/O thread. Knows nothing of credits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from common.planner.copy_plan import CopyPlan
+from common.planner.staging import LinearCopy, Piece
+from common.worker.copier import Copier
+from common.worker.staged_job import Job, Moving
+
+
+class GatherBuffers:
+    """Owner of the buffers: which are free, and what is written to them.
+
+    region_index: number of their memory among the transport's. nbytes: of one buffer.
+    """
+
+    def __init__(self, region: Tensor, region_index: int, nbytes: int, copier: Copier) -> None:
+        """region: uint8[a multiple of nbytes]."""
+        self.region_index = region_index
+        self.nbytes = nbytes
+        self._region = region
+        self._copier = copier
+        self._count = len(region) // nbytes
+        self._free = list(range(self._count))
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def has_room(self, taken_count: int, lane_count: int) -> bool:
+        """Whether a lane may take one more than `taken_count`: one that has stalled must not keep
+        all buffers from the others."""
+        return bool(self._free) and taken_count < max(1, self._count // max(1, lane_count))
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def put_back(self, buffer: int | None) -> None:
+        """buffer: None of a piece that had none."""
+        if buffer is not None:
+            self._free.append(buffer)
+
+    def gather(self, moving: Moving) -> CopyPlan:
+        """Bring a piece into its buffer, if it has one; returns the put that fills its slot."""
+        job, piece = moving.job, moving.piece
+        copy = job.pair.gather(piece, job.source_pages)
+        slot_start = moving.slot * job.lane.slot_nbytes
+        if moving.buffer is None:
+            return _gathering_put(copy, job.lane.region, slot_start)
+        start = moving.buffer * self.nbytes
+        target = self._region[start : start + self.nbytes]
+        self._copier.gather(copy, job.pair.conversion(piece), target)
+        nbytes = job.pair.wire_nbytes(piece)
+        return _one_put(self.region_index, start, job.lane.region, slot_start, nbytes)
+
+
+def is_gathered_first(job: Job, piece: Piece) -> bool:
+    """Over shared memory a put is a copy, which gathers as it goes unless elements change."""
+    conversion = job.pair.conversion(piece)
+    return not job.lane.is_mapped or conversion.source != conversion.wire
+
+
+def _one_put(
+    source_region: int, source_offset: int, target_region: int, target_offset: int, nbytes: int
+) -> CopyPlan:
+    columns = (source_region, source_offset, target_region, target_offset, nbytes)
+    return CopyPlan(*(np.array([column], dtype=np.int64) for column in columns))
+
+
+def _gathering_put(copy: LinearCopy, region: int, slot_start: int) -> CopyPlan:
+    """Straight from the pages."""
+    count = len(copy.nbytes)
+    return CopyPlan(
+        np.full(count, copy.region, dtype=np.int64),
+        copy.page_offset,
+        np.full(count, region, dtype=np.int64),
+        copy.linear_offset + slot_start,
+        copy.nbytes,
+    )
