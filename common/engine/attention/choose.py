@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from common.engine.attention.flashinfer import (
 from common.engine.attention.latent import LatentAttention
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.kernel_trial import largest_difference, try_kernels
 from common.engine.kv_pool import DTYPES, KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
@@ -30,21 +31,6 @@ _CHECK_LAYERS = 2
 # at, before and behind the end of a page, and longer than one tile of keys.
 _CHECK_MIXED = ((0, 5), (0, 16), (31, 17), (300, 40), (64, 1), (15, 1))
 _CHECK_DECODE = ((0, 1), (15, 1), (16, 1), (299, 1), (47, 1))
-
-FLASHINFER_FAILURES = (
-    ImportError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    OSError,
-    subprocess.SubprocessError,
-)
-"""What a release that we don't fit, a missing compiler or a GPU without a kernel makes it raise.
-Its kernels are compiled on first use, so all of them show in the first passes. A server without it
-is slower; a server that does not start serves nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +70,7 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
         return AttentionChoice(
             CompressedAttention(), "the path of windows beside blocks on every device"
         )
-    sdpa = SdpaAttention()
+    sdpa: Attention = SdpaAttention()
     if shape.device.type != "cuda":
         return AttentionChoice(sdpa, f"the path of {shape.device.type}")
     if shape.needs_sdpa:
@@ -97,7 +83,8 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
         return AttentionChoice(
             sdpa, f"flashinfer is not checked over a cache of {shape.cache_dtype} for {shape.dtype}"
         )
-    try:
+
+    def build_and_check() -> tuple[Attention, float]:
         candidate = FlashInferAttention(
             head_count=shape.head_count,
             kv_head_count=shape.kv_head_count,
@@ -105,19 +92,16 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
             dtype=shape.dtype,
             device=shape.device,
         )
-        difference = check_attention(candidate, shape)
-    except FLASHINFER_FAILURES as exc:
-        return AttentionChoice(sdpa, f"flashinfer can't be used: {type(exc).__name__}: {exc}"[:300])
-    if not difference <= TOLERANCE[shape.dtype]:
-        return AttentionChoice(sdpa, f"flashinfer differs from sdpa by {difference:.3g}")
-    return AttentionChoice(candidate, f"differs from sdpa by {difference:.3g} at most")
+        return candidate, check_attention(candidate, shape)
+
+    tolerance = TOLERANCE[shape.dtype]
+    return AttentionChoice(*try_kernels("flashinfer", build_and_check, tolerance, sdpa))
 
 
 @torch.inference_mode()
 def check_attention(candidate: Attention, shape: AttentionShape) -> float:
     """The largest difference to SDPA over a mixed and a decode-only batch of random content.
 
-    Relative where SDPA's output is above one, absolute below: roundings grow with the value.
     NaN if anything is not finite. Both write to pools of their own, which are compared as well.
     """
     worst = 0.0
@@ -131,13 +115,12 @@ def check_attention(candidate: Attention, shape: AttentionShape) -> float:
             key = _random(generator, shape, batch.token_count, shape.kv_head_count)
             value = _random(generator, shape, batch.token_count, shape.kv_head_count)
             expected, actual = (p.attend(layer, query, key, value) for p in passes)
-            wide = expected.float()
-            difference = ((wide - actual.float()).abs() / wide.abs().clamp(min=1.0)).max()
-            if not torch.isfinite(difference):
-                return float("nan")
-            worst = max(worst, float(difference))
+            difference = largest_difference(expected, actual)
+            if not math.isfinite(difference):
+                return math.nan
+            worst = max(worst, difference)
         if not torch.equal(pools[0].buffers[0], pools[1].buffers[0]):
-            return float("inf")
+            return math.inf
     return worst
 
 

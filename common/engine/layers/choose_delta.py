@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from common.engine.kernel_trial import largest_difference, try_kernels
 from common.engine.layers.delta_fla import FlaDelta
 from common.engine.layers.delta_rule import (
     DeltaInputs,
@@ -22,19 +24,6 @@ from common.engine.layers.sequence_rows import SequenceRows
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # Tokens of each sequence: decodes beside chunks, at, before and behind the end of a chunk.
 _CHECK_LENGTHS = ((1, 64, 63, 1, 130, 2), (1, 1, 1))
-
-FLA_FAILURES = (
-    ImportError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    OSError,
-)
-"""What a release that we don't fit, a missing compiler or a GPU without a kernel makes it raise.
-Kernels are compiled on first use, so all of it shows in the check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +53,22 @@ def choose_delta_kernels(shape: DeltaShape) -> DeltaChoice:
 
     Asked by every layer; the same answer for the same shape as long as the process lives.
     """
-    plain = TorchDelta()
+    plain: DeltaKernels = TorchDelta()
     if shape.device.type != "cuda":
         return DeltaChoice(plain, f"the path of {shape.device.type}")
-    try:
+
+    def build_and_check() -> tuple[DeltaKernels, float]:
         candidate = FlaDelta(is_per_channel=shape.is_per_channel)
-        difference = check_delta_kernels(candidate, shape)
-    except FLA_FAILURES as exc:
-        return DeltaChoice(plain, f"fla can't be used: {type(exc).__name__}: {exc}"[:300])
-    if not difference <= TOLERANCE[shape.dtype]:
-        return DeltaChoice(plain, f"fla differs from torch by {difference:.3g}")
-    return DeltaChoice(candidate, f"differs from torch by {difference:.3g} at most")
+        return candidate, check_delta_kernels(candidate, shape)
+
+    return DeltaChoice(*try_kernels("fla", build_and_check, TOLERANCE[shape.dtype], plain))
 
 
 @torch.inference_mode()
 def check_delta_kernels(candidate: DeltaKernels, shape: DeltaShape) -> float:
     """The largest difference to plain torch in outputs and states, over batches of random content.
 
-    Relative where torch's value is above one, absolute below. NaN if anything is not finite.
+    NaN if anything is not finite.
     """
     worst = 0.0
     for lengths in _CHECK_LENGTHS:
@@ -90,11 +77,10 @@ def check_delta_kernels(candidate: DeltaKernels, shape: DeltaShape) -> float:
         expected = apply_delta_rule(TorchDelta(), inputs, rows, states)
         actual = apply_delta_rule(candidate, inputs, rows, states)
         for wanted, found in zip(expected, actual, strict=True):
-            wide = wanted.float()
-            difference = ((wide - found.float()).abs() / wide.abs().clamp(min=1.0)).max()
-            if not torch.isfinite(difference):
-                return float("nan")
-            worst = max(worst, float(difference))
+            difference = largest_difference(wanted, found)
+            if not math.isfinite(difference):
+                return math.nan
+            worst = max(worst, difference)
     return worst
 
 

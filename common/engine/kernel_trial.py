@@ -1,0 +1,63 @@
+"""The proof at start that faster kernels are right: they are compared with plain ones.
+
+A server without them is slower; a server that does not start serves nobody.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+KERNEL_FAILURES = (
+    ImportError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    OSError,
+    subprocess.SubprocessError,
+)
+"""What a release that we don't fit, a missing compiler or a GPU without a kernel makes a library
+raise. Kernels are compiled on first use, so all of it shows when they are compared."""
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+KernelsT = TypeVar("KernelsT", bound=Named)
+
+
+def try_kernels(
+    name: str,
+    build_and_check: Callable[[], tuple[KernelsT, float]],
+    tolerance: float,
+    plain: KernelsT,
+) -> tuple[KernelsT, str]:
+    """(the kernels to use, and why).
+
+    build_and_check: makes the faster ones, and returns with them their largest difference to the
+        plain ones, NaN if anything is not finite.
+    """
+    try:
+        candidate, difference = build_and_check()
+    except KERNEL_FAILURES as exc:
+        return plain, f"{name} can't be used: {type(exc).__name__}: {exc}"[:300]
+    if not difference <= tolerance:
+        return plain, f"{name} differs from {plain.name} by {difference:.3g}"
+    return candidate, f"differs from {plain.name} by {difference:.3g} at most"
+
+
+def largest_difference(expected: Tensor, actual: Tensor) -> float:
+    """Relative where what is expected is above one, absolute below: roundings grow with the value.
+
+    Not finite if either is not.
+    """
+    wide = expected.float()
+    return float(((wide - actual.float()).abs() / wide.abs().clamp(min=1.0)).max())
