@@ -6,6 +6,7 @@ knows everything: incarnations, transfer ids, rooms, layouts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -22,7 +23,7 @@ from decode_server.scheduler import DecodeScheduler
 from tests.sim.world import Client, Node, World
 
 FUZZ = settings(
-    max_examples=50,
+    max_examples=int(os.environ.get("BATON_FUZZ_EXAMPLES", "25")),
     deadline=None,
     derandomize=True,
     database=None,
