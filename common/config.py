@@ -79,6 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landing_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
+    local_prefill: "fallback" lets a decode server compute a prompt itself when no prefill server
+        can be found for it; "off" answers 503.
     bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
     heartbeat_interval_s, peer_timeout_s: how often peers are told that this server lives, and how
         long one may be silent; the same on all servers.
@@ -128,6 +130,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verify_transfer: Verify = Verify.OFF
     landing_mb: int = 64
     ucx: str = "auto"
+    local_prefill: str = "off"
     bootstrap_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
     heartbeat_interval_s: float = 0.2

@@ -41,6 +41,8 @@ class PeerGauge:
     address: str
     is_connected: bool
     in_flight_count: int
+    is_breaker_open: bool = False
+    breaker_open_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,23 @@ class SnapshotCollector(Collector):
         in_flight = self._gauges(
             "baton:peer_in_flight", "Hand-overs under way with a peer.", "peer"
         )
+        open_now = self._gauges(
+            "baton:peer_breaker_open", "Whether a peer is left alone after failures.", "peer"
+        )
+        opened = CounterMetricFamily(
+            "baton:peer_breaker_opened",
+            "How often a peer was left alone after failures.",
+            labels=(*BASE_LABELS, "peer"),
+        )
         for peer in now.peers:
+            open_now.add_metric([*self._base, peer.address], float(peer.is_breaker_open))
+            opened.add_metric([*self._base, peer.address], peer.breaker_open_count)
             connected.add_metric([*self._base, peer.address], float(peer.is_connected))
             in_flight.add_metric([*self._base, peer.address], peer.in_flight_count)
         yield connected
         yield in_flight
+        yield open_now
+        yield opened
 
     def _gauges(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, text, labels=(*BASE_LABELS, *labels))

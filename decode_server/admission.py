@@ -77,6 +77,7 @@ class Admission:
             if sequence is None:
                 continue
             request.sequence = sequence
+            request.peer = ""
             request.requested_at = request.requested_at or now
             request.advance(DecodeEvent.SCHEDULED_HERE)
             self._batcher.add(sequence)
@@ -89,7 +90,7 @@ class Admission:
         for request in queue:
             if self.active_count >= self._running_max:
                 break
-            peer = self._choose(request)
+            peer = self._choose(request, now)
             if peer is None:
                 continue
             if not self._reserve(request, peer, now):
@@ -99,7 +100,7 @@ class Admission:
             admitted.append(request)
         return admitted
 
-    def _choose(self, request: DecodeRequest) -> PrefillPeer | None:
+    def _choose(self, request: DecodeRequest, now: float) -> PrefillPeer | None:
         """The prefill server of a request: the one its router named, else the least loaded."""
         is_routed = request.bootstrap is not None
         if request.bootstrap is not None:
@@ -111,7 +112,7 @@ class Admission:
         candidates = [
             peer
             for peer in self._peers.connected()
-            if len(request.token_ids) <= peer.request_token_max
+            if len(request.token_ids) <= peer.request_token_max and peer.breaker.allows(now)
         ]
         if not candidates:
             return None
@@ -121,6 +122,20 @@ class Admission:
             fresh or candidates,
             key=lambda p: p.liveness.load_tokens + self._receiver.tokens_from(p.link),
         )
+
+    @property
+    def may_starve(self) -> bool:
+        """Whether nothing runs, and pages are in quarantine."""
+        pool = self._account.pool
+        groups = range(len(pool.page_counts))
+        return not self.active_count and any(map(pool.quarantined_count, groups))
+
+    def is_starved(self, queue: Iterable[DecodeRequest]) -> bool:
+        """Whether quarantined pages alone keep the next request out."""
+        first = next(iter(queue), None)
+        if first is None or not self.may_starve:
+            return False
+        return not self._fits(self._account.needs_to_compute(len(first.token_ids) + 1))
 
     def _fits(self, needs: list[int]) -> bool:
         """Whether a newcomer's pages fit beside what the active requests are about to need."""
@@ -166,6 +181,7 @@ class Admission:
             source_layout=peer.layout_bytes,
         )
         self._receiver.add(transfer)
+        peer.breaker.note_asked(now)
         if request.state is DecodeState.WAITING:
             request.advance(DecodeEvent.ADMITTED)
         request.advance(DecodeEvent.RESERVED)

@@ -104,6 +104,7 @@ class Endings:
         request.sequence = None
         request.waiting_since = now
         if event is DecodeEvent.RETRACTED:
+            request.is_computed_here = False
             request.retraction_count += 1
             self.counters["retracted"] += 1
         self.queue = {request.request_id: request, **self.queue}

@@ -10,6 +10,7 @@ Knows nothing of requests. What happened to a peer is told to the scheduler by r
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -43,6 +44,7 @@ from common.protocol.peer import (
     Refuse,
     Welcome,
 )
+from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import (
     HELLO_INTERVAL_S,
@@ -73,6 +75,7 @@ class PrefillPeer:
     link: str
     is_configured: bool
     liveness: Liveness
+    breaker: Breaker
     phase: Phase = Phase.DIALING
     next_hello_at: float = 0.0
     incarnation: str = ""
@@ -103,16 +106,19 @@ class PrefillPeer:
 class PrefillPeers:
     """Owner of every `PrefillPeer`."""
 
-    def __init__(self, facts: ServerFacts, pace: Pace, links: list[str], outbox: Outbox) -> None:
+    def __init__(
+        self, facts: ServerFacts, pace: Pace, links: list[str], outbox: Outbox, rng: random.Random
+    ) -> None:
         self._facts = facts
         self._pace = pace
+        self._rng = rng
         self._outbox = outbox
         self._peers: dict[str, PrefillPeer] = {}
         for link in links:
             self._add(link, is_configured=True)
 
     def _add(self, link: str, *, is_configured: bool) -> PrefillPeer:
-        peer = PrefillPeer(link, is_configured, Liveness.start(0.0))
+        peer = PrefillPeer(link, is_configured, Liveness.start(0.0), Breaker(self._rng))
         self._peers[link] = peer
         self._outbox.dial(link)
         return peer
@@ -169,6 +175,8 @@ class PrefillPeers:
                 self._refuse(peer, f"incarnation: {other.link} is the same process", now)
                 return
             other.incarnation = ""
+        if peer.incarnation != welcome.incarnation:
+            peer.breaker = Breaker(self._rng)  # a new process is not to blame for the old one
         peer.incarnation = welcome.incarnation
         peer.layout = layout
         peer.layout_bytes = welcome.layout
@@ -254,6 +262,27 @@ class PrefillPeers:
         peer.liveness = Liveness.start(now)
         over = ", ".join(peer.transports)
         self._outbox.report(f"prefill server {link} is connected over {over}")
+
+    # ---- how hand-overs went ---------------------------------------------------------------------
+
+    def note_success(self, link: str) -> None:
+        peer = self._peers.get(link)
+        if peer is not None:
+            if peer.breaker.state is not BreakerState.CLOSED:
+                self._outbox.report(f"prefill server {link} works again")
+            peer.breaker.note_success()
+
+    def note_failure(self, link: str, now: float) -> None:
+        """Too many in a row, and the peer is left alone for a while."""
+        peer = self._peers.get(link)
+        if peer is None:
+            return
+        before = peer.breaker.state
+        peer.breaker.note_failure(now)
+        if before is BreakerState.CLOSED and peer.breaker.state is BreakerState.OPEN:
+            count = peer.breaker.failure_count
+            text = f"prefill server {link} failed {count} hand-overs in a row: left alone"
+            self._outbox.report(text, is_warning=True)
 
     # ---- liveness --------------------------------------------------------------------------------
 
@@ -365,6 +394,8 @@ class PrefillPeers:
                 pp_size=len(peer.layout.stages) if peer.layout is not None else 0,
                 page_size=peer.layout.page_size if peer.layout is not None else 0,
                 in_flight_count=in_flight.get(peer.link, 0),
+                breaker=str(peer.breaker.state),
+                breaker_open_count=peer.breaker.open_count,
             )
             for peer in self._peers.values()
         ]

@@ -19,6 +19,7 @@ class DecodeRequest:
     """token_ids: the prompt and everything generated so far. link: where its cache comes from.
 
     attempt_count: hand-overs begun; tried_links: prefill servers that failed it.
+    is_computed_here: no prefill server is looked for any more.
     """
 
     request_id: int
@@ -34,6 +35,7 @@ class DecodeRequest:
     sequence: Sequence | None = None
     attempt_count: int = 0
     retraction_count: int = 0
+    is_computed_here: bool = False
     tried_links: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     waiting_since: float = 0.0

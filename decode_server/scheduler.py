@@ -6,6 +6,7 @@ Knows nothing of sockets, processes or tensors.
 
 from __future__ import annotations
 
+import random
 from typing import assert_never
 
 from common.protocol.local import (
@@ -56,25 +57,22 @@ from common.scheduling.flush import answer_flush
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.silence import Pulse
-from common.scheduling.transitions import DecodeEvent, DecodeState
+from common.scheduling.transitions import DecodeEvent
 from decode_server.admission import Admission
 from decode_server.endings import Endings
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
+from decode_server.recovery import PEER_WAIT_S, Recovery
 from decode_server.request import DecodeRequest, Transfer
+from decode_server.starvation import STARVED_END_S, STARVED_TROUBLE_S, Starvation
 from decode_server.verifier import Verifier
-
-# How long a request waits for a prefill server when none is connected, before it is answered 503;
-# long enough for a restarted one to come back.
-PEER_WAIT_S = 10.0
-# Hand-overs that are tried for one request before its last failure is passed on.
-ATTEMPT_COUNT_MAX = 3
 
 
 class DecodeScheduler:
     """The decode server's core. Call `handle` for every event and `schedule` after each.
 
     links: addresses of prefill servers to dial. is_local: compute prompts here and dial nobody.
+    may_fall_back: compute a prompt here if no prefill server can be found for it.
     """
 
     def __init__(
@@ -84,13 +82,15 @@ class DecodeScheduler:
         links: list[str],
         *,
         is_local: bool = False,
+        may_fall_back: bool = False,
         seed: int = 0,
     ) -> None:
         self._facts = facts
         self._limits = limits
         self._is_local = is_local
+        self._may_fall_back = may_fall_back
         self._outbox = Outbox()
-        self._peers = PrefillPeers(facts, limits.pace, links, self._outbox)
+        self._peers = PrefillPeers(facts, limits.pace, links, self._outbox, random.Random(seed + 1))
         self._pulse = Pulse(facts.rank_count, limits.pace.stall_s)
         self.account = PageAccount(
             facts.layout.groups,
@@ -108,6 +108,15 @@ class DecodeScheduler:
         self._endings = Endings(
             facts.incarnation, self.account, self._batcher, self._receiver, self._outbox
         )
+        self._recovery = Recovery(
+            self._peers,
+            self._receiver,
+            self._endings,
+            is_local=is_local,
+            may_fall_back=may_fall_back,
+        )
+        self._starvation = Starvation()
+        self._trouble = ""
         self._admission = Admission(
             facts.incarnation,
             self.account,
@@ -118,7 +127,7 @@ class DecodeScheduler:
             running_max=limits.running_max,
             seed=seed,
         )
-        self._counters = dict.fromkeys(("requests", "stale_messages"), 0.0)
+        self._counters = dict.fromkeys(("requests", "stale_messages", "starved"), 0.0)
 
     @property
     def is_idle(self) -> bool:
@@ -126,7 +135,7 @@ class DecodeScheduler:
 
     @property
     def is_ready(self) -> bool:
-        return self._is_local or bool(self._peers.connected())
+        return self._is_local or self._may_fall_back or bool(self._peers.connected())
 
     # ---- the three calls -------------------------------------------------------------------------
 
@@ -140,7 +149,9 @@ class DecodeScheduler:
             case FromPeer(link=link, message=peer_message):
                 self._handle_peer(link, peer_message, now)
             case ProcessesGone(incarnation=incarnation):
-                self._lose(self._peers.lose_incarnation(incarnation, "its processes ended"), now)
+                self._recovery.lose(
+                    self._peers.lose_incarnation(incarnation, "its processes ended"), now
+                )
                 self._receiver.apply_gone(incarnation)
             case LinkRefused(link=link, reason=reason):
                 self._peers.handle_link_refused(link, reason, now)
@@ -152,15 +163,17 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and start the next step if none runs."""
-        self._expire(now)
+        self._recovery.expire(now)
         self._receiver.repeat_aborts(now)
         waiting = list(self._endings.queue.values())
-        if self._is_local:
-            admitted = self._admission.admit_here(waiting, now)
-        else:
-            admitted = self._admission.admit_remote(waiting, now)
+        here = [request for request in waiting if self._is_local or request.is_computed_here]
+        admitted = self._admission.admit_here(here, now)
+        if not self._is_local:
+            elsewhere = [request for request in waiting if not request.is_computed_here]
+            admitted += self._admission.admit_remote(elsewhere, now)
         for request in admitted:
             del self._endings.queue[request.request_id]
+        self._look_at_quarantine(now)
         planned = self._batcher.plan_step()
         for sequence in planned.retracted:
             self._retract(sequence, now)
@@ -172,6 +185,19 @@ class DecodeScheduler:
         condition = Condition(self._pulse.progress, is_busy, running_count, trouble)
         self._peers.send_due(now, condition)
         return self._outbox.take()
+
+    def _look_at_quarantine(self, now: float) -> None:
+        """Say it, and in the end give up, when pages in quarantine leave no room for anybody."""
+        is_starved = self._admission.is_starved(self._endings.queue.values())
+        is_over = not self._admission.may_starve
+        starved_s = self._starvation.look(now, is_starved=is_starved, is_over=is_over)
+        text = f"nothing fits beside the pages in quarantine, for {starved_s:.0f} s"
+        if starved_s > STARVED_TROUBLE_S and not self._trouble:
+            self._counters["starved"] += 1
+            self._outbox.report(text, is_warning=True)
+        self._trouble = text if starved_s > STARVED_TROUBLE_S else ""
+        if starved_s > STARVED_END_S:
+            self._outbox.give_up(f"{text}: their writers never said that they are done")
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
@@ -248,11 +274,11 @@ class DecodeScheduler:
             case Welcome():
                 self._peers.handle_welcome(link, message, now)
             case Refuse():
-                self._lose(self._peers.handle_refuse(link, message, now), now)
+                self._recovery.lose(self._peers.handle_refuse(link, message, now), now)
             case Attached():
                 self._peers.handle_attached(link, message, now)
             case Detached():
-                self._lose(self._peers.handle_detached(link, message), now)
+                self._recovery.lose(self._peers.handle_detached(link, message), now)
             case _:
                 self._counters["stale_messages"] += 1
 
@@ -286,9 +312,11 @@ class DecodeScheduler:
                 f"expected {transfer.token_count} from {transfer.writers}"
             )
             self._receiver.release(transfer)
+            self._peers.note_failure(link, now)
             request.transfer = None
             self._endings.fail(request, "transfer_failed", text, 500, now)
             return
+        self._peers.note_success(link)
         if request.first_token_at == 0.0:
             request.hand_over = done.trace
             request.prompt_logprobs = done.prompt_logprobs
@@ -313,41 +341,7 @@ class DecodeScheduler:
         transfer = self._take_transfer(link, failed.transfer_id, failed.peer_incarnation)
         if transfer is None:
             return
-        request = transfer.request
-        assert request is not None
-        self._receiver.release(transfer)
-        request.transfer = None
-        kind, status = failed.kind, failed.status
-        if kind == "aborted":
-            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
-            kind, status = "other_half_aborted", 500
-        self._retry(request, kind, failed.message, status, now, failed.is_retryable)
-
-    def _lose(self, incarnation: str | None, now: float) -> None:
-        """A peer is lost: its hand-overs go elsewhere, their pages wait for proof."""
-        if incarnation is None:
-            return
-        for request in self._receiver.abandon_peer(incarnation):
-            request.transfer = None
-            self._retry(request, "peer_lost", "the prefill server was lost", 503, now, True)
-
-    def _retry(
-        self,
-        request: DecodeRequest,
-        kind: str,
-        message: str,
-        status: int,
-        now: float,
-        is_retryable: bool,
-    ) -> None:
-        """Try another prefill server, unless a router's room binds the request to this one."""
-        is_bound = request.bootstrap_link is not None
-        if not is_retryable or is_bound or request.attempt_count >= ATTEMPT_COUNT_MAX:
-            self._endings.fail(request, kind, message, status, now)
-            return
-        request.tried_links.add(request.link)
-        self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
-        self._endings.deadlines.add(request.request_id, now + PEER_WAIT_S)
+        self._recovery.handle_failed(transfer, failed, now)
 
     # ---- workers ---------------------------------------------------------------------------------
 
@@ -361,7 +355,7 @@ class DecodeScheduler:
                 self._peers.handle_opened(message)
             case PeerFailed():
                 incarnation = self._peers.lose_incarnation(message.peer, message.reason)
-                self._lose(incarnation, now)
+                self._recovery.lose(incarnation, now)
             case PeerClosed():
                 gone = self._peers.handle_closed(message.peer, message.rank)
                 if gone is not None:
@@ -399,32 +393,6 @@ class DecodeScheduler:
         request = self._endings.requests[sequence.request_id]
         self._endings.wait_again(request, DecodeEvent.RETRACTED, now)
 
-    # ---- time ------------------------------------------------------------------------------------
-
-    def _expire(self, now: float) -> None:
-        for request_id in self._endings.deadlines.take_expired(now):
-            request = self._endings.requests.get(request_id)
-            if request is None:
-                continue
-            if request.deadline <= now:
-                text = "the request's time budget is used up"
-                self._endings.fail(request, "timed_out", text, 504, now)
-            elif self._waits_for_peer(request, now):
-                found = self._peers.in_words(request.bootstrap_link)
-                text = f"no prefill server could be used for {PEER_WAIT_S:.0f} s: {found}"
-                self._endings.fail(request, "no_prefill_server", text, 503, now)
-        for link, reason in self._peers.lost(now):
-            self._lose(self._peers.lose(link, reason), now)
-
-    def _waits_for_peer(self, request: DecodeRequest, now: float) -> bool:
-        if self._is_local or request.state is not DecodeState.WAITING:
-            return False
-        if now - request.waiting_since < PEER_WAIT_S:
-            return False
-        links = [peer.link for peer in self._peers.connected()]
-        bound = request.bootstrap_link
-        return not links if bound is None else bound not in links
-
     # ---- what others may know --------------------------------------------------------------------
 
     def _state(self, call_id: int) -> State:
@@ -444,5 +412,5 @@ class DecodeScheduler:
             peers=peers,
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._pulse.trouble,
+            trouble=self._pulse.trouble or self._trouble,
         )

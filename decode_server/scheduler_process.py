@@ -25,6 +25,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         limits,
         list(config.prefill),
         is_local=not config.prefill,
+        may_fall_back=config.local_prefill == "fallback",
         seed=secrets.randbits(64),
     )
 

@@ -120,4 +120,6 @@ def peer_gauge(peer: PeerState) -> PeerGauge:
         address=peer.address or peer.incarnation,
         is_connected=peer.state == "connected",
         in_flight_count=peer.in_flight_count,
+        is_breaker_open=peer.breaker in ("open", "half open"),
+        breaker_open_count=peer.breaker_open_count,
     )

@@ -102,7 +102,10 @@ class FlushDone(_Message, frozen=True):
 
 
 class PeerState(_Message, frozen=True):
-    """One peer as this server sees it. state: connecting, refused, connected, lost."""
+    """One peer as this server sees it. state: connecting, refused, connected, lost.
+
+    breaker: closed; open or half open after failures in a row.
+    """
 
     address: str
     incarnation: str
@@ -115,6 +118,8 @@ class PeerState(_Message, frozen=True):
     in_flight_count: int = 0
     hand_over: list[str] = []
     verify: str = ""
+    breaker: str = ""
+    breaker_open_count: int = 0
 
 
 class PageGroupState(_Message, frozen=True):

@@ -42,6 +42,7 @@ from common.protocol.local import (
     WorkerReady,
     WorkerToScheduler,
 )
+from common.runtime.exit_codes import EXIT_START_AGAIN
 from common.runtime.processes import ProcessWatch
 from common.scheduling.events import (
     Dial,
@@ -50,6 +51,7 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    GiveUp,
     HangUp,
     LinkRefused,
     PeerMessage,
@@ -100,6 +102,10 @@ class MalformedCounts:
 
 class WorkerLost(BatonError):
     """A worker takes no messages: its server can't go on."""
+
+
+class ServerSpent(BatonError):
+    """This process can't go on, and a new one can."""
 
 
 class Core(Protocol):
@@ -330,6 +336,8 @@ class SchedulerLoop:
                 case WatchProcesses(incarnation=incarnation, pids=pids):
                     for fd in self._watch.watch(incarnation, pids):
                         self._poller.register(fd)
+                case GiveUp(reason=reason):
+                    raise ServerSpent(reason)
                 case Report(text=text, is_warning=is_warning):
                     log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
                 case _:
@@ -400,6 +408,9 @@ def run(config: ServerConfig, make_core: MakeCore) -> int:
     except WorkerLost as error:
         log.error("%s: the server stops", error)
         return 1
+    except ServerSpent as error:
+        log.error("%s: the server ends, to be started again", error)
+        return EXIT_START_AGAIN
     finally:
         loop.close()
     return 0

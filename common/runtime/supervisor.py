@@ -23,6 +23,7 @@ import msgspec
 from common.clock import SystemClock
 from common.config import ServerConfig, write_config
 from common.log import setup_log
+from common.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_CONFIG, EXIT_START_AGAIN
 from common.runtime.exposure import open_doors
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,6 @@ WATCH_INTERVAL_S = 0.1
 END_TIMEOUT_S = 5.0
 # What the frontend may take to answer its open requests when the server has failed.
 LAST_ANSWERS_TIMEOUT_S = 5.0
-# The exit code of a process that found its settings unusable, passed on as it is.
-EXIT_CONFIG = 2
-EXIT_CHILD_DIED = 1
 
 RUNTIME_DIR = re.compile(r"baton-(?:prefill|decode)-([0-9]+)-[^-]+")
 
@@ -92,6 +90,8 @@ class Supervisor:
         because of it: all are named, and a setting that one found unusable is the cause."""
         if EXIT_CONFIG in codes.values():
             return EXIT_CONFIG
+        if EXIT_START_AGAIN in codes.values():
+            return EXIT_START_AGAIN
         if self._config.node_rank > 0 and not any(codes.values()):
             log.info("%s was told to end by the scheduler on node 0", ", ".join(codes))
             return 0

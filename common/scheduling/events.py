@@ -109,4 +109,11 @@ class Report:
     is_warning: bool = False
 
 
-Effect = ToFrontend | ToWorkers | ToPeer | Dial | HangUp | WatchProcesses | Report
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This process can't go on; a new one can. The server ends with EXIT_START_AGAIN."""
+
+    reason: str
+
+
+Effect = GiveUp | ToFrontend | ToWorkers | ToPeer | Dial | HangUp | WatchProcesses | Report

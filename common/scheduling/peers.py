@@ -12,6 +12,7 @@ from common.protocol.peer import Heartbeat
 from common.scheduling.events import (
     Dial,
     Effect,
+    GiveUp,
     HangUp,
     PeerMessage,
     Report,
@@ -54,6 +55,9 @@ class Outbox:
 
     def report(self, text: str, *, is_warning: bool = False) -> None:
         self._effects.append(Report(text, is_warning))
+
+    def give_up(self, reason: str) -> None:
+        self._effects.append(GiveUp(reason))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -20,7 +20,7 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits
 from common.scheduling.peers import REFUSED_RETRY_S
-from decode_server.scheduler import PEER_WAIT_S
+from decode_server.recovery import PEER_WAIT_S
 from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.world import Node, World

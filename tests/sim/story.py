@@ -51,7 +51,9 @@ def run_story(seed: int, *, has_accidents: bool = True, is_verified: bool = True
         node.hand_over = modes.choice(one_of)
     if is_verified:
         _choose_verify(world, seed)
+    fallback = random.Random(seed ^ 0xFA11)
     for decode in decodes:
+        decode.may_fall_back = fallback.random() < 0.3
         decode.links = [f"{prefill.name}:1" for prefill in prefills]
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
@@ -197,6 +199,7 @@ def judge(world: World) -> None:
         if client.finals[0] == "finished":
             assert client.output == expected, f"request {client.request_id}: incomplete"
     for node in world.nodes.values():
+        assert not node.given_up, f"{node.name} gave up: {node.given_up}"
         pool = node.core.account.pool
         cached = node.core.account.cache.node_count if node.core.account.cache else 0
         assert node.core.is_idle, f"{node.name} still has requests"

@@ -26,6 +26,7 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    GiveUp,
     PeerMessage,
     ProcessesGone,
     Tick,
@@ -75,6 +76,8 @@ class Node:
         self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
         self.is_local = False
+        self.may_fall_back = False
+        self.given_up = ""
         self.has_bare_stage = False
         self.hand_over = HandOver.DIRECT
         self.verify = Verify.OFF
@@ -119,7 +122,12 @@ class Node:
         else:
             seed = self.world.rng.getrandbits(32)
             self.core = DecodeScheduler(
-                self.facts, limits, self.links, is_local=self.is_local, seed=seed
+                self.facts,
+                limits,
+                self.links,
+                is_local=self.is_local,
+                may_fall_back=self.may_fall_back,
+                seed=seed,
             )
         life = self.life
 
@@ -175,6 +183,8 @@ class Node:
                     self.worker.handle(worker_message, self.world.find_worker)
                 case ToPeer(link=link, message=peer_message):
                     self.world.post(self, link, peer_message)
+                case GiveUp(reason=reason):
+                    self.given_up = reason
                 case Dial():
                     pass
                 case WatchProcesses(incarnation=incarnation):

@@ -1,0 +1,123 @@
+"""What becomes of requests whose hand-over failed, whose server is missing or whose time is up:
+another prefill server, this server itself where that is allowed, or one typed error.
+
+Knows nothing of pages: those of a lost hand-over are the receiver's.
+"""
+
+from __future__ import annotations
+
+from common.protocol.peer import TransferFailed
+from common.scheduling.transitions import DecodeEvent, DecodeState
+from decode_server.endings import Endings
+from decode_server.prefill_peers import PrefillPeers
+from decode_server.receiver import Receiver
+from decode_server.request import DecodeRequest, Transfer
+
+# How long a request waits for a prefill server when none is connected, before it is answered 503;
+# long enough for a restarted one to come back.
+PEER_WAIT_S = 10.0
+# How long it waits before this server computes its prompt itself, if it may: a restarted prefill
+# server is back by then.
+FALLBACK_WAIT_S = 2.0
+# Hand-overs that are tried for one request before its last failure is passed on.
+ATTEMPT_COUNT_MAX = 3
+# Failures that say something of the server that sent them; all others are about the request.
+PEER_FAILURES = ("transfer_failed", "transfer_corrupted", "bad_logits")
+
+
+class Recovery:
+    """is_local: this server computes all prompts. may_fall_back: it may compute those that no
+    prefill server can be found for."""
+
+    def __init__(
+        self,
+        peers: PrefillPeers,
+        receiver: Receiver,
+        endings: Endings,
+        *,
+        is_local: bool,
+        may_fall_back: bool,
+    ) -> None:
+        self._peers = peers
+        self._receiver = receiver
+        self._endings = endings
+        self._is_local = is_local
+        self._may_fall_back = may_fall_back
+
+    def lose(self, incarnation: str | None, now: float) -> None:
+        """A peer is lost: its hand-overs go elsewhere, their pages wait for proof."""
+        if incarnation is None:
+            return
+        for request in self._receiver.abandon_peer(incarnation):
+            request.transfer = None
+            self._retry(request, "peer_lost", "the prefill server was lost", 503, now, True)
+
+    def handle_failed(self, transfer: Transfer, failed: TransferFailed, now: float) -> None:
+        """A prefill server says that a hand-over brought nothing."""
+        request = transfer.request
+        assert request is not None
+        self._receiver.release(transfer)
+        if failed.kind in PEER_FAILURES:
+            self._peers.note_failure(transfer.link, now)
+        request.transfer = None
+        kind, status = failed.kind, failed.status
+        if kind == "aborted":
+            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
+            kind, status = "other_half_aborted", 500
+        self._retry(request, kind, failed.message, status, now, failed.is_retryable)
+
+    def _retry(
+        self,
+        request: DecodeRequest,
+        kind: str,
+        message: str,
+        status: int,
+        now: float,
+        is_retryable: bool,
+    ) -> None:
+        """Try another prefill server, unless a router's room binds the request to this one."""
+        is_bound = request.bootstrap_link is not None
+        is_last = request.attempt_count >= ATTEMPT_COUNT_MAX
+        if not is_retryable or is_bound or (is_last and not self._may_fall_back):
+            self._endings.fail(request, kind, message, status, now)
+            return
+        request.is_computed_here = is_last
+        request.tried_links.add(request.link)
+        self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
+        self._endings.deadlines.add(request.request_id, now + PEER_WAIT_S)
+
+    def expire(self, now: float) -> None:
+        """End what has run out of time; give up peers that can't go on."""
+        for request_id in self._endings.deadlines.take_expired(now):
+            request = self._endings.requests.get(request_id)
+            if request is None:
+                continue
+            if request.deadline <= now:
+                text = "the request's time budget is used up"
+                self._endings.fail(request, "timed_out", text, 504, now)
+            elif self._waits_for_peer(request, now):
+                found = self._peers.in_words(request.bootstrap_link)
+                text = f"no prefill server could be used for {PEER_WAIT_S:.0f} s: {found}"
+                self._endings.fail(request, "no_prefill_server", text, 503, now)
+        for link, reason in self._peers.lost(now):
+            self.lose(self._peers.lose(link, reason), now)
+        if self._may_fall_back:
+            self._fall_back(now)
+
+    def _fall_back(self, now: float) -> None:
+        """Whoever has waited for any prefill server long enough is computed here."""
+        if any(peer.breaker.allows(now) for peer in self._peers.connected()):
+            return
+        for request in self._endings.queue.values():
+            is_bound = request.bootstrap_link is not None
+            if not is_bound and now - request.waiting_since >= FALLBACK_WAIT_S:
+                request.is_computed_here = True
+
+    def _waits_for_peer(self, request: DecodeRequest, now: float) -> bool:
+        if self._is_local or request.is_computed_here:
+            return False
+        if request.state is not DecodeState.WAITING or now - request.waiting_since < PEER_WAIT_S:
+            return False
+        links = [peer.link for peer in self._peers.connected()]
+        bound = request.bootstrap_link
+        return not links if bound is None else bound not in links
