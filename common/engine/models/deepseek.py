@@ -20,6 +20,8 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import yarn_magnitude
 from common.engine.mla_config import MlaConfig
 from common.engine.model_config import ModelConfig
+from common.engine.models.deepseek_config import read_deepseek
+from common.engine.models.family import Family, mla_cache
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerMlp, PreNormLayer
 from common.engine.rope_config import RopeConfig
@@ -157,3 +159,7 @@ def _head_linear(
     heads = context.cut(head_count)
     block = OutputBlock.of_units(name, head_count, heads, head_dim)
     return ColumnLinear(context, input_size, [block])
+
+
+_DEEPSEEK = Family(read_deepseek, build_deepseek_layer, mla_cache)
+FAMILIES = {"DeepseekV2ForCausalLM": _DEEPSEEK, "DeepseekV3ForCausalLM": _DEEPSEEK}

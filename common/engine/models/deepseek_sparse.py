@@ -22,10 +22,13 @@ from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
-from common.engine.models.deepseek_sparse_config import sparse_config
+from common.engine.models.deepseek_sparse_config import read_sparse, sparse_config
+from common.engine.models.family import Family
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer
 from common.engine.weights import Weight
+from common.layout.component import CacheComponent
+from common.layout.families import sparse_mla_components
 
 INDEX = "index"
 """Name of the indexer's rotation where it pairs channels in another way than attention."""
@@ -136,3 +139,22 @@ class SparseLm(CausalLm):
 
 def _has_own_rotation(config: ModelConfig) -> bool:
     return sparse_config(config).is_interleaved != config.rope.is_interleaved
+
+
+def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    assert config.mla is not None
+    sparse = sparse_config(config)
+    return sparse_mla_components(
+        layer_count=config.layer_count,
+        latent_dim=config.mla.latent_dim,
+        rope_dim=config.mla.rope_dim,
+        is_interleaved=config.rope.is_interleaved,
+        index_layers=sparse.layers,
+        index_dim=sparse.head_dim,
+        is_index_interleaved=sparse.is_interleaved,
+        dtype=dtype,
+    )
+
+
+_SPARSE = Family(read_sparse, build_sparse_layer, _cache, model=SparseLm)
+FAMILIES = {"DeepseekV32ForCausalLM": _SPARSE, "GlmMoeDsaForCausalLM": _SPARSE}

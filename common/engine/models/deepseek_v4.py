@@ -25,10 +25,14 @@ from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek_v4_blocks import BlockShape, Compressor, Indexer, rotate_end
-from common.engine.models.deepseek_v4_config import LayerKind, v4_config
+from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
 from common.engine.models.deepseek_v4_moe import HashMoeMlp
+from common.engine.models.deepseek_v4_names import layer_name
+from common.engine.models.family import Family
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.weights import Weight
+from common.layout.component import CacheComponent
+from common.layout.families import compressed_components
 
 BLOCKED = "blocked"
 """Name of the rotation of layers with blocks; with a size behind it, that of blocks themselves."""
@@ -243,3 +247,29 @@ def stream_shape(config: ModelConfig) -> StreamShape:
         epsilon=v4.stream_epsilon,
         norm_epsilon=config.rms_norm_eps,
     )
+
+
+def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    v4 = v4_config(config)
+    return compressed_components(
+        layer_count=config.layer_count,
+        window=v4.window,
+        head_dim=config.head_dim,
+        index_dim=v4.index_dim,
+        sparse_layers=v4.layers_of(LayerKind.SPARSE),
+        sparse_ratio=v4.sparse_ratio,
+        heavy_layers=v4.layers_of(LayerKind.HEAVY),
+        heavy_ratio=v4.heavy_ratio,
+        dtype=dtype,
+    )
+
+
+FAMILIES = {
+    "DeepseekV4ForCausalLM": Family(
+        read_deepseek_v4,
+        build_deepseek_v4_layer,
+        _cache,
+        model=DeepseekV4Lm,
+        rename=layer_name,
+    )
+}

@@ -19,10 +19,11 @@ from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.falcon_config import FalconConfig
+from common.engine.models.falcon_config import FalconConfig, read_falcon
+from common.engine.models.family import Family
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
-from common.engine.models.mamba_mixer import MambaMixer
+from common.engine.models.mamba_mixer import MambaMixer, mamba_cache
 from common.engine.weights import Weight
 
 
@@ -130,3 +131,10 @@ def falcon_config(config: ModelConfig) -> FalconConfig:
     """What only these layers have."""
     assert isinstance(config.family, FalconConfig), config.architecture
     return config.family
+
+
+FAMILIES = {
+    "FalconH1ForCausalLM": Family(
+        read_falcon, build_falcon_layer, mamba_cache, model=FalconLm, rename=rename_falcon
+    )
+}

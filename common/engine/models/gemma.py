@@ -8,6 +8,7 @@ Which layers see a window only is the cache's business. What the two differ in a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.gemma_config import GemmaConfig
+from common.engine.models.family import Family, gqa_cache
+from common.engine.models.gemma_config import GemmaConfig, read_gemma
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
-from common.engine.weights import Weight
+from common.engine.weights import Weight, text_name
 
 NORMS = (
     "input_layernorm",
@@ -125,3 +127,11 @@ def gemma_config(config: ModelConfig) -> GemmaConfig:
     """What only these layers have."""
     assert isinstance(config.family, GemmaConfig), config.architecture
     return config.family
+
+
+_GEMMA = Family(read_gemma, build_gemma_layer, gqa_cache, model=GemmaLm)
+FAMILIES = {
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA, rename=text_name),
+}

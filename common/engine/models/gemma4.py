@@ -8,6 +8,7 @@ last: each layer takes its own off the end. So a pipeline stage is handed what i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,13 @@ from common.engine.layers.norm import RmsNorm, WideNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
+from common.engine.models.family import Family
 from common.engine.models.gemma import embed_scaled, soft_capped
-from common.engine.models.gemma4_config import Gemma4Config
+from common.engine.models.gemma4_config import Gemma4Config, read_gemma4
 from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
-from common.engine.weights import Weight
+from common.engine.weights import Weight, text_name
+from common.layout.component import CacheComponent
+from common.layout.families import CachedHeads, mixed_gqa_components
 
 UNSCALED = ScoreRule(scale=1.0)
 INPUT_NAMES = (
@@ -334,3 +338,21 @@ def gemma4_config(config: ModelConfig) -> Gemma4Config:
     """What only these layers have."""
     assert isinstance(config.family, Gemma4Config), config.architecture
     return config.family
+
+
+def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    family = gemma4_config(config)
+    shapes = [
+        CachedHeads(config.windows[layer], heads.kv_count, heads.dim)
+        if family.owners[layer] == layer
+        else None
+        for layer, heads in enumerate(family.heads)
+    ]
+    return mixed_gqa_components(shapes, dtype)
+
+
+_GEMMA4 = Family(read_gemma4, build_gemma4_layer, _cache, model=Gemma4Lm)
+FAMILIES = {
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, rename=text_name),
+}

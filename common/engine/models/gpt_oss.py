@@ -19,7 +19,8 @@ from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import WideNorm
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.gpt_oss_config import GptOssConfig
+from common.engine.models.family import Family, gqa_cache
+from common.engine.models.gpt_oss_config import GptOssConfig, read_gpt_oss
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.pre_norm_layer import PreNormLayer
 from common.engine.weights import Piece, Weight
@@ -146,3 +147,8 @@ class GptOssLm(CausalLm):
     """Its last norm is scaled in fp32, as all others are."""
 
     norm_type = WideNorm
+
+
+FAMILIES = {
+    "GptOssForCausalLM": Family(read_gpt_oss, build_gpt_oss_layer, gqa_cache, model=GptOssLm)
+}

@@ -17,11 +17,14 @@ from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
-from common.engine.models.kda_config import kda_config
+from common.engine.models.family import Family, hybrid_mla_cache
+from common.engine.models.kda_config import kda_config, read_kimi_linear, read_ling_3
 from common.engine.models.kimi_delta import KimiDelta, delta_shape
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerAttention, PreNormLayer
 from common.engine.weights import Weight
+from common.layout.component import CacheComponent
+from common.layout.families import gated_delta_components
 
 KIMI_EXPERT = re.compile(r"\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.")
 KIMI_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -99,3 +102,27 @@ def rename_ling(name: str) -> str | None:
     for published, asked in LING_PARTS.items():
         name = name.replace(f".self_attn.{published}.", f".self_attn.{asked}.")
     return name.replace(".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias")
+
+
+def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    kda = kda_config(config)
+    heads = (kda.head_count, kda.head_dim)
+    slots = gated_delta_components(
+        layers=kda.linear_layers,
+        key_heads=heads,
+        value_heads=heads,
+        kernel_size=kda.kernel_size,
+        conv_dtype=config.dtype,
+        state_dtype="float32",
+    )
+    return (*hybrid_mla_cache(config, kda.linear_layers, kda.is_rotated, dtype), *slots)
+
+
+FAMILIES = {
+    "KimiLinearForCausalLM": Family(
+        read_kimi_linear, build_kda_layer, _cache, model=KdaLm, rename=rename_kimi_linear
+    ),
+    "BailingHybridForCausalLM": Family(
+        read_ling_3, build_kda_layer, _cache, model=KdaLm, rename=rename_ling
+    ),
+}

@@ -26,10 +26,14 @@ from common.engine.layers.ssd import SsdInputs, SsdRule, apply_ssd
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
+from common.engine.models.family import Family, hybrid_mla_cache
+from common.engine.models.latent_hybrid import rename_ling
 from common.engine.models.layer_pass import LayerPass
-from common.engine.models.lightning_config import lightning_config
+from common.engine.models.lightning_config import lightning_config, read_ling_2_5
 from common.engine.models.pre_norm_layer import LayerAttention, PreNormLayer
 from common.engine.weights import Weight
+from common.layout.component import CacheComponent
+from common.layout.families import lightning_components
 
 LINEAR = "linear"
 """The name of linear attention's rotation: half-split pairs of a head's first channels."""
@@ -150,3 +154,20 @@ class LightningLm(CausalLm):
             dtype=torch.float32,
         )
         return super().build_rotaries() | {LINEAR: linear}
+
+
+def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    lightning = lightning_config(config)
+    slots = lightning_components(
+        layers=lightning.linear_layers,
+        head_count=config.head_count,
+        head_dim=lightning.head_dim,
+    )
+    return (*hybrid_mla_cache(config, lightning.linear_layers, True, dtype), *slots)
+
+
+FAMILIES = {
+    "BailingMoeV2_5ForCausalLM": Family(
+        read_ling_2_5, build_lightning_layer, _cache, model=LightningLm, rename=rename_ling
+    )
+}

@@ -8,7 +8,9 @@ from __future__ import annotations
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.model_config import ModelConfig
+from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gqa import GqaAttention
+from common.engine.models.llama_config import read_llama
 from common.engine.models.pre_norm_layer import PreNormLayer
 
 
@@ -22,3 +24,12 @@ def build_llama_layer(context: LayerContext, config: ModelConfig, layer: int) ->
         has_bias=config.has_mlp_bias,
     )
     return PreNormLayer(context, config, layer, GqaAttention(context, config, layer), mlp)
+
+
+_LLAMA = Family(read_llama, build_llama_layer, gqa_cache)
+FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+}

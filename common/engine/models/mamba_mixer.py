@@ -9,6 +9,7 @@ there are fewer groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,13 @@ from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.short_conv import ConvSegment, ShortConv
 from common.engine.layers.ssd import SsdInputs, SsdRule, apply_ssd
+from common.engine.model_config import ModelConfig
+from common.engine.models.family import gqa_cache
 from common.engine.models.layer_pass import LayerPass
-from common.engine.models.mamba_config import MambaConfig
+from common.engine.models.mamba_config import MambaConfig, MambaFamily
 from common.engine.weights import Weight
+from common.layout.component import CacheComponent
+from common.layout.families import mamba_components
 
 STATE = "state"
 """The cache component's name."""
@@ -142,3 +147,26 @@ def projected_rows(context: LayerContext, mamba: MambaConfig) -> dict[str, range
         "c": shifted(shared, 2 * mamba.inner_size + shared_size),
         "dt": shifted(heads, mamba.inner_size + mamba.conv_size),
     }
+
+
+def mamba_cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    """Keys and values of the layers that attend, slots of those that recur."""
+    family = config.family
+    assert isinstance(family, MambaFamily), config.architecture
+    mamba = family.mamba
+    slots = mamba_components(
+        layers=family.mamba_layers,
+        heads=(mamba.head_count, mamba.head_dim),
+        groups=(mamba.group_count, mamba.state_dim),
+        kernel_size=mamba.kernel_size,
+        conv_dtype=config.dtype,
+    )
+    keys_values = (
+        replace(
+            component,
+            layers=family.attention_layers,
+            order=component.order if family.is_rotated else "",
+        )
+        for component in gqa_cache(config, dtype)
+    )
+    return (*keys_values, *slots)

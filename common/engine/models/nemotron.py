@@ -17,10 +17,11 @@ from common.engine.layers.norm import WideNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.family import Family
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
-from common.engine.models.mamba_mixer import MambaMixer
-from common.engine.models.nemotron_config import LayerKind, NemotronConfig
+from common.engine.models.mamba_mixer import MambaMixer, mamba_cache
+from common.engine.models.nemotron_config import LayerKind, NemotronConfig, read_nemotron
 from common.engine.models.pre_norm_layer import LayerMlp
 from common.engine.weights import Weight
 
@@ -182,3 +183,10 @@ def nemotron_config(config: ModelConfig) -> NemotronConfig:
     """What only these layers have."""
     assert isinstance(config.family, NemotronConfig), config.architecture
     return config.family
+
+
+FAMILIES = {
+    "NemotronHForCausalLM": Family(
+        read_nemotron, build_nemotron_layer, mamba_cache, model=NemotronLm, rename=rename_nemotron
+    )
+}

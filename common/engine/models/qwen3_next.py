@@ -7,6 +7,7 @@ for. Which layer is what, and how projections are stored, are values of `ModelCo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,15 @@ from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import OffsetNorm, OffsetQkNorm
 from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gated_delta_net import GatedDeltaNet, delta_config, delta_shape
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerAttention, LayerMlp, PreNormLayer
+from common.engine.models.qwen3_next_config import read_qwen3_next
 from common.engine.weights import Weight, text_name
+from common.layout.component import CacheComponent
+from common.layout.families import gated_delta_components
 
 
 class GatedAttention(GqaAttention):
@@ -102,3 +107,36 @@ def rename_qwen3_next(name: str) -> str | None:
         return None
     is_plain = name.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))
     return name if is_plain else text_name(name)
+
+
+def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    delta = delta_config(config)
+    attention_layers = sorted(set(range(config.layer_count)) - set(delta.linear_layers))
+    slots = gated_delta_components(
+        layers=delta.linear_layers,
+        key_heads=(delta.key_head_count, delta.key_dim),
+        value_heads=(delta.value_head_count, delta.value_dim),
+        kernel_size=delta.kernel_size,
+        conv_dtype=config.dtype,
+        state_dtype=delta.state_dtype,
+    )
+    keys_values = (
+        replace(component, layers=tuple(attention_layers)) for component in gqa_cache(config, dtype)
+    )
+    return (*keys_values, *slots)
+
+
+_QWEN3_NEXT = Family(
+    read_qwen3_next,
+    build_qwen3_next_layer,
+    _cache,
+    model=Qwen3NextLm,
+    rename=rename_qwen3_next,
+)
+FAMILIES = {
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_NEXT,
+    "Qwen3_5MoeForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_NEXT,
+}

@@ -1,0 +1,83 @@
+"""What a family's module says of it: how it is read, built and cached. The registry collects them.
+
+Beside it, what models cache of which several families share the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from common.engine.model_config import ModelConfig
+from common.engine.model_reading import CheckpointConfig
+from common.engine.models.causal_lm import CausalLm, LayerBuilder
+from common.engine.weights import same_name
+from common.layout.component import CacheComponent
+from common.layout.families import (
+    gqa_components,
+    hybrid_mla_components,
+    mla_components,
+    windowed_gqa_components,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """read: config.json to `ModelConfig`. build_layer: the model's layers.
+
+    components: (config, cache dtype) to what it caches. model: what stands around the layers.
+    rename: a checkpoint's tensor name to the one that layers ask for, None for a tensor that is
+        not of the decoder.
+    """
+
+    read: Callable[[CheckpointConfig], ModelConfig]
+    build_layer: LayerBuilder
+    components: Callable[[ModelConfig, str], tuple[CacheComponent, ...]]
+    model: type[CausalLm] = CausalLm
+    rename: Callable[[str], str | None] = same_name
+
+
+def gqa_cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    """Keys and values of every layer, some of which may see a window only."""
+    if config.has_windows:
+        return windowed_gqa_components(
+            windows=config.windows,
+            kv_head_count=config.kv_head_count,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+    return gqa_components(
+        layer_count=config.layer_count,
+        kv_head_count=config.kv_head_count,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+def mla_cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    """Latent rows of every layer."""
+    assert config.mla is not None
+    return mla_components(
+        layer_count=config.layer_count,
+        latent_dim=config.mla.latent_dim,
+        rope_dim=config.mla.rope_dim,
+        is_interleaved=config.rope.is_interleaved,
+        dtype=dtype,
+    )
+
+
+def hybrid_mla_cache(
+    config: ModelConfig, linear_layers: Collection[int], is_rotated: bool, dtype: str
+) -> tuple[CacheComponent, ...]:
+    """Latent rows of the layers that do not recur.
+
+    is_rotated: whether the last part of a row is.
+    """
+    assert config.mla is not None
+    return hybrid_mla_components(
+        layers=tuple(layer for layer in range(config.layer_count) if layer not in linear_layers),
+        latent_dim=config.mla.latent_dim,
+        rope_dim=config.mla.rope_dim,
+        is_rotated=is_rotated,
+        dtype=dtype,
+    )
