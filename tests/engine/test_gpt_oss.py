@@ -28,8 +28,10 @@ from common.errors import ConfigError
 from common.layout.component import FULL, Live, LiveKind
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (
+    Change,
     Reference,
     edit_config,
+    edit_tensors,
     random_prompt,
     respell_as_published,
 )
@@ -341,15 +343,13 @@ def remove_sinks(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_wrong_tensors_are_named(
-    change: Callable[[dict[str, Tensor]], None],
+    change: Change,
     message: str,
     twins: tuple[Path, Path],
     tmp_path: Path,
 ) -> None:
     broken = Path(shutil.copytree(twins[0], tmp_path / "model"))
-    tensors = load_file(broken / "model.safetensors")
-    change(tensors)
-    save_file(tensors, broken / "model.safetensors")
+    edit_tensors(broken, change)
     with pytest.raises(ConfigError, match=message):
         load_model(broken)
 
