@@ -20,6 +20,7 @@ SECTIONS = {
     "cache_kinds": "bench.cache_kinds",
     "states": "bench.states",
     "latent_reads": "bench.latent_reads",
+    "verify": "bench.verify",
 }
 
 

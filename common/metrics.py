@@ -21,7 +21,6 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.config import EngineType
-from common.failures import FAILURES
 from common.metrics_names import (
     E2E_BUCKETS,
     INTER_TOKEN_BUCKETS,
@@ -36,7 +35,6 @@ from common.metrics_snapshot import BASE_LABELS, Snapshot, SnapshotCollector
 from common.request import HandOverTrace, RequestTrace
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-ABORTED = "aborted"  # counted apart: its client wanted it
 
 
 class ServerMetrics:
@@ -107,9 +105,6 @@ class ServerMetrics:
         self._failed = self._counter(
             "baton:failed_requests_total", "Requests that ended in an error, by its kind.", "kind"
         )
-        for kind in FAILURES:
-            if kind != ABORTED:
-                self._failed.labels(**self._labels, kind=kind)
         self._prompt_tokens = self._counter(
             "sglang:prompt_tokens_total", "Prompt tokens of ended requests.", "is_streaming"
         )
@@ -247,7 +242,7 @@ class ServerMetrics:
         self._hand_over_runs.labels(**self._labels).inc(hand_over.run_count)
 
     def _count_failure(self, kind: str) -> None:
-        if kind == ABORTED:
+        if kind == "aborted":
             self._aborted.labels(**self._labels).inc()
         else:
             self._failed.labels(**self._labels, kind=kind).inc()

@@ -82,7 +82,7 @@ class Verifier:
         if problem is None:
             self.counters["verified"] += 1
             return transfer.link, check.done
-        self.counters["mismatched"] += 1
+        self._count_mismatch(problem)
         text = f"the cache from {transfer.link} is not what was sent: {problem}"
         self._outbox.report(f"transfer {transfer.transfer_id:x}: {text}", is_warning=True)
         # The other half has ended well and its room is used up: any server may try again.
@@ -97,6 +97,13 @@ class Verifier:
             is_retryable=True,
         )
         return transfer.link, failed
+
+    def _count_mismatch(self, problem: Difference | str) -> None:
+        """In all, and by component and layer; the pages are told once, to the log."""
+        self.counters["mismatched"] += 1
+        if isinstance(problem, Difference):
+            name = f"mismatched in {problem.component} of layer {problem.layer}"
+            self.counters[name] = self.counters.get(name, 0.0) + 1
 
     def _compare(self, check: _Check) -> Difference | str | None:
         transfer, sent = check.transfer, check.done.digests

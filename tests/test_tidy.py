@@ -22,7 +22,7 @@ TOP_LEVEL = {
 # Lower layers first; a package may import itself and what stands before it.
 LAYERS = [
     {"common.config", "common.flags", "common.errors", "common.metrics", "common.log",
-     "common.clock", "common.request", "common.failures"},
+     "common.clock", "common.request"},
     {"common.layout"},
     {"common.planner"},
     {"common.protocol"},

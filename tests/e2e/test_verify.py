@@ -87,3 +87,5 @@ def test_the_metrics_count_what_was_compared_and_what_differed(pair: Pair) -> No
     events = {line for line in lines if line.startswith("baton:events_total")}
     assert any('event="verified"' in line and line.endswith(" 3.0") for line in events)
     assert any('event="mismatched"' in line and line.endswith(" 5.0") for line in events)
+    # The last cell of a page is where the damage was done.
+    assert any('event="mismatched in v of layer 2"' in line for line in events), events

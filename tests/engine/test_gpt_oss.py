@@ -28,10 +28,8 @@ from common.errors import ConfigError
 from common.layout.component import FULL, Live, LiveKind
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (
-    Change,
     Reference,
     edit_config,
-    edit_tensors,
     random_prompt,
     respell_as_published,
 )
@@ -343,13 +341,15 @@ def remove_sinks(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_wrong_tensors_are_named(
-    change: Change,
+    change: Callable[[dict[str, Tensor]], None],
     message: str,
     twins: tuple[Path, Path],
     tmp_path: Path,
 ) -> None:
     broken = Path(shutil.copytree(twins[0], tmp_path / "model"))
-    edit_tensors(broken, change)
+    tensors = load_file(broken / "model.safetensors")
+    change(tensors)
+    save_file(tensors, broken / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         load_model(broken)
 

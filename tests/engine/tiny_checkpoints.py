@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.recipes import (
@@ -32,10 +30,7 @@ from tests.engine.recipes import (
 from tests.engine.recipes.latent import LATENT
 from tests.engine.recipes.recipe import COMMON, VOCAB_SIZE, Classes, Recipe
 
-__all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Change", "Recipe", "Reference"]
-
-Change = Callable[[dict[str, Tensor]], None]
-"""What a test does to the tensors of a checkpoint, by name."""
+__all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
 
 # One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
 # 8 distinct tokens among 64, and the two best logits are never closer than 5e-4, many times the
@@ -128,13 +123,6 @@ def edit_config(directory: Path, **changes: object) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
-def edit_tensors(directory: Path, change: Change) -> None:
-    """Change the tensors of a checkpoint of one file."""
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

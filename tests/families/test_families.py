@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.tiny_checkpoints import Reference, random_prompt
 from tests.families.cases import CASES, Case
+from tests.families.digests import digests_found, digests_sent, first_difference
 from tests.families.server import Place, Sequence, Server, Shape, least_nbytes, places_of
 
 pytestmark = pytest.mark.slow
@@ -72,8 +73,12 @@ def test_every_pair_gives_the_tokens_of_the_reference_for_the_least_bytes(world:
             assert nbytes == least_nbytes(target.layout, sequence.computed_count)
             if len(target.pools) == 1:
                 assert nbytes == case.nbytes(sequence.computed_count), sequence.computed_count
-            source.close(sequence)
             taken.append(received)
+        # The longest one, before anything is decoded.
+        sent = digests_sent(source, given[-1], target)
+        assert sent == digests_found(source, target, taken[-1])
+        for sequence in given:
+            source.close(sequence)
         target.decode()
         pair = f"{source_shape} to {target_shape}"
         assert [output_of(sequence) for sequence in taken] == world.expected, pair
@@ -111,6 +116,7 @@ def test_whatever_is_handed_over_decides_tokens(world: World) -> None:
     prompt_index = len(case.lengths) - 1
     (given,) = source.prefill([world.prompts[prompt_index]], case.output_count)
     probe, _ = target.receive(source, given)
+    sent = digests_sent(source, given, target)
     count = len(places_of(target, probe))
     taken = [probe] + [target.receive(source, given)[0] for _ in range(count - 1)]
     names = []
@@ -118,6 +124,15 @@ def test_whatever_is_handed_over_decides_tokens(world: World) -> None:
     for index, sequence in enumerate(taken):
         place = places_of(target, sequence)[index]
         names.append(f"{place.component} {place.segment} of layer {place.layer}")
+        spoil_one_byte(place, index)
+        found = first_difference(target, given.computed_count, sent,
+                                 digests_found(source, target, sequence))  # fmt: skip
+        assert found is not None, f"a byte of {names[-1]} was not compared"
+        assert (found.component, found.segment, found.layer) == (
+            place.component,
+            place.segment,
+            place.layer,
+        )
         spoil(place, generator)
     target.decode()
     source.close(given)
@@ -127,6 +142,12 @@ def test_whatever_is_handed_over_decides_tokens(world: World) -> None:
         if output_of(sequence) == world.expected[prompt_index]
     ]
     assert unchanged == [], "sent, but nobody reads it"
+
+
+def spoil_one_byte(place: Place, seed: int) -> None:
+    values = place.read()
+    values.view(-1)[seed * 7919 % values.numel()] ^= 1
+    place.write(values)
 
 
 def spoil(place: Place, generator: torch.Generator) -> None:
