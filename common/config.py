@@ -81,6 +81,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         empty: nothing is asked. The admin ones also open what changes the server's state.
     local_prefill: "fallback" lets a decode server compute a prompt itself when no prefill server
         can be found for it; "off" answers 503.
+    self_test_interval_s: a decode server that was handed nothing for so long tries one token; 0:
+        never.
     bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
     heartbeat_interval_s, peer_timeout_s: how often peers are told that this server lives, and how
         long one may be silent; the same on all servers.
@@ -131,6 +133,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     landing_mb: int = 64
     ucx: str = "auto"
     local_prefill: str = "off"
+    self_test_interval_s: float = 30.0
     bootstrap_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
     heartbeat_interval_s: float = 0.2

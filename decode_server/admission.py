@@ -102,6 +102,9 @@ class Admission:
 
     def _choose(self, request: DecodeRequest, now: float) -> PrefillPeer | None:
         """The prefill server of a request: the one its router named, else the least loaded."""
+        if request.tested_link:
+            tested = self._peers.get(request.tested_link)
+            return tested if tested is not None and tested.phase is Phase.CONNECTED else None
         is_routed = request.bootstrap is not None
         if request.bootstrap is not None:
             link = f"{request.bootstrap.host}:{request.bootstrap.port}"
@@ -215,4 +218,5 @@ class Admission:
             token_ids=[] if is_by_room else list(request.token_ids),
             prompt_count=0 if is_by_room else request.prompt_count,
             sampling=None if is_by_room else sampling,
+            is_self_test=bool(request.tested_link),
         )

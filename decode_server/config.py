@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
-from common.flags import COMMON_FLAGS, Flag, address, choice, parse_settings, to_config
+from common.flags import COMMON_FLAGS, Flag, address, choice, number, parse_settings, to_config
 
 _RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
 ALONE = "none"  # what --prefill says when this server is to compute prompts itself
@@ -42,6 +42,12 @@ def bootstrap_allow(value: str) -> tuple[str, ...]:
 
 FLAGS = (
     *COMMON_FLAGS,
+    Flag(
+        "self_test_interval_s",
+        ("self-test-interval",),
+        number(0, 86400),
+        "seconds without a hand-over after which one of a token is tried; 0: never",
+    ),
     Flag(
         "local_prefill",
         ("local-prefill",),

@@ -21,7 +21,10 @@ ENDED = (DecodeState.DRAINING, DecodeState.FINISHED, DecodeState.FAILED)
 
 
 class Endings:
-    """Owner of the table of live requests, of their deadlines and of the waiting queue."""
+    """Owner of the table of live requests, of their deadlines and of the waiting queue.
+
+    tested: how self-tests ended, link and problem, until somebody takes that in.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Endings:
         self._outbox = outbox
         self.requests: dict[int, DecodeRequest] = {}
         self.deadlines = Deadlines()
+        self.tested: list[tuple[str, str]] = []
         self.queue: dict[int, DecodeRequest] = {}
         self.counters = dict.fromkeys(
             ("finished", "failed", "aborted", "timed_out", "transfer_failed", "retracted"), 0.0
@@ -59,6 +63,9 @@ class Endings:
             request.advance(DecodeEvent.LAST_TOKEN)
             self._drop_sequence(request, remember=True)
             self._forget(request)
+            if request.tested_link:
+                self.tested.append((request.tested_link, ""))
+                return
             self.counters["finished"] += 1
         self._outbox.to_frontend(
             Tokens(
@@ -78,11 +85,14 @@ class Endings:
         """Answer a request with one typed error. An ended request is left alone."""
         if request.state in ENDED:
             return
-        self.counters["failed"] += 1
-        if kind in self.counters:
-            self.counters[kind] += 1
-        trace = request.trace(now, status=kind, message=message)
-        self._outbox.to_frontend(Failed(request.request_id, status, kind, message, trace))
+        if request.tested_link:
+            self.tested.append((request.tested_link, f"self-test: {message}"))
+        else:
+            self.counters["failed"] += 1
+            if kind in self.counters:
+                self.counters[kind] += 1
+            trace = request.trace(now, status=kind, message=message)
+            self._outbox.to_frontend(Failed(request.request_id, status, kind, message, trace))
         self._tell_other_half(request, message)
         request.advance(DecodeEvent.CANCELLED)
         if request.transfer is not None:
@@ -90,6 +100,11 @@ class Endings:
             request.transfer = None
         self._drop_sequence(request, remember=False)
         self._forget(request)
+
+    @property
+    def client_count(self) -> int:
+        """Requests that a client waits for."""
+        return sum(not request.tested_link for request in self.requests.values())
 
     def _tell_other_half(self, request: DecodeRequest, reason: str) -> None:
         """A routed request that has reserved nothing yet ends: its other half waits for that."""

@@ -76,6 +76,8 @@ class PrefillPeer:
     is_configured: bool
     liveness: Liveness
     breaker: Breaker
+    succeeded_at: float = 0.0
+    test_problem: str = ""
     phase: Phase = Phase.DIALING
     next_hello_at: float = 0.0
     incarnation: str = ""
@@ -258,6 +260,8 @@ class PrefillPeers:
         if peer is None or not is_expected:
             return
         peer.phase = Phase.CONNECTED
+        peer.succeeded_at = now
+        peer.test_problem = ""
         peer.transports = list(attached.transports)
         peer.liveness = Liveness.start(now)
         over = ", ".join(peer.transports)
@@ -265,9 +269,11 @@ class PrefillPeers:
 
     # ---- how hand-overs went ---------------------------------------------------------------------
 
-    def note_success(self, link: str) -> None:
+    def note_success(self, link: str, now: float) -> None:
         peer = self._peers.get(link)
         if peer is not None:
+            peer.succeeded_at = now
+            peer.test_problem = ""
             if peer.breaker.state is not BreakerState.CLOSED:
                 self._outbox.report(f"prefill server {link} works again")
             peer.breaker.note_success()
@@ -386,7 +392,7 @@ class PrefillPeers:
                 address=peer.link,
                 incarnation=peer.incarnation,
                 state=str(peer.phase),
-                detail=peer.detail,
+                detail=peer.detail or peer.test_problem,
                 transports=list(peer.transports),
                 hand_over=[str(peer.hand_over)] if peer.layout is not None else [],
                 verify=str(peer.verify) if peer.layout is not None else "",

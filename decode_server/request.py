@@ -20,6 +20,7 @@ class DecodeRequest:
 
     attempt_count: hand-overs begun; tried_links: prefill servers that failed it.
     is_computed_here: no prefill server is looked for any more.
+    tested_link: of the prefill server that this is a self-test of; no client waits for it then.
     """
 
     request_id: int
@@ -36,6 +37,7 @@ class DecodeRequest:
     attempt_count: int = 0
     retraction_count: int = 0
     is_computed_here: bool = False
+    tested_link: str = ""
     tried_links: set[str] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     waiting_since: float = 0.0
@@ -55,6 +57,8 @@ class DecodeRequest:
     def bootstrap_link(self) -> str | None:
         """The one prefill server that can serve this request: the router's choice, for as long as
         that server alone knows the prompt's other half. None: any can."""
+        if self.tested_link:
+            return self.tested_link
         if self.bootstrap is None or self.output_count > 0:
             return None
         return f"{self.bootstrap.host}:{self.bootstrap.port}"

@@ -64,6 +64,7 @@ from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.recovery import PEER_WAIT_S, Recovery
 from decode_server.request import DecodeRequest, Transfer
+from decode_server.self_test import SelfTests
 from decode_server.starvation import STARVED_END_S, STARVED_TROUBLE_S, Starvation
 from decode_server.verifier import Verifier
 
@@ -116,6 +117,7 @@ class DecodeScheduler:
             may_fall_back=may_fall_back,
         )
         self._starvation = Starvation()
+        self._self_tests = SelfTests(self._peers, self._endings, limits.self_test_interval_s)
         self._trouble = ""
         self._admission = Admission(
             facts.incarnation,
@@ -131,11 +133,12 @@ class DecodeScheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._endings.requests
+        return not self._endings.client_count
 
     @property
     def is_ready(self) -> bool:
-        return self._is_local or self._may_fall_back or bool(self._peers.connected())
+        can_hand_over = any(not peer.test_problem for peer in self._peers.connected())
+        return self._is_local or self._may_fall_back or can_hand_over
 
     # ---- the three calls -------------------------------------------------------------------------
 
@@ -164,6 +167,7 @@ class DecodeScheduler:
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and start the next step if none runs."""
         self._recovery.expire(now)
+        self._self_tests.look(now, may_begin=self._starvation.since is None)
         self._receiver.repeat_aborts(now)
         waiting = list(self._endings.queue.values())
         here = [request for request in waiting if self._is_local or request.is_computed_here]
@@ -218,7 +222,7 @@ class DecodeScheduler:
             case Drain():
                 pass  # the frontend lets nobody in, and nobody else brings work
             case FlushCache():
-                done = answer_flush(message, self.account, len(self._endings.requests))
+                done = answer_flush(message, self.account, self._endings.client_count)
                 self._outbox.to_frontend(done)
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id))
@@ -316,7 +320,7 @@ class DecodeScheduler:
             request.transfer = None
             self._endings.fail(request, "transfer_failed", text, 500, now)
             return
-        self._peers.note_success(link)
+        self._peers.note_success(link, now)
         if request.first_token_at == 0.0:
             request.hand_over = done.trace
             request.prompt_logprobs = done.prompt_logprobs

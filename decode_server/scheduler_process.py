@@ -18,6 +18,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
+        self_test_interval_s=config.self_test_interval_s,
         pace=Pace(config.heartbeat_interval_s, config.peer_timeout_s, config.stall_s),
     )
     return DecodeScheduler(

@@ -50,7 +50,7 @@ class Endings:
         assert reservation is not None and sequence is not None and request.first_token is not None
         request.advance(PrefillEvent.SETTLED)
         self._account.close(sequence)
-        self.counters["finished"] += 1
+        self.counters["finished"] += not reservation.message.is_self_test
         trace = request.trace(now)
         logprobs = [request.first_logprobs] if request.first_logprobs is not None else []
         self._outbox.to_peer(
@@ -79,7 +79,7 @@ class Endings:
                     trace=trace,
                 )
             )
-        else:
+        elif not reservation.message.is_self_test:
             self._outbox.to_frontend(Traced(trace))
         self._forget(request)
 
@@ -120,7 +120,8 @@ class Endings:
                 self._outbox.to_peer(reservation.link, Quiesced(transfer_id, reservation.peer))
             else:
                 self.reply_failed(reservation, failure)
-        if request.client_id is None:
+        is_test = reservation is not None and reservation.message.is_self_test
+        if request.client_id is None and not is_test:
             self._outbox.to_frontend(Traced(request.trace(now)))
         self._forget(request)
 

@@ -125,7 +125,7 @@ class TransferRequest(_Message, frozen=True):
     token_count: tokens whose cache is wanted; both sides count positions from it.
     pages: per page group (first logical page index, page ids) for the live items.
     writers: ranks of the prefill server that the decode server expects to hear of.
-    budget_ms: how long this may still take.
+    budget_ms: how long this may still take. is_self_test: no client waits, nobody is to count it.
     """
 
     transfer_id: int
@@ -139,6 +139,7 @@ class TransferRequest(_Message, frozen=True):
     token_ids: list[int] = []
     prompt_count: int = 0
     sampling: SamplingParams | None = None
+    is_self_test: bool = False
 
 
 class TransferDone(_Message, frozen=True):

@@ -65,6 +65,7 @@ class Pace:
 class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
     queue_max: requests that may wait; more are answered 503 at once.
+    self_test_interval_s: time without a hand-over until one is tried; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
 
     chunk_token_max: int
@@ -73,3 +74,4 @@ class SchedulerLimits:
     has_prefix_cache: bool = True
     bootstrap_timeout_s: float = 30.0
     pace: Pace = Pace()
+    self_test_interval_s: float = 30.0

@@ -140,3 +140,45 @@ def test_a_server_that_runs_something_is_not_starved() -> None:
     pool.release_quarantined(0, pages)
     world.run(world.now + 1.0)
     assert client.finals == ["finished"] and state(world.nodes["d0"]).trouble == ""
+
+
+def test_a_self_test_that_fails_turns_health_red_until_one_goes_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world()
+    decode, prefill = world.nodes["d0"], world.nodes["p0"]
+    asked_at = fail_hand_overs(world, monkeypatch)
+    world.run(world.now + 27.0)
+    assert asked_at == [] and state(decode).is_ready
+    world.run(world.now + 3.0)
+    assert len(asked_at) == 1 and not state(decode).is_ready
+    (peer,) = state(decode).peers
+    assert (peer.state, peer.detail) == ("connected", "self-test: broken")
+    monkeypatch.undo()
+    world.run(world.now + 6.0)
+    assert state(decode).is_ready and state(decode).peers[0].detail == ""
+    # It is nobody's request.
+    for counters in (state(decode).counters, state(prefill).counters):
+        assert counters["requests"] == counters["finished"] == 0
+    assert state(decode).counters["failed"] == 0
+    assert decode.core.account.pool.used_count(0) == 0
+
+
+def test_who_is_handed_caches_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world()
+    tests = 0
+    carry_out = Node.carry_out
+
+    def count(self: Node, effects: list[Effect]) -> None:
+        nonlocal tests
+        messages = [effect.message for effect in effects if isinstance(effect, ToPeer)]
+        tests += sum(isinstance(m, TransferRequest) and m.is_self_test for m in messages)
+        carry_out(self, effects)
+
+    monkeypatch.setattr(Node, "carry_out", count)
+    for _ in range(3):
+        ask(world)
+        world.run(world.now + 20.0)
+    assert tests == 0
+    world.run(world.now + 15.0)
+    assert tests == 1

@@ -194,6 +194,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         token_ids=[5, 6, 7],
         prompt_count=2,
         sampling=SAMPLING,
+        is_self_test=True,
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away"),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
