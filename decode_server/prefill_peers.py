@@ -89,6 +89,7 @@ class PrefillPeer:
     is_same_host: bool = False
     opened: dict[int, RankDescriptor] = field(default_factory=dict)
     closed: RankSet = field(default_factory=lambda: RankSet(0))
+    is_gone: bool = False
     transports: list[str] = field(default_factory=list)
     hand_over: HandOver = HandOver.DIRECT
     verify: Verify = Verify.OFF
@@ -190,6 +191,7 @@ class PrefillPeers:
         peer.pids = tuple(welcome.pids)
         peer.liveness = Liveness.start(now)
         peer.opened = {}
+        peer.is_gone = False
         peer.transports = []
         peer.link_failures = set()
         peer.must_redial = False
@@ -326,7 +328,16 @@ class PrefillPeers:
             return None
         peer.phase = Phase.DIALING
         peer.next_hello_at = 0.0
-        return incarnation if peer.is_fenced_by_close else None
+        return incarnation if peer.is_fenced_by_close or peer.is_gone else None
+
+    def note_gone(self, incarnation: str) -> bool:
+        """The processes of a peer have ended. Whether that proves that nothing of it is written any
+        more: its last bytes may lie in a connection that our workers have not closed yet."""
+        peer = self._of_incarnation(incarnation)
+        if peer is None or peer.phase is not Phase.CLOSING:
+            return True
+        peer.is_gone = True
+        return False
 
     def lost(self, now: float) -> list[tuple[str, str]]:
         """Links whose peer is silent or can't go on, and why."""

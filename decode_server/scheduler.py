@@ -155,7 +155,8 @@ class DecodeScheduler:
                 self._recovery.lose(
                     self._peers.lose_incarnation(incarnation, "its processes ended"), now
                 )
-                self._receiver.apply_gone(incarnation)
+                if self._peers.note_gone(incarnation):
+                    self._receiver.apply_gone(incarnation)
             case LinkRefused(link=link, reason=reason):
                 self._peers.handle_link_refused(link, reason, now)
             case Tick():

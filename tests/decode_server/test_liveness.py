@@ -46,7 +46,7 @@ def test_a_frozen_peer_is_given_up_in_a_second_and_its_requests_go_elsewhere(wor
 
 
 def test_a_peer_whose_workers_stand_still_is_given_up_although_it_is_heard(world: World) -> None:
-    world.nodes["p0"].worker.is_stalled = True
+    world.nodes["p0"].worker.stop()
     clients = ask(world)
     world.run(world.now + 2.0 + TOLD_S)
     assert connected(world) == ["p1:1"]
@@ -54,7 +54,7 @@ def test_a_peer_whose_workers_stand_still_is_given_up_although_it_is_heard(world
     assert [client.finals for client in clients] == [["finished"]] * 4
     world.run(world.now + 10.0)
     assert connected(world) == ["p1:1"], "nobody dials a server that can't go on"
-    world.nodes["p0"].worker.thaw()
+    world.nodes["p0"].worker.go_on()
     world.run(world.now + 1.5)
     assert connected(world) == ["p0:1", "p1:1"]
 

@@ -4,25 +4,20 @@ It keeps the real worker's contract: steps run one after the other and write the
 end; a hand-over copies in two pieces with time between them and settles after the second. The next
 token is a digest of what is read through the page table, so the oracle needs no pages at all.
 
-Full groups, windows and tails hold token ids, a block holds the sum of its tokens, and a slot the
-sum of all tokens so far: one that is stale, mixed up or a token late gives another token.
+Over shared memory a piece is at the target once it is put. Over tcp it is on its way for a while
+and lands whatever became of its source, unless the target has closed the door that it was sent to.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-import numpy as np
-from numpy.typing import NDArray
-
 from common.config import HandOver
-from common.layout.component import Live, LiveKind
-from common.planner.digests import bucket_count, bucket_of_item, digested_planes
-from common.protocol.codec import decode_layout
+from common.layout.component import LiveKind
 from common.protocol.local import (
     CancelSends,
     ClosePeer,
@@ -46,51 +41,13 @@ from common.protocol.local import (
     WorkerToScheduler,
 )
 from common.scheduling.facts import ServerFacts
+from tests.sim.digests import digest_pages, regions_of
+from tests.sim.oracle import digest, fold, rows_to_send, seen
 
-VOCAB_SIZE = 997
 UNWRITTEN = -1
-STATE_MODULUS = 2**31 - 1
 
 After = Callable[[float, Callable[[], None]], None]
 Reply = Callable[[WorkerToScheduler], None]
-
-
-def next_token(tokens: list[int], lives: Sequence[Live]) -> int:
-    """What the model says after `tokens`, of which each part of it sees what its rule tells."""
-    return digest([value for live in lives for value in seen(tokens, live)])
-
-
-def seen(tokens: list[int], live: Live) -> list[int]:
-    """What a part of the model sees when `tokens` are computed."""
-    count = len(tokens)
-    match live.kind:
-        case LiveKind.FULL:
-            return tokens
-        case LiveKind.WINDOW:
-            return tokens[max(0, count - live.size) :]
-        case LiveKind.BLOCK:
-            starts = range(0, count - live.size + 1, live.size)
-            return [fold(0, tokens[start : start + live.size]) for start in starts]
-        case LiveKind.TAIL:
-            return tokens[max(0, count - count % live.size - live.back) :]
-        case LiveKind.SLOT:
-            return [fold(0, tokens)]
-        case _:
-            assert_never(live.kind)
-
-
-# The oracle and the workers share only these two.
-
-
-def digest(read: list[int]) -> int:
-    return zlib.crc32(np.asarray(read, dtype=np.int64).tobytes()) % VOCAB_SIZE
-
-
-def fold(state: int, tokens: list[int]) -> int:
-    """A sum in which every token and its place count."""
-    for token in tokens:
-        state = (state * 31 + token + 1) % STATE_MODULUS
-    return state
 
 
 @dataclass
@@ -102,28 +59,44 @@ class Known:
 
 
 class SimWorker:
-    """All ranks of one simulated server; those behind the first cache nothing."""
+    """All ranks of one simulated server; those behind the first cache nothing.
 
-    def __init__(self, facts: ServerFacts, rng: random.Random, after: After, reply: Reply) -> None:
+    transport: "posix" or "tcp". doors: by peer, the number of what it may write through over tcp.
+    awaits: whether this server has pages set aside for a transfer; asked of every byte that lands.
+    """
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        rng: random.Random,
+        after: After,
+        reply: Reply,
+        transport: str = "posix",
+    ) -> None:
         self.facts = facts
+        self.transport = transport
         self.groups = facts.layout.groups
         self.lives = [group.live for group in self.groups]
         self.pools = [
-            np.full((count + 1, group.page_items), UNWRITTEN, dtype=np.int64)
+            [[UNWRITTEN] * group.page_items for _ in range(count + 1)]
             for count, group in zip(facts.page_counts, self.groups, strict=True)
         ]
         self.is_dead = False
-        self.is_stalled = False
-        self._inbox: list[tuple[SchedulerToWorker, Callable[[str], SimWorker | None]]] = []
-        self._held: list[WorkerToScheduler] = []
         self.damage_rate = 0.0
         self.damage_rng = random.Random(0)
+        self.awaits: Callable[[int], bool] = lambda transfer_id: True
         self.targets: dict[str, SimWorker] = {}
         self.expected: dict[int, Expect] = {}
         self._hand_over: dict[str, HandOver] = {}
         self._refused: set[int] = set()
         self._rng = rng
-        self._after = after
+        self._network = after
+        self._is_stopped = False
+        self._overdue: list[Callable[[], None]] = []
+        self.doors: dict[str, int] = {}
+        self._door_count = 0
+        self._doors_there: dict[str, int] = {}
+        self._under_way: Counter[int] = Counter()
         self._reply = reply
         self._known: dict[int, Known] = {}
         self._steps: list[Step] = []
@@ -136,8 +109,8 @@ class SimWorker:
     def handle(self, message: SchedulerToWorker, find: Callable[[str], SimWorker | None]) -> None:
         if self.is_dead:
             return
-        if self.is_stalled:
-            self._inbox.append((message, find))
+        if self._is_stopped:
+            self._overdue.append(lambda: self.handle(message, find))
             return
         match message:
             case Step():
@@ -158,52 +131,55 @@ class SimWorker:
                 for rank in range(self.facts.rank_count):
                     self._soon(Forgotten(message.transfer_id, rank))
             case Digest():
-                self._after(self._rng.uniform(0.0001, 0.01), lambda: self._digest(message))
+                self._after(self._rng.uniform(0.0001, 0.01), lambda: self._compare(message))
             case OpenPeer():
+                self._door_count += 1
+                self.doors[message.peer] = self._door_count
+                address = str(self._door_count).encode()
                 for rank in range(self.facts.rank_count):
-                    descriptor = RankDescriptor(rank, b"address", self._regions(rank))
+                    descriptor = RankDescriptor(rank, address, regions_of(self.facts, rank))
                     self._soon(PeerOpened(message.peer, rank, descriptor))
             case ConnectPeer():
                 target = find(message.peer)
                 if target is not None:
                     self.targets[message.peer] = target
                     self._hand_over[message.peer] = message.hand_over
+                    self._doors_there[message.peer] = int(message.ranks[0].worker_address)
                     for rank in range(self.facts.rank_count):
-                        transports = "posix" if rank == 0 else ""
+                        transports = self.transport if rank == 0 else ""
                         self._soon(PeerConnected(message.peer, rank, transports))
             case ClosePeer():
                 self._close(message.peer)
 
-    def _regions(self, rank: int) -> list[tuple[str, int, int, bytes]]:
-        groups = zip(self.facts.layout.ranks[rank].groups, self.facts.page_counts, strict=True)
-        return [
-            (f"pages-{index}", 0, group.page_nbytes * (count + 1), b"key")
-            for index, (group, count) in enumerate(groups)
-        ]
+    def stop(self) -> None:
+        """As SIGSTOP does: nothing happens any more, what is due waits."""
+        self._is_stopped = True
+
+    def go_on(self) -> None:
+        self._is_stopped = False
+        while self._overdue and not self._is_stopped:
+            self._overdue.pop(0)()
+
+    def _after(self, delay: float, call: Callable[[], None]) -> None:
+        def due() -> None:
+            if self._is_stopped:
+                self._overdue.append(call)
+            else:
+                call()
+
+        self._network(delay, due)
 
     def _soon(self, message: WorkerToScheduler) -> None:
         self._after(self._rng.uniform(0.0001, 0.002), lambda: self._say(message))
 
     def _say(self, message: WorkerToScheduler) -> None:
-        if self.is_stalled:
-            self._held.append(message)
-        elif not self.is_dead:
+        if not self.is_dead:
             self._reply(message)
 
     def beat(self) -> None:
-        if not self.is_stalled:
+        if not self._is_stopped:
             for rank in range(self.facts.rank_count):
                 self._say(WorkerBeat(rank, self._finished_step))
-
-    def thaw(self) -> None:
-        """Go on after a stall: what is under way moved on, but neither side heard of the other."""
-        self.is_stalled = False
-        held, self._held = self._held, []
-        for message in held:
-            self._say(message)
-        inbox, self._inbox = self._inbox, []
-        for given, find in inbox:
-            self.handle(given, find)
 
     # ---- compute ---------------------------------------------------------------------------------
 
@@ -287,11 +263,16 @@ class SimWorker:
         return self._get(known, group, live.items(count))
 
     def _get(self, known: Known, group: int, items: range) -> list[int]:
-        places = [self._place(known, group, item) for item in items]
-        return [int(self.pools[group][place]) for place in places]
+        pool, pages, rows = self.pools[group], known.pages[group], self.groups[group].page_items
+        if not self.lives[group].is_paged:
+            return [pool[pages[0]][item % rows] for item in items]
+        missing = [item for item in items if item // rows not in pages]
+        assert not missing, f"item {missing[0]} of group {group} never had a page"
+        return [pool[pages[item // rows]][item % rows] for item in items]
 
     def _put(self, known: Known, group: int, item: int, value: int) -> None:
-        self.pools[group][self._place(known, group, item)] = value
+        page, row = self._place(known, group, item)
+        self.pools[group][page][row] = value
 
     def _place(self, known: Known, group: int, item: int) -> tuple[int, int]:
         """Page and row of an item; of what is not paged, all items go round in one page."""
@@ -319,33 +300,41 @@ class SimWorker:
         if target is not None and self._is_staged(send):
             # It is in the slot by then: the target scatters it whatever the source does.
             second = first
-        self._after(first, lambda: self._copy(send, target, send.token_start, middle))
+        # What is put over tcp is on its way for a while; flushed is what has arrived.
+        is_slow = self.transport == "tcp" and not (target and self._is_staged(send))
+        flight = self._rng.uniform(0.0005, 0.02) if is_slow else 0.0
         wait = scatter_at - second
-        self._after(second, lambda: self._copy(send, target, middle, send.token_stop, wait))
-        self._after(scatter_at + 0.0001, lambda: self._settle(send, ""))
+        self._after(
+            first, lambda: self._copy(send, target, send.token_start, middle, (0.0, flight))
+        )
+        self._after(
+            second, lambda: self._copy(send, target, middle, send.token_stop, (wait, flight))
+        )
+        self._after(scatter_at + flight + 0.0001, lambda: self._settle(send, ""))
 
     def _copy(
-        self, send: Send, target: SimWorker | None, start: int, stop: int, wait: float = 0.0
+        self,
+        send: Send,
+        target: SimWorker | None,
+        start: int,
+        stop: int,
+        times: tuple[float, float],
     ) -> None:
-        """wait: how long what is staged lies in its slot."""
+        """times: how long what is staged lies in its slot, and how long it is on its way."""
+        wait, flight = times
         is_open = send.send_id in self._sends_open
         if self.is_dead or not is_open or target is None or target.is_dead:
             return
         if send.transfer_id in self._cancelled or send.send_id in self._refused:
             return
-        rows: list[tuple[int, int]] = []
         is_last = send.is_final and stop == send.token_stop
-        for group, live in enumerate(self.lives):
-            if live.kind is LiveKind.FULL:
-                rows += [(group, position) for position in range(start, stop)]
-            elif live.kind is LiveKind.BLOCK:
-                rows += [(group, item) for item in range(start // live.size, stop // live.size)]
-            elif is_last:
-                # Final with the prompt only; leaves by absolute position.
-                rows += [(group, item) for item in live.items(send.token_stop)]
-        values = [self._row(send.source_pages, group, at).copy() for group, at in rows]
+        rows = rows_to_send(self.lives, start, stop, is_last=is_last)
+        values: list[int] = []
+        for group, item in rows:
+            page, row = self._row(send.source_pages, group, item)
+            values.append(self.pools[group][page][row])
         if not self._is_staged(send):
-            target.write(send, rows, values)
+            self._put_there(send, target, rows, values, flight)
             return
 
         def scatter() -> None:
@@ -356,47 +345,60 @@ class SimWorker:
 
         self._after(wait, scatter)
 
-    def write(
-        self, send: Send, rows: list[tuple[int, int]], values: list[NDArray[np.int64]]
+    def _put_there(
+        self,
+        send: Send,
+        target: SimWorker,
+        rows: list[tuple[int, int]],
+        values: list[int],
+        flight: float,
     ) -> None:
+        if self.transport != "tcp":
+            target.write(send, rows, values)
+            return
+        door = self._doors_there[send.peer]
+        self._under_way[send.send_id] += 1
+
+        def land() -> None:
+            if target._is_stopped:  # it lies in a socket that nobody reads
+                target._overdue.append(land)
+                return
+            self._under_way[send.send_id] -= 1
+            if target.doors.get(self.facts.incarnation) == door:
+                target.write(send, rows, values)
+
+        self._network(flight, land)
+
+    def write(self, send: Send, rows: list[tuple[int, int]], values: list[int]) -> None:
         """Into this target's pages, at these (group, item)."""
         if self.is_dead:
             return
+        assert self.awaits(send.transfer_id), f"late bytes of transfer_id={send.transfer_id} landed"
         for (group, item), value in zip(rows, values, strict=True):
-            self._row(send.target_pages, group, item)[...] = value
+            page, row = self._row(send.target_pages, group, item)
+            self.pools[group][page][row] = value
         if rows and self.damage_rng.random() < self.damage_rate:
             group, item = self.damage_rng.choice(rows)
-            self._row(send.target_pages, group, item)[...] += 1
+            page, row = self._row(send.target_pages, group, item)
+            self.pools[group][page][row] += 1
 
-    def _digest(self, job: Digest) -> None:
+    def _compare(self, job: Digest) -> None:
         """What lies in the pages by now, as the real one reads them while others are written."""
-        if self.is_dead:
-            return
-        own = self.facts.layout
-        target = decode_layout(job.layout) if job.is_source else own
-        count = bucket_count(target)
-        for rank in own.ranks:
-            digests: list[bytes] = []
-            for other in target.ranks if job.is_source else (rank,):
-                planes = digested_planes(other, job.verify, job.transfer_id)
-                rows = np.zeros((len(planes), count), dtype=np.int64)
-                for row, plane in zip(rows, planes, strict=True):
-                    items = self.lives[plane.group].items(job.token_count)
-                    buckets = bucket_of_item(len(items), count)
-                    for item, bucket in zip(items, buckets, strict=True):
-                        value = int(self._row(job.pages, plane.group, item)[0])
-                        if rank.index == 0:
-                            row[bucket] += zlib.crc32(f"{item} {value}".encode())
-                digests.append(rows.tobytes())
-            self._say(Digested(job.transfer_id, rank.index, digests))
 
-    def _row(self, lists: list[tuple[int, list[int]]], group: int, item: int) -> NDArray[np.int64]:
-        """The one value of an item, as a view."""
+        def value(group: int, item: int) -> int:
+            page, row = self._row(job.pages, group, item)
+            return self.pools[group][page][row]
+
+        for rank, digests in digest_pages(self.facts.layout, job, value):
+            self._say(Digested(job.transfer_id, rank, digests))
+
+    def _row(self, lists: list[tuple[int, list[int]]], group: int, item: int) -> tuple[int, int]:
+        """Page and row of an item in the page lists of a hand-over."""
         first, pages = lists[group]
         row_count = self.groups[group].page_items
         index = item // row_count - first if self.lives[group].is_paged else 0
         assert 0 <= index < len(pages), f"item {item} is not in pages {first}.. of {group}"
-        return self.pools[group][pages[index], item % row_count, None]
+        return pages[index], item % row_count
 
     def _is_staged(self, send: Send) -> bool:
         """Every transfer in landing mode, some in auto mode."""
@@ -414,16 +416,22 @@ class SimWorker:
         )
 
     def _settle(self, send: Send, error: str) -> None:
-        if self.is_dead or self._sends_open.pop(send.send_id, None) is None:
+        if self.is_dead or send.send_id not in self._sends_open:
             return
+        is_quiet = self._under_way[send.send_id] == 0
+        if not is_quiet and not error:
+            self._after(0.01, lambda: self._settle(send, error))
+            return
+        del self._sends_open[send.send_id]
         if send.transfer_id in self._cancelled:
             error = "cancelled"
         elif send.send_id in self._refused:
             error = "refused by the target"
         nbytes = (send.token_stop - send.token_start) * 8
-        self._say(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001))
-        for rank in range(1, self.facts.rank_count):
-            self._say(SendSettled(send.send_id, send.transfer_id, rank, error, 0, 0, 0.0))
+        is_quiet = self._under_way[send.send_id] == 0
+        self._say(SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001, is_quiet))
+        for r in range(1, self.facts.rank_count):
+            self._say(SendSettled(send.send_id, send.transfer_id, r, error, 0, 0, 0.0))
 
     def _close(self, peer: str) -> None:
         for send in list(self._sends_open.values()):
@@ -431,4 +439,10 @@ class SimWorker:
                 self._settle(send, "closed")
         self.targets.pop(peer, None)
         for rank in range(self.facts.rank_count):
-            self._soon(PeerClosed(peer, rank))
+            self._after(self._rng.uniform(0.0001, 0.02), lambda rank=rank: self._shut(peer, rank))
+
+    def _shut(self, peer: str, rank: int) -> None:
+        """Nothing gets in through a door that is closed, and only then that is said."""
+        if rank == 0:
+            self.doors.pop(peer, None)
+        self._say(PeerClosed(peer, rank))

@@ -7,7 +7,7 @@ import random
 from common.config import HandOver, Verify
 from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
-from tests.sim.world import Client, Node, World
+from tests.sim.world import BUDGET_S, GRACE_S, Client, Node, World
 
 QUIET_AT = 20.0  # accidents stop here; what is left must end by itself
 # What the servers of a story want; those of one story can agree.
@@ -18,6 +18,11 @@ HAND_OVERS = (
     (HandOver.LANDING, HandOver.AUTO),
 )
 DAMAGE_RATE = 0.03
+ACCIDENTS = (
+    *("crash", "crash", "linger", "freeze", "stop worker", "stop worker", "stop server"),
+    *("cut", "cut", "slow", "abort storm", "frozen writer", "frozen writer"),
+)
+BUDGETS_S = (BUDGET_S, BUDGET_S, BUDGET_S, 4.0, 1.0)
 WINDOWS = (0, 1, 3, 4, 9, 20)
 OTHER_LIVES = (
     SLOT,
@@ -31,12 +36,26 @@ SELF_TEST_MAX_S = 1.0
 END_AT = 75.0  # later than any deadline and grace
 
 
-def run_story(seed: int, *, has_accidents: bool = True, is_verified: bool = True) -> World:
+# Requests of a hungry story that all grow far beyond what admission leaves free.
+HUNGRY_SHARE = 0.2
+HUNGRY_TOKENS = (60, 120)
+
+
+def run_story(
+    seed: int,
+    *,
+    has_accidents: bool = True,
+    is_verified: bool = True,
+    log: list[str] | None = None,
+) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
 
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
+    log: where to tell what happens.
     """
     world = World(seed)
+    world.log = log
+    world.is_hurried = has_accidents
     rng = random.Random(seed ^ 0x5EED)
     prefills = [
         world.add(f"p{i}", "prefill", rng.choice((4, 8)), rng.randint(40, 90))
@@ -48,6 +67,7 @@ def run_story(seed: int, *, has_accidents: bool = True, is_verified: bool = True
     ]
     _choose_lives(world, seed)
     modes = random.Random(seed ^ 0xCAFE)
+    world.transport = modes.choice(("posix", "tcp"))
     one_of = modes.choice(HAND_OVERS)
     for node in world.nodes.values():
         node.hand_over = modes.choice(one_of)
@@ -61,10 +81,11 @@ def run_story(seed: int, *, has_accidents: bool = True, is_verified: bool = True
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
     shared = [rng.randint(10, 900) for _ in range(24)]
+    is_hungry = has_accidents and random.Random(seed ^ 0x40C6).random() < HUNGRY_SHARE
     for _ in range(rng.randint(10, 40)):
-        _plan_request(world, rng, prefills, decodes, shared)
+        _plan_request(world, rng, prefills, decodes, shared, is_hungry=is_hungry)
     if has_accidents:
-        for _ in range(rng.randint(0, 5)):
+        for _ in range(rng.randint(0, 6)):
             _plan_accident(world, rng)
     world.after(QUIET_AT, lambda: _repair(world))
     world.run(END_AT)
@@ -117,19 +138,24 @@ def _plan_request(
     prefills: list[Node],
     decodes: list[Node],
     shared: list[int],
+    *,
+    is_hungry: bool,
 ) -> None:
     prompt = shared[: rng.choice((0, 8, 16, 24))]
     prompt = prompt + [rng.randint(10, 900) for _ in range(rng.randint(1, 60))]
     max_new_tokens = rng.randint(1, 40)
+    if is_hungry:
+        max_new_tokens = rng.randint(*HUNGRY_TOKENS)
+    budget_s = rng.choice(BUDGETS_S) if world.is_hurried else BUDGET_S
     decode, prefill = rng.choice(decodes), rng.choice(prefills)
     is_routed = rng.random() < 0.4
-    at = rng.uniform(0.5, 12.0)
+    at = rng.uniform(0.5, 5.0 if is_hungry else 12.0)
     held: list[Client] = []
 
     is_orphan = is_routed and rng.random() < 0.1
 
     def submit_decode(room: Bootstrap | None) -> None:
-        held.append(world.submit(decode, prompt, max_new_tokens, room))
+        held.append(world.submit(decode, prompt, max_new_tokens, room, budget_s))
         held[0].is_orphan = is_orphan
 
     if is_routed:
@@ -154,41 +180,78 @@ def _plan_accident(world: World, rng: random.Random) -> None:
     node = rng.choice(list(world.nodes.values()))
     other = rng.choice(list(world.nodes.values()))
     at = rng.uniform(1.0, 14.0)
-    match rng.choice(("crash", "freeze", "cut", "stall")):
+    pair = frozenset((node.name, other.name))
+    match rng.choice(ACCIDENTS):
         case "crash":
             world.after(at, lambda: node.is_up and node.crash())
             world.after(at + rng.uniform(0.1, 3.0), lambda: node.is_up or node.boot())
+        case "linger":
+            node = _rush(world, rng, at)
+            world.after(at, lambda: node.is_up and node.worker.stop())
+            crash_at = at + rng.choice((0.0, rng.uniform(0.0, 2.0)))
+            linger_s = rng.uniform(0.5, 4.0)
+            world.after(crash_at, lambda: node.is_up and node.crash(linger_s))
+            world.after(crash_at + rng.uniform(0.05, 1.0), lambda: node.is_up or node.boot())
         case "freeze":
-            world.after(at, lambda: _freeze(node))
+            world.after(at, node.freeze)
             world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
-        case "stall":
-            world.after(at, lambda: _stall(node))
-            world.after(at + rng.uniform(0.5, 6.0), lambda: node.is_up and node.worker.thaw())
+        case "stop worker" | "stop server" as what:
+            world.after(at, lambda: _stop_worker(world, node, rng.uniform(0.3, 5.0)))
+            if what == "stop server":
+                world.after(at, node.freeze)
+                world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
+        case "frozen writer":
+            writer = _rush(world, rng, at)
+            world.after(at, lambda: _stop_worker(world, writer, rng.uniform(0.5, 5.0)))
+            for decode in world.nodes.values():
+                if decode.role == "decode":
+                    world.after(at + 0.2, lambda node=decode: _abort_all(world, node))  # type: ignore[misc]
         case "cut":
-            pair = frozenset((node.name, other.name))
             world.after(at, lambda: world.cut.add(pair))
-            world.after(at + rng.uniform(0.2, 4.0), lambda: world.cut.discard(pair))
+            world.after(at + rng.uniform(0.05, 4.0), lambda: world.cut.discard(pair))
+        case "slow":
+            world.after(at, lambda: world.slow.update({pair: rng.choice((0.05, 0.3, 1.0))}))
+            world.after(at + rng.uniform(0.5, 4.0), lambda: world.slow.pop(pair, None))
+        case "abort storm":
+            world.after(at, lambda: _abort_all(world, node))
 
 
-def _freeze(node: Node) -> None:
+def _rush(world: World, rng: random.Random, at: float) -> Node:
+    """Many requests at once, so that whatever happens then happens in the midst of hand-overs.
+    Returns a server that may be busy with them."""
+    decodes = [node for node in world.nodes.values() if node.role == "decode"]
+    for decode in decodes:
+        for _ in range(6):
+            prompt = [rng.randint(10, 900) for _ in range(rng.randint(20, 60))]
+            when = at - rng.uniform(0.02, 0.1)
+            world.after(when, lambda n=decode, p=prompt: world.submit(n, p, 8))  # type: ignore[misc]
+    return rng.choice([node for node in world.nodes.values() if node.role == "prefill"])
+
+
+def _stop_worker(world: World, node: Node, duration_s: float) -> None:
+    """Its server's scheduler goes on, and so does what is under way in the network."""
     if node.is_up:
-        node.is_frozen = True
+        worker = node.worker
+        world.tell(node.name, f"worker stops for {duration_s:.2f} s")
+        worker.stop()
+        world.after(duration_s, worker.go_on)
 
 
-def _stall(node: Node) -> None:
-    """The workers stand still, and their scheduler does not."""
-    if node.is_up:
-        node.worker.is_stalled = True
+def _abort_all(world: World, node: Node) -> None:
+    for client in list(world.clients.values()):
+        if node.is_up and client.node == node.name and not client.finals:
+            world.cancel(client)
 
 
 def _repair(world: World) -> None:
     world.cut.clear()
+    world.slow.clear()
     for node in world.nodes.values():
         if not node.is_up:
             node.boot()
         elif node.is_frozen:
             node.thaw()
-        node.worker.thaw()
+        node.worker.go_on()
 
 
 def _is_at_rest(world: World) -> bool:
@@ -209,8 +272,14 @@ def judge(world: World) -> None:
     """Every request one final reply, right tokens, nothing left anywhere."""
     for client in world.clients.values():
         assert len(client.finals) == 1, f"request {client.request_id}: {client.finals}"
-        is_routed_half = world.nodes[client.node].role == "prefill"
-        expected = client.expected(world.lives)[: 1 if is_routed_half else None]
+        node = world.nodes[client.node]
+        is_routed_half = node.role == "prefill"
+        token_max = node.core.request_token_max
+        expected = client.expected(world.lives, token_max)[: 1 if is_routed_half else None]
+        due_at = max(client.submitted_at + client.budget_s, node.thawed_at) + GRACE_S
+        assert client.answered_at <= due_at, (
+            f"request {client.request_id}: answered {client.answered_at - due_at:.1f} s late"
+        )
         assert client.output == expected[: len(client.output)], (
             f"request {client.request_id} on {client.node}: wrong tokens"
         )

@@ -1,9 +1,10 @@
 """The two real scheduler cores in one process, under a virtual clock and a seed.
 
-Messages take random time, keep their order per link and can be cut; servers can crash and come back
-as a new incarnation, and freeze. After every event the invariants are checked; at the end every
-request must have had exactly one final reply, with the tokens the oracle says, and all pages must
-be back.
+Messages take random time, keep their order per link and can be cut; what was sent to a process that
+ended meets its successor, as on a ZMQ socket that reconnects. Servers can crash and come back as a
+new incarnation, freeze, and leave a stopped worker behind that writes once more. After every event
+the invariants are checked; at the end every request must have had exactly one final reply, with the
+tokens the oracle says, and all pages must be back.
 """
 
 from __future__ import annotations
@@ -38,15 +39,20 @@ from common.scheduling.events import (
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim.sim_worker import SimWorker, next_token
+from tests.sim.oracle import next_token
+from tests.sim.sim_worker import SimWorker
 
 TICK_S = 0.25
 EOS = 7
+BUDGET_S = 20.0
+# A deadline is looked at with every event, and a tick is one.
+GRACE_S = 2 * TICK_S
+REDELIVER_S = 0.05
 
 
 @dataclass
 class Client:
-    """One request as its client sees it."""
+    """One request as its client sees it. submitted_at: when its scheduler got to see it."""
 
     request_id: int
     prompt: list[int]
@@ -54,15 +60,19 @@ class Client:
     node: str
     output: list[int] = field(default_factory=list)
     finals: list[str] = field(default_factory=list)
+    submitted_at: float = 0.0
+    answered_at: float = 0.0
+    budget_s: float = BUDGET_S
     is_cancelled: bool = False
     is_orphan: bool = False
     failure: str = ""
 
-    def expected(self, lives: Sequence[Live] = (FULL,)) -> list[int]:
+    def expected(self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9) -> list[int]:
+        """token_max: what the server allows a prompt and its output together."""
         tokens = list(self.prompt)
         for _ in range(self.max_new_tokens):
             tokens.append(next_token(tokens, lives))
-            if tokens[-1] == EOS:
+            if tokens[-1] == EOS or len(tokens) >= token_max:
                 break
         return tokens[len(self.prompt) :]
 
@@ -84,6 +94,7 @@ class Node:
         self.life = 0
         self.is_up = False
         self.is_frozen = False
+        self.thawed_at = 0.0
         self.backlog: list[Event] = []
 
     @property
@@ -98,6 +109,7 @@ class Node:
         return ServerLayout(components, 1, stages, self.page_size)
 
     def boot(self) -> None:
+        self.world.tell(self.name, "boots")
         self.life += 1
         self.is_up, self.is_frozen = True, False
         self.backlog = []
@@ -135,19 +147,40 @@ class Node:
             if self.life == life and self.is_up:
                 self.feed(FromWorker(message))
 
-        self.worker = SimWorker(self.facts, self.world.rng, self.world.after, reply)
+        self.worker = SimWorker(
+            self.facts, self.world.rng, self.world.after, reply, self.world.transport
+        )
         self.worker.damage_rate = self.world.damage_rate
         self.worker.damage_rng = self.world.damage_rng
+        core = self.core
+        if isinstance(core, DecodeScheduler):
+            self.worker.awaits = lambda transfer_id: (
+                self.life != life or not self.is_up or core._receiver.is_known(transfer_id)
+            )
         self.feed(Tick())
 
-    def crash(self) -> None:
+    def crash(self, linger_s: float = 0.0) -> None:
+        """linger_s: how long the worker outlives its server, stopped; its puts land at the end."""
+        self.world.tell(self.name, f"crashes, its worker lingers {linger_s:.2f} s")
         self.is_up = False
-        self.worker.is_dead = True
-        incarnation = self.facts.incarnation
-        for node in self.world.nodes.values():
-            if node.is_up and incarnation in node_watches(node):
-                delay = self.world.rng.uniform(0.001, 0.02)
-                self.world.after(delay, lambda n=node: n.feed(ProcessesGone(incarnation)))
+        worker, incarnation = self.worker, self.facts.incarnation
+
+        def bury() -> None:
+            worker.go_on()
+            worker.is_dead = True
+            self.world.lingering.pop(incarnation, None)
+            gone = ProcessesGone(incarnation)
+            for node in self.world.nodes.values():
+                if node.is_up and incarnation in node_watches(node):
+                    delay = self.world.rng.uniform(0.001, 0.02)
+                    self.world.after(delay, lambda n=node: n.feed(gone))  # type: ignore[misc]
+
+        if linger_s:
+            worker.stop()
+            self.world.lingering[incarnation] = worker
+            self.world.after(linger_s, bury)
+        else:
+            bury()
         for client in self.world.clients.values():
             if client.node == self.name and not client.finals:
                 client.finals.append("crashed with its server")
@@ -159,7 +192,10 @@ class Node:
             if not isinstance(event, Tick):
                 self.backlog.append(event)
             return
+        self.world.tell(self.name, event)
         now = self.world.now
+        if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
+            self.world.clients[event.message.request_id].submitted_at = now
         self.carry_out(self.core.handle(event, now))
         self.carry_out(self.core.schedule(now))
         pool = self.core.account.pool
@@ -167,14 +203,22 @@ class Node:
         for group, live in enumerate(self.world.lives):
             self.world.slots_ran_out |= not live.is_paged and pool.free_count(group) == 0
 
+    def freeze(self) -> None:
+        if self.is_up:
+            self.world.tell(self.name, "freezes")
+            self.is_frozen = True
+
     def thaw(self) -> None:
+        self.world.tell(self.name, "thaws")
         self.is_frozen = False
+        self.thawed_at = self.world.now
         backlog, self.backlog = self.backlog, []
         for event in backlog:
             self.feed(event)
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
+            self.world.tell(f"{self.name} ->", effect)
             match effect:
                 case ToFrontend(message=message):
                     if isinstance(message, Tokens | Failed):
@@ -206,6 +250,7 @@ class World:
 
     lives: what the parts of the model see, each in a page group of its own; all of it comes first.
     damage_rate: of pieces of a hand-over, how many leave one wrong value behind.
+    is_hurried: whether some clients have little time.
     slots_ran_out: whether any server ever had none left. retraction_count: of finished requests.
     """
 
@@ -214,6 +259,8 @@ class World:
         self.lives: tuple[Live, ...] = (FULL,)
         self.damage_rate = 0.0
         self.damage_rng = random.Random(seed ^ 0xDA3A6E)
+        self.transport = "posix"
+        self.is_hurried = False
         self.slots_ran_out = False
         self.retraction_count = 0
         self.now = 1.0
@@ -221,7 +268,9 @@ class World:
         self.clients: dict[int, Client] = {}
         self.watches: set[tuple[str, str]] = set()
         self.cut: set[frozenset[str]] = set()
-        self.log: list[str] = []
+        self.slow: dict[frozenset[str], float] = {}
+        self.lingering: dict[str, SimWorker] = {}
+        self.log: list[str] | None = None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._next = 0
         self._arrival: dict[tuple[str, str], float] = {}
@@ -229,6 +278,11 @@ class World:
     def add(self, name: str, role: str, page_size: int, pages: int) -> Node:
         self.nodes[name] = Node(self, name, role, page_size, pages)
         return self.nodes[name]
+
+    def tell(self, name: str, what: object) -> None:
+        """Into the log, if anybody wants to read it."""
+        if self.log is not None:
+            self.log.append(f"{self.now:9.4f} {name} {what}")
 
     # ---- time ------------------------------------------------------------------------------------
 
@@ -260,14 +314,23 @@ class World:
         if receiver is None or frozenset((sender.name, receiver.name)) in self.cut:
             return
         key = (sender.name, receiver.name)
-        at = max(self._arrival.get(key, 0.0), self.now + self.rng.expovariate(1 / 0.002))
+        mean = self.slow.get(frozenset(key), 0.002)
+        at = max(self._arrival.get(key, 0.0), self.now + self.rng.expovariate(1 / mean))
         self._arrival[key] = at
         life = receiver.life
+        sender_life = sender.life
         back = f"{sender.name}:1" if sender.role == "prefill" else sender.name
 
         def deliver() -> None:
-            if receiver.life == life:
+            # Who dials keeps what it sent until somebody listens there again; who is dialled loses
+            # it with the connection.
+            if receiver.life == life and receiver.is_up:
                 receiver.feed(FromPeer(back, message))
+            elif sender.role == "decode" and sender.life == sender_life:
+                if receiver.is_up:
+                    receiver.feed(FromPeer(back, message))
+                else:
+                    self.after(REDELIVER_S, deliver)
 
         self.after(at - self.now, deliver)
 
@@ -275,20 +338,26 @@ class World:
         for node in self.nodes.values():
             if node.is_up and node.facts.incarnation == incarnation:
                 return node.worker
-        return None
+        return self.lingering.get(incarnation)
 
     # ---- clients ---------------------------------------------------------------------------------
 
     def submit(
-        self, node: Node, prompt: list[int], max_new_tokens: int, room: Bootstrap | None = None
+        self,
+        node: Node,
+        prompt: list[int],
+        max_new_tokens: int,
+        room: Bootstrap | None = None,
+        budget_s: float = BUDGET_S,
     ) -> Client:
         client = Client(len(self.clients) + 1, prompt, max_new_tokens, node.name)
+        client.budget_s = budget_s
         self.clients[client.request_id] = client
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
         if not node.is_up:
             client.finals.append("refused: server is down")
             return client
-        submit = Submit(client.request_id, list(prompt), sampling, 20.0, room)
+        submit = Submit(client.request_id, list(prompt), sampling, budget_s, room)
         node.feed(FromFrontend(submit))
         return client
 
@@ -301,6 +370,7 @@ class World:
         if client.node != node:
             return
         assert not client.finals, f"request {client.request_id} was answered again: {message}"
+        client.answered_at = self.now
         if isinstance(message, Failed):
             client.finals.append("failed")
             client.failure = f"{message.kind}: {message.message}"

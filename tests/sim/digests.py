@@ -1,0 +1,44 @@
+"""What simulated ranks say of their pages: where they lie, and digests of what lies in them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from common.layout.cache_layout import ServerLayout
+from common.planner.digests import bucket_count, bucket_of_item, digested_planes
+from common.protocol.codec import decode_layout
+from common.protocol.local import Digest
+from common.scheduling.facts import ServerFacts
+
+
+def digest_pages(
+    own: ServerLayout, job: Digest, value: Callable[[int, int], int]
+) -> Iterator[tuple[int, list[bytes]]]:
+    """Digests by rank. value: what lies in the pages for an item of a group."""
+    target = decode_layout(job.layout) if job.is_source else own
+    count = bucket_count(target)
+    for rank in own.ranks:
+        digests: list[bytes] = []
+        for other in target.ranks if job.is_source else (rank,):
+            planes = digested_planes(other, job.verify, job.transfer_id)
+            rows = np.zeros((len(planes), count), dtype=np.int64)
+            for row, plane in zip(rows, planes, strict=True):
+                items = own.groups[plane.group].live.items(job.token_count)
+                buckets = bucket_of_item(len(items), count)
+                for item, bucket in zip(items, buckets, strict=True):
+                    if rank.index == 0:
+                        row[bucket] += zlib.crc32(f"{item} {value(plane.group, item)}".encode())
+            digests.append(rows.tobytes())
+        yield rank.index, digests
+
+
+def regions_of(facts: ServerFacts, rank: int) -> list[tuple[str, int, int, bytes]]:
+    """One region for each page group, as a rank announces it."""
+    groups = zip(facts.layout.ranks[rank].groups, facts.page_counts, strict=True)
+    return [
+        (f"pages-{index}", 0, group.page_nbytes * (count + 1), b"key")
+        for index, (group, count) in enumerate(groups)
+    ]

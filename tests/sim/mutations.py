@@ -1,0 +1,270 @@
+"""Bugs that are planted into the real cores, to see that the stories find them.
+
+Each is a small change of one method, of a kind that is easily written by mistake. Knows nothing of
+stories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from common.protocol.local import Cancel, Failed, FrontendToScheduler
+from common.protocol.peer import Abort, Quiesced, TransferFailed
+from common.scheduling.batcher import Batcher
+from common.scheduling.deadlines import Deadlines
+from common.scheduling.events import Effect, PeerMessage, ToFrontend
+from common.scheduling.page_pool import PagePool
+from common.scheduling.peers import Outbox
+from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.transitions import DecodeEvent, DecodeState, PrefillState
+from decode_server.endings import Endings as DecodeEndings
+from decode_server.prefill_peers import PrefillPeer
+from decode_server.receiver import Receiver
+from decode_server.request import DecodeRequest, Transfer
+from decode_server.scheduler import DecodeScheduler
+from prefill_server.request import PrefillRequest
+from prefill_server.reservations import Reservations
+from prefill_server.scheduler import PrefillScheduler
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """found_by: a seed whose story fails with it."""
+
+    name: str
+    plant: Plant
+    found_by: int
+
+
+# ---- pages that a writer may still reach ---------------------------------------------------------
+
+
+def no_quarantine(patch: Patch) -> None:
+    """Pages of a transfer that is given up are free at once."""
+
+    def set_aside(self: Receiver, transfer: Transfer, *, is_quiet: bool) -> None:
+        transfer.request = None
+        for group, span in enumerate(transfer.spans):
+            self._account.pool.release(group, span.page_ids)
+
+    patch.setattr(Receiver, "_set_aside", set_aside)
+
+
+def quarantine_by_timer(patch: Patch) -> None:
+    """Whoever has not answered the second Abort is taken to be quiet."""
+    repeat = Receiver.repeat_aborts
+
+    def repeat_and_free(self: Receiver, now: float) -> None:
+        is_due = now >= self._repeat_at
+        repeat(self, now)
+        for transfer_id in list(self._abandoned) if is_due else ():
+            self.apply_quiet(transfer_id)
+
+    patch.setattr(Receiver, "repeat_aborts", repeat_and_free)
+
+
+def fence_by_closing_over_shared_memory(patch: Patch) -> None:
+    patch.setattr(PrefillPeer, "is_fenced_by_close", property(lambda self: True))
+
+
+def quiesced_before_the_puts_are_back(patch: Patch) -> None:
+    handle = Reservations.handle_abort
+
+    def handle_early(self: Reservations, link: str, message: Abort, now: float) -> None:
+        self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
+        handle(self, link, message, now)
+
+    patch.setattr(Reservations, "handle_abort", handle_early)
+
+
+def stale_incarnation_speaks(patch: Patch) -> None:
+    """A restarted server answers for the transfers of its predecessor."""
+    handle = Reservations.handle_abort
+
+    def handle_any(self: Reservations, link: str, message: Abort, now: float) -> None:
+        meant = Abort(
+            message.transfer_id, message.incarnation, self._facts.incarnation, message.reason
+        )
+        handle(self, link, meant, now)
+
+    patch.setattr(Reservations, "handle_abort", handle_any)
+
+
+def done_frees_another_transfer(patch: Patch) -> None:
+    """The terminal message of an abandoned transfer frees the oldest one instead."""
+
+    def apply_quiet(self: Receiver, transfer_id: int) -> bool:
+        if transfer_id not in self._abandoned:
+            return False
+        oldest = next(iter(self._abandoned.values()))
+        oldest.is_quiet = True
+        self._free_if_out_of_reach(oldest)
+        return True
+
+    patch.setattr(Receiver, "apply_quiet", apply_quiet)
+
+
+# ---- hand-overs ----------------------------------------------------------------------------------
+
+
+def done_before_the_flush(patch: Patch) -> None:
+    """TransferDone goes out with the first token, whatever is still on its way."""
+
+    def handle_settled(self: PrefillScheduler, request: PrefillRequest, now: float) -> None:
+        if request.state is PrefillState.DRAINING:
+            self._endings.finish_if_quiet(request, now)
+        elif request.state is PrefillState.SENDING:
+            self._endings.finish(request, now)
+
+    patch.setattr(PrefillScheduler, "_handle_settled", handle_settled)
+
+
+def lost_abort_is_not_repeated(patch: Patch) -> None:
+    patch.setattr(Receiver, "repeat_aborts", lambda self, now: None)
+
+
+# ---- replies -------------------------------------------------------------------------------------
+
+
+def lost_reply(patch: Patch) -> None:
+    """A request that fails in a hand-over is not answered."""
+    fail = DecodeEndings.fail
+
+    def fail_silently(
+        self: DecodeEndings, request: DecodeRequest, kind: str, text: str, status: int, now: float
+    ) -> None:
+        is_in_transfer = request.state is DecodeState.TRANSFERRING
+        before = len(self._outbox._effects)
+        fail(self, request, kind, text, status, now)
+        if is_in_transfer:
+            self._outbox._effects[before:] = [
+                effect
+                for effect in self._outbox._effects[before:]
+                if not (isinstance(effect, ToFrontend) and isinstance(effect.message, Failed))
+            ]
+
+    patch.setattr(DecodeEndings, "fail", fail_silently)
+
+
+def double_answer(patch: Patch) -> None:
+    """Who cancels a request that has ended is answered once more."""
+    handle = DecodeScheduler._handle_frontend
+
+    def handle_twice(self: DecodeScheduler, message: FrontendToScheduler, now: float) -> None:
+        if isinstance(message, Cancel) and message.request_id not in self._endings.requests:
+            self._outbox.to_frontend(Failed(message.request_id, 499, "aborted", "late"))
+        handle(self, message, now)
+
+    patch.setattr(DecodeScheduler, "_handle_frontend", handle_twice)
+
+
+def deadline_ignored(patch: Patch) -> None:
+    patch.setattr(Deadlines, "take_expired", lambda self, now: [])
+
+
+def drain_drops_its_last_message(patch: Patch) -> None:
+    """An outbox that is full to four effects loses the last."""
+    take = Outbox.take
+
+    def take_some(self: Outbox) -> list[Effect]:
+        effects = take(self)
+        return effects[:-1] if len(effects) == 4 else effects
+
+    patch.setattr(Outbox, "take", take_some)
+
+
+def failure_lost_on_the_way(patch: Patch) -> None:
+    """A TransferFailed is dropped by who gets it; only the request's deadline is left."""
+    handle = DecodeScheduler._handle_peer
+
+    def handle_others(self: DecodeScheduler, link: str, message: PeerMessage, now: float) -> None:
+        if not isinstance(message, TransferFailed):
+            handle(self, link, message, now)
+
+    patch.setattr(DecodeScheduler, "_handle_peer", handle_others)
+
+
+# ---- pages and sequences -------------------------------------------------------------------------
+
+
+def window_page_one_token_early(patch: Patch) -> None:
+    recycle = PageAccount.recycle
+
+    def recycle_early(self: PageAccount, sequence: Sequence) -> None:
+        sequence.computed_count += 1
+        recycle(self, sequence)
+        sequence.computed_count -= 1
+
+    patch.setattr(PageAccount, "recycle", recycle_early)
+
+
+def wrong_page_released(patch: Patch) -> None:
+    """The page before the last is given back twice, the last one never."""
+    release = PagePool.release
+
+    def release_wrong(self: PagePool, group: int, pages: list[int]) -> None:
+        pages = list(pages)
+        if len(pages) > 2 and pages[-1] - 1 in self._used[group]:
+            pages[-1] -= 1
+        release(self, group, dict.fromkeys(pages))
+
+    patch.setattr(PagePool, "release", release_wrong)
+
+
+def retracted_request_loses_a_token(patch: Patch) -> None:
+    """What was streamed last is not part of what is computed again."""
+    wait_again = DecodeEndings.wait_again
+
+    def forget_one(
+        self: DecodeEndings, request: DecodeRequest, event: DecodeEvent, now: float
+    ) -> None:
+        wait_again(self, request, event, now)
+        if event is DecodeEvent.RETRACTED:
+            request.token_ids = request.token_ids[:-1]
+
+    patch.setattr(DecodeEndings, "wait_again", forget_one)
+
+
+def retracted_request_keeps_its_pages(patch: Patch) -> None:
+    make_room = Batcher._make_room
+
+    def keep(self: Batcher, planned: object) -> None:
+        close = self._account.close
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self._account, "close", lambda sequence: _close_but_one(close, sequence))
+            make_room(self, planned)  # type: ignore[arg-type]
+
+    patch.setattr(Batcher, "_make_room", keep)
+
+
+def _close_but_one(close: Callable[[Sequence], None], sequence: Sequence) -> None:
+    if len(sequence.spans[0].page_ids) > len(sequence.nodes):
+        sequence.spans[0].page_ids.pop()
+    close(sequence)
+
+
+MUTATIONS = (
+    Mutation("no-quarantine", no_quarantine, 5),
+    Mutation("quarantine-by-timer", quarantine_by_timer, 18),
+    Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 18),
+    Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 5),
+    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 45),
+    Mutation("done-frees-another-transfer", done_frees_another_transfer, 5),
+    Mutation("done-before-the-flush", done_before_the_flush, 0),
+    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 18),
+    Mutation("lost-reply", lost_reply, 0),
+    Mutation("double-answer", double_answer, 0),
+    Mutation("deadline-ignored", deadline_ignored, 2),
+    Mutation("drain-drops-its-last-message", drain_drops_its_last_message, 0),
+    Mutation("failure-lost-on-the-way", failure_lost_on_the_way, 12),
+    Mutation("window-page-one-token-early", window_page_one_token_early, 0),
+    Mutation("wrong-page-released", wrong_page_released, 0),
+    Mutation("retracted-request-loses-a-token", retracted_request_loses_a_token, 23),
+    Mutation("retracted-request-keeps-its-pages", retracted_request_keeps_its_pages, 23),
+)
