@@ -4,6 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= demo/checkpoint
+FAULTS ?= 200
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check sim faults bench run-prefill run-decode clean
@@ -39,10 +40,11 @@ check: $(STAMP) ## ruff, mypy and the rules of the house
 
 sim: $(STAMP) ## many thousand generated layouts and simulated schedules
 	@$(PY) -m tests.planner.sweep --examples 20000
+	@$(PY) -m tests.sim --mutations
 	@$(PY) -m tests.sim --seeds 5000
 
 faults: $(STAMP) ## real processes, killed, frozen and restarted under load
-	@$(PY) -m tests.faults
+	@$(PY) -m tests.faults --faults $(FAULTS)
 
 bench: $(STAMP) ## measure against memcpy and ucx_perftest; writes bench/out/report.json
 	@$(PY) -m bench

@@ -1,4 +1,4 @@
-"""`python -m tests.faults [--cases NAME,...] [--minutes N]`: break a pair and see what it costs.
+"""`python -m tests.faults [--faults N] [--cases NAME,...]`: break a pair and see what it costs.
 
 Real processes and real UCX, killed, frozen and restarted under load. Exit code 0 if in every case
 nothing hung, nothing was wrong, every page came back and the pair healed by itself.
@@ -15,11 +15,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.cases import TRANSPORTS, Case, find_cases
+from tests.faults.cases import TRANSPORTS, Case, draw_schedule, find_cases
 from tests.faults.keeper import Keeper
 from tests.faults.run import COMMON_ARGS, Report, Settings, Stage
 from tests.soak.golden import Golden, draw_prompts, take_goldens
 from tests.soak.servers import ServerPair, start_lone
+from tests.soak.verdicts import Verdict
 
 OUTPUT_TOKENS_MAX = 64
 SHARED_MEMORY = Path("/dev/shm")
@@ -29,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--cases", default="", help="comma-separated names; all if not given")
     parser.add_argument("--transport", default="", help="shm or tcp; both if not given")
+    parser.add_argument("--faults", type=int, default=0, help="so many, on all transports together")
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat, at random, this long")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
@@ -42,7 +44,8 @@ def main() -> int:
         parser.error(str(error))
     left_before = set(SHARED_MEMORY.iterdir())
     settings = Settings(options.clients, options.seed)
-    reports = asyncio.run(run_all(cases, transports, options.minutes * 60, settings))
+    duration_s = options.minutes * 60
+    reports = asyncio.run(run_all(cases, transports, duration_s, settings, options.faults))
     left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)
     bad = [report for report in reports if report.problems]
     print(f"\n{Report.HEAD}")
@@ -53,14 +56,27 @@ def main() -> int:
             print(f"OFF: {report.name}: {problem}")
     if left:
         print(f"OFF: left in {SHARED_MEMORY}: {', '.join(left)}")
+    fault_count = sum(report.fault_count for report in reports)
+    hangs, wrongs = (sum(r.counts[v] for r in reports) for v in (Verdict.HANG, Verdict.WRONG))
+    sent_count = sum(report.sent_count for report in reports)
+    leaked_count = sum(report.leaked_count for report in reports)
+    print(
+        f"{fault_count} faults under {sent_count} requests: {hangs} hangs, {wrongs} wrong answers, "
+        f"{leaked_count} pages leaked"
+    )
     print(f"{len(reports) - len(bad)} cases passed, {len(bad)} failed")
     return 1 if bad or left else 0
 
 
 async def run_all(
-    cases: list[Case], transports: tuple[str, ...], duration_s: float, settings: Settings
+    cases: list[Case],
+    transports: tuple[str, ...],
+    duration_s: float,
+    settings: Settings,
+    fault_count: int = 0,
 ) -> list[Report]:
-    """All cases once on each of their transports, then at random until the time is over."""
+    """All cases once on each of their transports, or as often as it takes for `fault_count`; then
+    at random until the time is over."""
     goldens = await learn(settings)
     reports: list[Report] = []
     end_at = time.monotonic() + duration_s
@@ -68,6 +84,9 @@ async def run_all(
     while True:
         for transport in transports:
             chosen = [case for case in cases if transport in case.transports]
+            if fault_count:
+                share = -(-fault_count // len(transports))
+                chosen = draw_schedule(chosen, share, f"{settings.seed} {transport}")
             reports += await run_on(transport, chosen, goldens, settings)
         if time.monotonic() >= end_at:
             return reports

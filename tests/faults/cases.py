@@ -5,6 +5,7 @@ Knows nothing of how it is done.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,11 +18,13 @@ WHOLE: tuple[Part, ...] = tuple(Part)
 
 
 class Act(StrEnum):
-    """KILL: SIGKILL. FREEZE: SIGSTOP, and SIGCONT seconds later. RESTART: SIGTERM, which drains."""
+    """KILL: SIGKILL. FREEZE: SIGSTOP, and SIGCONT seconds later. RESTART: SIGTERM, which drains.
+    STARVE: for seconds it may not open one more file or socket than it has."""
 
     KILL = "kill"
     FREEZE = "freeze"
     RESTART = "restart"
+    STARVE = "starve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Fault:
 
     @property
     def ends_server(self) -> bool:
-        return self.act is not Act.FREEZE
+        return self.act in (Act.KILL, Act.RESTART)
 
     @property
     def cuts_connections(self) -> bool:
@@ -73,6 +76,8 @@ CASES: tuple[Case, ...] = (
     *_on_either_side(Act.FREEZE, (Part.FRONTEND,), "frontend", ("shm",)),
     *_on_either_side(Act.FREEZE, WHOLE, "server"),
     *_on_either_side(Act.RESTART, (Part.SUPERVISOR,), "server"),
+    *_on_either_side(Act.STARVE, (Part.FRONTEND,), "frontend", ("shm",)),
+    *_on_either_side(Act.STARVE, (Part.SCHEDULER, Part.WORKER), "engine"),
     Case(
         "freeze-prefill-worker-then-kill-it",
         (
@@ -92,6 +97,17 @@ CASES: tuple[Case, ...] = (
         (Fault(Act.KILL, Side.PREFILL, WHOLE), Fault(Act.KILL, Side.DECODE, WHOLE, after_s=0.5)),
     ),
 )
+
+
+def draw_schedule(cases: list[Case], fault_count: int, seed: str) -> list[Case]:
+    """Cases in random order, each as often as the others, until they hold `fault_count` faults."""
+    rng = random.Random(f"schedule {seed}")
+    schedule: list[Case] = []
+    round_: list[Case] = []
+    while sum(len(case.faults) for case in schedule) < fault_count:
+        round_ = round_ or rng.sample(cases, len(cases))
+        schedule.append(round_.pop())
+    return schedule
 
 
 def find_cases(names: str) -> list[Case]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import resource
 import signal
 import time
 from collections import Counter
@@ -58,6 +60,7 @@ class Report:
     counts: Counter[Verdict]
     leaked_count: int
     heal_s: float
+    fault_count: int
     details: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -114,6 +117,7 @@ class Stage:
             counts=load.counts(),
             leaked_count=leaked_count,
             heal_s=_last_trouble(load.answers, ended_at) - ended_at,
+            fault_count=len(case.faults),
         )
         report.details = _details(load.answers)
         early_count = sum(
@@ -143,6 +147,14 @@ class Stage:
                 _signal_all(pids, signal.SIGSTOP)
                 await asyncio.sleep(freeze_s)
                 _signal_all(pids, signal.SIGCONT)
+            case Act.STARVE:
+                limits = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids}
+                for pid, (_, hard) in limits.items():
+                    open_count = len(os.listdir(f"/proc/{pid}/fd"))
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_count, hard))
+                await asyncio.sleep(freeze_s)
+                for pid, limit in limits.items():
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
 
     def _server(self, side: Side) -> Server:
         return self.pair.prefill if side is Side.PREFILL else self.pair.decode

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.faults.__main__ import run_all
-from tests.faults.cases import CASES, TRANSPORTS, find_cases
+from tests.faults.cases import CASES, TRANSPORTS, draw_schedule, find_cases
 from tests.faults.run import COMMON_ARGS, Report, Settings
 from tests.soak.servers import Part, send_signal, start_lone
 from tests.soak.verdicts import Payload, Verdict
@@ -77,6 +77,15 @@ async def read_while_worker_dies(log_path: Path) -> str:
 def test_case_names_are_unique_and_every_case_runs_somewhere() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     assert all(set(case.transports) <= set(TRANSPORTS) and case.transports for case in CASES)
+
+
+def test_a_schedule_has_its_faults_and_takes_every_case_as_often_as_any() -> None:
+    cases = find_cases("kill-prefill-worker,kill-both-servers,freeze-decode-worker")
+    schedule = draw_schedule(cases, 20, "1 shm")
+    assert sum(len(case.faults) for case in schedule) in (20, 21)
+    counts = [schedule.count(case) for case in cases]
+    assert max(counts) - min(counts) <= 1
+    assert schedule == draw_schedule(cases, 20, "1 shm") != draw_schedule(cases, 20, "2 shm")
 
 
 def test_an_unknown_case_is_named_with_what_is_allowed() -> None:
