@@ -117,6 +117,27 @@ def test_a_killed_decode_server_that_comes_back_is_served_again(pair: Pair) -> N
     pair.fleet.wait_at_rest()
 
 
+def test_a_writer_that_is_frozen_in_the_midst_of_its_puts_spoils_nothing(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    doomed: Body = {"input_ids": LONG_PROMPT, "sampling_params": BRIEF, "timeout": 2}
+    questions = [make_question(940 + index, 16) for index in range(8)]
+    with decode.stream({"text": "Facts:", "sampling_params": LONG}) as events:
+        next(events)
+        caught = pair.fleet.in_background(decode, doomed)
+        prefill.wait_queued("inflight")
+        with prefill.frozen("common.worker"):
+            response = caught.result()
+            assert response.status_code in (503, 504), response.text
+            assert sum(group.quarantined for group in decode.info().page_groups) > 0
+            last = list(events)[-1]
+    assert len(last.output_ids) == LONG["max_new_tokens"], "the others went on"
+    # What it still had to put lands while these are served from the pages that are free.
+    pending = [pair.fleet.in_background(decode, body_of(question)) for question in questions]
+    for question, future in zip(questions, pending, strict=True):
+        assert is_right(question, reply_of(future.result()).text)
+    pair.fleet.wait_at_rest()
+
+
 def test_two_prefill_servers_share_the_load_and_stand_in_for_each_other(fleet: Fleet) -> None:
     questions = [make_question(910 + index, 16) for index in range(QUESTION_COUNT)]
     flags = ("--chunked-prefill-size", "16", "--disable-radix-cache")
