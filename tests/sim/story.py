@@ -55,6 +55,7 @@ def run_story(
     """
     world = World(seed)
     world.log = log
+    world.is_honest = True
     world.is_hurried = has_accidents
     rng = random.Random(seed ^ 0x5EED)
     prefills = [

@@ -153,7 +153,7 @@ class Node:
         self.worker.damage_rate = self.world.damage_rate
         self.worker.damage_rng = self.world.damage_rng
         core = self.core
-        if isinstance(core, DecodeScheduler):
+        if isinstance(core, DecodeScheduler) and self.world.is_honest:
             self.worker.awaits = lambda transfer_id: (
                 self.life != life or not self.is_up or core._receiver.is_known(transfer_id)
             )
@@ -250,6 +250,7 @@ class World:
 
     lives: what the parts of the model see, each in a page group of its own; all of it comes first.
     damage_rate: of pieces of a hand-over, how many leave one wrong value behind.
+    is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
     is_hurried: whether some clients have little time.
     slots_ran_out: whether any server ever had none left. retraction_count: of finished requests.
     """
@@ -261,6 +262,7 @@ class World:
         self.damage_rng = random.Random(seed ^ 0xDA3A6E)
         self.transport = "posix"
         self.is_hurried = False
+        self.is_honest = False
         self.slots_ran_out = False
         self.retraction_count = 0
         self.now = 1.0
