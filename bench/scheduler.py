@@ -9,7 +9,8 @@ from bench.report import Row
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout
-from common.protocol.local import Step, StepDone, Submit
+from common.protocol.frontend import Submit
+from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.events import Effect, FromFrontend, FromWorker, ToWorkers
 from common.scheduling.facts import SchedulerLimits, ServerFacts

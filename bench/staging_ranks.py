@@ -19,7 +19,7 @@ from common.config import HandOver, Role, ServerConfig
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.protocol.codec import decode_layout, encode_layout
-from common.protocol.local import (
+from common.protocol.worker import (
     ConnectPeer,
     Expect,
     PeerConnected,

@@ -6,7 +6,7 @@ that a running step may still write are closed after it.
 
 from __future__ import annotations
 
-from common.protocol.local import Failed, Tokens
+from common.protocol.frontend import Failed, Tokens
 from common.protocol.peer import Withdraw
 from common.request import FinishReason, TokenLogprobs
 from common.scheduling.batcher import Batcher

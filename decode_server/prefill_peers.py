@@ -18,6 +18,8 @@ from common.config import HandOver, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
+from common.protocol.descriptor import RankDescriptor
+from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
     agree_hand_over,
     agree_verify,
@@ -25,13 +27,6 @@ from common.protocol.handshake import (
     compare_hand_over,
     compare_layouts,
     expected_writers,
-)
-from common.protocol.local import (
-    ClosePeer,
-    OpenPeer,
-    PeerOpened,
-    PeerState,
-    RankDescriptor,
 )
 from common.protocol.peer import (
     PROTOCOL_VERSION,
@@ -44,6 +39,7 @@ from common.protocol.peer import (
     Refuse,
     Welcome,
 )
+from common.protocol.worker import ClosePeer, OpenPeer, PeerOpened
 from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import (

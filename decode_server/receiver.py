@@ -15,8 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from common.config import HandOver
-from common.protocol.local import Expect, Forget, Forgotten, ReclaimPeer
 from common.protocol.peer import Abort
+from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox, RankSet
 from common.scheduling.sequence import PageAccount

@@ -9,26 +9,16 @@ from __future__ import annotations
 import random
 from typing import assert_never
 
-from common.protocol.local import (
+from common.protocol.digests import Digested
+from common.protocol.frontend import (
     Cancel,
-    Digested,
     Drain,
     Failed,
     FlushCache,
-    Forgotten,
     FrontendToScheduler,
     GetState,
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
-    PeerOpened,
-    SendSettled,
     State,
-    StepDone,
     Submit,
-    WorkerBeat,
-    WorkerReady,
-    WorkerToScheduler,
 )
 from common.protocol.peer import (
     Attached,
@@ -39,6 +29,18 @@ from common.protocol.peer import (
     TransferDone,
     TransferFailed,
     Welcome,
+)
+from common.protocol.worker import (
+    Forgotten,
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    PeerOpened,
+    SendSettled,
+    StepDone,
+    WorkerBeat,
+    WorkerReady,
+    WorkerToScheduler,
 )
 from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.events import (

@@ -18,6 +18,7 @@ from common.config import HandOver, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
+from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
     agree_hand_over,
     agree_verify,
@@ -27,7 +28,6 @@ from common.protocol.handshake import (
     compare_layouts,
     compare_versions,
 )
-from common.protocol.local import ClosePeer, ConnectPeer, PeerConnected, PeerState
 from common.protocol.peer import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
@@ -39,6 +39,7 @@ from common.protocol.peer import (
     Refuse,
     Welcome,
 )
+from common.protocol.worker import ClosePeer, ConnectPeer, PeerConnected
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import REFUSED_RETRY_S, Condition, Liveness, Outbox, RankSet
 

@@ -6,7 +6,7 @@ only when no step and no put of the request is outstanding, because it takes tha
 
 from __future__ import annotations
 
-from common.protocol.local import Failed, Tokens, Traced
+from common.protocol.frontend import Failed, Tokens, Traced
 from common.protocol.peer import Quiesced, TransferDone, TransferFailed
 from common.request import FinishKind, FinishReason
 from common.scheduling.batcher import Batcher

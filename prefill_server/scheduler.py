@@ -8,26 +8,16 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from common.protocol.local import (
+from common.protocol.digests import Digested
+from common.protocol.frontend import (
     Cancel,
-    Digested,
     Drain,
     Failed,
     FlushCache,
-    Forgotten,
     FrontendToScheduler,
     GetState,
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
-    PeerOpened,
-    SendSettled,
     State,
-    StepDone,
     Submit,
-    WorkerBeat,
-    WorkerReady,
-    WorkerToScheduler,
 )
 from common.protocol.peer import (
     Abort,
@@ -37,6 +27,18 @@ from common.protocol.peer import (
     Hello,
     TransferRequest,
     Withdraw,
+)
+from common.protocol.worker import (
+    Forgotten,
+    PeerClosed,
+    PeerConnected,
+    PeerFailed,
+    PeerOpened,
+    SendSettled,
+    StepDone,
+    WorkerBeat,
+    WorkerReady,
+    WorkerToScheduler,
 )
 from common.scheduling.batcher import Batcher, BatchLimits, ChunkDone, TokenDone
 from common.scheduling.events import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from common.config import Verify
 from common.planner.digests import add_digests
 from common.protocol.digests import Digest, Digested
-from common.protocol.local import CancelSends, PrefillChunk, Send, SendSettled
+from common.protocol.worker import CancelSends, PrefillChunk, Send, SendSettled
 from common.scheduling.peers import Outbox
 from prefill_server.request import Failure, PrefillRequest, Reservation
 

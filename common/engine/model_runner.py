@@ -21,7 +21,7 @@ from common.engine.models.causal_lm import CausalLm
 from common.engine.sampler import Sampled, Sampler
 from common.engine.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable, Slots
-from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, StepDone
+from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 
 OnLayer = Callable[[int], None]

@@ -10,7 +10,7 @@ import orjson
 from fastapi import Response
 
 from common.errors import RequestError
-from common.protocol.local import Failed
+from common.protocol.frontend import Failed
 
 RETRY_AFTER_S = 1  # a queue drains in steps; a client that waits longer only idles the server
 

@@ -19,7 +19,7 @@ from common.frontend.request_handle import RequestHandle
 from common.frontend.sample import Limits, Sample
 from common.frontend.stop_strings import StopStrings
 from common.frontend.tokenizer import Tokenizer
-from common.protocol.local import Failed, Tokens
+from common.protocol.frontend import Failed, Tokens
 from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
 
 # Names that stand for "whatever is served": SGLang's default, and what its router fills in.

@@ -27,7 +27,7 @@ from common.frontend.scrape import (
     used_token_count,
 )
 from common.metrics import CONTENT_TYPE
-from common.protocol.local import Failed
+from common.protocol.frontend import Failed
 from common.request import SamplingParams
 
 PROBE_TIMEOUT_S = 20.0  # SGLang's; what a health check may wait for one token

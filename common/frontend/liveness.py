@@ -5,7 +5,7 @@ Knows nothing of sockets or of time: it is told `now`, in seconds of a monotonic
 
 from __future__ import annotations
 
-from common.protocol.local import State
+from common.protocol.frontend import State
 
 SILENCE_MAX_S = 5.0  # several watch intervals; a scheduler step takes milliseconds
 GONE_AFTER_S = 10.0  # silent this long, its open requests are answered for it

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
-from common.protocol.local import Failed, Tokens
+from common.protocol.frontend import Failed, Tokens
 
 
 class RequestHandle:

@@ -23,7 +23,7 @@ from common.frontend.liveness import SILENCE_MAX_S, Liveness
 from common.frontend.request_handle import RequestHandle
 from common.metrics import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend, encode
-from common.protocol.local import (
+from common.protocol.frontend import (
     Cancel,
     Drain,
     Failed,

@@ -14,7 +14,7 @@ from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.scheduler_client import STOPPING
 from common.metrics_snapshot import PageCounts, PeerGauge, Snapshot
-from common.protocol.local import PageGroupState, PeerState, State
+from common.protocol.frontend import PageGroupState, PeerState, State
 
 SCRAPE_TIMEOUT_S = 2.0  # below a scraper's usual 10 s, far above one scheduler step
 

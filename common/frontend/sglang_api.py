@@ -22,7 +22,7 @@ from common.frontend.streaming import (
 )
 from common.frontend.tokenizer import Tokenizer
 from common.frontend.validation import GenerateCall, parse_generate
-from common.protocol.local import Failed
+from common.protocol.frontend import Failed
 from common.request import FinishKind, TokenLogprobs
 
 PATH = "/generate"

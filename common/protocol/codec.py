@@ -13,6 +13,7 @@ import msgspec
 from common.errors import LayoutError, ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.bounds import check_layout_bounds, check_peer_message
+from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
 from common.protocol.landing import (
     LANDING_MESSAGE_NBYTES_MAX,
     Credit,
@@ -21,13 +22,8 @@ from common.protocol.landing import (
     check_credit,
     check_landed,
 )
-from common.protocol.local import (
-    FrontendToScheduler,
-    SchedulerToFrontend,
-    SchedulerToWorker,
-    WorkerToScheduler,
-)
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 
 LocalMessage = FrontendToScheduler | SchedulerToFrontend | SchedulerToWorker | WorkerToScheduler
 PeerMessage = DecodeToPrefill | PrefillToDecode

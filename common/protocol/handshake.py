@@ -15,7 +15,7 @@ from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.conversion import why_not_convertible
-from common.protocol.local import RankDescriptor
+from common.protocol.descriptor import RankDescriptor
 from common.protocol.peer import TransferRequest
 
 SHOWN_LENGTH_MAX = 300  # of one value in a difference; a list of many layers is cut

@@ -20,7 +20,7 @@ from __future__ import annotations
 import msgspec
 
 from common.config import HandOver, Verify
-from common.protocol.local import RankDescriptor
+from common.protocol.descriptor import RankDescriptor
 from common.request import HandOverTrace, SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1

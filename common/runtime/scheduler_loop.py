@@ -31,17 +31,8 @@ from common.protocol.codec import (
     decode_worker_to_scheduler,
     encode,
 )
-from common.protocol.local import (
-    Drain,
-    GetState,
-    SchedulerToFrontend,
-    SchedulerToWorker,
-    ServerInfo,
-    Shutdown,
-    State,
-    WorkerReady,
-    WorkerToScheduler,
-)
+from common.protocol.frontend import Drain, GetState, SchedulerToFrontend, ServerInfo, State
+from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, WorkerToScheduler
 from common.runtime.exit_codes import EXIT_START_AGAIN
 from common.runtime.processes import ProcessWatch
 from common.scheduling.events import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.protocol.local import NewSequence, PrefillChunk, Step, StepDone
+from common.protocol.worker import NewSequence, PrefillChunk, Step, StepDone
 from common.request import FinishKind, FinishReason, TokenLogprobs
 from common.scheduling.sequence import PageAccount, Sequence
 

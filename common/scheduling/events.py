@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.protocol.local import (
-    FrontendToScheduler,
-    SchedulerToFrontend,
-    SchedulerToWorker,
-    WorkerToScheduler,
-)
+from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 
 PeerMessage = DecodeToPrefill | PrefillToDecode
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.protocol.local import FlushCache, FlushDone
+from common.protocol.frontend import FlushCache, FlushDone
 from common.scheduling.sequence import PageAccount
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.protocol.local import SchedulerToFrontend, SchedulerToWorker
+from common.protocol.frontend import SchedulerToFrontend
 from common.protocol.peer import Heartbeat
+from common.protocol.worker import SchedulerToWorker
 from common.scheduling.events import (
     Dial,
     Effect,

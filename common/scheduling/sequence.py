@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import FULL, LiveKind
-from common.protocol.local import PageGrant, PageGroupState
+from common.protocol.frontend import PageGroupState
+from common.protocol.worker import PageGrant
 from common.request import SamplingParams
 from common.scheduling.page_pool import PagePool
 from common.scheduling.prefix_cache import CacheNode, PrefixCache

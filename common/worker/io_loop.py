@@ -20,11 +20,11 @@ from common.channel.sockets import SendResult
 from common.clock import Clock, SystemClock, thread_cpu_clock, thread_cpu_s
 from common.errors import BatonError
 from common.protocol.codec import decode_scheduler_to_worker, encode
-from common.protocol.local import (
+from common.protocol.digests import Digest
+from common.protocol.worker import (
     CancelSends,
     ClosePeer,
     ConnectPeer,
-    Digest,
     Expect,
     Forget,
     OpenPeer,

@@ -28,7 +28,7 @@ from common.planner.staging import Piece, StagedPair
 from common.protocol.codec import decode_landed, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.protocol.landing import Credit, Landed
-from common.protocol.local import Expect, Forget, Forgotten
+from common.protocol.worker import Expect, Forget, Forgotten
 from common.worker.copier import Copier
 
 log = logging.getLogger(__name__)

@@ -21,14 +21,13 @@ from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.copies import PairPlan
 from common.planner.staging import StagedPair
 from common.protocol.codec import decode_layout
-from common.protocol.descriptor import LandingDescriptor, LandingRing
-from common.protocol.local import (
+from common.protocol.descriptor import LandingDescriptor, LandingRing, RankDescriptor
+from common.protocol.worker import (
     ConnectPeer,
     PeerClosed,
     PeerConnected,
     PeerFailed,
     PeerOpened,
-    RankDescriptor,
     WorkerToScheduler,
 )
 from common.transport import transport as moving

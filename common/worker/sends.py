@@ -16,7 +16,7 @@ from common.layout.cache_layout import RankLayout
 from common.planner.copies import Pages
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
-from common.protocol.local import CancelSends, Send, SendSettled
+from common.protocol.worker import CancelSends, Send, SendSettled
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
 from common.worker.staging import Staging

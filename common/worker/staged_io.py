@@ -10,7 +10,7 @@ from typing import assert_never
 
 from common.channel.sockets import Socket
 from common.clock import Clock
-from common.protocol.local import Expect, Forget, Forgotten, ReclaimPeer, WorkerToScheduler
+from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer, WorkerToScheduler
 from common.transport.transport import TransferSettled
 from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks

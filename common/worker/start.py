@@ -26,7 +26,7 @@ from common.errors import ConfigError, TransportError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
-from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, WorkerReady
+from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, WorkerReady
 from common.request import SamplingParams
 from common.transport.transport import Transport
 from common.transport.ucx import UcxSettings, UcxTransport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.protocol.local import Drain
+from common.protocol.frontend import Drain
 from common.scheduling.events import FromFrontend
 from tests.sim.world import Client, World
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.protocol.local import GetState, PeerState, State
+from common.protocol.frontend import GetState, PeerState, State
 from common.request import Bootstrap
 from common.scheduling.events import (
     Dial,

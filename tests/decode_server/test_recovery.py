@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from common.protocol.local import GetState, State
+from common.protocol.frontend import GetState, State
 from common.protocol.peer import TransferFailed, TransferRequest
 from common.request import Bootstrap
 from common.scheduling.breaker import FAILURE_COUNT_MAX

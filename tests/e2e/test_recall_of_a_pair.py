@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.config import Role
-from common.protocol.local import (
+from common.protocol.worker import (
     ConnectPeer,
     NewSequence,
     OpenPeer,

@@ -16,7 +16,7 @@ from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
-from common.protocol.local import NewSequence, PageGrant, PrefillChunk, Step, StepDone
+from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 
 PAGE_SIZE = 8

@@ -21,7 +21,7 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
 from common.planner.copies import plan_copies
 from common.planner.pairing import TokenRange
-from common.protocol.local import Step, StepDone
+from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.sequence import PageAccount, Sequence

@@ -18,7 +18,7 @@ from common.config import Role
 from common.frontend import openai_api, sglang_api
 from common.frontend.fields import JsonObject, JsonValue
 from common.frontend.tokenizer import Tokenizer
-from common.protocol.local import SchedulerToFrontend, Submit, Tokens
+from common.protocol.frontend import SchedulerToFrontend, Submit, Tokens
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
 from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, logprobs_of, trace_of

@@ -17,7 +17,7 @@ from common.channel.local import LocalServer
 from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.protocol.codec import decode_frontend_to_scheduler, encode
-from common.protocol.local import (
+from common.protocol.frontend import (
     Cancel,
     Drain,
     Failed,

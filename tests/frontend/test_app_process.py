@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from common.config import ServerConfig, write_config
-from common.protocol.local import Cancel, Drain
+from common.protocol.frontend import Cancel, Drain
 from tests.frontend.frontend_rig import decode_config
 from tests.frontend.scripted_scheduler import ScriptedScheduler
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import Role
 from common.frontend.fields import JsonObject, JsonValue
-from common.protocol.local import Failed
+from common.protocol.frontend import Failed
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.generate_rig import (
     PARTS,

@@ -11,7 +11,7 @@ from common.clock import ManualClock
 from common.errors import RequestError
 from common.frontend.liveness import GONE_AFTER_S, SILENCE_MAX_S, STALL_MAX_S, Liveness
 from common.frontend.request_handle import RequestHandle, join_tokens
-from common.protocol.local import Cancel, Failed, GetState, State, Tokens
+from common.protocol.frontend import Cancel, Failed, GetState, State, Tokens
 from common.request import Bootstrap, FinishKind, FinishReason, SamplingParams, TokenLogprobs
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, count_up

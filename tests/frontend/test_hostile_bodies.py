@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.protocol.local import SchedulerToFrontend, Submit
+from common.protocol.frontend import SchedulerToFrontend, Submit
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate, say_text
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.clock import ManualClock
 from common.config import Role
-from common.protocol.local import Failed, Tokens, Traced
+from common.protocol.frontend import Failed, Tokens, Traced
 from common.request import HandOverTrace, RequestTrace, SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.scripted_scheduler import ScriptedScheduler, count_up, trace_of

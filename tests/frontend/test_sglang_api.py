@@ -11,7 +11,7 @@ import pytest
 
 from common.config import Role
 from common.frontend.fields import JsonObject
-from common.protocol.local import Failed, SchedulerToFrontend, Submit, Tokens
+from common.protocol.frontend import Failed, SchedulerToFrontend, Submit, Tokens
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import (

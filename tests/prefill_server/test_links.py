@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.protocol.local import GetState, State
+from common.protocol.frontend import GetState, State
 from common.protocol.peer import Detached, Heartbeat, Hello, Refuse
 from common.scheduling.events import Effect, FromFrontend, FromPeer, LinkRefused, Report, ToPeer
 from common.scheduling.events import ToFrontend as Told

@@ -6,7 +6,7 @@ from common.config import HandOver, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
-from common.protocol import landing, local, peer
+from common.protocol import descriptor, digests, frontend, landing, peer, worker
 from common.protocol.codec import encode_layout
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.request import (
@@ -79,7 +79,7 @@ LAYOUT = ServerLayout(
 )
 assert FULL in [group.live for group in LAYOUT.groups]
 
-DESCRIPTOR = local.RankDescriptor(
+DESCRIPTOR = descriptor.RankDescriptor(
     rank=1,
     worker_address=b"\x00\xffaddress",
     regions=[("pages-0", 2**63 + 5, 1 << 20, b"key"), ("pages-1", 4096, 1, b"")],
@@ -93,28 +93,28 @@ DESCRIPTOR = local.RankDescriptor(
     page_counts=[4, 0],
 )
 
-FRONTEND_TO_SCHEDULER: list[local.FrontendToScheduler] = [
-    local.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1)),
-    local.Cancel(2, "because"),
-    local.Drain(),
-    local.FlushCache(3),
-    local.GetState(4),
+FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
+    frontend.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1)),
+    frontend.Cancel(2, "because"),
+    frontend.Drain(),
+    frontend.FlushCache(3),
+    frontend.GetState(4),
 ]
-SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
-    local.Tokens(
+SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
+    frontend.Tokens(
         1, [8], LOGPROBS, LOGPROBS, 16, FinishReason(FinishKind.STOP, matched=2, message="m"), TRACE
     ),
-    local.Failed(1, 503, "queue_full", "too many", TRACE),
-    local.Traced(TRACE),
-    local.FlushDone(3, True, "done"),
-    local.State(
+    frontend.Failed(1, 503, "queue_full", "too many", TRACE),
+    frontend.Traced(TRACE),
+    frontend.FlushDone(3, True, "done"),
+    frontend.State(
         4,
         True,
         {"waiting": 2},
         {"requests": 3.0},
-        [local.PageGroupState("full", False, 16, 16, 4096, 10, 5, 4, 1, 1)],
+        [frontend.PageGroupState("full", False, 16, 16, 4096, 10, 5, 4, 1, 1)],
         [
-            local.PeerState(
+            frontend.PeerState(
                 "a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3, ["direct"], "full"
             )
         ],
@@ -122,31 +122,31 @@ SCHEDULER_TO_FRONTEND: list[local.SchedulerToFrontend] = [
         [{"rank": "0"}],
         "stuck",
     ),
-    local.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
+    frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
 ]
-SCHEDULER_TO_WORKER: list[local.SchedulerToWorker] = [
-    local.Step(
+SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
+    worker.Step(
         5,
-        [local.NewSequence(1, [5, 6], 2, SAMPLING)],
-        [local.PageGrant(1, 0, 3, [9, 8])],
-        [local.PrefillChunk(1, 0, 2, True)],
+        [worker.NewSequence(1, [5, 6], 2, SAMPLING)],
+        [worker.PageGrant(1, 0, 3, [9, 8])],
+        [worker.PrefillChunk(1, 0, 2, True)],
         [7],
         [6],
         [41],
     ),
-    local.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", HandOver.LANDING),
-    local.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], HandOver.AUTO),
-    local.ClosePeer("inc"),
-    local.ReclaimPeer("inc"),
-    local.Expect(2**62, "inc", 17, [(0, [1, 2])]),
-    local.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL),
-    local.Forget(2**62),
-    local.Send(1, 3, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
-    local.CancelSends(2**62),
-    local.Shutdown(),
+    worker.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", HandOver.LANDING),
+    worker.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], HandOver.AUTO),
+    worker.ClosePeer("inc"),
+    worker.ReclaimPeer("inc"),
+    worker.Expect(2**62, "inc", 17, [(0, [1, 2])]),
+    digests.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL),
+    worker.Forget(2**62),
+    worker.Send(1, 3, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
+    worker.CancelSends(2**62),
+    worker.Shutdown(),
 ]
-WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
-    local.WorkerReady(
+WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
+    worker.WorkerReady(
         0,
         [100],
         encode_layout(LAYOUT),
@@ -158,15 +158,15 @@ WORKER_TO_SCHEDULER: list[local.WorkerToScheduler] = [
         "host",
         17,
     ),
-    local.WorkerBeat(3, 2**40),
-    local.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: LOGPROBS}, {2: "not finite"}, 0.25),
-    local.PeerOpened("inc", 1, DESCRIPTOR),
-    local.PeerConnected("inc", 1, "tcp", "direct"),
-    local.Forgotten(2**62, 1),
-    local.Digested(2**62, 1, [b"12345678", b""]),
-    local.PeerFailed("inc", 1, "refused"),
-    local.PeerClosed("inc", 1),
-    local.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
+    worker.WorkerBeat(3, 2**40),
+    worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: LOGPROBS}, {2: "not finite"}, 0.25),
+    worker.PeerOpened("inc", 1, DESCRIPTOR),
+    worker.PeerConnected("inc", 1, "tcp", "direct"),
+    worker.Forgotten(2**62, 1),
+    digests.Digested(2**62, 1, [b"12345678", b""]),
+    worker.PeerFailed("inc", 1, "refused"),
+    worker.PeerClosed("inc", 1),
+    worker.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
 ]
 DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     peer.Hello(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.protocol import codec, landing, local, peer
+from common.protocol import codec, frontend, landing, peer, worker
 from tests.protocol import examples
 
 Decode = Callable[[bytes], object]
@@ -21,10 +21,18 @@ Message = codec.LocalMessage | codec.PeerMessage | landing.LandingMessage
 
 Direction = tuple[Decode, object, Sequence[Message]]
 DIRECTIONS: list[Direction] = [
-    (codec.decode_frontend_to_scheduler, local.FrontendToScheduler, examples.FRONTEND_TO_SCHEDULER),
-    (codec.decode_scheduler_to_frontend, local.SchedulerToFrontend, examples.SCHEDULER_TO_FRONTEND),
-    (codec.decode_scheduler_to_worker, local.SchedulerToWorker, examples.SCHEDULER_TO_WORKER),
-    (codec.decode_worker_to_scheduler, local.WorkerToScheduler, examples.WORKER_TO_SCHEDULER),
+    (
+        codec.decode_frontend_to_scheduler,
+        frontend.FrontendToScheduler,
+        examples.FRONTEND_TO_SCHEDULER,
+    ),
+    (
+        codec.decode_scheduler_to_frontend,
+        frontend.SchedulerToFrontend,
+        examples.SCHEDULER_TO_FRONTEND,
+    ),
+    (codec.decode_scheduler_to_worker, worker.SchedulerToWorker, examples.SCHEDULER_TO_WORKER),
+    (codec.decode_worker_to_scheduler, worker.WorkerToScheduler, examples.WORKER_TO_SCHEDULER),
     (codec.decode_decode_to_prefill, peer.DecodeToPrefill, examples.DECODE_TO_PREFILL),
     (codec.decode_prefill_to_decode, peer.PrefillToDecode, examples.PREFILL_TO_DECODE),
     (codec.decode_landed, landing.Landed, examples.LANDED),
@@ -201,9 +209,9 @@ def test_a_message_too_large_for_its_receiver_is_not_sent(monkeypatch: pytest.Mo
     assert codec.encode(peer.Refuse("inc", ["x" * 900]))
     with pytest.raises(ProtocolError, match=r"Refuse of \d+ bytes: at most 1000"):
         codec.encode(peer.Refuse("inc", ["x" * 1000]))
-    assert codec.encode(local.Cancel(1, "x" * 1900))
+    assert codec.encode(frontend.Cancel(1, "x" * 1900))
     with pytest.raises(ProtocolError, match=r"Cancel of \d+ bytes: at most 2000"):
-        codec.encode(local.Cancel(1, "x" * 2000))
+        codec.encode(frontend.Cancel(1, "x" * 2000))
 
 
 @pytest.mark.slow

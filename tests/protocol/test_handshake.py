@@ -16,6 +16,7 @@ from common.layout.families import gqa_components, mla_components, windowed_gqa_
 from common.layout.parallel import split_layers
 from common.planner.copies import PairPlan, plan_copies
 from common.planner.pairing import TokenRange
+from common.protocol.descriptor import RankDescriptor
 from common.protocol.handshake import (
     announced_page_counts,
     check_transfer_request,
@@ -25,7 +26,6 @@ from common.protocol.handshake import (
     expected_writers,
     negotiate_version,
 )
-from common.protocol.local import RankDescriptor
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams
 from tests.planner.cases import Case, cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
-from common.protocol.local import FlushCache, FlushDone
+from common.protocol.frontend import FlushCache, FlushDone
 from common.request import SamplingParams
 from common.scheduling.flush import answer_flush
 from common.scheduling.sequence import PageAccount

@@ -14,7 +14,7 @@ import pytest
 
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
-from common.protocol.local import Step, StepDone
+from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.sequence import PageAccount, PageSpan, Sequence, touched_page_max

@@ -10,7 +10,7 @@ import numpy as np
 from common.layout.cache_layout import ServerLayout
 from common.planner.digests import bucket_count, bucket_of_item, digested_planes
 from common.protocol.codec import decode_layout
-from common.protocol.local import Digest
+from common.protocol.digests import Digest
 from common.scheduling.facts import ServerFacts
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.protocol.local import Cancel, Failed, FrontendToScheduler
+from common.protocol.frontend import Cancel, Failed, FrontendToScheduler
 from common.protocol.peer import Abort, Quiesced, TransferFailed
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines

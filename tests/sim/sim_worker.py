@@ -18,12 +18,12 @@ from typing import assert_never
 
 from common.config import HandOver
 from common.layout.component import LiveKind
-from common.protocol.local import (
+from common.protocol.descriptor import RankDescriptor
+from common.protocol.digests import Digest, Digested
+from common.protocol.worker import (
     CancelSends,
     ClosePeer,
     ConnectPeer,
-    Digest,
-    Digested,
     Expect,
     Forget,
     Forgotten,
@@ -31,7 +31,6 @@ from common.protocol.local import (
     PeerClosed,
     PeerConnected,
     PeerOpened,
-    RankDescriptor,
     SchedulerToWorker,
     Send,
     SendSettled,

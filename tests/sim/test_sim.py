@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.layout.component import SLOT, LiveKind
-from common.protocol.local import GetState, Send, State
+from common.protocol.frontend import GetState, State
+from common.protocol.worker import Send
 from common.scheduling.events import FromFrontend, ToFrontend
 from decode_server.verifier import Verifier
 from tests.sim.__main__ import of_request, problem_of

@@ -18,7 +18,8 @@ from common.config import HandOver, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Live, Segment, Shard
 from common.protocol.codec import encode_layout
-from common.protocol.local import Cancel, Failed, Submit, Tokens, WorkerToScheduler
+from common.protocol.frontend import Cancel, Failed, Submit, Tokens
+from common.protocol.worker import WorkerToScheduler
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import (
     Dial,

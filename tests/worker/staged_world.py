@@ -15,13 +15,7 @@ from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout
-from common.protocol.local import (
-    ConnectPeer,
-    Expect,
-    PeerOpened,
-    Send,
-    WorkerToScheduler,
-)
+from common.protocol.worker import ConnectPeer, Expect, PeerOpened, Send, WorkerToScheduler
 from common.transport import transport as moving
 from common.transport.ucx import UcxSettings, UcxTransport, copy_runs
 from common.worker.copier import Copier

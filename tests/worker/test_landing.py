@@ -17,7 +17,7 @@ from common.planner.pairing import TokenRange
 from common.planner.staging import StagedPair
 from common.protocol.descriptor import LandingDescriptor
 from common.protocol.landing import Credit, Landed
-from common.protocol.local import Expect, Forget, Forgotten
+from common.protocol.worker import Expect, Forget, Forgotten
 from common.transport.loader import load_ucx
 from common.transport.ucx import copy_runs
 from common.worker.copier import Copier

@@ -13,14 +13,14 @@ from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout
-from common.protocol.local import (
+from common.protocol.descriptor import RankDescriptor
+from common.protocol.worker import (
     CancelSends,
     ConnectPeer,
     PeerClosed,
     PeerConnected,
     PeerFailed,
     PeerOpened,
-    RankDescriptor,
     Send,
     SendSettled,
     WorkerToScheduler,

@@ -10,7 +10,7 @@ from common.config import HandOver
 from common.engine.cast import raw
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
-from common.protocol.local import Expect, PeerConnected, Send, SendSettled
+from common.protocol.worker import Expect, PeerConnected, Send, SendSettled
 from tests.worker.staged_world import PAGE_COUNT, Rank, World
 
 COMPONENTS = (

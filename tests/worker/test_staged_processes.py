@@ -15,7 +15,7 @@ from common.config import HandOver, Role
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.landing import Credit, Landed
-from common.protocol.local import (
+from common.protocol.worker import (
     ClosePeer,
     ConnectPeer,
     Expect,

@@ -10,7 +10,7 @@ from common.config import HandOver
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import encode_layout
 from common.protocol.landing import Credit
-from common.protocol.local import (
+from common.protocol.worker import (
     CancelSends,
     ConnectPeer,
     Forget,

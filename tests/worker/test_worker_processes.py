@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Role
-from common.protocol.local import (
+from common.protocol.worker import (
     ClosePeer,
     ConnectPeer,
     NewSequence,

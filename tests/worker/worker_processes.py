@@ -16,7 +16,7 @@ from common.channel.sockets import SendResult
 from common.clock import SystemClock
 from common.config import Role, ServerConfig, write_config
 from common.protocol.codec import decode_worker_to_scheduler, encode
-from common.protocol.local import (
+from common.protocol.worker import (
     NewSequence,
     PageGrant,
     PrefillChunk,

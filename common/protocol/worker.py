@@ -1,7 +1,7 @@
-"""Messages inside one server: frontend <-> scheduler <-> workers. Grouped by receiver.
+"""Messages between the scheduler and the workers of one server. Grouped by receiver.
 
 Knows nothing of sockets. Every message is a tagged struct; `codec.py` turns it into bytes and back.
-Ids: `request_id` is unique in one server process; `peer` is "<incarnation>" of the other server;
+`request_id` is unique in one server process; `peer` is "<incarnation>" of the other server;
 `transfer_id` is random per transfer attempt.
 """
 
@@ -10,174 +10,16 @@ from __future__ import annotations
 import msgspec
 
 from common.config import HandOver
-from common.protocol.descriptor import RankDescriptor as RankDescriptor
-from common.protocol.digests import Digest as Digest
-from common.protocol.digests import Digested as Digested
-from common.request import (
-    Bootstrap,
-    FinishReason,
-    RequestTrace,
-    SamplingParams,
-    TokenLogprobs,
-)
+from common.protocol.descriptor import RankDescriptor
+from common.protocol.digests import Digest, Digested
+from common.request import SamplingParams, TokenLogprobs
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A tagged struct, told apart by its class name."""
 
 
-# ---- to the scheduler, from the frontend ---------------------------------------------------------
-
-
-class Submit(_Message, frozen=True):
-    """A validated request. budget_s: seconds it may still take. bootstrap: None for a plain one."""
-
-    request_id: int
-    token_ids: list[int]
-    sampling: SamplingParams
-    budget_s: float
-    bootstrap: Bootstrap | None = None
-
-
-class Cancel(_Message, frozen=True):
-    """The client went away, aborted, or a stop string matched. Unknown ids are ignored."""
-
-    request_id: int
-    reason: str = "aborted by the client"
-
-
-class Drain(_Message, frozen=True):
-    """The server was asked to stop: take nothing new, bring the rest to its end."""
-
-
-class FlushCache(_Message, frozen=True):
-    call_id: int
-
-
-class GetState(_Message, frozen=True):
-    """Asks for a `State`: gauges for /metrics and /server_info."""
-
-    call_id: int
-
-
-# ---- to the frontend, from the scheduler ---------------------------------------------------------
-
-
-class Tokens(_Message, frozen=True):
-    """New output tokens of a request; the last one carries `finish` and `trace`.
-
-    token_ids: only the new ones. logprobs: one entry per new token if asked for.
-    prompt_logprobs: once, with the first token, if asked for.
-    """
-
-    request_id: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
-    cached_token_count: int = 0
-    finish: FinishReason | None = None
-    trace: RequestTrace | None = None
-
-
-class Failed(_Message, frozen=True):
-    """The request ended in one typed error. status: the HTTP status it maps to."""
-
-    request_id: int
-    status: int
-    kind: str
-    message: str
-    trace: RequestTrace | None = None
-
-
-class Traced(_Message, frozen=True):
-    """A request that this server's frontend never saw has ended (plain hand-overs on prefill)."""
-
-    trace: RequestTrace
-
-
-class FlushDone(_Message, frozen=True):
-    call_id: int
-    is_flushed: bool
-    message: str
-
-
-class PeerState(_Message, frozen=True):
-    """One peer as this server sees it. state: connecting, refused, connected, lost.
-
-    breaker: closed; open or half open after failures in a row.
-    """
-
-    address: str
-    incarnation: str
-    state: str
-    detail: str = ""
-    transports: list[str] = []
-    tp_size: int = 0
-    pp_size: int = 0
-    page_size: int = 0
-    in_flight_count: int = 0
-    hand_over: list[str] = []
-    verify: str = ""
-    breaker: str = ""
-    breaker_open_count: int = 0
-
-
-class PageGroupState(_Message, frozen=True):
-    """Pages of one page group. total excludes the scratch page; used + free + quarantined = total.
-
-    is_window: a request gives pages back as it grows.
-    page_tokens: tokens that a page covers; 0 where a request has one page however long it is.
-    page_nbytes: of all ranks together.
-    cached: used by nobody but kept for prefix hits; part of free.
-    """
-
-    name: str
-    is_window: bool
-    page_items: int
-    page_tokens: int
-    page_nbytes: int
-    total: int
-    free: int
-    used: int
-    cached: int
-    quarantined: int
-
-    @property
-    def token_nbytes(self) -> float:
-        """Bytes of one token on all ranks together; 0 where a request has one page."""
-        return self.page_nbytes / self.page_tokens if self.page_tokens else 0.0
-
-
-class State(_Message, frozen=True):
-    """Answer to GetState. queues: queue name -> depth; counters: name -> value since start.
-
-    trouble: why this server can't serve although its scheduler answers, "" if nothing is wrong.
-    """
-
-    call_id: int
-    is_ready: bool
-    queues: dict[str, int]
-    counters: dict[str, float]
-    page_groups: list[PageGroupState]
-    peers: list[PeerState]
-    step_count: int = 0
-    workers: list[dict[str, str]] = []
-    trouble: str = ""
-
-
-class ServerInfo(_Message, frozen=True):
-    """Sent once to the frontend when all workers are ready (is_ready may still wait for a peer)."""
-
-    token_capacity: int
-    request_token_max: int
-    running_max: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    fingerprint: dict[str, str]
-    workers: list[dict[str, str]]
-
-
-# ---- to a worker, from the scheduler -------------------------------------------------------------
+# ---- to a worker --------------------------------------------------------------------------------
 
 
 class NewSequence(_Message, frozen=True):
@@ -315,7 +157,7 @@ class Shutdown(_Message, frozen=True):
     """End the worker after its current step."""
 
 
-# ---- to the scheduler, from a worker -------------------------------------------------------------
+# ---- to the scheduler ---------------------------------------------------------------------------
 
 
 class WorkerReady(_Message, frozen=True):
@@ -421,8 +263,6 @@ class SendSettled(_Message, frozen=True):
     exposed_nbytes: int = 0
 
 
-FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState
-SchedulerToFrontend = Tokens | Failed | Traced | FlushDone | State | ServerInfo
 SchedulerToWorker = (
     Step
     | OpenPeer
