@@ -29,8 +29,7 @@ demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
 	@$(PY) -m demo
 
 test: $(STAMP) ## all tests that run on any machine (under 10 minutes on 2 cores)
-	@$(PY) -m pytest -m "not e2e and not soak and not gpu" --numprocesses auto --dist loadfile
-	@$(PY) -m pytest -m "e2e and not soak and not gpu"
+	@$(PY) -m pytest -m "not soak and not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) ## ruff, mypy and the rules of the house
 	@$(VENV)/bin/ruff check .

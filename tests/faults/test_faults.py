@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -16,13 +17,13 @@ from tests.faults.run import COMMON_ARGS, Report, Settings
 from tests.soak.servers import Part, send_signal, start_lone
 from tests.soak.verdicts import Payload, Verdict
 
-NAMES = ("kill-prefill-worker", "kill-decode-server")
+NAMES = ("kill-prefill-worker",)
 SETTINGS = Settings(client_count=6, seed=3, golden_count=16, request_timeout_s=8.0)
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
-    """Two cases, one after another on one pair."""
+    """On a pair of its own."""
     told = asyncio.run(run_all(find_cases(",".join(NAMES)), ("shm",), 0.0, SETTINGS))
     return {report.name.removeprefix("shm "): report for report in told}
 
@@ -40,14 +41,17 @@ def test_a_fault_costs_no_hang_no_wrong_token_and_no_page(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_worker_that_dies_costs_its_clients_an_error_and_no_connection(tmp_path: Path) -> None:
-    text = asyncio.run(read_while_worker_dies(tmp_path / "lone.log"))
+def test_a_worker_that_dies_costs_its_clients_an_error_and_no_connection() -> None:
+    # A socket of the server has a path of 107 bytes at most, and lies beside the log.
+    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+        text = asyncio.run(read_while_worker_dies(Path(directory) / "lone.log"))
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     last = msgspec.json.decode(lines[-2], type=Payload)
     assert last.meta_info is not None and last.meta_info.finish_reason is not None
     finish = last.meta_info.finish_reason
-    assert (finish.type, finish.status_code) == ("abort", 500)
+    # Its frontend hears that the scheduler is lost, or first that it has to stop itself.
+    assert finish.type == "abort" and finish.status_code in (500, 503)
     assert finish.message
 
 

@@ -21,7 +21,7 @@ from tests.planner.cases import Case, cases
 from tests.planner.oracle import Server, judge
 
 PROPERTY = settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
