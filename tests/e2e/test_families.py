@@ -23,8 +23,8 @@ DECODE = ("--pp-size", "2", "--page-size", "32")
 # Layers that read the cache of one of another stage need a server without stages.
 DECODE_OF = {"gemma4_e": ("--page-size", "32")}
 
-# Slots, and tails and blocks; the others have their layouts in `tests/families` every time.
-ALWAYS = {"qwen3_next", "deepseek_v4"}
+# The others have their layouts in `tests/families` every time.
+ALWAYS = {"qwen3_next"}
 
 
 def marked(case: Case) -> object:

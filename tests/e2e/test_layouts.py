@@ -120,6 +120,7 @@ def test_no_page_is_left_anywhere(fleet: Fleet, town: Town) -> None:
     assert len(town.decodes["tp1"].info().peers) == len(PREFILLS)
 
 
+@pytest.mark.soak
 def test_tp3_hands_six_heads_to_tp2(tmp_path_factory: pytest.TempPathFactory) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32}
     recipe = Recipe("Qwen3ForCausalLM", {"rope_parameters": DEFAULT_ROPE, **heads}, seed=6)

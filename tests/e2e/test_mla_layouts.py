@@ -23,7 +23,8 @@ from tests.engine.tiny_checkpoints import (
     random_prompt,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+# `tests/families` has these layouts in one process every time.
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
 OUTPUT_COUNT = 12
 LENGTHS = [1, 33, 103]  # within a page, in the second chunk, over pages of every size

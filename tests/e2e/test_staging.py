@@ -71,6 +71,7 @@ def test_aborted_staged_hand_overs_give_every_page_back(fleet: Fleet) -> None:
     assert decode.generate({"text": prompt, "sampling_params": GREEDY}).text.startswith(answer)
 
 
+@pytest.mark.soak
 def test_facts_are_recalled_from_a_cache_of_fp8(fleet: Fleet) -> None:
     """The tolerance of bfloat16 to float8_e4m3fn: at least 95 % of the answers are still right."""
     prefill = fleet.prefill("--dtype", "bfloat16")

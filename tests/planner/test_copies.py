@@ -29,7 +29,7 @@ def check_case(case: Case, planner: Planner = plan_copies) -> None:
 
 @pytest.mark.slow
 @settings(
-    max_examples=250,
+    max_examples=180,
     deadline=None,
     derandomize=True,
     database=None,
