@@ -10,6 +10,27 @@ from enum import StrEnum
 
 import msgspec
 
+GRAMMAR_LENGTH_MAX = 1 << 16
+"""Characters of a grammar: what is compiled for a request takes a time that grows with its text."""
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written. lark: Lark's syntax, as llguidance reads it."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the text of an output must be, from its first token to its end."""
+
+    kind: GrammarKind
+    text: str
+
+
+CHUNK_MARK_COUNT_MAX = 64  # of one request in a timeline; more would not be told apart
+
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens of one request are drawn. Validated by the frontend; see SGLang's sampling_params.
@@ -21,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens, min_new_tokens: counted from the end of the prompt.
     top_logprobs_num, token_ids_logprob: what is reported per token if return_logprob.
     logprob_start_len: index of the first prompt token whose log-probability is wanted; -1 for none.
+    grammar: what the output must follow. Which tokens it allows depends on the output so far alone,
+        so whichever server goes on with a request finds the place again.
     """
 
     max_new_tokens: int
@@ -40,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_logprobs_num: int = 0
     token_ids_logprob: tuple[int, ...] = ()
     logprob_start_len: int = -1
+    grammar: Grammar | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +76,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float | None
     top: list[tuple[int, float]] = []
     asked: list[tuple[int, float]] = []
+
+
+# What one reported position takes in a message at most, and each likely or asked-for token there.
+POSITION_NBYTES = 21
+ENTRY_NBYTES = 15
+
+
+def logprobs_nbytes(sampling: SamplingParams, position_count: int) -> int:
+    """What the log-probabilities of so many positions take in a message at most; 0 if none are
+    asked for."""
+    if not sampling.return_logprob:
+        return 0
+    entry_count = sampling.top_logprobs_num + len(sampling.token_ids_logprob)
+    return position_count * (POSITION_NBYTES + ENTRY_NBYTES * entry_count)
 
 
 class FinishKind(StrEnum):
@@ -70,12 +108,29 @@ class FinishReason(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class Bootstrap(msgspec.Struct, frozen=True):
-    """Where a router told both servers to meet. room: 0 .. 2**63 - 1."""
+class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where both servers are to meet. room: 0 .. 2**63 - 1.
+
+    engine: "" if a router has chosen the room for both. Else the incarnation of the prefill server
+        that computes the prompt first, holds its cache under the room and says so to its client; a
+        decode server that is told of it may not need to dial `host`, which may be "".
+    """
 
     host: str
     port: int
     room: int
+    engine: str = ""
+
+
+class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who asked, for those who look later. Nothing is decided by it.
+
+    rid: the client's name for the request. trace_parent: the W3C traceparent of the span that
+    whatever is done for it belongs to; "" if nobody traces.
+    """
+
+    rid: str = ""
+    trace_parent: str = ""
 
 
 class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,6 +140,8 @@ class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     first token sampled. transfer_s: from there to the last flush (what was not hidden behind
     compute). wire_s: sum over batches of the time from submit to flush. exposed_nbytes: bytes that
     were still to move when the last layer of the last chunk was computed.
+    chunk_ends_s: when each chunk was computed, counted from the first one's start; of a prompt with
+    more than CHUNK_MARK_COUNT_MAX chunks, the first ones.
     """
 
     queue_s: float = 0.0
@@ -96,10 +153,13 @@ class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     run_count: int = 0
     chunk_count: int = 0
     cached_token_count: int = 0
+    chunk_ends_s: list[float] = []
 
 
 class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     """What happened to one request, for metrics and timelines; durations in seconds.
+
+    arrived_s: on this server's monotonic clock, which its processes share.
 
     Stages from arrival at this server: reserve_s, then the hand-over's queue_s, prefill_s and
     transfer_s, then first_token_s (messages and emission). They add up to ttft_s.
@@ -121,3 +181,4 @@ class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_s: float = 0.0
     decode_s: float = 0.0
     e2e_s: float = 0.0
+    origin: Origin = Origin()

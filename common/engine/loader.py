@@ -9,13 +9,13 @@ import torch
 
 from common.engine.attention.attention import Attention
 from common.engine.attention.choose import AttentionChoice, AttentionShape, choose_attention
+from common.engine.checkpoint.weights import fill_with_noise, load_weights
+from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
 from common.engine.layers.layer_context import LayerContext
-from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import FAMILIES, read_model_config
-from common.engine.weights import fill_with_noise, load_weights
 from common.errors import ConfigError
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from common.clock import Clock
 from common.engine.forward_batch import ForwardBatch
+from common.engine.grammar import GrammarCompiler
 from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
 from common.engine.sampler import Sampled, Sampler
 from common.engine.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable, Slots
+from common.protocol.codec import encode_logprobs
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 
@@ -48,17 +50,33 @@ class _Work:
 
 
 class ModelRunner:
-    """Model, pool and sequences of one rank. One writer: the thread that calls `run`."""
+    """Model, pool and sequences of one rank. One writer: the thread that calls `run`.
 
-    def __init__(self, model: CausalLm, pool: KvPool, clock: Clock) -> None:
+    grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
+    """
+
+    def __init__(
+        self,
+        model: CausalLm,
+        pool: KvPool,
+        clock: Clock,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._model = model
         self._pool = pool
         self._clock = clock
         self._vocab_size = model.config.vocab_size
         self._device = model.context.device
         self._sequences = SequenceTable(pool.groups, self._device)
-        self._sampler = Sampler(self._vocab_size, list(model.config.eos_token_ids), self._device)
         self._draws_tokens = model.head is not None
+        self._lacks_grammars = self._draws_tokens and grammars is None
+        eos_token_ids = list(model.config.eos_token_ids)
+        self._sampler = Sampler(
+            self._vocab_size,
+            eos_token_ids,
+            self._device,
+            grammars if self._draws_tokens else None,
+        )
         self._prompt_wants: dict[int, tuple[int, int]] = {}
         self._refused: dict[int, str] = {}
 
@@ -87,7 +105,7 @@ class ModelRunner:
         work = self._plan(step)
         drawn: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, bytes] = {}
         if len(work.chunk_slots) or len(work.decode_slots):
             logits = self._forward(work, on_layer)
             if logits is None:
@@ -121,6 +139,8 @@ class ModelRunner:
     def _introduce(self, new: NewSequence) -> None:
         tokens = np.array(new.token_ids, dtype=np.int64)
         reason = _why_refused(tokens, new.prompt_count, new.sampling, self._vocab_size)
+        if new.sampling.grammar is not None and self._lacks_grammars:
+            reason = reason or "a grammar: this server has no tokenizer to follow it with"
         if reason is not None:
             self._refused[new.request_id] = reason
             return
@@ -236,9 +256,10 @@ class ModelRunner:
         self._sequences.append(slots[is_drawn], token_ids[is_drawn])
         return sampled
 
-    def _score_prompts(self, work: _Work, logits: Tensor) -> dict[int, list[TokenLogprobs]]:
-        """Log-probabilities of prompt tokens, by request; logits of all prompt rows in order."""
-        scored: dict[int, list[TokenLogprobs]] = {}
+    def _score_prompts(self, work: _Work, logits: Tensor) -> dict[int, bytes]:
+        """Log-probabilities of prompt tokens, by request, encoded; logits of all prompt rows in
+        order."""
+        scored: dict[int, bytes] = {}
         first_row = 0
         for chunk, start, stop in work.prompt_rows:
             slot = self._sequences.slot(chunk.request_id)
@@ -251,7 +272,7 @@ class ModelRunner:
             if start < stop:
                 targets = tokens[start + 1 : stop + 1].to(self._device)
                 entries += self._sampler.prompt_logprobs(rows, slot, targets)
-            scored[chunk.request_id] = entries
+            scored[chunk.request_id] = encode_logprobs(entries)
         return scored
 
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:

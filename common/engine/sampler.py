@@ -1,10 +1,10 @@
 """Draws one token per row of logits, for all requests of a step at once.
 
 Order: repetition, frequency and presence penalties, logit bias, stop tokens held back by
-min_new_tokens; then either the largest logit (temperature 0) or temperature, top_k, top_p among
-the kept, min_p, and a Gumbel draw. Filters run one after the other, each on what the one before
-left. Log-probabilities are those of the raw logits. Rows that need nothing of all this pay an
-argmax only.
+min_new_tokens, tokens that a grammar forbids; then either the largest logit (temperature 0) or
+temperature, top_k, top_p among the kept, min_p, and a Gumbel draw. Filters run one after the other,
+each on what the one before left. Log-probabilities are those of the raw logits. Rows that need
+nothing of all this pay an argmax only.
 
 Knows nothing of pages, models or messages; the noise of a row depends on its request's seed and
 its position alone (`noise.py`), and no computation of a row depends on what the others ask for.
@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.grammar import GrammarCompiler
+from common.engine.grammar_table import GrammarTable
 from common.engine.logprobs import token_logprobs
 from common.engine.noise import gumbel, row_keys
 from common.engine.sampling_table import Feature, SamplingTable
@@ -35,6 +37,7 @@ NOT_FINITE = "the model's logits are not finite"
 ALL_MASKED = "every token is masked"
 
 Slots = NDArray[np.int64]
+NO_ROWS: Slots = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,15 @@ class Sampler:
     One writer: the thread that runs the model. Slots are small integers chosen by the caller.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._table = SamplingTable(vocab_size, eos_token_ids, device)
+        self._grammars = GrammarTable(grammars, vocab_size, device)
         self._vocab_size = vocab_size
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
@@ -66,9 +76,12 @@ class Sampler:
     def add(self, slot: int, params: SamplingParams, token_ids: Tensor, prompt_count: int) -> None:
         """Start a request: int64[n] token ids so far on the host, `prompt_count` of them prompt."""
         self._table.add(slot, params, token_ids, prompt_count)
+        if params.grammar is not None:
+            self._grammars.add(slot, params.grammar, token_ids[prompt_count:].tolist())
 
     def remove(self, slot: int) -> None:
         self._table.remove(slot)
+        self._grammars.remove(slot)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Slots, positions: NDArray[np.int64]) -> Sampled:
@@ -86,8 +99,10 @@ class Sampler:
         union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
         raw = _raw_copy(logits, features, union)
         self._shape(logits, slots, positions, features, union)
+        bound = _rows_with(features, Feature.BOUND) if union & Feature.BOUND else NO_ROWS
+        unbound = self._grammars.forbid(logits, bound, slots[bound]) if len(bound) else {}
         tokens = logits.argmax(dim=-1)
-        if union & (Feature.BIASED | Feature.HELD):
+        if union & (Feature.BIASED | Feature.HELD | Feature.BOUND):
             is_open = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
         else:
             is_open = torch.ones_like(is_usable)
@@ -96,9 +111,12 @@ class Sampler:
         # One copy to the host per step.
         host = torch.stack((tokens, is_usable.long(), is_open.long())).cpu().numpy()
         failed = {int(row): ALL_MASKED for row in np.flatnonzero(host[2] == 0)}
-        failed |= {int(row): NOT_FINITE for row in np.flatnonzero(host[1] == 0)}
+        failed |= {int(row): NOT_FINITE for row in np.flatnonzero(host[1] == 0)} | unbound
         if union & Feature.PENALISED:
             self._count(tokens, slots, features)
+        if len(bound):
+            drawn = [int(row) for row in bound if int(row) not in failed]
+            self._grammars.advance(slots[drawn], host[0][drawn].tolist())
         logprobs = {} if raw is None else self._logprobs(raw, tokens, slots, features, failed)
         return Sampled(tokens, host[0].tolist(), failed, logprobs)
 
@@ -136,6 +154,9 @@ class Sampler:
         if union & Feature.HELD:
             until = self._table.held_until.values[slots]
             held = np.flatnonzero((features & Feature.HELD != 0) & (positions < until))
+            # A grammar that is at its end leaves nothing else to draw.
+            is_open = [not self._grammars.is_complete(int(slots[row])) for row in held]
+            held = held[np.array(is_open, dtype=np.bool_)]
             stops = [(int(row), self._table.stop_ids[int(slots[row])]) for row in held]
             for row, ids in stops:
                 logits[row, self._to_device(ids)] = -torch.inf

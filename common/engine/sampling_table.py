@@ -39,6 +39,7 @@ class Feature(IntFlag):
     BIASED = 16
     HELD = 32  # min_new_tokens
     LOGPROBS = 64
+    BOUND = 128  # by a grammar
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
@@ -207,4 +208,6 @@ def _features_of(params: SamplingParams, vocab_size: int) -> Feature:
         features |= Feature.HELD
     if params.return_logprob:
         features |= Feature.LOGPROBS
+    if params.grammar is not None:
+        features |= Feature.BOUND
     return features

@@ -16,6 +16,7 @@ from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
+from common.protocol.codec import decode_logprobs
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 
@@ -106,7 +107,9 @@ class Driver:
         assert done.step_id == step.step_id
         assert done.request_ids == [tracked.request_id for tracked in due]
         for tracked, _ in chunks:
-            tracked.prompt_logprobs += done.prompt_logprobs.get(tracked.request_id, [])
+            if tracked.request_id in done.prompt_logprobs:
+                told = done.prompt_logprobs[tracked.request_id]
+                tracked.prompt_logprobs += decode_logprobs(told)
         for tracked, token_id in zip(due, done.token_ids, strict=True):
             if tracked.request_id in done.failed:
                 continue

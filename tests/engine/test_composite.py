@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from common.engine.json_fields import JsonFields
+from common.engine.checkpoint.weights import text_name
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.reading import CheckpointConfig
+from common.engine.config.rope import RopeKind
 from common.engine.loader import load_model
-from common.engine.model_reading import CheckpointConfig
 from common.engine.models.registry import read_model_config
-from common.engine.rope_config import RopeKind
-from common.engine.weights import text_name
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import RECIPES, edit_config, random_prompt, redraw

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.fingerprint import model_fingerprint
+from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.loader import read_served_config
 from tests.engine.tiny_checkpoints import (
     RECIPES,

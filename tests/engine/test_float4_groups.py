@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.engine.checkpoint_files import TensorEntry
-from common.engine.float4_groups import widen_groups
-from common.engine.scaled_tensors import check_scaled, read_scaled
-from common.engine.weight_format import Float4Groups
+from common.engine.checkpoint.files import TensorEntry
+from common.engine.checkpoint.float4_groups import widen_groups
+from common.engine.checkpoint.scaled_tensors import check_scaled, read_scaled
+from common.engine.config.weight_format import Float4Groups
 from common.errors import ConfigError
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.engine.block_scales import scale_blocks
+from common.engine.checkpoint.block_scales import scale_blocks
 from common.engine.distributed import ParallelContext
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
 from common.errors import ConfigError
-from tests.engine.tiny_checkpoints import Recipe, build_checkpoint, edit_config
+from tests.engine.tiny_checkpoints import (
+    Change,
+    Recipe,
+    build_checkpoint,
+    edit_config,
+    edit_tensors,
+)
 
 # Sizes that 128 does not divide, so that blocks at the edges are cut short, and that are cut by
 # ranks inside a block.
@@ -88,12 +93,6 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def targets(model: CausalLm) -> list[Tensor]:
     return [p.target for weight in model.weights() for p in weight.ways[0]]
-
-
-def rewrite(checkpoint: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
-    change(tensors)
-    save_file(tensors, checkpoint / "model.safetensors")
 
 
 @pytest.mark.parametrize("rank", [(0, 1, 0, 1), (0, 2, 0, 1), (1, 2, 0, 1), (3, 8, 1, 2)])
@@ -172,13 +171,13 @@ def shrink_norm(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_wrong_factors_are_named(
-    change: Callable[[dict[str, Tensor]], None],
+    change: Change,
     message: str,
     twins: tuple[Path, Path],
     tmp_path: Path,
 ) -> None:
     broken = Path(shutil.copytree(twins[0], tmp_path / "model"))
-    rewrite(broken, change)
+    edit_tensors(broken, change)
     with pytest.raises(ConfigError, match=message):
         load_model(broken)
 

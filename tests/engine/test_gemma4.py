@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.engine.config.model import ModelConfig, check_parallel
+from common.engine.config.reading import Heads
+from common.engine.config.rope import RopeKind
 from common.engine.loader import load_model
-from common.engine.model_config import ModelConfig, check_parallel
-from common.engine.model_reading import Heads
 from common.engine.models.gemma4 import gemma4_config
 from common.engine.models.registry import cache_components, read_model_config
-from common.engine.rope_config import RopeKind
 from common.errors import ConfigError
 from common.layout.component import FULL, Live, LiveKind
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages

@@ -16,20 +16,22 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.engine.attention import choose
 from common.engine.attention.choose import AttentionShape, choose_attention
+from common.engine.config.model import ModelConfig
+from common.engine.config.weight_format import Float4Groups
 from common.engine.distributed import ParallelContext
 from common.engine.layers.rotary import rotary_frequencies
 from common.engine.loader import load_model
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.gpt_oss_config import GptOssConfig
 from common.engine.models.registry import cache_components, read_model_config
-from common.engine.weight_format import Float4Groups
 from common.errors import ConfigError
 from common.layout.component import FULL, Live, LiveKind
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (
+    Change,
     Reference,
     edit_config,
+    edit_tensors,
     random_prompt,
     respell_as_published,
 )
@@ -341,15 +343,13 @@ def remove_sinks(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_wrong_tensors_are_named(
-    change: Callable[[dict[str, Tensor]], None],
+    change: Change,
     message: str,
     twins: tuple[Path, Path],
     tmp_path: Path,
 ) -> None:
     broken = Path(shutil.copytree(twins[0], tmp_path / "model"))
-    tensors = load_file(broken / "model.safetensors")
-    change(tensors)
-    save_file(tensors, broken / "model.safetensors")
+    edit_tensors(broken, change)
     with pytest.raises(ConfigError, match=message):
         load_model(broken)
 

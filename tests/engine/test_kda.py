@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.engine.config.mla import MlaConfig, RouterConfig
+from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.loader import load_model
-from common.engine.mla_config import MlaConfig, RouterConfig
-from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.models.kda_config import KdaConfig, kda_config
 from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.engine.config.mla import MlaConfig, RouterConfig
+from common.engine.config.model import ModelConfig, check_parallel
+from common.engine.config.rope import RopeKind
 from common.engine.loader import load_model
-from common.engine.mla_config import MlaConfig, RouterConfig
-from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.models.lightning import decay_rates, head_slopes
 from common.engine.models.lightning_config import LightningConfig
 from common.engine.models.registry import read_model_config
-from common.engine.rope_config import RopeKind
 from common.errors import ConfigError
 from tests.engine.recipes import ling_reference
 from tests.engine.test_kda import PROMPT, cache_nbytes, logits_of

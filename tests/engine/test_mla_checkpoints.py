@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.engine.config.mla import MlaConfig, RouterConfig
+from common.engine.config.weight_format import Float8Blocks
 from common.engine.loader import load_model
-from common.engine.mla_config import MlaConfig, RouterConfig
 from common.engine.models.deepseek import score_scale
 from common.engine.models.registry import cache_components, read_model_config
-from common.engine.weight_format import Float8Blocks
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.recipes.latent import RECIPES as LATENT_RECIPES

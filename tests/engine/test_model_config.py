@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.model_config import FamilyConfig, ModelConfig, check_parallel
+from common.engine.config.model import FamilyConfig, ModelConfig, check_parallel
+from common.engine.config.rope import RopeKind
 from common.engine.models.registry import (
     SUPPORTED_ARCHITECTURES,
     cache_components,
     read_model_config,
 )
-from common.engine.rope_config import RopeKind
 from common.errors import ConfigError
 from tests.engine.tiny_checkpoints import respell_as_published
 

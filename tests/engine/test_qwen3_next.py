@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.engine.config.model import check_parallel
 from common.engine.loader import load_model
-from common.engine.model_config import check_parallel
 from common.engine.models.gated_delta_net import delta_config
 from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError, LayoutError

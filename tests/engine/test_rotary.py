@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.rope import read_rope
 from common.engine.layers.rotary import RotaryEmbedding, rotary_frequencies
-from common.engine.rope_config import read_rope
 from tests.engine.recipes.recipe import (
     COMMON,
     DEFAULT_ROPE,

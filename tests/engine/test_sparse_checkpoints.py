@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.engine.config.mla import MlaConfig, RouterConfig
+from common.engine.config.model import ModelConfig, check_parallel
+from common.engine.config.weight_format import Float8Blocks
 from common.engine.loader import load_model
-from common.engine.mla_config import MlaConfig, RouterConfig
-from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.models.deepseek_sparse_config import SparseConfig, sparse_config
 from common.engine.models.registry import cache_components, read_model_config
-from common.engine.weight_format import Float8Blocks
 from common.errors import ConfigError
 from common.layout.cache_layout import ServerLayout
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,14 @@ from common.engine.models.deepseek_v4_names import layer_name
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.recipes.compressed import V4, draw_v4
-from tests.engine.tiny_checkpoints import Recipe, build_checkpoint, edit_config, random_prompt
+from tests.engine.tiny_checkpoints import (
+    Change,
+    Recipe,
+    build_checkpoint,
+    edit_config,
+    edit_tensors,
+    random_prompt,
+)
 
 BLOCK = 32
 FLOAT8_MAX = 448.0
@@ -202,9 +208,6 @@ def test_a_quantised_checkpoint_loads_as_its_dequantised_twin(
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-Change = Callable[[dict[str, Tensor]], None]
-
-
 def drop_scale(tensors: dict[str, Tensor]) -> None:
     del tensors[f"{EXPERT}.scale"]
 
@@ -244,9 +247,7 @@ def test_a_wrong_tensor_is_named(
     change: Change, complaint: str, twins: tuple[Path, Path], tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(twins[0], tmp_path / "wrong"))
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
+    edit_tensors(path, change)
     with pytest.raises(ConfigError, match=complaint):
         load_model(path)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.model_config import ModelConfig
+from common.engine.config.model import ModelConfig
+from common.engine.config.rope import RopeKind
+from common.engine.config.weight_format import Float4Groups, Float8Blocks
 from common.engine.models.deepseek_v4_config import LayerKind, v4_config
 from common.engine.models.registry import cache_components, read_model_config
-from common.engine.rope_config import RopeKind
-from common.engine.weight_format import Float4Groups, Float8Blocks
 from common.errors import ConfigError
 from common.layout.component import Live, LiveKind
 

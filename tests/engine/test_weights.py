@@ -21,8 +21,10 @@ from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
 from tests.engine.tiny_checkpoints import (
     RECIPES,
+    Change,
     build_checkpoint,
     edit_config,
+    edit_tensors,
     random_prompt,
 )
 
@@ -33,12 +35,6 @@ Checkpoints = Callable[[str], Path]
 def checkpoint(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     """A copy of the llama checkpoint that a test may break."""
     return Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
-
-
-def rewrite(checkpoint: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
-    change(tensors)
-    save_file(tensors, checkpoint / "model.safetensors")
 
 
 def logits_of(model: CausalLm) -> Tensor:
@@ -167,7 +163,7 @@ def test_buffers_and_tied_heads_that_old_checkpoints_carry_are_skipped(
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
         tensors["lm_head.weight"] = torch.zeros(512, 64)
 
-    rewrite(tmp_path, add)
+    edit_tensors(tmp_path, add)
     expected = logits_of(load_model(tiny_checkpoint("qwen2_tied")))
     assert torch.equal(logits_of(load_model(tmp_path)), expected)
 
@@ -209,10 +205,8 @@ def quantise(tensors: dict[str, Tensor]) -> None:
         (quantise, r"model\.norm\.weight has dtype I8: must be one of F32, BF16"),
     ],
 )
-def test_wrong_tensors_are_named(
-    change: Callable[[dict[str, Tensor]], None], message: str, checkpoint: Path
-) -> None:
-    rewrite(checkpoint, change)
+def test_wrong_tensors_are_named(change: Change, message: str, checkpoint: Path) -> None:
+    edit_tensors(checkpoint, change)
     with pytest.raises(ConfigError, match=message):
         load_model(checkpoint)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.model_config import ModelConfig
+from common.engine.config.model import ModelConfig
 from common.engine.models.gemma import gemma_config
 from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.recipes import (
@@ -30,7 +32,10 @@ from tests.engine.recipes import (
 from tests.engine.recipes.latent import LATENT
 from tests.engine.recipes.recipe import COMMON, VOCAB_SIZE, Classes, Recipe
 
-__all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Recipe", "Reference"]
+__all__ = ["CLASSES", "LATENT", "RECIPES", "VOCAB_SIZE", "Change", "Recipe", "Reference"]
+
+Change = Callable[[dict[str, Tensor]], None]
+"""What a test does to the tensors of a checkpoint, by name."""
 
 # One module per family. Seeds are picked: with the prompts of the tests, no output has fewer than
 # 8 distinct tokens among 64, and the two best logits are never closer than 5e-4, many times the
@@ -125,6 +130,13 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
+def edit_tensors(directory: Path, change: Change) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
 def random_prompt(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
@@ -151,6 +163,15 @@ class Reference:
         """float32[tokens, vocabulary]."""
         logits: Tensor = self.model(torch.tensor([token_ids])).logits[0]
         return logits
+
+    def continues(self, prompt: list[int], output: list[int]) -> list[int]:
+        """The most likely token after the prompt and after each token of `output` but the last.
+
+        Equal to `output` if and only if that is what `greedy` gives, in one forward pass.
+        """
+        logits = self.logits(prompt + output[:-1])
+        tokens: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
+        return tokens
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], count: int) -> list[int]:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from common.engine.attention.choose import choose_attention
+from common.engine.checkpoint.fingerprint import model_fingerprint
+from common.engine.config.model import check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.fingerprint import model_fingerprint
 from common.engine.kv_pool import KvPool
 from common.engine.loader import attention_shape
-from common.engine.model_config import check_parallel
 from common.engine.models.registry import FAMILIES, cache_components, read_model_config
 from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.layers.layer_context import LayerContext
-from common.engine.weights import Piece, Weight
 
 
 class VocabTable:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
 from common.engine.layers.layer_context import LayerContext
-from common.engine.weights import Weight
 
 
 class GateStyle(StrEnum):

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.mla import RouterConfig
+from common.engine.config.model import MoeConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, GatedMlp, gated_silu
 from common.engine.layers.moe import MoeMlp
-from common.engine.mla_config import RouterConfig
-from common.engine.model_config import MoeConfig
-from common.engine.weights import Weight
 
 # Added to a sum of shares before dividing, as the published code does.
 SUM_EPSILON = 1e-20

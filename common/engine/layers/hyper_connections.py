@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import WideNorm, normalize
-from common.engine.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)

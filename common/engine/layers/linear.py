@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.layers.layer_context import LayerContext
-from common.engine.weights import Piece, Weight
 
 
 @dataclass(frozen=True, slots=True)

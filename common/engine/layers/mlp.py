@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
-from common.engine.weights import Weight
 
 Activation = Callable[[Tensor], Tensor]
 """[.., 2 n], the gate in the first half, to [.., n]."""

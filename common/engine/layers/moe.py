@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.config.model import MoeConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, gated_silu
-from common.engine.model_config import MoeConfig
-from common.engine.weights import Piece, Weight
 
 
 class MoeMlp:

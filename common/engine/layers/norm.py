@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.layers.layer_context import LayerContext
-from common.engine.weights import Piece, Weight
 
 
 def normalize(hidden: Tensor, epsilon: float) -> Tensor:

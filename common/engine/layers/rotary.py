@@ -14,7 +14,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from common.engine.rope_config import RopeConfig, RopeKind
+from common.engine.config.rope import RopeConfig, RopeKind
 
 
 @dataclass(frozen=True, slots=True)

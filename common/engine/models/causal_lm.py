@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.choose import AttentionChoice
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
@@ -19,10 +21,8 @@ from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.layers.sequence_rows import SequenceRows
-from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.slots import SlotPass
-from common.engine.weights import Weight
 from common.layout.parallel import split_layers
 
 

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.latent import LatentPass, LatentProjection, Selection
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.mla import MlaConfig
+from common.engine.config.model import ModelConfig
+from common.engine.config.rope import RopeConfig
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import yarn_magnitude
-from common.engine.mla_config import MlaConfig
-from common.engine.model_config import ModelConfig
 from common.engine.models.deepseek_config import read_deepseek
 from common.engine.models.family import Family, mla_cache
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerMlp, PreNormLayer
-from common.engine.rope_config import RopeConfig
-from common.engine.weights import Weight
 
 # Of the norms inside the projections: fixed by the published code, whatever rms_norm_eps says.
 INNER_NORM_EPSILON = 1e-6

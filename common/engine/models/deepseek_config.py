@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.engine.json_fields import JsonFields
-from common.engine.mla_config import read_mla, read_router
-from common.engine.model_config import ModelConfig, MoeConfig
-from common.engine.model_reading import (
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.mla import read_mla, read_router
+from common.engine.config.model import ModelConfig, MoeConfig
+from common.engine.config.reading import (
     CheckpointConfig,
     Heads,
     check_silu,
@@ -15,7 +15,7 @@ from common.engine.model_reading import (
     read_experts_per_token,
     read_extra_layers,
 )
-from common.engine.rope_config import extended_length, read_rope
+from common.engine.config.rope import extended_length, read_rope
 
 HAS_SIGMOID_ROUTER = {
     "DeepseekV2ForCausalLM": False,

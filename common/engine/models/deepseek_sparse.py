@@ -15,18 +15,18 @@ from torch import Tensor
 from common.engine.attention.best_keys import KeyChoice
 from common.engine.attention.latent import LatentPass, Selection
 from common.engine.attention.sparse import INDEX_KEY, select
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import whole_linear
 from common.engine.layers.norm import LayerNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
 from common.engine.models.deepseek_sparse_config import read_sparse, sparse_config
 from common.engine.models.family import Family
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer
-from common.engine.weights import Weight
 from common.layout.component import CacheComponent
 from common.layout.families import sparse_mla_components
 

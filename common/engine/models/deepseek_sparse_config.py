@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig
-from common.engine.model_reading import CheckpointConfig
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import FamilyConfig, ModelConfig
+from common.engine.config.reading import CheckpointConfig
 from common.engine.models.deepseek_config import read_deepseek, read_mlp_types
 
 LAYER_TYPE = "indexed_attention"

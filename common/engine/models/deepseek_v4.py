@@ -15,6 +15,8 @@ from torch import Tensor
 from common.engine.attention.best_keys import KeyChoice
 from common.engine.attention.blocks import ClosedBlocks
 from common.engine.attention.compressed import CompressedPass, SinkRule
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding
 from common.engine.layers.hyper_connections import CollapsingNorm, HyperConnection, StreamShape
@@ -22,7 +24,6 @@ from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.norm import RmsNorm, WideNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek_v4_blocks import BlockShape, Compressor, Indexer, rotate_end
 from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
@@ -30,7 +31,6 @@ from common.engine.models.deepseek_v4_moe import HashMoeMlp
 from common.engine.models.deepseek_v4_names import layer_name
 from common.engine.models.family import Family
 from common.engine.models.layer_pass import MAIN, LayerPass
-from common.engine.weights import Weight
 from common.layout.component import CacheComponent
 from common.layout.families import compressed_components
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from common.engine.attention.best_keys import KeyChoice
 from common.engine.attention.blocks import BlockPass, BlockRows
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, whole_linear
 from common.engine.layers.norm import WideNorm
 from common.engine.layers.rotary import Rotation
-from common.engine.model_config import ModelConfig
 from common.engine.models.deepseek_v4_config import v4_config
-from common.engine.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)

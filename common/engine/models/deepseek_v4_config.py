@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig, MoeConfig
-from common.engine.model_reading import (
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.config.reading import (
     CheckpointConfig,
     check_silu,
     read_decoder,
@@ -16,8 +16,8 @@ from common.engine.model_reading import (
     read_extra_layers,
     read_heads,
 )
-from common.engine.rope_config import RopeConfig, RopeKind, extended_length, read_rope
-from common.engine.weight_format import Float4Groups, Float8Blocks, WeightFormat
+from common.engine.config.rope import RopeConfig, RopeKind, extended_length, read_rope
+from common.engine.config.weight_format import Float4Groups, Float8Blocks, WeightFormat
 
 
 class LayerKind(StrEnum):

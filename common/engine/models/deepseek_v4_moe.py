@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.grouped_moe import SUM_EPSILON
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
-from common.engine.model_config import ModelConfig
 from common.engine.models.deepseek_v4_config import v4_config
-from common.engine.weights import Weight
 
 
 class HashMoeMlp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.engine.scaled_tensors import FLOAT8_SCALE_SUFFIX
+from common.engine.checkpoint.scaled_tensors import FLOAT8_SCALE_SUFFIX
 
 ENDS = {
     "embed.weight": "model.embed_tokens.weight",

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.falcon_config import FalconConfig, read_falcon
 from common.engine.models.family import Family
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.mamba_mixer import MambaMixer, mamba_cache
-from common.engine.weights import Weight
 
 
 class ScaledKeyAttention(GqaAttention):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import ModelConfig
+from common.engine.config.reading import CheckpointConfig, check_silu, read_decoder, read_heads
+from common.engine.config.rope import extended_length, read_rope
 from common.engine.layers.group_norm import GateStyle
-from common.engine.model_config import ModelConfig
-from common.engine.model_reading import CheckpointConfig, check_silu, read_decoder, read_heads
 from common.engine.models.mamba_config import (
     MambaConfig,
     MambaFamily,
     check_sizes,
     check_step_limit,
 )
-from common.engine.rope_config import extended_length, read_rope
 
 # Of the gate z, x, B, C and the step.
 PROJECTED_PARTS = 5

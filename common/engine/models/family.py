@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from common.engine.model_config import ModelConfig
-from common.engine.model_reading import CheckpointConfig
+from common.engine.checkpoint.weights import same_name
+from common.engine.config.model import ModelConfig
+from common.engine.config.reading import CheckpointConfig
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
-from common.engine.weights import same_name
 from common.layout.component import CacheComponent
 from common.layout.families import (
     gqa_components,

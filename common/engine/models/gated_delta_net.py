@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
 from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.norm import GatedNorm
 from common.engine.layers.short_conv import ConvSegment, ShortConv
-from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.qwen3_next_config import DeltaNetConfig
-from common.engine.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)

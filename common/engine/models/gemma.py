@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.scores import ScoreRule
+from common.engine.checkpoint.weights import Weight, text_name
+from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp, gated_gelu
 from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gemma_config import GemmaConfig, read_gemma
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
-from common.engine.weights import Weight, text_name
 
 NORMS = (
     "input_layernorm",

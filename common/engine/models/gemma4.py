@@ -17,6 +17,8 @@ from torch import Tensor
 from common.engine.attention.choose import AttentionChoice
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.checkpoint.weights import Weight, text_name
+from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
@@ -25,13 +27,11 @@ from common.engine.layers.mlp import GatedMlp, gated_gelu
 from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import RmsNorm, WideNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding
-from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
 from common.engine.models.family import Family
 from common.engine.models.gemma import embed_scaled, soft_capped
 from common.engine.models.gemma4_config import Gemma4Config, read_gemma4
 from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
-from common.engine.weights import Weight, text_name
 from common.layout.component import CacheComponent
 from common.layout.families import CachedHeads, mixed_gqa_components
 

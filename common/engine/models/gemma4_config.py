@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig, MoeConfig
-from common.engine.model_reading import CheckpointConfig, Heads, read_decoder, read_heads
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.config.reading import CheckpointConfig, Heads, read_decoder, read_heads
+from common.engine.config.rope import RopeConfig
+from common.engine.config.window import WindowStyle, read_windows, window_layers
 from common.engine.models.gemma_config import ACTIVATION, read_nested_rope, read_softcap
-from common.engine.rope_config import RopeConfig
-from common.engine.window_config import WindowStyle, read_windows, window_layers
 
 # What the published code takes for keys that are left out.
 TEXT_DEFAULTS = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig
-from common.engine.model_reading import CheckpointConfig, read_decoder, read_heads
-from common.engine.rope_config import RopeConfig, extended_length, read_rope
-from common.engine.window_config import WindowStyle, read_windows, window_layers
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import FamilyConfig, ModelConfig
+from common.engine.config.reading import CheckpointConfig, read_decoder, read_heads
+from common.engine.config.rope import RopeConfig, extended_length, read_rope
+from common.engine.config.window import WindowStyle, read_windows, window_layers
 
 ACTIVATION = "gelu_pytorch_tanh"
 GLOBAL_THETA = 1_000_000.0

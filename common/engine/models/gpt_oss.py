@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.scores import ScoreRule
+from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation
 from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import WideNorm
-from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gpt_oss_config import GptOssConfig, read_gpt_oss
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.pre_norm_layer import PreNormLayer
-from common.engine.weights import Piece, Weight
 
 
 class SinkAttention(GqaAttention):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig, MoeConfig
-from common.engine.model_reading import (
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.config.reading import (
     CheckpointConfig,
     check_silu,
     read_decoder,
     read_experts_per_token,
     read_heads,
 )
-from common.engine.rope_config import RopeConfig, extended_length, read_rope
-from common.engine.weight_format import WeightMethod
-from common.engine.window_config import WindowStyle, read_windows, window_layers
+from common.engine.config.rope import RopeConfig, extended_length, read_rope
+from common.engine.config.weight_format import WeightMethod
+from common.engine.config.window import WindowStyle, read_windows, window_layers
 
 # What the published code falls back to.
 HEAD_DIM = 64

@@ -13,12 +13,12 @@ from torch import Tensor
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.norm import QkNorm
-from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import MAIN, LayerPass
-from common.engine.weights import Weight
 
 
 class GqaAttention:

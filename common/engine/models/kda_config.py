@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields, JsonValue
-from common.engine.model_config import FamilyConfig, ModelConfig
-from common.engine.model_reading import CheckpointConfig
+from common.engine.config.json_fields import JsonFields, JsonValue
+from common.engine.config.model import FamilyConfig, ModelConfig
+from common.engine.config.reading import CheckpointConfig
+from common.engine.config.rope import DEFAULT_THETA, RopeConfig, RopeKind
 from common.engine.models.latent_hybrid_config import (
     FULL,
     LINEAR,
@@ -18,7 +19,6 @@ from common.engine.models.latent_hybrid_config import (
     read_latent_rope,
     respell,
 )
-from common.engine.rope_config import DEFAULT_THETA, RopeConfig, RopeKind
 
 # Of the published code, where config.json has no such key.
 KIMI_DEFAULTS: Mapping[str, JsonValue] = {

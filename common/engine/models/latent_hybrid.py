@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import choose_delta_kernels
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock
 from common.engine.layers.rotary import RotaryEmbedding
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
 from common.engine.models.family import Family, hybrid_mla_cache
@@ -22,7 +23,6 @@ from common.engine.models.kda_config import kda_config, read_kimi_linear, read_l
 from common.engine.models.kimi_delta import KimiDelta, delta_shape
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerAttention, PreNormLayer
-from common.engine.weights import Weight
 from common.layout.component import CacheComponent
 from common.layout.families import gated_delta_components
 

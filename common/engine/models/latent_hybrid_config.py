@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common.engine.json_fields import JsonFields, JsonValue
-from common.engine.mla_config import read_mla
-from common.engine.model_config import ModelConfig
-from common.engine.model_reading import (
+from common.engine.config.json_fields import JsonFields, JsonValue
+from common.engine.config.mla import read_mla
+from common.engine.config.model import ModelConfig
+from common.engine.config.reading import (
     CheckpointConfig,
     Heads,
     check_silu,
     read_decoder,
     read_extra_layers,
 )
+from common.engine.config.rope import RopeConfig, extended_length, read_partial_rope
 from common.engine.models.deepseek_config import read_grouped_experts, read_mlp_types
-from common.engine.rope_config import RopeConfig, extended_length, read_partial_rope
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # By the name that the other readers know.

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.delta_rule import STATE
 from common.engine.layers.group_norm import GatedGroupNorm, GateStyle
 from common.engine.layers.layer_context import LayerContext
@@ -23,7 +25,6 @@ from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, fe
 from common.engine.layers.norm import QkNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.layers.ssd import SsdInputs, SsdRule, apply_ssd
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
 from common.engine.models.family import Family, hybrid_mla_cache
@@ -31,7 +32,6 @@ from common.engine.models.latent_hybrid import rename_ling
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.lightning_config import lightning_config, read_ling_2_5
 from common.engine.models.pre_norm_layer import LayerAttention, PreNormLayer
-from common.engine.weights import Weight
 from common.layout.component import CacheComponent
 from common.layout.families import lightning_components
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields, JsonValue
-from common.engine.model_config import FamilyConfig, ModelConfig
-from common.engine.model_reading import CheckpointConfig
+from common.engine.config.json_fields import JsonFields, JsonValue
+from common.engine.config.model import FamilyConfig, ModelConfig
+from common.engine.config.reading import CheckpointConfig
 from common.engine.models.latent_hybrid_config import (
     read_grouped_layers,
     read_latent_hybrid,

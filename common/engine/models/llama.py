@@ -5,9 +5,9 @@ Their differences (biases, q/k norms, head sizes) are values of `ModelConfig`.
 
 from __future__ import annotations
 
+from common.engine.config.model import ModelConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
-from common.engine.model_config import ModelConfig
 from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.llama_config import read_llama

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import ModelConfig, MoeConfig
-from common.engine.model_reading import (
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import ModelConfig, MoeConfig
+from common.engine.config.reading import (
     CheckpointConfig,
     check_silu,
     read_decoder,
     read_experts_per_token,
     read_heads,
 )
-from common.engine.rope_config import extended_length, read_rope
-from common.engine.window_config import WindowStyle, read_windows, window_layers
+from common.engine.config.rope import extended_length, read_rope
+from common.engine.config.window import WindowStyle, read_windows, window_layers
 
 
 class _Bias(StrEnum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.engine.json_fields import JsonFields, JsonValue
+from common.engine.config.json_fields import JsonFields, JsonValue
+from common.engine.config.model import FamilyConfig
 from common.engine.layers.group_norm import GateStyle
-from common.engine.model_config import FamilyConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.group_norm import GatedGroupNorm
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.short_conv import ConvSegment, ShortConv
 from common.engine.layers.ssd import SsdInputs, SsdRule, apply_ssd
-from common.engine.model_config import ModelConfig
 from common.engine.models.family import gqa_cache
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.mamba_config import MambaConfig, MambaFamily
-from common.engine.weights import Weight
 from common.layout.component import CacheComponent
 from common.layout.families import mamba_components
 

@@ -9,13 +9,14 @@ from typing import assert_never
 
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import squared_relu
 from common.engine.layers.norm import WideNorm
 from common.engine.layers.rotary import RotaryEmbedding
-from common.engine.model_config import ModelConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family
 from common.engine.models.gqa import GqaAttention
@@ -23,7 +24,6 @@ from common.engine.models.layer_pass import LayerPass
 from common.engine.models.mamba_mixer import MambaMixer, mamba_cache
 from common.engine.models.nemotron_config import LayerKind, NemotronConfig, read_nemotron
 from common.engine.models.pre_norm_layer import LayerMlp
-from common.engine.weights import Weight
 
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.engine.json_fields import JsonFields, JsonValue
-from common.engine.layers.group_norm import GateStyle
-from common.engine.mla_config import read_router
-from common.engine.model_config import ModelConfig, MoeConfig
-from common.engine.model_reading import (
+from common.engine.config.json_fields import JsonFields, JsonValue
+from common.engine.config.mla import read_router
+from common.engine.config.model import ModelConfig, MoeConfig
+from common.engine.config.reading import (
     CheckpointConfig,
     Heads,
     read_decoder,
     read_experts_per_token,
 )
+from common.engine.config.rope import DEFAULT_THETA, RopeConfig, RopeKind
+from common.engine.layers.group_norm import GateStyle
 from common.engine.models.mamba_config import (
     MambaConfig,
     MambaFamily,
     check_sizes,
     check_step_limit,
 )
-from common.engine.rope_config import DEFAULT_THETA, RopeConfig, RopeKind
 
 # What the published code takes for keys that are left out.
 DEFAULTS: Mapping[str, JsonValue] = {

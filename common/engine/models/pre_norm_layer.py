@@ -10,11 +10,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight
+from common.engine.config.model import ModelConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
-from common.engine.model_config import ModelConfig
 from common.engine.models.layer_pass import LayerPass
-from common.engine.weights import Weight
 
 
 class LayerAttention(Protocol):

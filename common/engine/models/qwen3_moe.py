@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.engine.config.model import ModelConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.moe import MoeMlp
-from common.engine.model_config import ModelConfig
 from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.llama import build_llama_layer

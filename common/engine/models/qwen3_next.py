@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.checkpoint.weights import Weight, text_name
+from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.choose_delta import choose_delta_kernels
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import OffsetNorm, OffsetQkNorm
-from common.engine.model_config import ModelConfig, MoeConfig
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gated_delta_net import GatedDeltaNet, delta_config, delta_shape
@@ -26,7 +27,6 @@ from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerAttention, LayerMlp, PreNormLayer
 from common.engine.models.qwen3_next_config import read_qwen3_next
-from common.engine.weights import Weight, text_name
 from common.layout.component import CacheComponent
 from common.layout.families import gated_delta_components
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from common.engine.json_fields import JsonFields
-from common.engine.model_config import FamilyConfig, ModelConfig, MoeConfig
-from common.engine.model_reading import CheckpointConfig, check_silu, read_decoder, read_heads
+from common.engine.config.json_fields import JsonFields
+from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.config.reading import CheckpointConfig, check_silu, read_decoder, read_heads
+from common.engine.config.rope import extended_length, read_partial_rope
 from common.engine.models.llama_config import read_routed_experts
-from common.engine.rope_config import extended_length, read_partial_rope
 
 LINEAR, FULL = "linear_attention", "full_attention"
 STATE_DTYPES = ("float32", "bfloat16", "float16")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.engine.cast import CACHE_DTYPES
-from common.engine.model_config import ModelConfig
-from common.engine.model_reading import CheckpointConfig
+from common.engine.config.model import ModelConfig
+from common.engine.config.reading import CheckpointConfig
 from common.engine.models import (
     deepseek,
     deepseek_sparse,

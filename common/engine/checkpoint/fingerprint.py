@@ -12,8 +12,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from common.engine.checkpoint_files import TensorEntry, read_tensor_entries
-from common.engine.model_config import ModelConfig
+from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
+from common.engine.config.model import ModelConfig
 from common.errors import ConfigError
 
 # Bytes of a tensor that are looked at: all of a small one, else this many samples of that size,

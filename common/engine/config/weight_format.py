@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
 
 FLOAT8_BLOCK_DIMS = 2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import assert_never
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
 
 
 class WindowStyle(StrEnum):

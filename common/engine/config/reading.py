@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.engine.json_fields import JsonFields, JsonValue
-from common.engine.model_config import ModelConfig
-from common.engine.rope_config import RopeConfig
-from common.engine.weight_format import WeightMethod, read_weight_format
+from common.engine.config.json_fields import JsonFields, JsonValue
+from common.engine.config.model import ModelConfig
+from common.engine.config.rope import RopeConfig
+from common.engine.config.weight_format import WeightMethod, read_weight_format
 from common.errors import ConfigError
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")

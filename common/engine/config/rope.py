@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
 
 DEFAULT_THETA = 10_000.0
 

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
 from common.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.engine.json_fields import JsonFields
+from common.engine.config.json_fields import JsonFields
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What a model is, as every room of the engine reads it: sizes, norms, rotation, experts, windows.
 
-The values come from a checkpoint; `model_reading.py` and each family's own reader fill them in.
+The values come from a checkpoint; `reading.py` and each family's own reader fill them in.
 Knows nothing of files, tensors or devices.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from common.engine.mla_config import MlaConfig, RouterConfig
-from common.engine.rope_config import RopeConfig
-from common.engine.weight_format import WeightFormat
+from common.engine.config.mla import MlaConfig, RouterConfig
+from common.engine.config.rope import RopeConfig
+from common.engine.config.weight_format import WeightFormat
 from common.errors import ConfigError
 from common.layout.parallel import split_layers
 

@@ -11,10 +11,10 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from common.engine.block_scales import scale_blocks
-from common.engine.checkpoint_files import TensorEntry
-from common.engine.float4_groups import widen_groups
-from common.engine.weight_format import Float4Groups, Float8Blocks, WeightFormat
+from common.engine.checkpoint.block_scales import scale_blocks
+from common.engine.checkpoint.files import TensorEntry
+from common.engine.checkpoint.float4_groups import widen_groups
+from common.engine.config.weight_format import Float4Groups, Float8Blocks, WeightFormat
 from common.errors import ConfigError
 
 FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")

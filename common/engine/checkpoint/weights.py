@@ -15,15 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.engine.checkpoint_files import TensorEntry, read_tensor_entries
-from common.engine.scaled_tensors import (
+from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
+from common.engine.checkpoint.scaled_tensors import (
     FLOAT_DTYPES,
     check_scaled,
     is_scaled,
     read_scaled,
     scales_name,
 )
-from common.engine.weight_format import WeightFormat
+from common.engine.config.weight_format import WeightFormat
 from common.errors import ConfigError
 
 INTEGER_DTYPES = ("I64", "I32")

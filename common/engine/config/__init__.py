@@ -1,0 +1,1 @@
+"""What config.json says: typed readings that the families of models share, and `ModelConfig`."""
