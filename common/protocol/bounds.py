@@ -19,11 +19,19 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.component import DTYPE_NBYTES, CacheComponent, LiveKind
 from common.protocol.descriptor import LandingDescriptor, RankDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
-from common.request import SamplingParams
+from common.request import (
+    CHUNK_MARK_COUNT_MAX,
+    GRAMMAR_LENGTH_MAX,
+    HandOverTrace,
+    Origin,
+    SamplingParams,
+)
 
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+_TRACE_PARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # 55 characters
 INT64_MAX = 2**63 - 1  # ids and seeds end up in int64
 INT32_MAX = 2**31 - 1  # page tables and process ids are int32
+RID_LENGTH_MAX = 300  # the frontend takes 256 and numbers the samples of one body
 NAME_LENGTH_MAX = 128  # incarnation ids, roles, component names: printed in every log line
 TEXT_LENGTH_MAX = 8192  # reasons and fingerprint values: shown to people
 TEXT_COUNT_MAX = 1024  # entries of a fingerprint, of a list of differences or of transports
@@ -37,6 +45,9 @@ SLOT_NBYTES_MAX = 1 << 30
 RING_SLOT_COUNT_MAX = 4096
 
 DIGESTS_NBYTES_MAX = 8 << 20  # of all ranks; ours stay below a megabyte
+# Of one request: 128 Ki positions with the 20 likeliest tokens take about 40 MiB. A TransferDone
+# with them stays below what a peer takes as one message.
+PROMPT_LOGPROBS_NBYTES_MAX = 48 << 20
 
 COMPONENT_COUNT_MAX = GROUP_COUNT_MAX  # each may have a live rule of its own
 SEGMENT_COUNT_MAX = 16
@@ -247,12 +258,12 @@ def _check_region(here: str, region: tuple[str, int, int, bytes]) -> None:
     _check_blob(f"{here} region {name!r} key", memory_key, MEMORY_KEY_NBYTES_MAX)
 
 
-def _check_digests(name: str, value: object) -> None:
+def _check_blobs(name: str, value: object, count_max: int, nbytes_max: int) -> None:
     assert isinstance(value, list), f"{name} is decoded as a list"
-    _check_count(name, len(value), RANK_COUNT_MAX)
+    _check_count(name, len(value), count_max)
     nbytes = sum(map(len, value))
-    if nbytes > DIGESTS_NBYTES_MAX:
-        raise ProtocolError(f"{name}: {nbytes} bytes; at most {DIGESTS_NBYTES_MAX} are allowed")
+    if nbytes > nbytes_max:
+        raise ProtocolError(f"{name}: {nbytes} bytes; at most {nbytes_max} are allowed")
 
 
 def _check_sampling(name: str, value: object) -> None:
@@ -287,6 +298,23 @@ def _check_sampling(name: str, value: object) -> None:
     for token_id, bias in value.logit_bias.items():
         if not math.isfinite(bias):
             raise ProtocolError(f"{name}.logit_bias[{token_id}]={bias}: must be finite")
+    if value.grammar is not None:
+        _check_text(f"{name}.grammar", value.grammar.text, GRAMMAR_LENGTH_MAX)
+
+
+def _check_origin(name: str, value: object) -> None:
+    assert isinstance(value, Origin), f"{name} is decoded as Origin"
+    _check_text(f"{name}.rid", value.rid, RID_LENGTH_MAX)
+    if value.trace_parent and not _TRACE_PARENT.fullmatch(value.trace_parent):
+        raise ProtocolError(f"{name}.trace_parent: must be a W3C traceparent of version 00")
+
+
+def _check_trace(name: str, value: object) -> None:
+    assert isinstance(value, HandOverTrace), f"{name} is decoded as HandOverTrace"
+    _check_count(f"{name}.chunk_ends_s", len(value.chunk_ends_s), CHUNK_MARK_COUNT_MAX)
+    for seconds in value.chunk_ends_s:
+        _check_by_type(f"{name}.chunk_ends_s", seconds)
+    _check_by_type(name, value)
 
 
 _FIELD_CHECKS: dict[str, Callable[[str, object], None]] = {
@@ -306,10 +334,15 @@ _FIELD_CHECKS: dict[str, Callable[[str, object], None]] = {
     "token_ids": lambda name, value: _check_ints(name, value, 0, INT32_MAX, TOKEN_COUNT_MAX),
     "writers": lambda name, value: _check_ints(name, value, 0, RANK_COUNT_MAX - 1, RANK_COUNT_MAX),
     "pids": lambda name, value: _check_ints(name, value, 1, INT32_MAX, RANK_COUNT_MAX),
+    "origin": _check_origin,
+    "trace": _check_trace,
     "differences": _check_texts,
     "transports": _check_texts,
     "pages": _check_pages,
-    "digests": _check_digests,
+    "digests": lambda name, value: _check_blobs(name, value, RANK_COUNT_MAX, DIGESTS_NBYTES_MAX),
+    "prompt_logprobs": lambda name, value: _check_blobs(
+        name, value, TOKEN_COUNT_MAX, PROMPT_LOGPROBS_NBYTES_MAX
+    ),
     "ranks": _check_ranks,
     "sampling": _check_sampling,
 }

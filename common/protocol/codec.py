@@ -12,7 +12,11 @@ import msgspec
 
 from common.errors import LayoutError, ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.protocol.bounds import check_layout_bounds, check_peer_message
+from common.protocol.bounds import (
+    PROMPT_LOGPROBS_NBYTES_MAX,
+    check_layout_bounds,
+    check_peer_message,
+)
 from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
 from common.protocol.landing import (
     LANDING_MESSAGE_NBYTES_MAX,
@@ -24,12 +28,13 @@ from common.protocol.landing import (
 )
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
+from common.request import TokenLogprobs
 
 LocalMessage = FrontendToScheduler | SchedulerToFrontend | SchedulerToWorker | WorkerToScheduler
 PeerMessage = DecodeToPrefill | PrefillToDecode
 
-# Prompt log-probabilities are the largest thing that travels: 128 Ki positions with the 20
-# likeliest tokens take about 40 MiB. Between our own processes there is room for several of that.
+# Prompt log-probabilities are the largest thing that travels, see `PROMPT_LOGPROBS_NBYTES_MAX`.
+# Between our own processes there is room for those of several requests.
 LOCAL_MESSAGE_NBYTES_MAX = 256 << 20
 # What a peer may make us hold for one message. A prompt of a million tokens with its page ids fits
 # ten times over.
@@ -107,6 +112,16 @@ def encode_layout(layout: ServerLayout) -> bytes:
     return _encoder.encode(layout)
 
 
+def encode_logprobs(entries: list[TokenLogprobs]) -> bytes:
+    """What the `prompt_logprobs` fields of messages carry, chunk by chunk."""
+    return _encoder.encode(entries)
+
+
+def decode_logprobs(payload: bytes) -> list[TokenLogprobs]:
+    """Raises: ProtocolError."""
+    return _logprobs.decode(payload)
+
+
 def decode_layout(payload: bytes) -> ServerLayout:
     """A layout that can be laid out: within bounds and consistent.
 
@@ -176,4 +191,7 @@ _credit: _Decoder[Credit] = _Decoder(
 )
 _layout: _Decoder[ServerLayout] = _Decoder(
     msgspec.msgpack.Decoder(ServerLayout), "layout", LAYOUT_NBYTES_MAX
+)
+_logprobs: _Decoder[list[TokenLogprobs]] = _Decoder(
+    msgspec.msgpack.Decoder(list[TokenLogprobs]), "log-probabilities", PROMPT_LOGPROBS_NBYTES_MAX
 )

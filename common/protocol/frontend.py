@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from common.request import Bootstrap, FinishReason, RequestTrace, SamplingParams, TokenLogprobs
+from common.request import (
+    Bootstrap,
+    FinishReason,
+    Origin,
+    RequestTrace,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -26,6 +33,7 @@ class Submit(_Message, frozen=True):
     sampling: SamplingParams
     budget_s: float
     bootstrap: Bootstrap | None = None
+    origin: Origin = Origin()
 
 
 class Cancel(_Message, frozen=True):
@@ -56,13 +64,13 @@ class Tokens(_Message, frozen=True):
     """New output tokens of a request; the last one carries `finish` and `trace`.
 
     token_ids: only the new ones. logprobs: one entry per new token if asked for.
-    prompt_logprobs: once, with the first token, if asked for.
+    prompt_logprobs: once, with the first token, if asked for; `encode_logprobs` of each chunk.
     """
 
     request_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[bytes] = []
     cached_token_count: int = 0
     finish: FinishReason | None = None
     trace: RequestTrace | None = None
@@ -94,6 +102,9 @@ class PeerState(_Message, frozen=True):
     """One peer as this server sees it. state: connecting, refused, connected, lost.
 
     breaker: closed; open or half open after failures in a row.
+    is_self_test_failing: the last one failed, and nothing went well since.
+    rank_pairs: (prefill rank, decode rank) between which bytes may travel; none before layouts are
+        known.
     """
 
     address: str
@@ -109,6 +120,8 @@ class PeerState(_Message, frozen=True):
     verify: str = ""
     breaker: str = ""
     breaker_open_count: int = 0
+    is_self_test_failing: bool = False
+    rank_pairs: list[tuple[int, int]] = []
 
 
 class PageGroupState(_Message, frozen=True):
@@ -155,7 +168,10 @@ class State(_Message, frozen=True):
 
 
 class ServerInfo(_Message, frozen=True):
-    """Sent once to the frontend when all workers are ready (is_ready may still wait for a peer)."""
+    """Sent once to the frontend when all workers are ready (is_ready may still wait for a peer).
+
+    incarnation: of this process, random per start.
+    """
 
     token_capacity: int
     request_token_max: int
@@ -164,6 +180,7 @@ class ServerInfo(_Message, frozen=True):
     eos_token_ids: list[int]
     fingerprint: dict[str, str]
     workers: list[dict[str, str]]
+    incarnation: str = ""
 
 
 FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState

@@ -15,8 +15,10 @@ from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.conversion import why_not_convertible
+from common.protocol.bounds import PROMPT_LOGPROBS_NBYTES_MAX
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.peer import TransferRequest
+from common.request import SamplingParams, logprobs_nbytes
 
 SHOWN_LENGTH_MAX = 300  # of one value in a difference; a list of many layers is cut
 
@@ -191,7 +193,20 @@ def _check_prompt(request: TransferRequest) -> str | None:
         return f"prompt_count={request.prompt_count}: must be in 1..{request.token_count}"
     if request.sampling is None:
         return "sampling: must be given where no room is"
-    return None
+    return _check_told(request.sampling, request.token_count)
+
+
+def _check_told(sampling: SamplingParams, token_count: int) -> str | None:
+    """The frontend is stricter; this guards our memory against a peer's values."""
+    if sampling.logprob_start_len < 0:
+        return None
+    nbytes = logprobs_nbytes(sampling, max(0, token_count - sampling.logprob_start_len))
+    if nbytes <= PROMPT_LOGPROBS_NBYTES_MAX:
+        return None
+    return (
+        f"log-probabilities of {token_count} prompt tokens may take {nbytes} bytes: at most "
+        f"{PROMPT_LOGPROBS_NBYTES_MAX} are told"
+    )
 
 
 def _check_pages(

@@ -21,7 +21,7 @@ import msgspec
 
 from common.config import HandOver, Verify
 from common.protocol.descriptor import RankDescriptor
-from common.request import HandOverTrace, SamplingParams, TokenLogprobs
+from common.request import HandOverTrace, Origin, SamplingParams, TokenLogprobs
 
 PROTOCOL_VERSION = 1
 PROTOCOL_VERSION_MIN = 1
@@ -122,6 +122,7 @@ class TransferRequest(_Message, frozen=True):
 
     peer_incarnation: the prefill process it is meant for; another one ignores it.
     room: what a router gave both sides, or None; then token_ids and sampling are sent along.
+    is_held: the room is one under which the prefill server holds a cache that it has computed.
     token_count: tokens whose cache is wanted; both sides count positions from it.
     pages: per page group (first logical page index, page ids) for the live items.
     writers: ranks of the prefill server that the decode server expects to hear of.
@@ -140,12 +141,16 @@ class TransferRequest(_Message, frozen=True):
     prompt_count: int = 0
     sampling: SamplingParams | None = None
     is_self_test: bool = False
+    origin: Origin = Origin()
+    is_held: bool = False
 
 
 class TransferDone(_Message, frozen=True):
     """The cache is complete and flushed at the target; here is the first token.
 
     writers: ranks that wrote (or had nothing to write), to compare with the expected set.
+    prompt_logprobs: `encode_logprobs` of each chunk. Schedulers pass them on unread: reading a
+        million of them takes longer than a peer may be silent.
     digests: per decode rank, of what was written to it; none if that was not agreed on.
     """
 
@@ -156,7 +161,7 @@ class TransferDone(_Message, frozen=True):
     writers: list[int]
     trace: HandOverTrace
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[bytes] = []
     digests: list[bytes] = []
 
 

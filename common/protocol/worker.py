@@ -193,7 +193,8 @@ class WorkerBeat(_Message, frozen=True):
 class StepDone(_Message, frozen=True):
     """Tokens sampled in a step, in the order chunks-that-were-last, then decode.
 
-    logprobs: by request id, where asked for. prompt_logprobs: of the chunk's prompt tokens.
+    logprobs: by request id, where asked for.
+    prompt_logprobs: `encode_logprobs` of the chunk's prompt tokens, by request id.
     failed: request id -> reason, for sequences whose logits were not finite.
     """
 
@@ -201,7 +202,7 @@ class StepDone(_Message, frozen=True):
     request_ids: list[int]
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = {}
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, bytes] = {}
     failed: dict[int, str] = {}
     seconds: float = 0.0
 

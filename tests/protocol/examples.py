@@ -7,13 +7,16 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
 from common.protocol import descriptor, digests, frontend, landing, peer, worker
-from common.protocol.codec import encode_layout
+from common.protocol.codec import encode_layout, encode_logprobs
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.request import (
     Bootstrap,
     FinishKind,
     FinishReason,
+    Grammar,
+    GrammarKind,
     HandOverTrace,
+    Origin,
     RequestTrace,
     SamplingParams,
     TokenLogprobs,
@@ -37,13 +40,20 @@ SAMPLING = SamplingParams(
     top_logprobs_num=2,
     token_ids_logprob=(1, 4),
     logprob_start_len=0,
+    grammar=Grammar(GrammarKind.REGEX, "[a-z]+"),
 )
 LOGPROBS = [
     TokenLogprobs(4, None),
     TokenLogprobs(5, -0.25, top=[(5, -0.25), (6, -3.0)], asked=[(1, -9.5)]),
 ]
-TRACE = RequestTrace(request_id=9, peer="127.0.0.1:8998", status="ok", ttft_s=0.25, e2e_s=1.5)
-HAND_OVER = HandOverTrace(queue_s=0.1, prefill_s=0.2, nbytes=1 << 40, run_count=3, chunk_count=1)
+TOLD = encode_logprobs(LOGPROBS)
+TRACE = RequestTrace(
+    request_id=9, peer="127.0.0.1:8998", status="ok", ttft_s=0.25, e2e_s=1.5, origin=Origin("r", "")
+)
+HAND_OVER = HandOverTrace(
+    queue_s=0.1, prefill_s=0.2, nbytes=1 << 40, run_count=3, chunk_count=1, chunk_ends_s=[0.2]
+)
+ORIGIN = Origin("rid-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
 LAYOUT = ServerLayout(
     components=(
@@ -94,7 +104,7 @@ DESCRIPTOR = descriptor.RankDescriptor(
 )
 
 FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
-    frontend.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1)),
+    frontend.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1), ORIGIN),
     frontend.Cancel(2, "because"),
     frontend.Drain(),
     frontend.FlushCache(3),
@@ -102,7 +112,7 @@ FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
 ]
 SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
     frontend.Tokens(
-        1, [8], LOGPROBS, LOGPROBS, 16, FinishReason(FinishKind.STOP, matched=2, message="m"), TRACE
+        1, [8], LOGPROBS, [TOLD], 16, FinishReason(FinishKind.STOP, matched=2, message="m"), TRACE
     ),
     frontend.Failed(1, 503, "queue_full", "too many", TRACE),
     frontend.Traced(TRACE),
@@ -115,14 +125,28 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         [frontend.PageGroupState("full", False, 16, 16, 4096, 10, 5, 4, 1, 1)],
         [
             frontend.PeerState(
-                "a:1", "inc", "connected", "fine", ["tcp"], 2, 1, 16, 3, ["direct"], "full"
+                "a:1",
+                "inc",
+                "connected",
+                "fine",
+                ["tcp"],
+                2,
+                1,
+                16,
+                3,
+                ["direct"],
+                "full",
+                "open",
+                1,
+                True,
+                [(0, 0), (1, 0)],
             )
         ],
         17,
         [{"rank": "0"}],
         "stuck",
     ),
-    frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}]),
+    frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc"),
 ]
 SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.Step(
@@ -159,7 +183,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         17,
     ),
     worker.WorkerBeat(3, 2**40),
-    worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: LOGPROBS}, {2: "not finite"}, 0.25),
+    worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25),
     worker.PeerOpened("inc", 1, DESCRIPTOR),
     worker.PeerConnected("inc", 1, "tcp", "direct"),
     worker.Forgotten(2**62, 1),
@@ -195,6 +219,8 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         prompt_count=2,
         sampling=SAMPLING,
         is_self_test=True,
+        origin=ORIGIN,
+        is_held=True,
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away"),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
@@ -216,7 +242,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"]),
     peer.Detached("inc-p", "inc-d", "lost"),
-    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, LOGPROBS, [b"12345678", b""]),
+    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, [TOLD], [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck", True),

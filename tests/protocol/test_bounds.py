@@ -11,7 +11,10 @@ import pytest
 from common.errors import ProtocolError
 from common.protocol import peer
 from common.protocol.bounds import check_peer_message
+from common.request import Grammar, GrammarKind, HandOverTrace, Origin
 from tests.protocol.examples import DECODE_TO_PREFILL, DESCRIPTOR, PREFILL_TO_DECODE, SAMPLING
+
+TRACED = f"00-{1:032x}-{2:016x}-01"
 
 BY_TYPE: dict[type, peer.DecodeToPrefill | peer.PrefillToDecode] = {
     type(message): message for message in (*DECODE_TO_PREFILL, *PREFILL_TO_DECODE)
@@ -71,6 +74,11 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.TransferRequest, {"writers": [-1]}, "smallest of TransferRequest.writers=-1"),
         (peer.TransferRequest, {"writers": [0, 1024]}, "largest of TransferRequest.writers=1024"),
         (peer.TransferRequest, {"writers": [0] * 1025}, "1025 entries"),
+        (peer.TransferRequest, {"origin": Origin("x" * 301)}, "301 characters; at most 300"),
+        (peer.TransferRequest, {"origin": Origin("r", "00-12-34-01")}, "must be a W3C traceparent"),
+        (peer.TransferRequest, {"origin": Origin("r", TRACED + "0")}, "must be a W3C traceparent"),
+        (peer.TransferDone, {"trace": HandOverTrace(chunk_ends_s=[0.1] * 65)}, "65 entries; at"),
+        (peer.TransferDone, {"trace": HandOverTrace(chunk_ends_s=[math.nan])}, "must be finite"),
         (peer.TransferRequest, {"room": -1}, "room=-1"),
         (peer.TransferRequest, {"room": 2**63}, "room="),
         (peer.TransferRequest, {"token_ids": [3, -1]}, "smallest of TransferRequest.token_ids=-1"),
@@ -141,6 +149,7 @@ def test_a_description_of_a_rank_out_of_bounds_is_refused(
         ({"logit_bias": {-1: 0.0}}, "logit_bias=-1"),
         ({"logit_bias": {1: math.nan}}, r"logit_bias\[1\]=nan"),
         ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "1025 entries"),
+        ({"grammar": Grammar(GrammarKind.REGEX, "a" * 65537)}, "grammar: 65537 characters"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids=-1"),
         ({"stop_token_ids": tuple(range(1025))}, "1025 entries"),
         ({"token_ids_logprob": (2**31,)}, "token_ids_logprob="),

@@ -392,6 +392,15 @@ def test_an_honest_reservation_passes() -> None:
         ({"prompt_count": 0}, "prompt_count=0: must be in 1..40"),
         ({"prompt_count": 41}, "prompt_count=41: must be in 1..40"),
         ({"sampling": None}, "sampling: must be given where no room is"),
+        (
+            {
+                "sampling": SamplingParams(
+                    1, 0, return_logprob=True, top_logprobs_num=2**31 - 1, logprob_start_len=0
+                )
+            },
+            "log-probabilities of 40 prompt tokens may take 1288490189040 bytes: at most 50331648 "
+            "are told",
+        ),
         ({"writers": []}, "writers=[]: must be [0, 1]"),
         ({"writers": [0]}, "writers=[0]: must be [0, 1]"),
         ({"writers": [0, 1, 2]}, "writers=[0, 1, 2]: must be [0, 1]"),

@@ -1,0 +1,129 @@
+"""A message that its receiver would not take ends one request, never the scheduler that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.config import Role, ServerConfig
+from common.protocol import codec
+from common.protocol.frontend import Failed, FlushDone, Tokens
+from common.protocol.peer import Hello, TransferDone, TransferFailed, TransferRequest
+from common.request import HandOverTrace
+from common.runtime.scheduler_loop import SchedulerLoop
+from common.scheduling.events import Dial, Effect, Event, FromPeer, ToFrontend, ToPeer
+
+LINK = "127.0.0.1:9"
+NBYTES_MAX = 300
+HUGE = [b"x" * NBYTES_MAX]
+
+
+class Listener:
+    """A core that remembers what it is fed."""
+
+    request_token_max = 1
+    is_idle = True
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self.events.append(event)
+        return []
+
+    def schedule(self, now: float) -> list[Effect]:
+        return []
+
+    def next_wakeup(self, now: float) -> float:
+        return now
+
+
+@pytest.fixture
+def core() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: Listener
+) -> Iterator[SchedulerLoop]:
+    monkeypatch.setattr(codec, "PEER_MESSAGE_NBYTES_MAX", NBYTES_MAX)
+    monkeypatch.setattr(codec, "LOCAL_MESSAGE_NBYTES_MAX", NBYTES_MAX)
+    tmp_path.chmod(0o700)
+    config = ServerConfig(
+        role=Role.DECODE,
+        model_path="",
+        tokenizer_path="",
+        served_model_name="",
+        port=1,
+        runtime_dir=str(tmp_path),
+    )
+    loop = SchedulerLoop(config, lambda *_: core)
+    loop._core = core
+    loop._carry_out([Dial(LINK)])
+    yield loop
+    loop.close()
+
+
+def sent(loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch, effect: Effect) -> list[object]:
+    """What the loop gave to its sockets."""
+    payloads: list[bytes] = []
+
+    def keep(_: object, payload: bytes) -> None:
+        payloads.append(payload)
+
+    monkeypatch.setattr(loop._peers, "send", keep)
+    monkeypatch.setattr(loop._local, "send", keep)
+    loop._carry_out([effect])
+    decode = (
+        codec.decode_scheduler_to_frontend
+        if isinstance(effect, ToFrontend)
+        else codec.decode_prefill_to_decode
+    )
+    return [decode(payload) for payload in payloads]
+
+
+def test_a_hand_over_that_can_not_be_told_has_failed(
+    loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = TransferDone(5, "decode", 3, 8, [0], HandOverTrace(), prompt_logprobs=HUGE)
+    (told,) = sent(loop, monkeypatch, ToPeer(LINK, done))
+    assert isinstance(told, TransferFailed)
+    assert (told.transfer_id, told.peer_incarnation) == (5, "decode")
+    assert (told.kind, told.status, told.is_retryable) == ("too_large", 400, False)
+    assert str(NBYTES_MAX) in told.message
+
+
+def test_a_reservation_that_can_not_be_sent_is_answered_here(
+    loop: SchedulerLoop, core: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = TransferRequest(5, "decode", "prefill", 3, [], 1, [0], token_ids=[5] * NBYTES_MAX)
+    assert sent(loop, monkeypatch, ToPeer(LINK, request)) == []
+    (event,) = core.events
+    assert isinstance(event, FromPeer) and event.link == LINK
+    answer = event.message
+    assert isinstance(answer, TransferFailed)
+    assert (answer.transfer_id, answer.peer_incarnation) == (5, "decode")
+    assert (answer.kind, answer.is_retryable) == ("too_large", False)
+
+
+def test_tokens_that_can_not_be_told_are_an_error_of_their_request(
+    loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effect = ToFrontend(Tokens(7, [5], prompt_logprobs=HUGE))
+    (told,) = sent(loop, monkeypatch, effect)
+    assert isinstance(told, Failed)
+    assert (told.request_id, told.status, told.kind) == (7, 400, "too_large")
+
+
+def test_what_no_request_hangs_on_is_counted(
+    loop: SchedulerLoop, core: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = loop.dropped_count
+    text = "x" * NBYTES_MAX
+    assert sent(loop, monkeypatch, ToFrontend(FlushDone(1, True, text))) == []
+    hello = Hello(1, 1, text, "decode", {}, b"")
+    assert sent(loop, monkeypatch, ToPeer(LINK, hello)) == []
+    assert loop.dropped_count == before + 2 and core.events == []
