@@ -75,6 +75,10 @@ class Gate:
         refusals, self._refusals = self._refusals, []
         return refusals
 
-    def close(self) -> None:
-        """After the sockets that it guards. Harmless if closed."""
+    def close(self, linger_ms: int = 0) -> None:
+        """After the sockets that it guards, whose last messages leave within `linger_ms`. Harmless
+        if closed."""
+        self._socket.close(0)
+        if linger_ms and not self._context.closed:
+            self._context.term()
         self._context.destroy(linger=0)

@@ -1,6 +1,10 @@
-"""Connections that failed before a message could be sent, in words. Watches one socket."""
+"""What becomes of the connections of one socket: those that failed before a message could be sent,
+in words, and one that broke.
+"""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -9,7 +13,17 @@ from common.channel.sockets import Socket
 
 _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 # A listener's gate has said it already, and more.
-_DIALLER_EVENTS = _EVENTS | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILURES = _EVENTS | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_DIALLER_EVENTS = (
+    _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+)
+
+
+class Break(Enum):
+    """BROKEN: a connection that stood is no more. REFUSED: and nobody answers where it led."""
+
+    BROKEN = "broken"
+    REFUSED = "refused"
 
 
 class Handshakes:
@@ -22,20 +36,46 @@ class Handshakes:
         self._monitor: Socket = socket.get_monitor_socket(
             _EVENTS if is_listening else _DIALLER_EVENTS
         )
+        self._failures: list[str] = []
+        self._breaks: list[Break] = []
+        self._is_up = False
+        self._was_up = False
 
     def sockets(self) -> tuple[Socket, ...]:
         return (self._monitor,)
 
     def take_failures(self) -> list[str]:
         """Why connections failed since the last call. Never waits."""
-        failures: list[str] = []
+        self.look()
+        failures, self._failures = self._failures, []
+        return failures
+
+    def take_breaks(self) -> list[Break]:
+        """What became of a dialler's connection that stood, since the last call. Never waits."""
+        self.look()
+        breaks, self._breaks = self._breaks, []
+        return breaks
+
+    def look(self) -> None:
+        """Take in what happened, so that nobody is woken for it again."""
         while True:
             try:
                 frames = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return failures
+                return
             message = parse_monitor_message(frames)
-            failures.append(self._in_words(message["event"], message["value"]))
+            event = message["event"]
+            if event & _FAILURES:
+                self._failures.append(self._in_words(event, message["value"]))
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_up, self._was_up = True, False
+            elif event == zmq.EVENT_DISCONNECTED and self._is_up:
+                self._is_up, self._was_up = False, True
+                self._breaks = [Break.BROKEN]  # what went before is of no use any more
+            elif event == zmq.EVENT_CLOSED and self._was_up:
+                # The first attempt to connect again failed; those after it say nothing new.
+                self._was_up = False
+                self._breaks.append(Break.REFUSED)
 
     def _in_words(self, event: int, value: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -89,11 +89,24 @@ class PeerKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnKey:
+    """Stands for `PeerKeys` where only processes of one server talk, which share its key pair."""
+
+    public: bytes
+
+    def allows(self, public: bytes) -> bool:
+        return public == self.public
+
+    def key_of(self, address: str) -> bytes:
+        return self.public
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """What one server's control channel is locked with."""
 
     pair: KeyPair
-    peers: PeerKeys
+    peers: PeerKeys | OwnKey
 
 
 def load_curve(secret_path: str, peers_path: str) -> Curve | None:
@@ -101,6 +114,17 @@ def load_curve(secret_path: str, peers_path: str) -> Curve | None:
     if not secret_path and not peers_path:
         return None
     return Curve(read_key_pair(secret_path), PeerKeys(peers_path))
+
+
+def load_own_curve(secret_path: str) -> Curve | None:
+    """For the processes of a server that is spread over machines; None if it has no keys.
+
+    Raises: ConfigError naming the file and what is wrong.
+    """
+    if not secret_path:
+        return None
+    pair = read_key_pair(secret_path)
+    return Curve(pair, OwnKey(pair.public))
 
 
 def read_key_pair(path: str) -> KeyPair:

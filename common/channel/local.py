@@ -3,21 +3,26 @@
 Payloads are bytes; `common.protocol.codec` gives them meaning. Processes are known by name:
 "frontend", "worker-0", "worker-1", ... A Unix socket in a private directory carries it all, so
 whoever can reach it already is this user. Workers on other machines of the same server come over
-tcp instead; like the port where their ranks meet, that one must be reachable by them alone.
+tcp instead, to a socket of its own, and show the server's key there if it has one.
 """
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from common.channel.address import parse_address
+from common.channel.gate import Gate
+from common.channel.keys import Curve
 from common.channel.sockets import (
     ChannelClosed,
     SendResult,
     Socket,
+    lock_dealer,
     open_local_dealer,
     open_local_router,
     receive_dealt,
@@ -27,55 +32,93 @@ from common.channel.sockets import (
 )
 from common.errors import ConfigError
 
+_ENDS = zmq.EVENT_DISCONNECTED
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 SOCKET_PATH_NBYTES_MAX = 107  # sockaddr_un.sun_path without its final zero
 
 
 class LocalServer:
     """The scheduler's end. One thread uses it.
 
-    malformed_count: messages that were not one frame from a readable name; they were dropped.
+    malformed_count: messages that were not one frame from a name that may speak; they were dropped.
     """
 
-    def __init__(self, path: str, address: str = "") -> None:
-        """Bind a socket at `path`, whose directory nobody else may enter, and for workers of other
-        machines at `address`, "host:port", if there are any.
+    def __init__(
+        self,
+        path: str,
+        address: str = "",
+        remote_names: Collection[str] = (),
+        curve: Curve | None = None,
+    ) -> None:
+        """Bind a socket at `path`, whose directory nobody else may enter, and another one at
+        `address`, "host:port", for `remote_names`, if there are any: nobody else may speak there.
 
-        Raises: ConfigError naming the path or address if it can't be used.
+        curve: what the latter is locked with. Raises: ConfigError naming what can't be used.
         """
         _check_path(path)
         self.malformed_count = 0
+        self._remote_names = frozenset(remote_names)
+        self._gate = Gate(curve) if curve is not None and address else None
+        self._remote: Socket | None = None
         self._socket = open_local_router()
         try:
             self._socket.bind(f"ipc://{path}")
             if address:
-                self._socket.bind(f"tcp://{parse_address(address)}")
+                self._remote = open_local_router(self._gate.context if self._gate else None)
+                if self._gate is not None:
+                    self._gate.guard(self._remote)
+                self._remote.bind(f"tcp://{parse_address(address)}")
         except zmq.ZMQError as exc:
-            self._socket.close()
+            self.close()
             where = f"{path!r}, {address}" if address else repr(path)
             raise ConfigError(f"local socket {where} can't be bound: {exc.strerror}") from exc
 
     def sockets(self) -> tuple[Socket, ...]:
-        return (self._socket,)
+        remote = () if self._remote is None else (self._remote,)
+        return (self._socket, *remote, *(self._gate.sockets() if self._gate is not None else ()))
 
     def send(self, name: str, payload: bytes) -> SendResult:
         """GONE if no process of that name is connected, or was and has ended."""
-        return send_routed(self._socket, name.encode("ascii"), payload)
+        is_remote = self._remote is not None and name in self._remote_names
+        socket = self._remote if is_remote and self._remote is not None else self._socket
+        return send_routed(socket, name.encode("ascii"), payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
         """(name, payload) of what has come, oldest first per name. Never waits."""
-        received, malformed_count = receive_routed(self._socket)
+        messages = self._receive_from(self._socket, is_remote=False)
+        if self._remote is not None:
+            if self._gate is not None:
+                self._gate.answer()
+            messages += self._receive_from(self._remote, is_remote=True)
+        return messages
+
+    def _receive_from(self, socket: Socket, *, is_remote: bool) -> list[tuple[str, bytes]]:
+        received, malformed_count = receive_routed(socket)
         self.malformed_count += malformed_count
         messages: list[tuple[str, bytes]] = []
         for identity, payload in received:
-            if identity.isascii() and identity.decode("ascii").isprintable():
-                messages.append((identity.decode("ascii"), payload))
+            name = identity.decode("ascii") if identity.isascii() else ""
+            if name.isprintable() and name and (name in self._remote_names) == is_remote:
+                messages.append((name, payload))
             else:
                 self.malformed_count += 1
         return messages
 
+    def take_refusals(self) -> list[str]:
+        """Keys that were sent away since the last call, and from where."""
+        return self._gate.take_refusals() if self._gate is not None else []
+
     def close(self, linger_ms: int = 0) -> None:
         """What is still queued is dropped after `linger_ms`. Harmless if closed."""
         self._socket.close(linger_ms)
+        if self._remote is not None:
+            self._remote.close(linger_ms)
+        if self._gate is not None:
+            self._gate.close(linger_ms)
 
 
 class LocalClient:
@@ -84,17 +127,20 @@ class LocalClient:
     It may be opened before the scheduler's end is: messages wait.
     """
 
-    def __init__(self, path: str, name: str, address: str = "") -> None:
-        """address: of a scheduler on another machine; path is not used then.
+    def __init__(self, path: str, name: str, address: str = "", curve: Curve | None = None) -> None:
+        """address: of a scheduler on another machine; path is not used then. curve: what it is
+        locked with.
 
         Raises: ConfigError naming the path if it can't be used.
         """
         self._monitor: Socket | None = None
         if address:
             self._socket = open_local_dealer(name.encode("ascii"))
+            if curve is not None:
+                lock_dealer(self._socket, curve, curve.peers.key_of(address))
             # On one machine the supervisor ends everybody; over tcp a lost scheduler has to be
             # noticed here.
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = self._socket.get_monitor_socket(_ENDS | _REFUSALS)
             self._socket.connect(f"tcp://{parse_address(address)}")
         else:
             self._socket = connect_local(path, name)
@@ -108,9 +154,15 @@ class LocalClient:
     def receive(self) -> list[bytes]:
         """What has come, oldest first. Never waits.
 
-        Raises: ChannelClosed if a scheduler on another machine is gone.
+        Raises: ChannelClosed if a scheduler on another machine is gone, or has other keys.
         """
         if self._monitor is not None and self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event & _REFUSALS:
+                raise ChannelClosed(
+                    "the scheduler's machine has other keys: all machines of a server need the "
+                    "same --curve-secret-key-file"
+                )
             raise ChannelClosed("the scheduler's machine has closed the connection")
         received, malformed_count = receive_dealt(self._socket)
         assert malformed_count == 0, "our own scheduler sends one frame"

@@ -13,11 +13,12 @@ import zmq
 
 from common.channel.address import Address, make_address, parse_address
 from common.channel.gate import Gate
-from common.channel.handshakes import Handshakes
+from common.channel.handshakes import Break, Handshakes
 from common.channel.keys import Curve
 from common.channel.sockets import (
     SendResult,
     Socket,
+    lock_dealer,
     open_peer_dealer,
     open_peer_router,
     receive_dealt,
@@ -158,9 +159,7 @@ class PeerDialer:
         identity = b"d" + secrets.token_bytes(IDENTITY_NBYTES)
         socket = open_peer_dealer(identity, is_ipv6=address.is_ipv6)
         if self._curve is not None:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.pair.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve.pair.secret)
+            lock_dealer(socket, self._curve, server_key)
         self._handshakes[link] = Handshakes(
             socket, is_listening=False, has_keys=self._curve is not None
         )
@@ -194,17 +193,27 @@ class PeerDialer:
             for failure in handshakes.take_failures()
         ]
 
+    def take_breaks(self) -> list[tuple[str, Break]]:
+        """(link, how) of connections that stood and broke since the last call."""
+        return [
+            (link, found)
+            for link, handshakes in self._handshakes.items()
+            for found in handshakes.take_breaks()
+        ]
+
     def send(self, link: str, payload: bytes) -> SendResult:
         """FULL if the link is not connected just now or its queue is full; GONE if not open."""
         socket = self._sockets.get(link)
         if socket is None:
             return SendResult.GONE
+        self._handshakes[link].look()
         return send_dealt(socket, payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
         """(link, payload) of what has come, oldest first per link. Never waits."""
         messages: list[tuple[str, bytes]] = []
         for link, socket in self._sockets.items():
+            self._handshakes[link].look()
             received, malformed_count = receive_dealt(socket)
             self.malformed_count += malformed_count
             messages.extend((link, payload) for payload in received)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import zmq
 
+from common.channel.keys import Curve
 from common.errors import BatonError
 from common.protocol.codec import LOCAL_MESSAGE_NBYTES_MAX, PEER_MESSAGE_NBYTES_MAX
 
@@ -55,9 +56,10 @@ class Endpoint(Protocol):
     def sockets(self) -> tuple[Socket, ...]: ...
 
 
-def open_local_router() -> Socket:
-    """The scheduler's socket towards the processes of its own server."""
-    socket = _open(zmq.ROUTER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX)
+def open_local_router(context: Context | None = None) -> Socket:
+    """The scheduler's socket towards the processes of its own server, in a context of its own if
+    given."""
+    socket = _open(zmq.ROUTER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX, context)
     _make_strict_router(socket)
     return socket
 
@@ -100,6 +102,13 @@ def _open(kind: int, queue_max: int, nbytes_max: int, context: Context | None = 
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
     return socket
+
+
+def lock_dealer(socket: Socket, curve: Curve, server_key: bytes) -> None:
+    """Talk only to whoever has `server_key`, and show our own. Before it connects."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.pair.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, curve.pair.secret)
 
 
 def _make_strict_router(socket: Socket) -> None:

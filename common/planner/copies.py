@@ -13,6 +13,7 @@ import numpy as np
 
 from common.errors import PlanMismatch
 from common.layout.cache_layout import Cell, GroupLayout, RankLayout
+from common.layout.component import Shard
 from common.planner.coalesce import coalesce, sort_by_target
 from common.planner.copy_plan import CopyPlan, Int64Array
 from common.planner.pairing import ItemRuns, TokenRange, pair_items, pair_units
@@ -210,7 +211,8 @@ def _shapes(
     keys = runs.source_row * target_page_items + runs.target_row
     keys[last] = -1
     order = np.argsort(keys, kind="stable")
-    bounds = np.flatnonzero(np.diff(keys[order])) + 1
+    ordered = keys[order]
+    bounds = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     return [
         (
             (
@@ -238,8 +240,13 @@ def _pair_cells(
     source: RankLayout, target: RankLayout, source_group: GroupLayout, target_group: GroupLayout
 ) -> list[tuple[Cell, Cell, range]]:
     """Cells of the same plane and layer, with the units that the source writes to the target."""
+    if not range(
+        max(source.layers.start, target.layers.start), min(source.layers.stop, target.layers.stop)
+    ):
+        return []  # stages that have no layer in common
     wanted = {(cell.component, cell.segment, cell.layer): cell for cell in target_group.cells}
     pairs: list[tuple[Cell, Cell, range]] = []
+    units_of_class: dict[tuple[int, Shard], range] = {}
     for cell in source_group.cells:
         twin = wanted.get((cell.component, cell.segment, cell.layer))
         if twin is None:  # the layer is on another stage of the target
@@ -250,14 +257,17 @@ def _pair_cells(
             twin.shard,
         ):
             raise PlanMismatch(f"{cell} here is {twin} at the target")
-        units = pair_units(
-            cell.unit_count,
-            cell.shard,
-            source_tp=source.server.tp_size,
-            source_rank=source.tp_rank,
-            target_tp=target.server.tp_size,
-            target_rank=target.tp_rank,
-        )
+        unit_class = (cell.unit_count, cell.shard)
+        if unit_class not in units_of_class:
+            units_of_class[unit_class] = pair_units(
+                cell.unit_count,
+                cell.shard,
+                source_tp=source.server.tp_size,
+                source_rank=source.tp_rank,
+                target_tp=target.server.tp_size,
+                target_rank=target.tp_rank,
+            )
+        units = units_of_class[unit_class]
         if units:
             pairs.append((cell, twin, units))
     return pairs

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.layout.cache_layout import ServerLayout
 from common.layout.component import Live, LiveKind, Shard
 from common.layout.parallel import ranks_of_unit, units_of_rank
 from common.planner.copy_plan import Int64Array
@@ -69,6 +70,41 @@ def pair_units(
     return shared if elected == source_rank else range(0)
 
 
+def rank_pairs(source: ServerLayout, target: ServerLayout) -> list[tuple[int, int]]:
+    """Every (source rank, target rank) of which a hand-over may write from the one to the other.
+
+    Global ranks, in order. What `PairPlan` would not be empty for, without the offsets.
+    """
+    cuts = {
+        (layer, segment.unit_count, component.shard)
+        for component in target.components
+        for segment in component.segments
+        for layer in component.layers
+    }
+    found: set[tuple[int, int]] = set()
+    for source_stage, of_source in enumerate(source.stages):
+        for target_stage, of_target in enumerate(target.stages):
+            shared = range(max(of_source[0], of_target[0]), min(of_source[1], of_target[1]))
+            for unit_count, shard in {cut[1:] for cut in cuts if cut[0] in shared}:
+                found |= {
+                    (
+                        source_stage * source.tp_size + source_rank,
+                        target_stage * target.tp_size + target_rank,
+                    )
+                    for source_rank in range(source.tp_size)
+                    for target_rank in range(target.tp_size)
+                    if pair_units(
+                        unit_count,
+                        shard,
+                        source_tp=source.tp_size,
+                        source_rank=source_rank,
+                        target_tp=target.tp_size,
+                        target_rank=target_rank,
+                    )
+                }
+    return sorted(found)
+
+
 @dataclass(frozen=True, slots=True)
 class ItemRuns:
     """Stretches of items that lie in one page on both sides, in item order. All int64[run].
@@ -99,7 +135,7 @@ def pair_items(
     starts = _page_starts(items, source_page_items)
     if target_page_items != source_page_items:
         starts = np.union1d(starts, _page_starts(items, target_page_items))
-    count = np.diff(starts, append=items.stop)
+    count = np.append(starts[1:], items.stop) - starts
     source_page, source_row = np.divmod(starts, source_page_items)
     target_page, target_row = np.divmod(starts, target_page_items)
     if not is_paged:

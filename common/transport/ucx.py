@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,12 @@ from numpy.typing import NDArray
 from common.errors import Bug, TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
+from common.transport.room import (
+    SHARED_MEMORY_DIRECTORY,
+    WORKER_SHARED_NBYTES,
+    check_files,
+    check_shared_memory,
+)
 from common.transport.transport import (
     TAG_MAX,
     MemoryType,
@@ -38,7 +43,6 @@ if TYPE_CHECKING:
 
 NativeEvent = tuple[int, int, str, bool, int, int, float, float]
 
-SHARED_MEMORY_DIRECTORY = "/dev/shm"
 NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
 
 
@@ -73,6 +77,9 @@ class UcxTransport:
     def __init__(self, settings: UcxSettings | None = None) -> None:
         settings = settings or UcxSettings()
         self._tls = resolve_tls(settings)
+        self._is_shared = "posix" in self._tls.split(",")
+        if self._is_shared:
+            check_shared_memory("UCX", WORKER_SHARED_NBYTES)
         self._origin = load_ucx(settings.ucx)
         from common.transport import _ucx  # only now: it needs the libraries loaded above
 
@@ -89,13 +96,15 @@ class UcxTransport:
 
     def allocate(self, name: str, nbytes: int) -> Region:
         self._check_region(name, nbytes)
-        is_shared = "posix" in self._tls.split(",")
-        if is_shared:
-            check_shared_memory_free(name, nbytes)
+        if self._is_shared:
+            try:
+                check_shared_memory(f"region {name}", nbytes)
+            except TransportError as exc:
+                raise RegionRefused(str(exc)) from exc
         with self._translated(f"region {name}", RegionRefused):
             index = self._engine.allocate(nbytes)
         address, _, _ = self._engine.region(index)
-        if is_shared and not self._native.is_shared_mapping(address, nbytes):
+        if self._is_shared and not self._native.is_shared_mapping(address, nbytes):
             raise RegionRefused(
                 f"region {name}: UCX fell back to memory that no other process can write; look "
                 f"at the size and permissions of {SHARED_MEMORY_DIRECTORY}"
@@ -123,6 +132,9 @@ class UcxTransport:
         for name in names:
             if name not in self._regions:
                 raise RegionRefused(f"region {name}: must be one of {sorted(self._regions)}")
+        check_files(f"open_target {peer}")
+        if self._is_shared:
+            check_shared_memory(f"open_target {peer}", WORKER_SHARED_NBYTES)
         target_id = self._take_id()
         with self._translated(f"open_target {peer}"):
             worker_address = self._engine.open_target(target_id)
@@ -143,6 +155,7 @@ class UcxTransport:
     def connect(self, peer: str, descriptor: TargetDescriptor) -> None:
         if peer in self._peers:
             raise PeerInUse(f"connect {peer}: already connected or connecting")
+        check_files(f"connect {peer}")
         peer_id = self._take_id()
         regions = [(region.address, region.nbytes, region.key) for region in descriptor.regions]
         probe = descriptor.probe
@@ -336,14 +349,3 @@ def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:
         )
     except _ucx.UcxError as exc:
         raise UcxUnavailable(str(exc)) from exc
-
-
-def check_shared_memory_free(name: str, nbytes: int) -> None:
-    """UCX would fall back to private memory, or die of SIGBUS, when the file system is full."""
-    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
-    free = status.f_bavail * status.f_frsize
-    if nbytes > free:
-        raise RegionRefused(
-            f"region {name}: nbytes={nbytes} must fit in {SHARED_MEMORY_DIRECTORY}, which has "
-            f"{free} bytes free (in a container, raise its shm size)"
-        )

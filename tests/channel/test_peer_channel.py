@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from common.channel import sockets
+from common.channel.handshakes import Break
 from common.channel.peer import LINK_COUNT_MAX, PeerDialer, PeerListener
 from common.channel.poller import Poller
 from common.channel.sockets import PEER_QUEUE_MAX, SendResult
@@ -220,3 +221,34 @@ def test_links_are_bounded(dialer: PeerDialer) -> None:
         dialer.dial(f"127.0.0.1:{20000 + index}")
     with pytest.raises(ConfigError, match=f"{LINK_COUNT_MAX} links are open"):
         dialer.dial("127.0.0.1:1")
+
+
+def test_a_connection_that_breaks_is_told_at_once_and_once_that_nobody_answers() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(PeerListener("127.0.0.1", 0)))
+        dialer = stack.enter_context(contextlib.closing(PeerDialer()))
+        link = f"127.0.0.1:{listener.port}"
+        dialer.dial(link)
+        send_until(dialer, link, b"here", SendResult.SENT)
+        receive_one(listener)
+        assert dialer.take_breaks() == []
+        listener.close()
+        poller = Poller()
+        poller.register(dialer)
+        breaks: list[tuple[str, Break]] = []
+        while len(breaks) < 2:
+            poller.poll(0.05)
+            breaks += dialer.take_breaks()
+        assert breaks == [(link, Break.BROKEN), (link, Break.REFUSED)]
+
+
+def test_an_address_that_never_answered_has_not_broken() -> None:
+    with contextlib.closing(PeerListener("127.0.0.1", 0)) as listener:
+        port = listener.port
+    with contextlib.closing(PeerDialer()) as dialer:
+        dialer.dial(f"127.0.0.1:{port}")
+        poller = Poller()
+        poller.register(dialer)
+        for _ in range(10):
+            poller.poll(0.05)
+            assert dialer.take_breaks() == []

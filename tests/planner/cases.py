@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from common.layout.cache_layout import ServerLayout
+from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import (
     DTYPE_NBYTES,
     FULL,
@@ -18,12 +19,34 @@ from common.layout.component import (
     Shard,
 )
 from common.layout.parallel import split_layers
+from common.planner.copies import PairPlan
+from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
 from tests.planner.oracle import PageLists, Server, page_of_item, sent_items
 
 UNIT_COUNT_MAX = 16
+# Pairs of ranks are what a case costs; all of tp 1..8 and pp 1..4 fit, not all of both at once.
+RANK_COUNT_MAX = 12
 TOKEN_COUNT_MAX = 160
 SPARE_PAGES_MAX = 4
+
+
+# Made once: hypothesis looks long at a strategy that it has not seen before.
+LIVE_RULES = st.one_of(
+    st.just(FULL),
+    st.just(FULL),
+    st.builds(lambda size: Live(LiveKind.WINDOW, size), st.integers(1, 130)),
+    st.builds(lambda size: Live(LiveKind.BLOCK, size), st.sampled_from([1, 2, 3, 4, 8, 32, 100])),
+    st.builds(
+        lambda size, back: Live(LiveKind.TAIL, size, back), st.integers(1, 20), st.integers(0, 6)
+    ),
+    st.just(SLOT),
+)
+LIVE_RULE_LISTS = st.lists(LIVE_RULES, min_size=1, max_size=3)
+DTYPES = st.sampled_from(["float8_e4m3fn", "float8_e4m3fn", "bfloat16", "float32"])
+PAGE_SIZES = st.sampled_from([8, 16, 32, 64])
+SHARDS = st.sampled_from(Shard)
+SHUFFLES = st.integers(0, 1 << 16)
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,28 @@ class Case:
         target = Server.make(self.target, self.target_pages, self.target_page_counts, seed=2)
         source.fill(self.pieces[-1].stop)
         return source, target
+
+
+class PairPlans:
+    """As servers keep them: one for every pair of ranks that has anything to hand over."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, int], PairPlan | None] = {}
+
+    def __call__(
+        self,
+        source: RankLayout,
+        target: RankLayout,
+        source_pages: PageLists,
+        target_pages: PageLists,
+        tokens: TokenRange,
+    ) -> CopyPlan:
+        pair = (source.index, target.index)
+        if pair not in self._plans:
+            plan = PairPlan(source, target)
+            self._plans[pair] = None if plan.is_empty else plan
+        found = self._plans[pair]
+        return found.plan(source_pages, target_pages, tokens) if found else CopyPlan.empty()
 
 
 @st.composite
@@ -71,11 +116,12 @@ def cases(draw: st.DrawFn, *, from_start: bool = False) -> Case:
 def server_layouts(
     draw: st.DrawFn, components: tuple[CacheComponent, ...], tp_size: int, layer_count: int
 ) -> ServerLayout:
+    stage_max = min(4, layer_count, RANK_COUNT_MAX // tp_size)
     layout = ServerLayout(
         components=components,
         tp_size=tp_size,
-        stages=split_layers(layer_count, draw(st.integers(1, min(4, layer_count)))),
-        page_size=draw(st.sampled_from([8, 16, 32, 64])),
+        stages=split_layers(layer_count, draw(st.integers(1, stage_max))),
+        page_size=draw(PAGE_SIZES),
         layer_group_count=draw(st.integers(1, 3)),
     )
     layout.check()
@@ -91,48 +137,34 @@ def component_lists(
         for count in range(1, UNIT_COUNT_MAX + 1)
         if all(count % tp == 0 or tp % count == 0 for tp in (source_tp, target_tp))
     ]
-    lives = draw(st.lists(live_rules(), min_size=1, max_size=3))
+    unit_choices = st.sampled_from(unit_counts)
+    layer_sets = st.sets(st.integers(0, layer_count - 1), min_size=1)
+    lives = draw(LIVE_RULE_LISTS)
     components = []
     for index in range(draw(st.integers(1, 4))):
         segment_count = draw(st.integers(1, 3))
-        dtype = draw(st.sampled_from(["float8_e4m3fn", "float8_e4m3fn", "bfloat16", "float32"]))
+        dtype = draw(DTYPES)
         segments = tuple(
             Segment(
                 f"s{number}",
-                draw(st.sampled_from(unit_counts)),
+                draw(unit_choices),
                 draw(st.integers(1, 5)) * DTYPE_NBYTES[dtype],
             )
             for number in range(segment_count)
         )
-        layers = draw(st.sets(st.integers(0, layer_count - 1), min_size=1))
+        has_all_layers = draw(st.booleans())
+        layers = range(layer_count) if has_all_layers else sorted(draw(layer_sets))
         components.append(
             CacheComponent(
                 name=f"c{index}",
-                layers=tuple(range(layer_count)) if draw(st.booleans()) else tuple(sorted(layers)),
+                layers=tuple(layers),
                 segments=segments,
                 live=lives[index % len(lives)],
-                shard=draw(st.sampled_from(Shard)),
+                shard=draw(SHARDS),
                 dtype=dtype,
             )
         )
     return tuple(components)
-
-
-def live_rules() -> st.SearchStrategy[Live]:
-    return st.one_of(
-        st.just(FULL),
-        st.just(FULL),
-        st.builds(lambda size: Live(LiveKind.WINDOW, size), st.integers(1, 130)),
-        st.builds(
-            lambda size: Live(LiveKind.BLOCK, size), st.sampled_from([1, 2, 3, 4, 8, 32, 100])
-        ),
-        st.builds(
-            lambda size, back: Live(LiveKind.TAIL, size, back),
-            st.integers(1, 20),
-            st.integers(0, 6),
-        ),
-        st.just(SLOT),
-    )
 
 
 @st.composite
@@ -171,7 +203,10 @@ def page_lists(
             earlier = draw(st.integers(0, min(first, 2)))
             first, count = first - earlier, count + earlier + draw(st.integers(0, 1))
         page_count = count + draw(st.integers(0, SPARE_PAGES_MAX))
-        ids = draw(st.permutations(range(1, page_count + 1)))
-        lists.append((first, list(ids[:count])))
+        ids = list(range(1, page_count + 1))
+        shuffle = draw(SHUFFLES)
+        if shuffle:  # the simplest case is the one in order
+            random.Random(shuffle).shuffle(ids)
+        lists.append((first, ids[:count]))
         page_counts.append(page_count)
     return lists, page_counts

@@ -1,4 +1,4 @@
-"""What a hand-over must do, said slowly: every element found by walking envelopes byte by byte.
+"""What a hand-over must do, said slowly: every element found by walking envelopes plane by plane.
 
 Shares no arithmetic with the code it judges. A server is a set of byte arrays, one per rank and
 page group; a hand-over moves real bytes between them, and afterwards every byte of the target must
@@ -7,7 +7,6 @@ have been written exactly once with the right content, or not at all.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
 
 Counts = NDArray[np.uint8]
+Bytes = NDArray[np.uint8]
+Int64Array = NDArray[np.int64]
 PageLists = list[tuple[int, list[int]]]
 Planner = Callable[[RankLayout, RankLayout, PageLists, PageLists, TokenRange], CopyPlan]
 
@@ -84,15 +85,20 @@ def holds_unit(unit: int, unit_count: int, shard: Shard, tp_size: int, tp_rank: 
 
 
 ELEMENTS = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-NOISE = random.Random(0).randbytes(1 << 20)
+NOISE = np.frombuffer(random.Random(0).randbytes(1 << 20), dtype=np.uint8)
+# Spreads neighbours over the noise; products of it stay far below 2**63.
+NOISE_STEP = 40503
 
 
-def content(key: tuple[int, int, int, int], item: int, nbytes: int) -> bytes:
-    """Noise that differs from element to element; key: (component, segment, layer, unit)."""
-    component, segment, layer, unit = key
-    number = ((component * 31 + segment) * 1031 + layer) * 1033 + unit
-    start = (number * 1009 + item) * 2654435761 % (len(NOISE) - nbytes)
-    return NOISE[start : start + nbytes]
+def content(planes: Sequence[Plane], items: Int64Array, nbytes: int) -> Bytes:
+    """Noise that differs from element to element: uint8[plane][item][byte]."""
+    numbers = [
+        ((plane.key[0] * 31 + plane.key[1]) * 1031 + plane.key[2]) * 1033 + plane.key[3]
+        for plane in planes
+    ]
+    elements = np.add.outer(np.array(numbers, dtype=np.int64) * 1009, items)
+    starts = elements * NOISE_STEP % (len(NOISE) - nbytes)
+    return NOISE[starts[..., np.newaxis] + np.arange(nbytes)]
 
 
 # ---- where things lie ----------------------------------------------------------------------------
@@ -221,27 +227,44 @@ class Server:
 
     def elements(
         self, rank: int, group: int, items: Sequence[int]
-    ) -> Iterator[tuple[int, int, bytes]]:
-        """(start, end, what must be there) of every unit of every item on a rank."""
+    ) -> Iterator[tuple[Int64Array, Bytes]]:
+        """Where every byte of every unit of every item lies on a rank, and what must be there.
+
+        Both flat, one pair of arrays for each size of units.
+        """
         live, page_size = lives_of(self.layout)[group], self.layout.page_size
         first, page_ids = self.pages[group]
         rows, page_nbytes = rows_of_page(live, page_size), self.page_nbytes[rank, group]
-        places = [
-            (item, page_ids[page_of_item(live, page_size, item) - first] * page_nbytes, item % rows)
-            for item in items
-        ]
+        pages = [page_ids[page_of_item(live, page_size, item) - first] for item in items]
+        page_starts = np.array(pages, dtype=np.int64) * page_nbytes
+        absolute = np.array(items, dtype=np.int64)
+        planes_of_size: dict[int, list[Plane]] = {}
         for plane in self.planes[rank, group]:
-            for item, page_start, row in places:
-                start = page_start + plane.offset + row * plane.nbytes
-                yield start, start + plane.nbytes, content(plane.key, item, plane.nbytes)
+            planes_of_size.setdefault(plane.nbytes, []).append(plane)
+        for nbytes, planes in planes_of_size.items():
+            offsets = np.array([plane.offset for plane in planes], dtype=np.int64)
+            starts = np.add.outer(offsets, page_starts + absolute % rows * nbytes)
+            places = starts[..., np.newaxis] + np.arange(nbytes)
+            yield places.ravel(), content(planes, absolute, nbytes).ravel()
+
+    def start_of(self, rank: int, group: int, plane: Plane, item: int) -> int:
+        """Where one element of a plane begins."""
+        live, page_size = lives_of(self.layout)[group], self.layout.page_size
+        first, page_ids = self.pages[group]
+        page = page_ids[page_of_item(live, page_size, item) - first]
+        row = item % rows_of_page(live, page_size)
+        return page * self.page_nbytes[rank, group] + plane.offset + row * plane.nbytes
+
+    def view(self, rank: int, group: int) -> Bytes:
+        return np.frombuffer(self.memory[rank, group], dtype=np.uint8)
 
     def fill(self, token_count: int) -> None:
         """As after computing the prompt: live items are there on every rank that holds them."""
         for rank, group in self.memory:
             live = lives_of(self.layout)[group]
-            memory = self.memory[rank, group]
-            for start, end, value in self.elements(rank, group, live_items(live, token_count)):
-                memory[start:end] = value
+            memory = self.view(rank, group)
+            for places, values in self.elements(rank, group, live_items(live, token_count)):
+                memory[places] = values
 
 
 def hand_over(
@@ -253,8 +276,9 @@ def hand_over(
         for target_rank in target_ranks:
             for piece in pieces:
                 plan = planner(source_rank, target_rank, source.pages, target.pages, piece)
-                check_form(plan)
-                apply_plan(plan, source, source_rank.index, target, target_rank.index)
+                if plan.run_count:
+                    check_form(plan)
+                    apply_plan(plan, source, source_rank.index, target, target_rank.index)
 
 
 def check_form(plan: CopyPlan) -> None:
@@ -269,42 +293,44 @@ def check_form(plan: CopyPlan) -> None:
     for column in columns:
         assert column.dtype == np.int64
         assert column.shape == (plan.run_count,)
-    copies = list(zip(*(column.tolist() for column in columns), strict=True))
-    for _, _, _, _, nbytes in copies:
-        assert nbytes > 0
-    for (region_a, from_a, to_region_a, to_a, size_a), (
-        region_b,
-        from_b,
-        to_region_b,
-        to_b,
-        _,
-    ) in itertools.pairwise(copies):
-        assert (to_region_a, to_a) < (to_region_b, to_b), "not sorted"
-        if to_region_a == to_region_b:
-            assert to_a + size_a <= to_b, "copies overlap"
-            joins = region_a == region_b and from_a + size_a == from_b and to_a + size_a == to_b
-            assert not joins, "not coalesced"
+    assert (plan.nbytes > 0).all()
+    region, start, end = plan.target_region, plan.target_offset, plan.target_offset + plan.nbytes
+    is_same = region[1:] == region[:-1]
+    is_later = (region[1:] > region[:-1]) | (is_same & (start[1:] > start[:-1]))
+    assert is_later.all(), "not sorted"
+    assert not (is_same & (start[1:] < end[:-1])).any(), "copies overlap"
+    source_end = plan.source_offset + plan.nbytes
+    joins = (
+        is_same
+        & (start[1:] == end[:-1])
+        & (plan.source_region[1:] == plan.source_region[:-1])
+        & (plan.source_offset[1:] == source_end[:-1])
+    )
+    assert not joins.any(), "not coalesced"
 
 
 def apply_plan(
     plan: CopyPlan, source: Server, source_rank: int, target: Server, target_rank: int
 ) -> None:
-    for source_region, source_offset, target_region, target_offset, nbytes in zip(
-        plan.source_region.tolist(),
-        plan.source_offset.tolist(),
-        plan.target_region.tolist(),
-        plan.target_offset.tolist(),
-        plan.nbytes.tolist(),
-        strict=True,
-    ):
-        read = source.memory[source_rank, source_region]
-        written = target.memory[target_rank, target_region]
-        assert 0 <= source_offset <= source_offset + nbytes <= len(read), "reads out of bounds"
-        assert 0 <= target_offset <= target_offset + nbytes <= len(written), "writes out of bounds"
-        written[target_offset : target_offset + nbytes] = read[
-            source_offset : source_offset + nbytes
-        ]
-        target.writes[target_rank, target_region][target_offset : target_offset + nbytes] += 1
+    """Copies byte by byte and counts; a plan of good form has no byte twice."""
+    regions = zip(plan.source_region.tolist(), plan.target_region.tolist(), strict=True)
+    for source_region, target_region in sorted(set(regions)):
+        chosen = (plan.source_region == source_region) & (plan.target_region == target_region)
+        nbytes = plan.nbytes[chosen]
+        read = source.view(source_rank, source_region)
+        written = target.view(target_rank, target_region)
+        read_from = each_byte(plan.source_offset[chosen], nbytes)
+        write_to = each_byte(plan.target_offset[chosen], nbytes)
+        assert read_from.min() >= 0 and read_from.max() < len(read), "reads out of bounds"
+        assert write_to.min() >= 0 and write_to.max() < len(written), "writes out of bounds"
+        written[write_to] = read[read_from]
+        target.writes[target_rank, target_region][write_to] += 1
+
+
+def each_byte(starts: Int64Array, nbytes: Int64Array) -> Int64Array:
+    """Offsets of all bytes of runs, run by run."""
+    ends = np.cumsum(nbytes)
+    return np.repeat(starts - (ends - nbytes), nbytes) + np.arange(ends[-1])
 
 
 def judge(target: Server, pieces: Sequence[TokenRange]) -> None:
@@ -313,13 +339,15 @@ def judge(target: Server, pieces: Sequence[TokenRange]) -> None:
         live = lives_of(target.layout)[group]
         items = [item for piece in pieces for item in sent_items(live, piece)]
         assert len(items) == len(set(items)), "the case itself sends an item twice"
-        writes, memory = target.writes[rank, group], target.memory[rank, group]
-        wanted = bytearray(len(memory))
-        for start, end, value in target.elements(rank, group, items):
-            assert wanted[start:end] == bytes(end - start), "the case maps two elements to a place"
-            wanted[start:end] = b"\1" * (end - start)
-            assert memory[start:end] == value, f"rank {rank} group {group}: wrong bytes"
-        assert writes.tobytes() == wanted, (
+        writes, memory = target.writes[rank, group], target.view(rank, group)
+        wanted = np.zeros(len(memory), dtype=np.uint8)
+        element_nbytes = 0
+        for places, values in target.elements(rank, group, items):
+            wanted[places] = 1
+            element_nbytes += len(places)
+            assert np.array_equal(memory[places], values), f"rank {rank} group {group}: wrong bytes"
+        assert np.count_nonzero(wanted) == element_nbytes, "the case maps two elements to a place"
+        assert np.array_equal(writes, wanted), (
             f"rank {rank} group {group}: bytes written {int(writes.sum())} times in all, "
-            f"{sum(wanted)} wanted; most often {int(writes.max(initial=0))}"
+            f"{int(wanted.sum())} wanted; most often {int(writes.max(initial=0))}"
         )

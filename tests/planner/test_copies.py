@@ -16,14 +16,14 @@ from common.layout.parallel import split_layers, units_of_rank
 from common.planner import copies
 from common.planner.copies import SHAPE_COUNT_MAX, PairPlan, plan_copies
 from common.planner.copy_plan import CopyPlan
-from common.planner.pairing import TokenRange
-from tests.planner.cases import Case, cases
+from common.planner.pairing import TokenRange, rank_pairs
+from tests.planner.cases import Case, PairPlans, cases
 from tests.planner.oracle import PageLists, Planner, hand_over, judge
 
 
-def check_case(case: Case, planner: Planner = plan_copies) -> None:
+def check_case(case: Case, planner: Planner | None = None) -> None:
     source, target = case.servers()
-    hand_over(source, target, case.pieces, planner)
+    hand_over(source, target, case.pieces, planner or PairPlans())
     judge(target, case.pieces)
 
 
@@ -41,6 +41,19 @@ def test_every_byte_is_written_once_and_is_right(case: Case) -> None:
 
 
 # ---- layouts and cases by hand -------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, database=None, max_examples=15)
+@given(cases())
+def test_the_pairs_of_ranks_are_those_with_something_to_copy(case: Case) -> None:
+    expected = [
+        (source.index, target.index)
+        for source in case.source.ranks
+        for target in case.target.ranks
+        if not PairPlan(source, target).is_empty
+    ]
+    assert rank_pairs(case.source, case.target) == expected
 
 
 def gqa(tp: int, *, pp: int = 1, page_size: int = 16, groups: int = 1) -> ServerLayout:

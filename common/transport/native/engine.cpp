@@ -109,7 +109,10 @@ std::string Engine::open_target(uint64_t id) {
 }
 
 void Engine::close_target(uint64_t id) {
-    call<bool>([this, id] { return target_workers_.erase(id) == 1; });
+    call<bool>([this, id] {
+        spare_files_.lend();
+        return target_workers_.erase(id) == 1;
+    });
 }
 
 void Engine::connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
@@ -232,8 +235,14 @@ void Engine::loop() {
     auto close_until = Clock::time_point::max();
     while (true) {
         bool is_busy = run_commands();
+        if (is_closing()) {
+            spare_files_.lend();
+        }
         is_busy |= turn_peers();
         is_busy |= progress_workers();
+        if (!is_closing()) {
+            spare_files_.take_back();
+        }
         if (is_stopping_ && close_until == Clock::time_point::max()) {
             close_until = Clock::now() + CLOSE_PATIENCE;
             for (const auto& peer : peers_) {
@@ -306,6 +315,10 @@ void Engine::sleep() {
             worker->touch();
         }
     }
+}
+
+bool Engine::is_closing() const {
+    return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) { return peer->is_closing(); });
 }
 
 Peer* Engine::find_peer(uint64_t id) {

@@ -19,6 +19,7 @@
 #include "memory.hpp"
 #include "peer.hpp"
 #include "queues.hpp"
+#include "spare_files.hpp"
 #include "worker.hpp"
 
 namespace baton {
@@ -63,6 +64,7 @@ private:
     bool turn_peers();
     bool progress_workers();
     bool has_news() const;
+    bool is_closing() const;
     void sleep();
     void watch(int fd, Worker* worker) const;
     size_t add_region(std::shared_ptr<Memory> memory);
@@ -90,6 +92,7 @@ private:
     std::unique_ptr<Worker> initiator_;
     std::map<uint64_t, std::unique_ptr<Worker>> target_workers_;
     std::vector<std::unique_ptr<Peer>> peers_;
+    SpareFiles spare_files_;
     int epoll_fd_ = -1;
     bool is_stopping_ = false;
     const int spin_us_;

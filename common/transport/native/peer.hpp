@@ -49,6 +49,8 @@ public:
     // A callback has come since the last turn.
     bool has_news() const { return has_news_; }
     bool is_gone() const { return state_ == State::gone; }
+    // It has failed, or was asked to, and is not gone yet.
+    bool is_closing() const { return !failure_.empty(); }
     uint64_t id() const { return id_; }
 
 private:

@@ -1,0 +1,26 @@
+// File descriptors kept free for UCX while it closes something.
+#pragma once
+
+#include <vector>
+
+namespace baton {
+
+// UCX asks a socket about a network device when it closes an endpoint, and aborts the process if there is
+// no descriptor left for one. A process that has run out of them could not even lose a peer. Somebody else
+// may take what is lent; that is a matter of microseconds, in a process that opens next to nothing.
+class SpareFiles {
+public:
+    SpareFiles() { take_back(); }
+    ~SpareFiles() { lend(); }
+    SpareFiles(const SpareFiles&) = delete;
+    SpareFiles& operator=(const SpareFiles&) = delete;
+
+    // Both are cheap where there is nothing to do. What can't be taken back is tried again next time.
+    void lend();
+    void take_back();
+
+private:
+    std::vector<int> files_;
+};
+
+}  // namespace baton

@@ -1,0 +1,46 @@
+"""What UCX takes of the machine, and dies of where there is none: it aborts without a file
+descriptor, and writes to shared memory that is not there. So it is asked for only where there is.
+
+Knows nothing of UCX's own calls.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from common.errors import TransportError
+
+SHARED_MEMORY_DIRECTORY = "/dev/shm"
+# Of one UCX worker with posix among its transports: measured, 4.2 MiB, and as much again.
+WORKER_SHARED_NBYTES = 8 << 20
+# Of one UCX worker, or one connection, with all its sockets: measured, 9, and as many again.
+FILE_COUNT = 18
+
+
+def check_shared_memory(what: str, nbytes: int) -> None:
+    """Raises: TransportError if `nbytes` more don't fit."""
+    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
+    free = status.f_bavail * status.f_frsize
+    if nbytes > free:
+        raise TransportError(
+            f"{what}: nbytes={nbytes} must fit in {SHARED_MEMORY_DIRECTORY}, which has "
+            f"{free} bytes free (in a container, raise its shm size)"
+        )
+
+
+def check_files(what: str) -> None:
+    """Raises: TransportError if `FILE_COUNT` more can't be opened."""
+    opened: list[int] = []
+    try:
+        while len(opened) < FILE_COUNT:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as exc:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise TransportError(
+            f"{what}: needs {FILE_COUNT} file descriptors: {exc.strerror}; this process may have "
+            f"{limit} (ulimit -n)"
+        ) from exc
+    finally:
+        for fd in opened:
+            os.close(fd)

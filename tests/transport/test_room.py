@@ -1,0 +1,55 @@
+"""A process that has no room left for UCX says so, and lives: UCX itself would end it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import TransportError
+from common.transport.room import WORKER_SHARED_NBYTES, check_shared_memory
+from common.transport.transport import PeerClosed
+from tests.transport.transport_pair import Pair, plan_volume, unique
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """This process can't open one more file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open(os.devnull, os.O_RDONLY)
+    os.close(taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.slow
+def test_without_a_file_to_open_peers_can_be_left_and_new_ones_are_refused(pair: Pair) -> None:
+    peer = pair.connect()
+    late = f"peer{next(unique)}"
+    descriptor = pair.remote.open_target(late)
+    with no_file_left():
+        with pytest.raises(TransportError, match="file descriptors"):
+            pair.transport.open_target("source")
+        with pytest.raises(TransportError, match="file descriptors"):
+            pair.transport.connect(late, descriptor)
+        assert pair.writer.disconnect(peer) == PeerClosed(peer)
+    again = pair.connect()
+    assert pair.writer.copy(again, plan_volume(1 << 20), tag=next(unique)).error is None
+    pair.transport.open_target("source")
+    pair.transport.close_target("source")
+
+
+def test_a_full_shared_memory_is_named_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(
+        TransportError, match=r"x: nbytes=\d+ must fit in /dev/shm, which has 4096 "
+    ):
+        check_shared_memory("x", WORKER_SHARED_NBYTES)
