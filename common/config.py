@@ -1,8 +1,8 @@
 """What one server was asked to be: the checked settings of a prefill or a decode server.
 
 Every process of a server gets the same `ServerConfig`, as a JSON file in the server's private
-runtime directory. How settings are written on a command line or in a file is `flags.py`'s business;
-nothing here reads flags.
+runtime directory. How settings are written on a command line or in a file is the business of
+`flag_reading.py`; nothing here reads flags.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from common.errors import ConfigError
 DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_RUNNING_REQUESTS = 256
 """Where the flag is not given and no cache holds a state per request, which would say less."""
+DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
 API_KEY_VARIABLE = "BATON_API_KEY"
+UCX_SHARED_MEMORY_VARIABLE = "UCX_POSIX_DIR"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 # Settings that nobody is shown.
 SECRET_FIELDS = ("api_keys", "admin_api_keys")
@@ -46,6 +48,14 @@ class HandOver(StrEnum):
     LANDING = "landing"
 
 
+class MetricsNames(StrEnum):
+    """Whose names /metrics uses for what other servers measure as well."""
+
+    SGLANG = "sglang"
+    VLLM = "vllm"
+    BOTH = "both"
+
+
 class Verify(StrEnum):
     """What of a cache is digested on both sides and compared before it is used."""
 
@@ -55,7 +65,7 @@ class Verify(StrEnum):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one server, checked by `flags.parse_args`; None means: decided at start.
+    """The settings of one server, checked by `to_config`; None means: decided at start.
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
     prefill: "host:port" of the prefill servers' bootstrap ports; empty: the server serves alone.
@@ -70,8 +80,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         weights and pool may take where max_total_tokens is not given.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
-    transport: which UCX transports may be used. ucx: which libucp is loaded: "auto", "wheel",
-        "system", or a directory.
+    transport, net_devices: which transports and network devices UCX may use. ucx: which libucp is
+        loaded: "auto", "wheel", "system", or a directory.
     hand_over: "auto" stages a transfer where that is faster or its element types differ; "direct"
         never does; "landing" always does, so that the KV pool is not writable from outside.
     verify_transfer: how much of every cache that was handed over is compared with what was sent;
@@ -81,15 +91,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         empty: nothing is asked. The admin ones also open what changes the server's state.
     local_prefill: "fallback" lets a decode server compute a prompt itself when no prefill server
         can be found for it; "off" answers 503.
-    self_test_interval_s: a decode server that was handed nothing for so long tries one token; 0:
-        never.
+    self_test_interval_s: a decode server that was handed nothing for so long tries one token, and
+        another one right after it was connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
     heartbeat_interval_s, peer_timeout_s: how often peers are told that this server lives, and how
         long one may be silent; the same on all servers.
-    stall_timeout_s: how long a worker may be silent or its engine stand still in a step; None: 2 s
+    worker_timeout_s: how long a worker process may be silent. Its I/O thread beats while the engine
+        computes, but shares the interpreter with it: measured on 2 cores with a load of 14, it was
+        late by 0.44 s at most.
+    stall_timeout_s: how long the engine of a worker may stand still in a step; None: 2 s
         on a CPU, whose engine tells of every layer, 10 s on a GPU, which tells of every step.
     curve_secret_key_file, curve_peer_keys_file: our key pair and the keys of our peers on the
         control channel; "": it is open.
+    enable_trace, otlp_traces_endpoint: whether and where OpenTelemetry spans are sent; an endpoint
+        alone is enough.
+    request_history: requests that have ended and are still told of.
+    metrics_names: whose names /metrics uses for what SGLang and vLLM measure as well.
+    tool_call_parser: how the model writes calls of tools; "": they are left in the text.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
@@ -118,6 +136,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: str = "auto"
     log_level: str = "info"
     log_requests: bool = False
+    metrics_names: MetricsNames = MetricsNames.SGLANG
+    request_history: int = 256
+    enable_trace: bool = False
+    otlp_traces_endpoint: str = ""
     random_seed: int = 0
     tp_size: int = 1
     pp_size: int = 1
@@ -128,6 +150,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_thread_count: int | None = None
     disable_radix_cache: bool = False
     transport: str = "auto"
+    net_devices: str = "all"
     hand_over: HandOver = HandOver.AUTO
     verify_transfer: Verify = Verify.OFF
     landing_mb: int = 64
@@ -138,6 +161,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout_s: float = 600.0
     heartbeat_interval_s: float = 0.2
     peer_timeout_s: float = 0.8
+    worker_timeout_s: float = 1.0
     stall_timeout_s: float | None = None
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0
@@ -147,6 +171,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin_api_key_file: str = ""
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
+    tool_call_parser: str = ""
     runtime_dir: str = ""
 
     @property
@@ -155,6 +180,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.stall_timeout_s is not None:
             return self.stall_timeout_s
         return 2.0 if self.device == "cpu" else 10.0
+
+    @property
+    def trace_endpoint(self) -> str:
+        """Where spans are sent; "" for nowhere."""
+        return self.otlp_traces_endpoint or (DEFAULT_TRACE_ENDPOINT if self.enable_trace else "")
 
     @property
     def engine_type(self) -> EngineType:
@@ -238,6 +268,18 @@ def _gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) ->
     return tuple(dict.fromkeys(found))
 
 
+def shared_memory_dir() -> Path:
+    """Where UCX makes shared memory unless it is told otherwise."""
+    return Path(os.environ.get(UCX_SHARED_MEMORY_VARIABLE, "/dev/shm"))
+
+
+def child_environment(shared_memory_dir: str) -> dict[str, str]:
+    """What processes of this server see of the environment. shared_memory_dir: where UCX is to make
+    shared memory; "": where it would."""
+    told = {UCX_SHARED_MEMORY_VARIABLE: shared_memory_dir} if shared_memory_dir else {}
+    return {**os.environ, **told}
+
+
 def check_keys(where: str, keys: list[str]) -> list[str]:
     """`keys`. Raises: ConfigError without showing any, if one can't stand in a header."""
     for number, key in enumerate(keys, 1):
@@ -291,6 +333,11 @@ def check_config(config: ServerConfig) -> None:
     if config.peer_timeout_s < 2 * config.heartbeat_interval_s:
         raise ConfigError(
             f"--peer-timeout {config.peer_timeout_s:g}: must be at least two heartbeats, "
+            f"--heartbeat-interval {config.heartbeat_interval_s:g}"
+        )
+    if config.worker_timeout_s < 2 * config.heartbeat_interval_s:
+        raise ConfigError(
+            f"--worker-timeout {config.worker_timeout_s:g}: must be at least two heartbeats, "
             f"--heartbeat-interval {config.heartbeat_interval_s:g}"
         )
     if bool(config.curve_secret_key_file) != bool(config.curve_peer_keys_file):

@@ -29,6 +29,10 @@ class RequestError(BatonError):
         self.status = status
 
 
+class GrammarError(BatonError):
+    """A grammar can't be read, is too large, or does not allow what was generated so far."""
+
+
 class ProtocolError(BatonError):
     """A peer sent bytes or values that the protocol does not allow."""
 

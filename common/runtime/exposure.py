@@ -29,9 +29,15 @@ def open_doors(config: ServerConfig) -> list[str]:
         )
     if config.nnodes > 1:
         doors.append(
-            f"the ports of --dist-init-addr {config.dist_init_addr} and the next one have no keys: "
-            "let only the machines of this server reach them"
+            f"torch's store at --dist-init-addr {config.dist_init_addr} listens on every address "
+            "and knows no keys, nor do the collectives: let only the machines of this server reach "
+            "each other's ports"
         )
+        if not has_keys:
+            doors.append(
+                f"the port of workers on other machines, {config.scheduler_address}, is open: set "
+                "--curve-secret-key-file and --curve-peer-keys-file on all of them"
+            )
     return doors
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import signal
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from common.channel.gate import Gate
-from common.channel.keys import load_curve
+from common.channel.handshakes import Break
+from common.channel.keys import load_curve, load_own_curve
 from common.channel.local import LocalServer
 from common.channel.peer import PeerDialer, PeerListener
 from common.channel.poller import Poller
@@ -23,18 +23,20 @@ from common.channel.sockets import SendResult
 from common.clock import SystemClock
 from common.config import Role, ServerConfig
 from common.errors import BatonError, ConfigError, ProtocolError
+from common.protocol import too_large
 from common.protocol.codec import (
     decode_decode_to_prefill,
     decode_frontend_to_scheduler,
-    decode_layout,
     decode_prefill_to_decode,
     decode_worker_to_scheduler,
     encode,
 )
 from common.protocol.frontend import Drain, GetState, SchedulerToFrontend, ServerInfo, State
 from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, WorkerToScheduler
-from common.runtime.exit_codes import EXIT_START_AGAIN
-from common.runtime.processes import ProcessWatch
+from common.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_CONFIG, EXIT_START_AGAIN
+from common.runtime.gathered_facts import gather_facts
+from common.runtime.malformed import MalformedCounts
+from common.runtime.processes import ProcessWatch, is_stopped
 from common.scheduling.events import (
     Dial,
     Effect,
@@ -44,6 +46,7 @@ from common.scheduling.events import (
     FromWorker,
     GiveUp,
     HangUp,
+    LinkBroke,
     LinkRefused,
     PeerMessage,
     ProcessesGone,
@@ -53,8 +56,10 @@ from common.scheduling.events import (
     ToPeer,
     ToWorkers,
     WatchProcesses,
+    WorkersStopped,
 )
 from common.scheduling.facts import ServerFacts
+from common.scheduling.sparing import Sparing
 
 log = logging.getLogger(__name__)
 
@@ -70,25 +75,6 @@ LAST_MESSAGES_MS = 500
 MALFORMED_COUNT_MAX = 16
 # Refused connections that are remembered while the workers still load.
 EARLY_REFUSALS_MAX = 64
-# Links whose malformed messages are counted; those of a flood of new links push each other out.
-COUNTED_LINKS_MAX = 1024
-
-
-class MalformedCounts:
-    """Malformed messages of each link, of the links that sent one last."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def add(self, link: str) -> int:
-        count = self._counts.pop(link, 0) + 1
-        self._counts[link] = count
-        if len(self._counts) > COUNTED_LINKS_MAX:
-            del self._counts[next(iter(self._counts))]
-        return count
-
-    def forget(self, link: str) -> None:
-        self._counts.pop(link, None)
 
 
 class WorkerLost(BatonError):
@@ -124,7 +110,13 @@ class SchedulerLoop:
         self._config = config
         self._make_core = make_core
         self._clock = SystemClock()
-        self._local = LocalServer(config.scheduler_ipc_path, config.scheduler_address)
+        remote_ranks = set(range(config.rank_count)) - set(config.local_ranks)
+        self._local = LocalServer(
+            config.scheduler_ipc_path,
+            config.scheduler_address,
+            [f"worker-{rank}" for rank in remote_ranks],
+            load_own_curve(config.curve_secret_key_file),
+        )
         self._peers: PeerListener | PeerDialer
         curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
         self._gate: Gate | None = None
@@ -134,12 +126,15 @@ class SchedulerLoop:
         else:
             self._peers = PeerDialer(curve)
         self._malformed = MalformedCounts()
+        self._told_dropped = Sparing()
         self._refusals: list[LinkRefused] = []
         self._poller = Poller()
         self._poller.register(self._local)
         self._poller.register(self._peers)
         self._watch = ProcessWatch()
         self._workers: dict[int, WorkerReady] = {}
+        self._stopped_ranks: tuple[int, ...] = ()
+        self._look_at_workers_at = 0.0
         self._worker_names = [f"worker-{rank}" for rank in range(config.rank_count)]
         self._core: Core | None = None
         self._info: ServerInfo | None = None
@@ -161,6 +156,7 @@ class SchedulerLoop:
             self._receive_local()
             self._receive_peers()
             self._look_at_processes([source for source in ready if isinstance(source, int)])
+            self._look_at_workers()
             if self._core is not None:
                 self._carry_out(self._core.schedule(self._clock.now()))
         self._send_workers(Shutdown())
@@ -198,8 +194,11 @@ class SchedulerLoop:
                 else:
                     self.dropped_count += 1
             except ProtocolError as error:
-                log.warning("dropped a message of %r: %s", name, error)
+                self._warn_sparingly(f"dropped a message of {name!r}: {error}")
                 self.dropped_count += 1
+
+        for who in self._local.take_refusals():
+            self._warn_sparingly(f"refused a worker: it has another {who}")
 
     def _handle_worker(self, message: WorkerToScheduler) -> None:
         if isinstance(message, WorkerReady):
@@ -239,17 +238,26 @@ class SchedulerLoop:
         refusals, self._refusals = self._refusals, []
         for refusal in refusals:
             self._feed(refusal)
+        if isinstance(self._peers, PeerDialer):
+            for link, found in self._peers.take_breaks():
+                self._feed(LinkBroke(link, is_refused=found is Break.REFUSED))
 
     def _note_malformed(self, link: str, error: ProtocolError) -> None:
-        """Told of once per link; a link that says nothing but nonsense is dropped."""
+        """A link that says nothing but nonsense is dropped."""
         self.dropped_count += 1
         count = self._malformed.add(link)
         if count == 1:
-            log.warning("dropped a message on link %.24s: %s", link, error)
+            self._warn_sparingly(f"dropped a message on link {link:.24}: {error}")
         if count == MALFORMED_COUNT_MAX:
-            log.warning("link %.24s: %d malformed messages, it is dropped", link, count)
+            self._warn_sparingly(f"link {link:.24}: {count} malformed messages, it is dropped")
             self._malformed.forget(link)
             self._drop(link)
+
+    def _warn_sparingly(self, text: str) -> None:
+        """Of what comes in from others, who may send as much as they like."""
+        line = self._told_dropped.admit(text, self._clock.now())
+        if line:
+            log.warning("%s", line)
 
     def _drop(self, link: str) -> None:
         try:
@@ -265,6 +273,17 @@ class SchedulerLoop:
         for key in gone:
             self._feed(ProcessesGone(key))
 
+    def _look_at_workers(self) -> None:
+        """Stopped ones can't say so themselves. Those of other machines are known by silence."""
+        now = self._clock.now()
+        if self._core is None or now < self._look_at_workers_at:
+            return
+        self._look_at_workers_at = now + self._config.heartbeat_interval_s
+        ranks = tuple(r for r in self._config.local_ranks if is_stopped(self._workers[r].pid))
+        if ranks != self._stopped_ranks:
+            self._stopped_ranks = ranks
+            self._feed(WorkersStopped(ranks))
+
     def _feed(self, event: Event) -> None:
         if self._core is not None:
             self._carry_out(self._core.handle(event, self._clock.now()))
@@ -275,7 +294,7 @@ class SchedulerLoop:
         self._workers[ready.rank] = ready
         if self._core is not None or len(self._workers) < self._config.rank_count:
             return
-        facts = _gather_facts(self._config, self._workers)
+        facts = gather_facts(self._config, self._workers)
         self._core = self._make_core(facts, self._config)
         first = self._workers[0]
         running_max = facts.running_max(self._config.max_running_requests)
@@ -287,6 +306,7 @@ class SchedulerLoop:
             eos_token_ids=first.eos_token_ids,
             fingerprint=first.fingerprint,
             workers=[worker.describe for _, worker in sorted(self._workers.items())],
+            incarnation=facts.incarnation,
         )
         self._tell_info()
         self._feed(Tick())
@@ -335,7 +355,15 @@ class SchedulerLoop:
                     assert_never(effect)
 
     def _send_frontend(self, message: SchedulerToFrontend) -> None:
-        if self._local.send(FRONTEND, encode(message)) is not SendResult.SENT:
+        try:
+            payload = encode(message)
+        except ProtocolError as error:
+            self._note_too_large(error)
+            told = too_large.told_instead(message, str(error))
+            if told is not None:
+                self._send_frontend(told)
+            return
+        if self._local.send(FRONTEND, payload) is not SendResult.SENT:
             # The supervisor ends the server when the frontend has died; until then there is nobody
             # left to tell.
             self.dropped_count += 1
@@ -346,8 +374,23 @@ class SchedulerLoop:
             if self._local.send(name, payload) is not SendResult.SENT and not self._is_stopping:
                 raise WorkerLost(f"{name} is gone or reads nothing")
 
+    def _note_too_large(self, error: ProtocolError) -> None:
+        log.warning("not sent: %s", error)
+        self.dropped_count += 1
+
     def _send_peer(self, link: str, message: PeerMessage) -> None:
-        if self._peers.send(link, encode(message)) is not SendResult.SENT:
+        try:
+            payload = encode(message)
+        except ProtocolError as error:
+            self._note_too_large(error)
+            said = too_large.said_instead(message, str(error))
+            if said is not None:
+                self._send_peer(link, said)
+            answer = too_large.answered_instead(message, str(error))
+            if answer is not None:
+                self._feed(FromPeer(link, answer))
+            return
+        if self._peers.send(link, payload) is not SendResult.SENT:
             # A peer that does not take messages is found out by its silence; what was meant for it
             # is repeated or given up by the core, which knows deadlines.
             self.dropped_count += 1
@@ -360,45 +403,19 @@ class SchedulerLoop:
             self._feed(LinkRefused(link, str(error)))
 
 
-def _gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> ServerFacts:
-    """One record of what all workers said; they must agree on everything but their pages."""
-    ordered = [worker for _, worker in sorted(workers.items())]
-    first = ordered[0]
-    for worker in ordered[1:]:
-        assert worker.layout == first.layout and worker.fingerprint == first.fingerprint
-    page_counts = tuple(
-        min(counts) for counts in zip(*(w.page_counts for w in ordered), strict=True)
-    )
-    return ServerFacts(
-        incarnation=secrets.token_hex(8),
-        layout=decode_layout(first.layout),
-        layout_bytes=first.layout,
-        page_counts=page_counts,
-        fingerprint=first.fingerprint,
-        sequence_token_max=config.context_length or first.context_length,
-        eos_token_ids=frozenset(first.eos_token_ids),
-        # Process ids of several machines prove nothing to a peer that can only watch its own.
-        host_id=first.host_id if len({worker.host_id for worker in ordered}) == 1 else "",
-        pids=tuple(worker.pid for worker in ordered),
-        workers=tuple(worker.describe for worker in ordered),
-        hand_over=config.hand_over,
-        verify=config.verify_transfer,
-    )
-
-
 def run(config: ServerConfig, make_core: MakeCore) -> int:
-    """The scheduler process. Returns its exit code; 2 and one log line for what can't work."""
+    """The scheduler process. Returns its exit code, after a log line for what ended it."""
     try:
         loop = SchedulerLoop(config, make_core)
     except ConfigError as error:
         log.error("%s", error)
-        return 2
+        return EXIT_CONFIG
     log.debug("scheduler process %d", os.getpid())
     try:
         loop.run()
     except WorkerLost as error:
         log.error("%s: the server stops", error)
-        return 1
+        return EXIT_CHILD_DIED
     except ServerSpent as error:
         log.error("%s: the server ends, to be started again", error)
         return EXIT_START_AGAIN

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from common.clock import SystemClock
-from common.config import ServerConfig, write_config
+from common.config import ServerConfig, child_environment, shared_memory_dir, write_config
 from common.log import setup_log
 from common.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_CONFIG, EXIT_START_AGAIN
 from common.runtime.exposure import open_doors
+from common.runtime.private_dirs import make_private_dir, remove_those_of_the_dead
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,7 @@ WATCH_INTERVAL_S = 0.1
 END_TIMEOUT_S = 5.0
 # What the frontend may take to answer its open requests when the server has failed.
 LAST_ANSWERS_TIMEOUT_S = 5.0
-
-RUNTIME_DIR = re.compile(r"baton-(?:prefill|decode)-([0-9]+)-[^-]+")
+NO_ROOM = "sockets and settings need a place, see TMPDIR: %s"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,8 +43,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Supervisor:
     """The processes of one server on this machine, in the order in which they are stopped."""
 
-    def __init__(self, config: ServerConfig, scheduler_module: str) -> None:
+    def __init__(
+        self, config: ServerConfig, scheduler_module: str, environment: dict[str, str]
+    ) -> None:
         self._config = config
+        self._environment = environment
         self._scheduler_module = scheduler_module
         self._clock = SystemClock()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -68,7 +70,10 @@ class Supervisor:
         command = [sys.executable, "-m", module, "--config", self._config.config_path, *extra]
         # A session of its own: a Ctrl-C at the terminal reaches the supervisor alone, which drains.
         self._children[name] = subprocess.Popen(
-            command, start_new_session=True, preexec_fn=_die_with_parent
+            command,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            env=self._environment,
         )
         log.debug("started %s as process %d", name, self._children[name].pid)
 
@@ -147,34 +152,51 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def clean_up_after_dead() -> None:
-    """Remove the runtime directories of this user's servers whose supervisor was killed.
-
-    They are named after its process id; one that was given away again only delays this. Shared
-    memory needs no such care: UCX unlinks its segments as soon as they are mapped.
-    """
-    for path in Path(tempfile.gettempdir()).glob("baton-*-*-*"):
-        match = RUNTIME_DIR.fullmatch(path.name)
-        if match is None or path.is_symlink() or Path("/proc", match[1]).exists():
-            continue
-        if path.stat().st_uid == os.getuid():
-            log.warning("removing %s of a server that was killed", path)
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def run(config: ServerConfig, scheduler_module: str) -> int:
     """Run a server until it is told to stop; returns its exit code.
 
     scheduler_module: the role's scheduler process, as `python -m` takes it.
     """
     setup_log(config.role, "supervisor", config.log_level)
-    clean_up_after_dead()
-    runtime_dir = Path(tempfile.mkdtemp(prefix=f"baton-{config.role}-{os.getpid()}-"))
+    shared = shared_memory_dir()
     try:
-        config = msgspec.structs.replace(config, runtime_dir=str(runtime_dir))
+        temporary = Path(tempfile.gettempdir())
+        for parent in (temporary, shared):
+            remove_those_of_the_dead(parent)
+        own = make_private_dir(temporary, config.role)
+    except OSError as error:
+        log.error(NO_ROOM, error)
+        return EXIT_START_AGAIN
+    try:
+        config = msgspec.structs.replace(config, runtime_dir=str(own.path))
         write_config(config)
+    except OSError as error:
+        log.error(NO_ROOM, error)
+        own.remove()
+        return EXIT_START_AGAIN
+    try:
         for door in open_doors(config):
             log.warning("%s", door)
-        return Supervisor(config, scheduler_module).run()
+        with _own_shared_memory(shared, config) as environment:
+            return Supervisor(config, scheduler_module, environment).run()
     finally:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+        own.remove()
+
+
+@contextmanager
+def _own_shared_memory(parent: Path, config: ServerConfig) -> Iterator[dict[str, str]]:
+    """The environment of processes whose shared memory lies in a directory of this server.
+
+    UCX unlinks a segment as soon as it is mapped, but making a large one takes a while: a server
+    that is killed meanwhile, for want of memory, leaves it behind.
+    """
+    try:
+        own = make_private_dir(parent, config.role)
+    except OSError as error:
+        log.warning("no directory in %s: %s; shared memory lies beside others'", parent, error)
+        yield child_environment("")
+        return
+    try:
+        yield child_environment(str(own.path))
+    finally:
+        own.remove()

@@ -10,8 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.protocol.worker import NewSequence, PrefillChunk, Step, StepDone
-from common.request import FinishKind, FinishReason, TokenLogprobs
+from common.request import (
+    FinishKind,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    logprobs_nbytes,
+)
 from common.scheduling.sequence import PageAccount, Sequence
+
+# What a step may tell of prompts: far below what a worker's message may have, and as much as a
+# worker encodes between two beats.
+STEP_LOGPROBS_NBYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class ChunkDone:
     start: int
     stop: int
     is_last: bool
-    prompt_logprobs: list[TokenLogprobs]
+    prompt_logprobs: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +192,26 @@ class Batcher:
         return min(candidates, key=lambda s: (len(s.token_ids), -s.request_id))
 
     def _plan_chunks(self) -> list[PrefillChunk]:
-        """First come, first served, within the token budget that the decodes leave and the window
-        pages that a prompt has."""
+        """First come, first served, within the token budget that the decodes leave, the window
+        pages that a prompt has, and what a step may tell."""
         budget = max(1, self.limits.chunk_token_max - len(self._running))
+        told_budget = STEP_LOGPROBS_NBYTES_MAX
         chunks: list[PrefillChunk] = []
         for sequence in self._prompts.values():
             if budget == 0:
                 break
             self._account.recycle(sequence)
             start = sequence.computed_count
-            stop = min(self._account.chunk_stop_max(sequence), start + budget)
+            token_nbytes = _told_nbytes(sequence)
+            room = told_budget // token_nbytes if token_nbytes else budget
+            if room == 0 and chunks:
+                continue
+            stop = min(self._account.chunk_stop_max(sequence), start + min(budget, max(1, room)))
             assert start < stop, f"request {sequence.request_id}: no page for token {start}"
             is_last = stop == len(sequence.token_ids)
             chunks.append(PrefillChunk(sequence.request_id, start, stop, is_last))
             budget -= stop - start
+            told_budget -= token_nbytes * (stop - start)
         return chunks
 
     # ---- a finished step -------------------------------------------------------------------------
@@ -240,7 +256,7 @@ class Batcher:
             self._running[chunk.request_id] = sequence
             # Whoever sends the window now keeps no more than it.
             self._account.recycle(sequence)
-        prompt_logprobs = done.prompt_logprobs.get(chunk.request_id, [])
+        prompt_logprobs = done.prompt_logprobs.get(chunk.request_id, b"")
         outcome.chunks.append(
             ChunkDone(sequence, chunk.start, chunk.stop, chunk.is_last, prompt_logprobs)
         )
@@ -249,16 +265,28 @@ class Batcher:
         """Whether the last token of a sequence ends it."""
         sampling = sequence.sampling
         token_id = sequence.token_ids[-1]
-        if sequence.output_count > sampling.min_new_tokens or sampling.min_new_tokens == 0:
-            if token_id in sampling.stop_token_ids:
-                return FinishReason(FinishKind.STOP, matched=token_id)
-            if not sampling.ignore_eos and token_id in self.limits.eos_token_ids:
-                return FinishReason(FinishKind.STOP, matched=token_id)
+        is_long = sequence.output_count > sampling.min_new_tokens or sampling.min_new_tokens == 0
+        if is_long and self._is_stop(sampling, token_id):
+            return FinishReason(FinishKind.STOP, matched=token_id)
         if sequence.output_count >= sampling.max_new_tokens:
             return FinishReason(FinishKind.LENGTH)
         if len(sequence.token_ids) >= self.limits.sequence_token_max:
             return FinishReason(FinishKind.LENGTH)
         return None
+
+    def ends_too_early(self, sampling: SamplingParams, first_token: int) -> bool:
+        """Whether a first token, drawn elsewhere, would have been held back here."""
+        return sampling.min_new_tokens > 0 and self._is_stop(sampling, first_token)
+
+    def _is_stop(self, sampling: SamplingParams, token_id: int) -> bool:
+        is_eos = token_id in self.limits.eos_token_ids and not sampling.ignore_eos
+        return is_eos or token_id in sampling.stop_token_ids
+
+
+def _told_nbytes(sequence: Sequence) -> int:
+    """What is told of every prompt token of a sequence at most."""
+    sampling = sequence.sampling
+    return logprobs_nbytes(sampling, 1) if sampling.logprob_start_len >= 0 else 0
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

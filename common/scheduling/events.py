@@ -54,7 +54,32 @@ class LinkRefused:
     reason: str
 
 
-Event = FromFrontend | FromWorker | FromPeer | Tick | ProcessesGone | LinkRefused
+@dataclass(frozen=True, slots=True)
+class LinkBroke:
+    """A connection that stood broke. is_refused: and nobody answers at its address now. Either is a
+    hint: ZMQ makes the connection anew, and neither proves that anybody writes no more."""
+
+    link: str
+    is_refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStopped:
+    """Ranks of ours on this machine whose process is stopped by a signal; none once all run."""
+
+    ranks: tuple[int, ...]
+
+
+Event = (
+    FromFrontend
+    | FromWorker
+    | FromPeer
+    | Tick
+    | ProcessesGone
+    | LinkRefused
+    | LinkBroke
+    | WorkersStopped
+)
 
 
 @dataclass(frozen=True, slots=True)

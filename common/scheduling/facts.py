@@ -53,19 +53,22 @@ class Pace:
     """How peers are watched, in seconds. A scheduler runs no tensor code: only a frozen, dead or
     unreachable one is silent for timeout_s, several beats, even where engines take all cores.
 
-    stall_s: how long our own workers may be silent, or stand still in a step.
+    stall_s: how long our own engine may stand still in a step. worker_s: how long a worker of ours
+    may be silent.
     """
 
     interval_s: float = 0.2
     timeout_s: float = 0.8
     stall_s: float = 2.0
+    worker_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
     queue_max: requests that may wait; more are answered 503 at once.
-    self_test_interval_s: time without a hand-over until one is tried; 0: never.
+    self_test_interval_s: time without a hand-over until one is tried, as one is when a peer has
+        been connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
 
     chunk_token_max: int

@@ -39,13 +39,17 @@ class _Rank:
 
 @dataclass(slots=True)
 class Pulse:
-    """What this server's workers say of themselves. limit_s: silence or standstill that is trouble.
+    """What this server's workers say of themselves, and what the system says of their processes.
 
-    The ranks of a step wait for each other, so the engine moves if any of them does.
+    stall_s: without progress in a step, until that is trouble; the ranks of a step wait for each
+    other, so the engine moves if any of them does. silence_s: without a beat of a worker, unless it
+    is one of stopped_ranks: its process is stopped, so that silence is no matter of load.
     """
 
     rank_count: int
-    limit_s: float
+    stall_s: float
+    silence_s: float
+    stopped_ranks: tuple[int, ...] = ()
     progress: int = 0
     trouble: str = ""
     _ranks: list[_Rank] = field(init=False)
@@ -72,11 +76,14 @@ class Pulse:
         silent = ""
         for index, rank in enumerate(self._ranks):
             rank.silence = rank.silence or Silence(now)
-            if rank.silence.look(now) > self.limit_s:
-                silent = silent or f"worker {index} has been silent for {self.limit_s:g} s"
+            seconds = rank.silence.look(now)
+            if index in self.stopped_ranks and seconds > self.silence_s / 2:
+                silent = silent or f"worker {index} is stopped"
+            if seconds > self.silence_s:
+                silent = silent or f"worker {index} has been silent for {self.silence_s:g} s"
         self._standstill = self._standstill or Silence(now)
         if not is_busy:
             self._standstill.hear()
-        if self._standstill.look(now) > self.limit_s and not silent:
-            return f"the engine has not moved for {self.limit_s:g} s"
+        if self._standstill.look(now) > self.stall_s and not silent:
+            return f"the engine has not moved for {self.stall_s:g} s"
         return silent

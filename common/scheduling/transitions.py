@@ -53,6 +53,7 @@ class PrefillState(StrEnum):
     WAITING = "waiting"
     QUEUED = "queued"
     PREFILLING = "prefilling"
+    HELD = "held"
     SENDING = "sending"
     DRAINING = "draining"
     FINISHED = "finished"
@@ -60,20 +61,26 @@ class PrefillState(StrEnum):
 
 
 class PrefillEvent(StrEnum):
+    AHEAD = "ahead"
     PAIRED = "paired"
     SCHEDULED = "scheduled"
     LAST_CHUNK = "last chunk"
+    COMPUTED_AHEAD = "computed ahead"
     SETTLED = "settled"
     CANCELLED = "cancelled"
 
 
 PREFILL_TABLE: dict[tuple[PrefillState, PrefillEvent], PrefillState] = {
+    (PrefillState.WAITING, PrefillEvent.AHEAD): PrefillState.QUEUED,
     (PrefillState.WAITING, PrefillEvent.PAIRED): PrefillState.QUEUED,
     (PrefillState.WAITING, PrefillEvent.CANCELLED): PrefillState.FAILED,
     (PrefillState.QUEUED, PrefillEvent.SCHEDULED): PrefillState.PREFILLING,
     (PrefillState.QUEUED, PrefillEvent.CANCELLED): PrefillState.FAILED,
     (PrefillState.PREFILLING, PrefillEvent.LAST_CHUNK): PrefillState.SENDING,
+    (PrefillState.PREFILLING, PrefillEvent.COMPUTED_AHEAD): PrefillState.HELD,
     (PrefillState.PREFILLING, PrefillEvent.CANCELLED): PrefillState.DRAINING,
+    (PrefillState.HELD, PrefillEvent.PAIRED): PrefillState.SENDING,
+    (PrefillState.HELD, PrefillEvent.CANCELLED): PrefillState.DRAINING,
     (PrefillState.SENDING, PrefillEvent.SETTLED): PrefillState.FINISHED,
     (PrefillState.SENDING, PrefillEvent.CANCELLED): PrefillState.DRAINING,
     (PrefillState.DRAINING, PrefillEvent.SETTLED): PrefillState.FAILED,

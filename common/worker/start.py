@@ -5,6 +5,7 @@ Runs before any thread does. Knows nothing of steps or hand-overs.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from common.clock import Clock
 from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cast import CACHE_DTYPES
+from common.engine.checkpoint.fingerprint import model_fingerprint
+from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.fingerprint import model_fingerprint
+from common.engine.grammar import GrammarCompiler
 from common.engine.loader import attention_shape, load_model, read_served_config
-from common.engine.model_config import ModelConfig, check_parallel
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
-from common.errors import ConfigError, TransportError
+from common.errors import ConfigError, GrammarError, TransportError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
@@ -41,6 +43,8 @@ from common.worker.pools import (
 )
 from common.worker.staging import Staging
 from common.worker.start_staging import start_landing, start_staging
+
+log = logging.getLogger(__name__)
 
 RANKS_MEET_TIMEOUT_S = 120.0
 """How long the ranks of a server wait for each other before any of them loads weights."""
@@ -105,7 +109,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     pool = allocate_pool(transport, layout, page_counts, device)
     landing = start_landing(config, transport, layout, pool)
     staging = start_staging(config, transport, layout, pool, clock)
-    runner = ModelRunner(model, pool, clock)
+    runner = ModelRunner(model, pool, clock, _grammars(config, model_config))
     warm_up(runner, layout, model_config.vocab_size)
     ready = WorkerReady(
         rank=rank,
@@ -139,6 +143,21 @@ def _thread_count(config: ServerConfig) -> int:
         return config.cpu_thread_count
     core_count = len(os.sched_getaffinity(0))
     return max(1, core_count // 2 // len(config.local_ranks))
+
+
+def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompiler:
+    """Ready before the first request: reading a large tokenizer takes longer than a step."""
+    grammars = GrammarCompiler(
+        config.tokenizer_path,
+        model_config.vocab_size,
+        model_config.eos_token_ids,
+        _thread_count(config),
+    )
+    try:
+        grammars.prepare()
+    except GrammarError as error:
+        log.warning("%s", error)
+    return grammars
 
 
 def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int) -> None:
@@ -224,13 +243,15 @@ def _start_transport(config: ServerConfig, device: torch.device) -> UcxTransport
     names = {"auto": "auto", "shm": "posix,tcp", "tcp": "tcp"}
     settings = UcxSettings(
         tls=names[config.transport],
+        net_devices=config.net_devices,
         ucx=config.ucx,
         cuda_device=device.index if device.type == "cuda" else None,
     )
     try:
         return UcxTransport(settings)
     except TransportError as exc:
-        raise ConfigError(f"--transport {config.transport} --ucx {config.ucx}: {exc}") from exc
+        asked = f"--transport {config.transport} --net-devices {config.net_devices}"
+        raise ConfigError(f"{asked} --ucx {config.ucx}: {exc}") from exc
 
 
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 
 import torch
 
+from common.channel.keys import load_own_curve
 from common.channel.local import LocalClient
 from common.clock import SystemClock
 from common.config import ServerConfig
@@ -48,7 +49,8 @@ def run_worker(config: ServerConfig, rank: int) -> int:
     try:
         started = start_rank(config, rank, clock)
         address = config.scheduler_address if config.node_rank > 0 else ""
-        client = LocalClient(config.scheduler_ipc_path, f"worker-{rank}", address)
+        curve = load_own_curve(config.curve_secret_key_file) if address else None
+        client = LocalClient(config.scheduler_ipc_path, f"worker-{rank}", address, curve)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG

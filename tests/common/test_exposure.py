@@ -8,7 +8,8 @@ from common.config import HandOver, Role, ServerConfig
 from common.runtime.exposure import open_doors
 
 KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
-HTTP, BOOTSTRAP, LANDING, NODES = "HTTP", "--bootstrap-port", "the ports where", "the ports of"
+HTTP, BOOTSTRAP, LANDING, NODES = "HTTP", "--bootstrap-port", "the ports where", "torch's store"
+WORKERS = "the port of workers"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,7 @@ HTTP, BOOTSTRAP, LANDING, NODES = "HTTP", "--bootstrap-port", "the ports where",
         (Role.PREFILL, {"host": "0.0.0.0", "admin_api_keys": ("k",)}, [HTTP, BOOTSTRAP]),
         (Role.PREFILL, {"host": "0.0.0.0", **KEYS}, [HTTP]),
         (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1", **KEYS}, [NODES]),
+        (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1"}, [NODES, WORKERS]),
         (Role.DECODE, {"host": "0.0.0.0"}, [HTTP]),
         (Role.DECODE, {"prefill": ("127.0.0.1:1", "[::1]:2")}, []),
         (Role.DECODE, {"prefill": ("127.0.0.1:1", "gpu-7:1")}, [LANDING]),

@@ -92,10 +92,15 @@ VALID = [
     (("--random-seed", str(2**63 - 1)), "random_seed", 2**63 - 1),
     (("--disable-radix-cache",), "disable_radix_cache", True),
     (("--transport", "tcp"), "transport", "tcp"),
+    (("--net-devices", "lo"), "net_devices", "lo"),
     (("--ucx", "/"), "ucx", "/"),
+    (("--metrics-names", "vllm"), "metrics_names", "vllm"),
+    (("--otlp-traces-endpoint", "c:4318"), "otlp_traces_endpoint", "http://c:4318/v1/traces"),
+    (("--otlp-traces-endpoint", "https://c/x/"), "otlp_traces_endpoint", "https://c/x"),
     (("--request-timeout", "1.5"), "request_timeout_s", 1.5),
     (("--drain-timeout", "0"), "drain_timeout_s", 0.0),
     (("--peer-timeout", "0.4"), "peer_timeout_s", 0.4),
+    (("--worker-timeout", "0.4"), "worker_timeout_s", 0.4),
     (("--stall-timeout", "30"), "stall_timeout_s", 30.0),
     (("--max-body-bytes", "1024"), "max_body_nbytes", 1024),
     (("--port", "1", "--port", "65535"), "port", 65535),
@@ -145,11 +150,18 @@ BAD = [
     ("--tp-size", "0", "1..1024"),
     ("--layer-group-count", "9999", "1..1024"),
     ("--transport", "rdma", "auto, shm, tcp"),
+    ("--net-devices", "lo,nosuch0", "must be all, or some of"),
     ("--ucx", "/nowhere/at/all", "existing directory"),
     ("--request-timeout", "0", "0.1..86400"),
     ("--request-timeout", "inf", "0.1..86400"),
     ("--drain-timeout", "-1", "0..3600"),
     ("--max-body-bytes", "10", "1024.."),
+    ("--metrics-names", "both,", "sglang, vllm, both"),
+    ("--request-history", "-1", "0..65536"),
+    ("--otlp-traces-endpoint", "grpc://c:4317", "http:// or https:// URL"),
+    ("--otlp-traces-endpoint", "c:port", "http:// or https:// URL"),
+    ("--otlp-traces-endpoint", "c:99999", "http:// or https:// URL"),
+    ("--otlp-traces-endpoint", "http://", "http:// or https:// URL"),
     ("--served-model-name", "", "printable"),
     ("--served-model-name", "a\nb", "printable"),
     ("--prefill", "", "host:port"),
@@ -262,12 +274,18 @@ def test_a_file_may_hold_every_flag_and_flags_win(model: Path, tmp_path: Path) -
 
 def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path: Path) -> None:
     values = {"host": "::1", "device": "cpu", "ucx": "auto", "transport": "auto"}
-    values |= {"dtype": "auto", "kv-cache-dtype": "auto", "load-format": "auto"}
+    values |= {
+        "net-devices": "all",
+        "dtype": "auto",
+        "kv-cache-dtype": "auto",
+        "load-format": "auto",
+    }
     values |= {"log-level": "info", "log-requests": "true", "disable-radix-cache": "true"}
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
     values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
-    values |= {"verify-transfer": "full"}
+    values |= {"tool-call-parser": "hermes"}
+    values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000"}
     keys = tmp_path / "keys"

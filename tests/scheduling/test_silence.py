@@ -27,13 +27,13 @@ def test_time_in_which_we_did_not_run_is_nobodys_silence() -> None:
 
 
 def test_an_engine_that_moves_is_well_however_long_its_step() -> None:
-    pulse = Pulse(2, limit_s=2.0)
+    pulse = Pulse(2, stall_s=2.0, silence_s=1.0)
     look(pulse, 0.0, 60.0, is_busy=True, beats="+=")
     assert pulse.trouble == ""
 
 
 def test_an_engine_that_stands_still_in_a_step_is_in_trouble_until_it_moves() -> None:
-    pulse = Pulse(2, limit_s=2.0)
+    pulse = Pulse(2, stall_s=2.0, silence_s=1.0)
     now = look(pulse, 0.0, 1.5, is_busy=True, beats="==")
     assert pulse.trouble == ""
     now = look(pulse, now, 1.5, is_busy=True, beats="==")
@@ -43,15 +43,29 @@ def test_an_engine_that_stands_still_in_a_step_is_in_trouble_until_it_moves() ->
 
 
 def test_an_idle_engine_may_stand_still() -> None:
-    pulse = Pulse(1, limit_s=2.0)
+    pulse = Pulse(1, stall_s=2.0, silence_s=1.0)
     now = look(pulse, 0.0, 60.0, is_busy=False, beats="=")
     look(pulse, now, 1.5, is_busy=True, beats="=")
     assert pulse.trouble == ""
 
 
 def test_one_silent_worker_is_trouble_although_the_engine_is_idle() -> None:
-    pulse = Pulse(2, limit_s=2.0)
-    now = look(pulse, 0.0, 2.5, is_busy=False, beats="=.")
-    assert pulse.trouble == "worker 1 has been silent for 2 s"
+    pulse = Pulse(2, stall_s=2.0, silence_s=1.0)
+    now = look(pulse, 0.0, 0.75, is_busy=False, beats="=.")
+    assert pulse.trouble == ""
+    now = look(pulse, now, 0.75, is_busy=False, beats="=.")
+    assert pulse.trouble == "worker 1 has been silent for 1 s"
+    look(pulse, now, STEP_S, is_busy=False, beats="==")
+    assert pulse.trouble == ""
+
+
+def test_a_worker_that_is_stopped_is_given_half_the_time() -> None:
+    pulse = Pulse(2, stall_s=2.0, silence_s=1.0)
+    pulse.stopped_ranks = (1,)
+    now = look(pulse, 0.0, 0.5, is_busy=False, beats="=.")
+    assert pulse.trouble == ""
+    now = look(pulse, now, 0.25, is_busy=False, beats="=.")
+    assert pulse.trouble == "worker 1 is stopped"
+    pulse.stopped_ranks = ()
     look(pulse, now, STEP_S, is_busy=False, beats="==")
     assert pulse.trouble == ""

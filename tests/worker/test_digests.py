@@ -15,7 +15,6 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Segment, Shard
 from common.layout.families import gqa_components
 from common.layout.parallel import split_layers
-from common.planner.copies import plan_copies
 from common.planner.digests import (
     SAMPLE_STRIDE,
     Difference,
@@ -27,7 +26,7 @@ from common.planner.pairing import TokenRange
 from common.protocol.codec import encode_layout
 from common.protocol.digests import Digest
 from common.worker.digester import Digester
-from tests.planner.cases import Case, cases
+from tests.planner.cases import Case, PairPlans, cases
 from tests.planner.oracle import hand_over, live_items, lives_of, page_of_item
 
 PROPERTY = settings(
@@ -46,7 +45,7 @@ class Pair:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.source, self.target = case.servers()
-        hand_over(self.source, self.target, case.pieces, plan_copies)
+        hand_over(self.source, self.target, case.pieces, PairPlans())
         self.token_count = case.pieces[-1].stop
 
     def digests(self, *, is_source: bool, verify: Verify, transfer: int) -> list[bytes]:
@@ -107,14 +106,13 @@ def test_any_byte_that_differs_is_found_and_its_place_is_told(
     rank, group = rng.choice(list(target.memory))
     live = lives_of(target.layout)[group]
     items = live_items(live, pair.token_count)
-    elements = list(target.elements(rank, group, items)) if items else []
-    if not elements:
+    planes = target.planes[rank, group]
+    if not items or not planes:
         return
-    index = rng.randrange(len(elements))
-    start, end, _ = elements[index]
-    plane = target.planes[rank, group][index // len(items)]
-    page = page_of_item(live, target.layout.page_size, items[index % len(items)])
-    target.memory[rank, group][rng.randrange(start, end)] ^= 1 << rng.randrange(8)
+    plane, item = rng.choice(planes), rng.choice(items)
+    page = page_of_item(live, target.layout.page_size, item)
+    start = target.start_of(rank, group, plane, item)
+    target.memory[rank, group][start + rng.randrange(plane.nbytes)] ^= 1 << rng.randrange(8)
     (difference,) = pair.differences()
     component_index, segment_index, layer, _ = plane.key
     component = target.layout.components[component_index]

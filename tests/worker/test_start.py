@@ -54,6 +54,7 @@ def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
         ({"pp_size": 99}, "pp_size=99: must be in 1"),
         ({"tp_size": 3}, "tp_size=3"),
         ({"ucx": "/nowhere"}, "--ucx /nowhere"),
+        ({"transport": "tcp", "net_devices": "nosuch0"}, "--net-devices nosuch0"),
         ({"page_size": 48}, "page_size=48"),
         ({"dtype": "int8"}, "dtype=int8"),
         ({"load_format": "pickle"}, "load_format=pickle"),

@@ -1,0 +1,143 @@
+"""Reads settings: a command line, and a YAML file that may hold all of them.
+
+Flags and file go through the same parsers, and flags win. Every error is a `ConfigError` of one
+line that names the flag, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import yaml
+
+from common.config import ServerConfig, check_config, with_api_keys
+from common.errors import ConfigError
+from common.flag_values import Value
+from common.flags import Flag
+
+Settings = dict[str, Value]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our errors: one line, no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_settings(
+    program: str, description: str, flags: Sequence[Flag], argv: Sequence[str], **defaults: Value
+) -> Settings:
+    """Settings by name from a command line and the file it names; `defaults` fill what neither has.
+
+    Raises: ConfigError. Exits with 0 after --help.
+    """
+    parser = _Parser(
+        prog=program,
+        description=description,
+        epilog="[ ] shows what an omitted flag follows.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win")
+    builtin = {field.name: field.default for field in msgspec.structs.fields(ServerConfig)}
+    for flag in flags:
+        _add(parser, flag, defaults.get(flag.name, builtin[flag.name]))
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown("flag", "--", unknown[0], flags))
+    settings = dict(defaults)
+    if given.config is not None:
+        settings |= read_settings(given.config, flags)
+    for flag in flags:
+        for value in vars(given)[flag.name] or ():
+            settings[flag.name] = _parse(flag, f"--{flag.spellings[0]}", value)
+    return settings
+
+
+def read_settings(path: str, flags: Sequence[Flag]) -> Settings:
+    """Settings from a YAML file whose keys are flags without the dashes. Raises: ConfigError."""
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"--config {path}: can't be read: {exc.strerror}") from exc
+    except (UnicodeDecodeError, yaml.YAMLError) as exc:
+        reason = " ".join(str(exc).split())
+        raise ConfigError(f"--config {path}: is not a YAML file: {reason}") from exc
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"--config {path}: must hold `flag: value` lines")
+    by_spelling = {spelling: flag for flag in flags for spelling in flag.spellings}
+    settings: Settings = {}
+    for key, value in document.items():
+        spelling = str(key).replace("_", "-")
+        flag = by_spelling.get(spelling)
+        if flag is None:
+            raise ConfigError(f"--config {path}: {_unknown('key', '', spelling, flags)}")
+        if flag.name in settings:
+            raise ConfigError(f"--config {path}: {spelling} is given twice")
+        settings[flag.name] = _parse(flag, f"--config {path}: {spelling}", _yaml_text(value))
+    return settings
+
+
+def to_config(settings: Settings) -> ServerConfig:
+    """The checked record of `settings`, whose names and types the parsers already made right.
+
+    Raises: ConfigError if a required setting is missing or settings don't go together.
+    """
+    for name, flag in (("model_path", "--model-path"), ("port", "--port")):
+        if settings.get(name) is None:
+            raise ConfigError(f"{flag} is required")
+    given = Path(str(settings["model_path"]))
+    model_path = str(given.expanduser().absolute())
+    tokenizer_path = str(Path(str(settings.get("tokenizer_path") or model_path)).expanduser())
+    complete = settings | {
+        "model_path": model_path,
+        "tokenizer_path": str(Path(tokenizer_path).absolute()),
+        "served_model_name": settings.get("served_model_name") or Path(model_path).name,
+    }
+    config = with_api_keys(msgspec.convert(complete, ServerConfig))
+    check_config(config)
+    return config
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag, default: object) -> None:
+    """`nargs` is a list in either case, so that an omitted flag is told from one given empty."""
+    names = [f"--{spelling}" for spelling in flag.spellings]
+    is_shown = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+    shown = f"{flag.help} (default: {default})" if is_shown else flag.help
+    shown = shown.replace("%", "%%")
+    if flag.is_switch:
+        parser.add_argument(*names, dest=flag.name, action="append_const", const="true", help=shown)
+    else:
+        parser.add_argument(*names, dest=flag.name, action="append", metavar="X", help=shown)
+
+
+def _parse(flag: Flag, where: str, value: str) -> Value:
+    try:
+        return flag.parse(value)
+    except ValueError as exc:
+        shown = value if value.isprintable() and " " not in value and value else repr(value)
+        shown = "(not shown)" if flag.is_secret else shown
+        raise ConfigError(f"{where} {shown}: {exc}") from exc
+
+
+def _yaml_text(value: object) -> str:
+    """A YAML value as one would write it behind a flag; what fits no flag is shown as it is."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
+    return str(value)
+
+
+def _unknown(kind: str, prefix: str, given: str, flags: Sequence[Flag]) -> str:
+    spellings = [f"{prefix}{spelling}" for flag in flags for spelling in flag.spellings]
+    near = difflib.get_close_matches(given.split("=")[0], spellings, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "; --help lists all of them"
+    return f"unknown {kind} {given!r}{hint}"
