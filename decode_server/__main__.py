@@ -9,6 +9,7 @@ import sys
 
 from common.errors import ConfigError
 from common.runtime import supervisor
+from common.runtime.exit_codes import EXIT_CONFIG
 from decode_server.config import parse_args
 
 
@@ -17,7 +18,7 @@ def main() -> int:
         config = parse_args(sys.argv[1:])
     except ConfigError as exc:
         sys.stderr.write(f"baton-decode: {exc}\n")
-        return 2
+        return EXIT_CONFIG
     return supervisor.run(config, "decode_server.scheduler_process")
 
 

@@ -16,7 +16,8 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import DecodeEvent, DecodeState
-from decode_server.prefill_peers import Phase, PrefillPeer, PrefillPeers
+from decode_server.prefill_peer import Phase, PrefillPeer
+from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest, Transfer
 
@@ -107,15 +108,16 @@ class Admission:
             return tested if tested is not None and tested.phase is Phase.CONNECTED else None
         is_routed = request.bootstrap is not None
         if request.bootstrap is not None:
-            link = f"{request.bootstrap.host}:{request.bootstrap.port}"
-            named = self._peers.ensure(link)
-            is_up = named is not None and named.phase is Phase.CONNECTED
+            named = self._peers.find(request.bootstrap)
+            is_up = named is not None and named.phase is Phase.CONNECTED and not named.is_suspect
             if is_up or request.output_count == 0:
                 return named if is_up else None
         candidates = [
             peer
             for peer in self._peers.connected()
-            if len(request.token_ids) <= peer.request_token_max and peer.breaker.allows(now)
+            if len(request.token_ids) <= peer.request_token_max
+            and peer.breaker.allows(now)
+            and not peer.is_suspect
         ]
         if not candidates:
             return None
@@ -219,4 +221,6 @@ class Admission:
             prompt_count=0 if is_by_room else request.prompt_count,
             sampling=None if is_by_room else sampling,
             is_self_test=bool(request.tested_link),
+            is_held=request.is_held,
+            origin=request.origin,
         )

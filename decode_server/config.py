@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
-from common.flags import COMMON_FLAGS, Flag, address, choice, number, parse_settings, to_config
+from common.flag_reading import parse_settings, to_config
+from common.flag_values import address, choice, number
+from common.flags import COMMON_FLAGS, Flag
 
 _RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
 ALONE = "none"  # what --prefill says when this server is to compute prompts itself

@@ -14,16 +14,24 @@ from common.scheduling.deadlines import Deadlines
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import DecodeEvent, DecodeState
+from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest
 
+# Other kinds of failure are counted as `failed` alone.
+COUNTED = (
+    *("finished", "failed", "aborted", "timed_out", "transfer_failed", "bootstrap_failed"),
+    *("retracted", "retried", "holds_lost"),
+)
+# Kinds that say that a request's other half never came.
+BOOTSTRAP_FAILURES = ("no_prefill_server", "rendezvous_timeout", "other_half_aborted")
 ENDED = (DecodeState.DRAINING, DecodeState.FINISHED, DecodeState.FAILED)
 
 
 class Endings:
     """Owner of the table of live requests, of their deadlines and of the waiting queue.
 
-    tested: how self-tests ended, link and problem, until somebody takes that in.
+    tested: self-tests that ended, link and problem if there is one, until somebody takes that in.
     """
 
     def __init__(
@@ -32,9 +40,11 @@ class Endings:
         account: PageAccount,
         batcher: Batcher,
         receiver: Receiver,
+        peers: PrefillPeers,
         outbox: Outbox,
     ) -> None:
         self._incarnation = incarnation
+        self._peers = peers
         self._account = account
         self._batcher = batcher
         self._receiver = receiver
@@ -43,9 +53,7 @@ class Endings:
         self.deadlines = Deadlines()
         self.tested: list[tuple[str, str]] = []
         self.queue: dict[int, DecodeRequest] = {}
-        self.counters = dict.fromkeys(
-            ("finished", "failed", "aborted", "timed_out", "transfer_failed", "retracted"), 0.0
-        )
+        self.counters = dict.fromkeys(COUNTED, 0.0)
 
     def tell_token(
         self,
@@ -86,11 +94,14 @@ class Endings:
         if request.state in ENDED:
             return
         if request.tested_link:
-            self.tested.append((request.tested_link, f"self-test: {message}"))
+            # One that found no room here says nothing of the other side.
+            problem = f"self-test: {message}" if request.attempt_count else ""
+            self.tested.append((request.tested_link, problem))
         else:
             self.counters["failed"] += 1
-            if kind in self.counters:
-                self.counters[kind] += 1
+            counted = "bootstrap_failed" if kind in BOOTSTRAP_FAILURES else kind
+            if counted in self.counters:
+                self.counters[counted] += 1
             trace = request.trace(now, status=kind, message=message)
             self._outbox.to_frontend(Failed(request.request_id, status, kind, message, trace))
         self._tell_other_half(request, message)
@@ -110,7 +121,13 @@ class Endings:
         """A routed request that has reserved nothing yet ends: its other half waits for that."""
         link, bootstrap = request.bootstrap_link, request.bootstrap
         if request.state is DecodeState.WAITING and link is not None and bootstrap is not None:
+            link = self._peers.resolve(link, bootstrap.engine)
             self._outbox.to_peer(link, Withdraw(bootstrap.room, self._incarnation, reason))
+
+    def drop_hold(self, request: DecodeRequest) -> None:
+        """The cache that was held for a request is lost to it: any server may compute it."""
+        request.bootstrap = None
+        self.counters["holds_lost"] += 1
 
     def wait_again(self, request: DecodeRequest, event: DecodeEvent, now: float) -> None:
         """Back to the queue, ahead of those that have not begun."""
@@ -122,6 +139,8 @@ class Endings:
             request.is_computed_here = False
             request.retraction_count += 1
             self.counters["retracted"] += 1
+        elif event is DecodeEvent.PEER_FAILED:
+            self.counters["retried"] += 1
         self.queue = {request.request_id: request, **self.queue}
 
     def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:

@@ -11,14 +11,12 @@ Knows nothing of requests. What happened to a peer is told to the scheduler by r
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from enum import StrEnum
 
-from common.config import HandOver, Verify
+from common.config import HandOver
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
+from common.planner.pairing import rank_pairs
 from common.protocol.codec import decode_layout
-from common.protocol.descriptor import RankDescriptor
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
     agree_hand_over,
@@ -40,6 +38,7 @@ from common.protocol.peer import (
     Welcome,
 )
 from common.protocol.worker import ClosePeer, OpenPeer, PeerOpened
+from common.request import Bootstrap
 from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import (
@@ -50,56 +49,12 @@ from common.scheduling.peers import (
     Outbox,
     RankSet,
 )
+from common.scheduling.sparing import Sparing
+from decode_server.prefill_peer import Phase, PrefillPeer
 
 # Addresses that requests may name beyond the configured ones (a router's bootstrap_host).
 NAMED_PEER_COUNT_MAX = 64
-
-
-class Phase(StrEnum):
-    DIALING = "connecting"
-    REFUSED = "refused"
-    OPENING = "opening"
-    ATTACHING = "attaching"
-    CONNECTED = "connected"
-    CLOSING = "lost"
-
-
-@dataclass(slots=True)
-class PrefillPeer:
-    """One address and the prefill process that answers there now."""
-
-    link: str
-    is_configured: bool
-    liveness: Liveness
-    breaker: Breaker
-    succeeded_at: float = 0.0
-    test_problem: str = ""
-    phase: Phase = Phase.DIALING
-    next_hello_at: float = 0.0
-    incarnation: str = ""
-    layout: ServerLayout | None = None
-    layout_bytes: bytes = b""
-    request_token_max: int = 0
-    writers: list[int] = field(default_factory=list)
-    pids: tuple[int, ...] = ()
-    is_same_host: bool = False
-    opened: dict[int, RankDescriptor] = field(default_factory=dict)
-    closed: RankSet = field(default_factory=lambda: RankSet(0))
-    is_gone: bool = False
-    transports: list[str] = field(default_factory=list)
-    hand_over: HandOver = HandOver.DIRECT
-    verify: Verify = Verify.OFF
-    detail: str = ""
-    link_failures: set[str] = field(default_factory=set)
-    must_redial: bool = False
-
-    @property
-    def is_fenced_by_close(self) -> bool:
-        """Whether destroying the worker it writes through keeps its late writes out.
-
-        Over tcp the data passes our worker; over shared memory the peer's own CPU stores it.
-        """
-        return all(transport == "tcp" for transport in self.transports)
+OPEN_PHASES = (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED)
 
 
 class PrefillPeers:
@@ -113,6 +68,8 @@ class PrefillPeers:
         self._rng = rng
         self._outbox = outbox
         self._peers: dict[str, PrefillPeer] = {}
+        self._told_named = Sparing()
+        self.lost_count = 0
         for link in links:
             self._add(link, is_configured=True)
 
@@ -149,6 +106,22 @@ class PrefillPeers:
             self._outbox.hang_up(idle[0].link)
         return self._add(link, is_configured=False)
 
+    def find(self, bootstrap: Bootstrap) -> PrefillPeer | None:
+        """The peer that a request names, dialled if need be; None if it can't be."""
+        named = f"{bootstrap.host}:{bootstrap.port}"
+        link = self.resolve(named, bootstrap.engine)
+        return self.ensure(link) if bootstrap.host or link != named else None
+
+    def resolve(self, link: str, incarnation: str = "") -> str:
+        """The link to ask the server at an address, which may be connected by another name:
+        routers name it by theirs. incarnation: of the one process that will do, if it is known."""
+        peer = self._peers.get(link)
+        wanted = incarnation or (peer.twin if peer is not None else "")
+        known = self._of_incarnation(wanted) if wanted else None
+        if known is not None and known.phase is Phase.CONNECTED:
+            return known.link
+        return link
+
     # ---- handshake -------------------------------------------------------------------------------
 
     def handle_welcome(self, link: str, welcome: Welcome, now: float) -> None:
@@ -174,6 +147,7 @@ class PrefillPeers:
                 self._refuse(peer, f"incarnation: {other.link} is the same process", now)
                 return
             other.incarnation = ""
+        peer.twin = ""
         if peer.incarnation != welcome.incarnation:
             peer.breaker = Breaker(self._rng)  # a new process is not to blame for the old one
         peer.incarnation = welcome.incarnation
@@ -183,6 +157,7 @@ class PrefillPeers:
         peer.verify = agree_verify(self._facts.verify, welcome.verify)
         peer.request_token_max = welcome.request_token_max
         peer.writers = expected_writers(layout, self._facts.layout)
+        peer.rank_pairs = rank_pairs(layout, self._facts.layout)
         peer.is_same_host = bool(welcome.host_id) and welcome.host_id == self._facts.host_id
         peer.pids = tuple(welcome.pids)
         peer.liveness = Liveness.start(now)
@@ -202,8 +177,13 @@ class PrefillPeers:
         peer = self._peers.get(link)
         if peer is None:
             return None
+        other = self._of_incarnation(refuse.incarnation)
+        is_twin = other is not None and other is not peer and other.phase in OPEN_PHASES
+        if other is not None and is_twin and peer.phase in (Phase.DIALING, Phase.REFUSED):
+            self._note_twin(peer, other, now)
+            return None
         detail = f"in the prefill server's words: {'; '.join(refuse.differences)}"
-        if peer.phase in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED):
+        if peer.phase in OPEN_PHASES:
             return self.lose(link, detail)
         self._refuse(peer, detail, now)
         return None
@@ -215,8 +195,7 @@ class PrefillPeers:
             return
         if reason not in peer.link_failures:
             peer.link_failures.add(reason)
-            text = f"can't connect to prefill server {link}: {reason}"
-            self._outbox.report(text, is_warning=True)
+            self._warn(peer, f"can't connect to prefill server {link}: {reason}", now)
         peer.phase = Phase.REFUSED
         peer.detail = reason
         if not peer.must_redial:
@@ -224,15 +203,30 @@ class PrefillPeers:
             peer.must_redial = True
             peer.next_hello_at = now + REFUSED_RETRY_S
 
+    def _note_twin(self, peer: PrefillPeer, other: PrefillPeer, now: float) -> None:
+        """What is dialled by two names is connected by one of them, and found by both."""
+        if peer.twin != other.incarnation:
+            self._outbox.report(f"prefill server {peer.link} is {other.link} by another name")
+        peer.twin = other.incarnation
+        peer.phase = Phase.REFUSED
+        peer.detail = f"is {other.link} by another name"
+        peer.next_hello_at = now + REFUSED_RETRY_S
+
     def _refuse(self, peer: PrefillPeer, detail: str, now: float) -> None:
         if peer.phase is Phase.CLOSING:
             return
         if peer.phase is not Phase.REFUSED or peer.detail != detail:
             text = f"prefill server {peer.link} and this server refused each other: {detail}"
-            self._outbox.report(text, is_warning=True)
+            self._warn(peer, text, now)
         peer.phase = Phase.REFUSED
         peer.detail = detail
         peer.next_hello_at = now + REFUSED_RETRY_S
+
+    def _warn(self, peer: PrefillPeer, text: str, now: float) -> None:
+        """Clients may name as many addresses as they like."""
+        line = text if peer.is_configured else self._told_named.admit(text, now)
+        if line:
+            self._outbox.report(line, is_warning=True)
 
     def handle_opened(self, message: PeerOpened) -> None:
         peer = self._of_incarnation(message.peer)
@@ -258,7 +252,8 @@ class PrefillPeers:
         if peer is None or not is_expected:
             return
         peer.phase = Phase.CONNECTED
-        peer.succeeded_at = now
+        peer.is_proven = False
+        peer.is_suspect = False
         peer.test_problem = ""
         peer.transports = list(attached.transports)
         peer.liveness = Liveness.start(now)
@@ -271,6 +266,7 @@ class PrefillPeers:
         peer = self._peers.get(link)
         if peer is not None:
             peer.succeeded_at = now
+            peer.is_proven = True
             peer.test_problem = ""
             if peer.breaker.state is not BreakerState.CLOSED:
                 self._outbox.report(f"prefill server {link} works again")
@@ -293,7 +289,19 @@ class PrefillPeers:
     def handle_heartbeat(self, link: str, beat: Heartbeat) -> None:
         peer = self._peers.get(link)
         if peer is not None and peer.incarnation == beat.incarnation:
+            peer.is_suspect = False
             peer.liveness.apply_heartbeat(beat)
+
+    def handle_break(self, link: str, *, is_refused: bool) -> str | None:
+        """Ask a peer whose connection broke for nothing until it is heard again; give it up if
+        nobody answers there. Returns the incarnation that must be closed, as `lose` does."""
+        peer = self._peers.get(link)
+        if peer is None:
+            return None
+        peer.is_suspect = True
+        if not is_refused:
+            return None
+        return self.lose(link, "its connection broke, and nobody answers at its address")
 
     def handle_detached(self, link: str, message: Detached) -> str | None:
         if message.peer_incarnation != self._facts.incarnation:
@@ -307,9 +315,10 @@ class PrefillPeers:
     def lose(self, link: str, reason: str) -> str | None:
         """Close a peer; its incarnation, or None if there was nothing to close."""
         peer = self._peers.get(link)
-        if peer is None or peer.phase not in (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED):
+        if peer is None or peer.phase not in OPEN_PHASES:
             return None
         peer.detail = reason
+        self.lost_count += 1
         self._outbox.report(f"lost prefill server {link}: {reason}", is_warning=True)
         peer.phase = Phase.CLOSING
         peer.closed = RankSet(self._facts.rank_count)
@@ -337,8 +346,7 @@ class PrefillPeers:
 
     def lost(self, now: float) -> list[tuple[str, str]]:
         """Links whose peer is silent or can't go on, and why."""
-        phases = (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED)
-        open_peers = [peer for peer in self._peers.values() if peer.phase in phases]
+        open_peers = [peer for peer in self._peers.values() if peer.phase in OPEN_PHASES]
         reasons = [(peer.link, peer.liveness.why_lost(now, self._pace)) for peer in open_peers]
         return [(link, reason) for link, reason in reasons if reason]
 
@@ -348,6 +356,8 @@ class PrefillPeers:
         Whoever is in trouble dials nobody: it would only be given up again.
         """
         for peer in self._peers.values():
+            if self.resolve(peer.link) != peer.link:
+                continue  # asked again once its twin is gone
             if peer.phase in (Phase.DIALING, Phase.REFUSED):
                 if now >= peer.next_hello_at and not condition.trouble:
                     self._redial_if_refused(peer)
@@ -409,6 +419,8 @@ class PrefillPeers:
                 in_flight_count=in_flight.get(peer.link, 0),
                 breaker=str(peer.breaker.state),
                 breaker_open_count=peer.breaker.open_count,
+                is_self_test_failing=bool(peer.test_problem),
+                rank_pairs=peer.rank_pairs,
             )
             for peer in self._peers.values()
         ]

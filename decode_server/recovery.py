@@ -9,6 +9,7 @@ from __future__ import annotations
 from common.protocol.peer import TransferFailed
 from common.scheduling.transitions import DecodeEvent, DecodeState
 from decode_server.endings import Endings
+from decode_server.prefill_peer import Phase
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest, Transfer
@@ -16,8 +17,8 @@ from decode_server.request import DecodeRequest, Transfer
 # How long a request waits for a prefill server when none is connected, before it is answered 503;
 # long enough for a restarted one to come back.
 PEER_WAIT_S = 10.0
-# How long it waits before this server computes its prompt itself, if it may: a restarted prefill
-# server is back by then.
+# How long it waits before this server computes its prompt itself, if it may, or another one does
+# what the missing one had done: a restarted prefill server is back by then.
 FALLBACK_WAIT_S = 2.0
 # Hand-overs that are tried for one request before its last failure is passed on.
 ATTEMPT_COUNT_MAX = 3
@@ -66,6 +67,16 @@ class Recovery:
             kind, status = "other_half_aborted", 500
         self._retry(request, kind, failed.message, status, now, failed.is_retryable)
 
+    def compute_again(self, transfer: Transfer, now: float) -> None:
+        """A held cache is there, but the first token that came with it is not one that this request
+        may have: its client asks for more than the prefill server was told."""
+        request = transfer.request
+        assert request is not None
+        self._receiver.release(transfer)
+        request.transfer = None
+        text = "the first token of the held cache would end the output too early"
+        self._retry(request, "unfit_token", text, 500, now, True)
+
     def _retry(
         self,
         request: DecodeRequest,
@@ -75,7 +86,11 @@ class Recovery:
         now: float,
         is_retryable: bool,
     ) -> None:
-        """Try another prefill server, unless a router's room binds the request to this one."""
+        """Try another prefill server, unless a router's room binds the request to this one. What
+        was held and is lost is computed again."""
+        if request.is_held and status != 400:
+            self._endings.drop_hold(request)
+            is_retryable = True
         is_bound = request.bootstrap_link is not None
         is_last = request.attempt_count >= ATTEMPT_COUNT_MAX
         if not is_retryable or is_bound or (is_last and not self._may_fall_back):
@@ -101,8 +116,23 @@ class Recovery:
                 self._endings.fail(request, "no_prefill_server", text, 503, now)
         for link, reason in self._peers.lost(now):
             self.lose(self._peers.lose(link, reason), now)
+        self._drop_lost_holds(now)
         if self._may_fall_back:
             self._fall_back(now)
+
+    def _drop_lost_holds(self, now: float) -> None:
+        """Whoever has waited for the server that holds its cache long enough, or for one whose
+        process is gone, gets it from any."""
+        for request in self._endings.queue.values():
+            bootstrap = request.bootstrap
+            if bootstrap is None or not request.is_held:
+                continue
+            peer = None if self._is_local else self._peers.find(bootstrap)
+            is_up = peer is not None and peer.phase is Phase.CONNECTED
+            is_here = peer is not None and is_up and peer.incarnation == bootstrap.engine
+            is_late = now - request.waiting_since >= FALLBACK_WAIT_S
+            if not is_here and (is_up or is_late or self._is_local):
+                self._endings.drop_hold(request)
 
     def _fall_back(self, now: float) -> None:
         """Whoever has waited for any prefill server long enough is computed here."""
@@ -120,4 +150,4 @@ class Recovery:
             return False
         links = [peer.link for peer in self._peers.connected()]
         bound = request.bootstrap_link
-        return not links if bound is None else bound not in links
+        return not links if bound is None else self._peers.resolve(bound) not in links

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.config import HandOver, Verify
-from common.request import Bootstrap, HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
+from common.request import Bootstrap, HandOverTrace, Origin, RequestTrace, SamplingParams
 from common.scheduling.sequence import PageSpan, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
 
@@ -39,12 +39,13 @@ class DecodeRequest:
     is_computed_here: bool = False
     tested_link: str = ""
     tried_links: set[str] = field(default_factory=set)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)
     waiting_since: float = 0.0
     requested_at: float = 0.0
     first_token_at: float = 0.0
     hand_over: HandOverTrace = field(default_factory=HandOverTrace)
     peer: str = ""
+    origin: Origin = field(default_factory=Origin)
 
     def advance(self, event: DecodeEvent) -> None:
         self.state = next_decode_state(self.state, event)
@@ -52,6 +53,12 @@ class DecodeRequest:
     @property
     def output_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a prefill server says that it has computed the prompt and holds its cache. Any
+        other can compute it again."""
+        return self.bootstrap is not None and bool(self.bootstrap.engine) and not self.output_count
 
     @property
     def bootstrap_link(self) -> str | None:
@@ -90,6 +97,7 @@ class DecodeRequest:
             ttft_s=first_token_at - self.arrived_at,
             decode_s=now - first_token_at,
             e2e_s=now - self.arrived_at,
+            origin=self.origin,
         )
 
 

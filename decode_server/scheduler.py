@@ -49,10 +49,12 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    LinkBroke,
     LinkRefused,
     PeerMessage,
     ProcessesGone,
     Tick,
+    WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import answer_flush
@@ -61,13 +63,14 @@ from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.silence import Pulse
 from common.scheduling.transitions import DecodeEvent
 from decode_server.admission import Admission
+from decode_server.arrivals import Arrivals
 from decode_server.endings import Endings
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.recovery import PEER_WAIT_S, Recovery
-from decode_server.request import DecodeRequest, Transfer
+from decode_server.request import DecodeRequest
 from decode_server.self_test import SelfTests
-from decode_server.starvation import STARVED_END_S, STARVED_TROUBLE_S, Starvation
+from decode_server.starvation import Starvation
 from decode_server.verifier import Verifier
 
 
@@ -94,7 +97,7 @@ class DecodeScheduler:
         self._may_fall_back = may_fall_back
         self._outbox = Outbox()
         self._peers = PrefillPeers(facts, limits.pace, links, self._outbox, random.Random(seed + 1))
-        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s)
+        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s, limits.pace.worker_s)
         self.account = PageAccount(
             facts.layout.groups,
             facts.page_counts,
@@ -109,7 +112,12 @@ class DecodeScheduler:
         self._receiver = Receiver(facts, self.account, self._outbox)
         self._verifier = Verifier(facts, self._receiver, self._outbox)
         self._endings = Endings(
-            facts.incarnation, self.account, self._batcher, self._receiver, self._outbox
+            facts.incarnation,
+            self.account,
+            self._batcher,
+            self._receiver,
+            self._peers,
+            self._outbox,
         )
         self._recovery = Recovery(
             self._peers,
@@ -118,9 +126,16 @@ class DecodeScheduler:
             is_local=is_local,
             may_fall_back=may_fall_back,
         )
-        self._starvation = Starvation()
+        self._arrivals = Arrivals(
+            facts.incarnation,
+            self._batcher,
+            self._receiver,
+            self._verifier,
+            self._peers,
+            self._endings,
+            self._recovery,
+        )
         self._self_tests = SelfTests(self._peers, self._endings, limits.self_test_interval_s)
-        self._trouble = ""
         self._admission = Admission(
             facts.incarnation,
             self.account,
@@ -131,7 +146,8 @@ class DecodeScheduler:
             running_max=limits.running_max,
             seed=seed,
         )
-        self._counters = dict.fromkeys(("requests", "stale_messages", "starved"), 0.0)
+        self._starvation = Starvation(self._admission, self._outbox)
+        self._counters = dict.fromkeys(("requests", "stale_messages", "computed_here"), 0.0)
 
     @property
     def is_idle(self) -> bool:
@@ -139,7 +155,7 @@ class DecodeScheduler:
 
     @property
     def is_ready(self) -> bool:
-        can_hand_over = any(not peer.test_problem for peer in self._peers.connected())
+        can_hand_over = any(map(self._self_tests.has_passed, self._peers.connected()))
         return self._is_local or self._may_fall_back or can_hand_over
 
     # ---- the three calls -------------------------------------------------------------------------
@@ -153,6 +169,8 @@ class DecodeScheduler:
                 self._handle_worker(reply, now)
             case FromPeer(link=link, message=peer_message):
                 self._handle_peer(link, peer_message, now)
+            case WorkersStopped(ranks=ranks):
+                self._pulse.stopped_ranks = ranks
             case ProcessesGone(incarnation=incarnation):
                 self._recovery.lose(
                     self._peers.lose_incarnation(incarnation, "its processes ended"), now
@@ -161,6 +179,8 @@ class DecodeScheduler:
                     self._receiver.apply_gone(incarnation)
             case LinkRefused(link=link, reason=reason):
                 self._peers.handle_link_refused(link, reason, now)
+            case LinkBroke(link=link, is_refused=is_refused):
+                self._recovery.lose(self._peers.handle_break(link, is_refused=is_refused), now)
             case Tick():
                 pass
             case _:
@@ -180,7 +200,7 @@ class DecodeScheduler:
             admitted += self._admission.admit_remote(elsewhere, now)
         for request in admitted:
             del self._endings.queue[request.request_id]
-        self._look_at_quarantine(now)
+        self._starvation.look(self._endings.queue.values(), now)
         planned = self._batcher.plan_step()
         for sequence in planned.retracted:
             self._retract(sequence, now)
@@ -192,19 +212,6 @@ class DecodeScheduler:
         condition = Condition(self._pulse.progress, is_busy, running_count, trouble)
         self._peers.send_due(now, condition)
         return self._outbox.take()
-
-    def _look_at_quarantine(self, now: float) -> None:
-        """Say it, and in the end give up, when pages in quarantine leave no room for anybody."""
-        is_starved = self._admission.is_starved(self._endings.queue.values())
-        is_over = not self._admission.may_starve
-        starved_s = self._starvation.look(now, is_starved=is_starved, is_over=is_over)
-        text = f"nothing fits beside the pages in quarantine, for {starved_s:.0f} s"
-        if starved_s > STARVED_TROUBLE_S and not self._trouble:
-            self._counters["starved"] += 1
-            self._outbox.report(text, is_warning=True)
-        self._trouble = text if starved_s > STARVED_TROUBLE_S else ""
-        if starved_s > STARVED_END_S:
-            self._outbox.give_up(f"{text}: their writers never said that they are done")
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
@@ -242,7 +249,7 @@ class DecodeScheduler:
         elif waiting_count >= self._limits.queue_max:
             text = f"queue full: {waiting_count} requests are waiting"
             self._refuse(submit, 503, "queue_full", text)
-        elif submit.bootstrap is not None and self._is_local:
+        elif submit.bootstrap is not None and not submit.bootstrap.engine and self._is_local:
             text = "bootstrap_room: this server was started with --prefill none"
             self._refuse(submit, 400, "bad_request", text)
         else:
@@ -255,6 +262,7 @@ class DecodeScheduler:
                 arrived_at=now,
                 deadline=now + submit.budget_s,
                 waiting_since=now,
+                origin=submit.origin,
             )
             self._endings.requests[request.request_id] = request
             self._endings.queue[request.request_id] = request
@@ -269,13 +277,11 @@ class DecodeScheduler:
     def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
         match message:
             case TransferDone():
-                if not self._verifier.begin(link, message):
-                    self._handle_done(link, message, now)
+                self._arrivals.handle_done(link, message, now)
             case TransferFailed():
-                self._handle_failed(link, message, now)
+                self._arrivals.handle_failed(link, message, now)
             case Quiesced():
-                if self._is_from_writer(link, message.transfer_id, message.peer_incarnation):
-                    self._receiver.apply_quiet(message.transfer_id)
+                self._arrivals.handle_quiet(link, message)
             case Heartbeat():
                 self._peers.handle_heartbeat(link, message)
             case Welcome():
@@ -288,67 +294,6 @@ class DecodeScheduler:
                 self._recovery.lose(self._peers.handle_detached(link, message), now)
             case _:
                 self._counters["stale_messages"] += 1
-
-    def _is_from_writer(self, link: str, transfer_id: int, peer_incarnation: str) -> bool:
-        """Whether a terminal message may be taken for proof: it is meant for this process and came
-        on the link of the server that was asked. Nobody's word counts for another's writes."""
-        writer_link = self._receiver.link_of(transfer_id)
-        if peer_incarnation == self._facts.incarnation and writer_link == link:
-            return True
-        self._counters["stale_messages"] += 1
-        return False
-
-    def _take_transfer(self, link: str, transfer_id: int, peer_incarnation: str) -> Transfer | None:
-        """The transfer a terminal message belongs to; pages of an abandoned one come back."""
-        if not self._is_from_writer(link, transfer_id, peer_incarnation):
-            return None
-        transfer = self._receiver.take(transfer_id)
-        if transfer is None:
-            self._receiver.apply_quiet(transfer_id)
-        return transfer
-
-    def _handle_done(self, link: str, done: TransferDone, now: float) -> None:
-        transfer = self._take_transfer(link, done.transfer_id, done.peer_incarnation)
-        if transfer is None:
-            return
-        request = transfer.request
-        assert request is not None and request.transfer is transfer
-        if done.writers != transfer.writers or done.token_count != transfer.token_count:
-            text = (
-                f"prefill wrote {done.token_count} tokens from ranks {done.writers}, "
-                f"expected {transfer.token_count} from {transfer.writers}"
-            )
-            self._receiver.release(transfer)
-            self._peers.note_failure(link, now)
-            request.transfer = None
-            self._endings.fail(request, "transfer_failed", text, 500, now)
-            return
-        self._peers.note_success(link, now)
-        if request.first_token_at == 0.0:
-            request.hand_over = done.trace
-            request.prompt_logprobs = done.prompt_logprobs
-        request.advance(DecodeEvent.DONE)
-        request.transfer = None
-        request.token_ids.append(done.first_token)
-        sequence = Sequence(
-            request.request_id,
-            request.token_ids,
-            request.prompt_count,
-            request.sampling,
-            transfer.spans,
-            computed_count=done.token_count,
-        )
-        request.sequence = sequence
-        self._batcher.add(sequence)
-        logprobs = done.logprobs[0] if done.logprobs else None
-        finish = self._batcher.finish_of(sequence)
-        self._endings.tell_token(request, done.first_token, logprobs, finish, now)
-
-    def _handle_failed(self, link: str, failed: TransferFailed, now: float) -> None:
-        transfer = self._take_transfer(link, failed.transfer_id, failed.peer_incarnation)
-        if transfer is None:
-            return
-        self._recovery.handle_failed(transfer, failed, now)
 
     # ---- workers ---------------------------------------------------------------------------------
 
@@ -383,12 +328,13 @@ class DecodeScheduler:
         for chunk in outcome.chunks:
             request = self._endings.requests[chunk.sequence.request_id]
             is_first_time = request.first_token_at == 0.0
-            if is_first_time:
-                request.prompt_logprobs += chunk.prompt_logprobs
+            if is_first_time and chunk.prompt_logprobs:
+                request.prompt_logprobs.append(chunk.prompt_logprobs)
             if chunk.is_last:
                 self.account.remember(chunk.sequence)
                 if is_first_time:
                     request.note_computed_here(chunk.sequence, now)
+                    self._counters["computed_here"] += not self._is_local
         for sequence, reason in outcome.failed:
             failing = self._endings.requests[sequence.request_id]
             self._endings.fail(failing, "bad_logits", reason, 500, now)
@@ -411,13 +357,22 @@ class DecodeScheduler:
                 "waiting": len(self._endings.queue),
                 "prealloc": len(self._endings.queue) if not self._is_local else 0,
                 "transfer": self._receiver.under_way_count,
+                "retracted": sum(r.output_count > 0 for r in self._endings.queue.values()),
                 "running": self._batcher.running_count + self._batcher.prompt_count,
                 "draining": self._receiver.abandoned_count,
             },
-            counters={**self._counters, **self._endings.counters, **self._verifier.counters},
+            counters={
+                **self._counters,
+                **self._starvation.counters,
+                **self._endings.counters,
+                **self._verifier.counters,
+                **self._self_tests.counters,
+                "stale_messages": self._counters["stale_messages"] + self._arrivals.stale_count,
+                "peers_lost": float(self._peers.lost_count),
+            },
             page_groups=self.account.states(self._facts.layout),
             peers=peers,
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._pulse.trouble or self._trouble,
+            trouble=self._pulse.trouble or self._starvation.trouble,
         )

@@ -19,7 +19,12 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
         self_test_interval_s=config.self_test_interval_s,
-        pace=Pace(config.heartbeat_interval_s, config.peer_timeout_s, config.stall_s),
+        pace=Pace(
+            config.heartbeat_interval_s,
+            config.peer_timeout_s,
+            config.stall_s,
+            config.worker_timeout_s,
+        ),
     )
     return DecodeScheduler(
         facts,

@@ -6,7 +6,11 @@ says a word and can't be proved gone, the only way out is a new process with a n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+
+from common.scheduling.peers import Outbox
+from decode_server.admission import Admission
+from decode_server.request import DecodeRequest
 
 # How long nothing can be admitted although nothing runs: then health checks say so, and then the
 # server ends itself. Writers that live answer an Abort in milliseconds.
@@ -14,15 +18,31 @@ STARVED_TROUBLE_S = 5.0
 STARVED_END_S = 30.0
 
 
-@dataclass(slots=True)
 class Starvation:
-    since: float | None = None
+    """since: when somebody did not fit, until pages come back or somebody runs. trouble: what
+    health checks say of it, "" for nothing. counters: how often it came to that."""
 
-    def look(self, now: float, *, is_starved: bool, is_over: bool) -> float:
-        """Seconds for which this has lasted: since somebody did not fit, until pages come back or
-        somebody runs. That nobody waits any more, because all were sent away, does not end it."""
-        if is_over:
+    def __init__(self, admission: Admission, outbox: Outbox) -> None:
+        self._admission = admission
+        self._outbox = outbox
+        self.since: float | None = None
+        self.trouble = ""
+        self.counters = {"starved": 0.0}
+
+    def look(self, queue: Iterable[DecodeRequest], now: float) -> None:
+        """Say it, and in the end give up, when pages in quarantine leave no room for anybody.
+
+        That nobody waits any more, because all were sent away, does not end it.
+        """
+        if not self._admission.may_starve:
             self.since = None
-        elif is_starved and self.since is None:
+        elif self.since is None and self._admission.is_starved(queue):
             self.since = now
-        return 0.0 if self.since is None else now - self.since
+        starved_s = 0.0 if self.since is None else now - self.since
+        text = f"nothing fits beside the pages in quarantine, for {starved_s:.0f} s"
+        if starved_s > STARVED_TROUBLE_S and not self.trouble:
+            self.counters["starved"] += 1
+            self._outbox.report(text, is_warning=True)
+        self.trouble = text if starved_s > STARVED_TROUBLE_S else ""
+        if starved_s > STARVED_END_S:
+            self._outbox.give_up(f"{text}: their writers never said that they are done")

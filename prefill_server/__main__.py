@@ -9,6 +9,7 @@ import sys
 
 from common.errors import ConfigError
 from common.runtime import supervisor
+from common.runtime.exit_codes import EXIT_CONFIG
 from prefill_server.config import parse_args
 
 
@@ -17,7 +18,7 @@ def main() -> int:
         config = parse_args(sys.argv[1:])
     except ConfigError as exc:
         sys.stderr.write(f"baton-prefill: {exc}\n")
-        return 2
+        return EXIT_CONFIG
     return supervisor.run(config, "prefill_server.scheduler_process")
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import DEFAULT_BOOTSTRAP_PORT, Role, ServerConfig
-from common.flags import COMMON_FLAGS, Flag, number, parse_settings, port, to_config
+from common.flag_reading import parse_settings, to_config
+from common.flag_values import number, port
+from common.flags import COMMON_FLAGS, Flag
 
 FLAGS = (
     *COMMON_FLAGS,
@@ -22,7 +24,7 @@ FLAGS = (
         "bootstrap_timeout_s",
         ("bootstrap-timeout",),
         number(0.1, 86400),
-        "seconds that half of a routed request waits for its other half",
+        "seconds that half of a routed request waits, or a cache that was computed first",
     ),
 )
 

@@ -17,6 +17,7 @@ from enum import StrEnum
 from common.config import HandOver, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
+from common.planner.pairing import rank_pairs
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
@@ -42,6 +43,7 @@ from common.protocol.peer import (
 from common.protocol.worker import ClosePeer, ConnectPeer, PeerConnected
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import REFUSED_RETRY_S, Condition, Liveness, Outbox, RankSet
+from common.scheduling.sparing import Sparing
 
 # Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
 PEER_COUNT_MAX = 256
@@ -88,6 +90,7 @@ class DecodePeer:
     page_counts: tuple[int, ...] = ()
     detail: str = ""
     transfer_count: int = 0
+    rank_pairs: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +113,19 @@ class DecodePeers:
         self._peers: dict[str, DecodePeer] = {}
         self._refused: dict[str, RefusedPeer] = {}
         self._links_refused_for: set[str] = set()
+        self._told_refused = Sparing()
+        self._told_lost = Sparing()
         self.refused_count = 0
+        self.lost_count = 0
         self.refused_link_count = 0
 
     def connected(self, incarnation: str, link: str) -> DecodePeer | None:
         peer = self._of(incarnation, link)
         return peer if peer is not None and peer.phase is Phase.CONNECTED else None
+
+    @property
+    def connected_ones(self) -> list[str]:
+        return [p.incarnation for p in self._peers.values() if p.phase is Phase.CONNECTED]
 
     def _of(self, incarnation: str, link: str) -> DecodePeer | None:
         """The peer that a message is of, if it came on that peer's own link."""
@@ -143,8 +153,9 @@ class DecodePeers:
             return None
         if known is not None:
             # It dropped what we are connected to: close our side; its next Hello starts afresh.
-            return hello.incarnation if self.lose(hello.incarnation, "it dialled anew") else None
-        lost = self._lose_predecessor(link)
+            is_lost = self.lose(hello.incarnation, "it dialled anew", now)
+            return hello.incarnation if is_lost else None
+        lost = self._lose_predecessor(link, now)
         differences, layout = self._differences(hello)
         if len(self._peers) >= PEER_COUNT_MAX:
             differences.append(f"peers: {PEER_COUNT_MAX} decode servers are connected already")
@@ -155,16 +166,18 @@ class DecodePeers:
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
         peer.hand_over = self._agree(hello)
         peer.verify = agree_verify(self._facts.verify, hello.verify)
+        peer.rank_pairs = rank_pairs(self._facts.layout, layout)
         self._peers[hello.incarnation] = peer
         if hello.pids and hello.host_id and hello.host_id == self._facts.host_id:
             self._outbox.watch_processes(peer.incarnation, tuple(hello.pids))
         self._send_welcome(peer)
         return lost
 
-    def _lose_predecessor(self, link: str) -> str | None:
+    def _lose_predecessor(self, link: str, now: float) -> str | None:
         """Close the process that spoke on this link before; its incarnation if there was one."""
         for peer in list(self._peers.values()):
-            if peer.link == link and self.lose(peer.incarnation, "another process took its link"):
+            reason = "another process took its link"
+            if peer.link == link and self.lose(peer.incarnation, reason, now):
                 return peer.incarnation
         return None
 
@@ -183,10 +196,14 @@ class DecodePeers:
         known = self._refused.pop(incarnation, None)
         if known is None or known.detail != detail:
             text = f"refused decode server {incarnation} ({shown_link(link)}): {detail}"
-            self._outbox.report(text, is_warning=True)
+            self._warn(self._told_refused.admit(text, now))
         if len(self._refused) >= REFUSED_COUNT_MAX:
             del self._refused[next(iter(self._refused))]
         self._refused[incarnation] = RefusedPeer(incarnation, link, detail, now)
+
+    def _warn(self, text: str) -> None:
+        if text:
+            self._outbox.report(text, is_warning=True)
 
     def _differences(self, hello: Hello) -> tuple[list[str], ServerLayout | None]:
         facts = self._facts
@@ -278,24 +295,28 @@ class DecodePeers:
             return
         peer.liveness.apply_heartbeat(beat)
 
-    def handle_detached(self, link: str, message: Detached) -> bool:
+    def handle_detached(self, link: str, message: Detached, now: float) -> bool:
         """Close a peer that asks for it; False if it has no say in this."""
         is_ours = message.peer_incarnation == self._facts.incarnation
         if not is_ours or self._of(message.incarnation, link) is None:
             return False
-        return self.lose(message.incarnation, f"it detached: {message.reason}")
+        return self.lose(message.incarnation, f"it detached: {message.reason}", now)
 
-    def lose(self, incarnation: str, reason: str) -> bool:
+    def lose(self, incarnation: str, reason: str, now: float) -> bool:
         """Close a peer; False if it was closing already or is unknown."""
         peer = self._peers.get(incarnation)
         if peer is None or peer.phase is Phase.CLOSING:
             return False
         self._outbox.to_peer(peer.link, Detached(self._facts.incarnation, incarnation, reason))
         peer.detail = reason
-        self._outbox.report(f"lost decode server {incarnation}: {reason}", is_warning=True)
+        self.lost_count += 1
+        text = f"lost decode server {incarnation}: {reason}"
         if peer.phase is Phase.WELCOMED:
+            # Whoever says Hello and no more can be many.
+            self._warn(self._told_lost.admit(text, now))
             del self._peers[incarnation]
             return True
+        self._warn(text)
         peer.phase = Phase.CLOSING
         peer.closed = RankSet(self._facts.rank_count)
         self._outbox.to_workers(ClosePeer(incarnation))
@@ -344,6 +365,7 @@ class DecodePeers:
                 pp_size=len(peer.layout.stages),
                 page_size=peer.layout.page_size,
                 in_flight_count=peer.transfer_count,
+                rank_pairs=peer.rank_pairs,
             )
             for peer in self._peers.values()
         ]

@@ -6,19 +6,29 @@ only when no step and no put of the request is outstanding, because it takes tha
 
 from __future__ import annotations
 
+import msgspec
+
 from common.protocol.frontend import Failed, Tokens, Traced
 from common.protocol.peer import Quiesced, TransferDone, TransferFailed
-from common.request import FinishKind, FinishReason
+from common.request import FinishKind, FinishReason, HandOverTrace
 from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import PrefillEvent, PrefillState
 from prefill_server.decode_peers import DecodePeers
+from prefill_server.holds import HOLD_EXPIRED
+from prefill_server.outgoing import Outgoing
 from prefill_server.rendezvous import Rendezvous
 from prefill_server.request import Failure, PrefillRequest, Reservation
 from prefill_server.requests import RequestTable
 from prefill_server.sender import Sender
 
+COUNTED = (
+    *("finished", "transfer_failed", "bootstrap_failed", "aborted", "timed_out"),
+    HOLD_EXPIRED,
+)
+# Kinds that say that a request's other half never came.
+BOOTSTRAP_FAILURES = ("rendezvous_timeout", "other_half_aborted", "prompt_mismatch")
 ENDED = (PrefillState.DRAINING, PrefillState.FINISHED, PrefillState.FAILED)
 
 
@@ -33,6 +43,7 @@ class Endings:
         sender: Sender,
         rendezvous: Rendezvous,
         peers: DecodePeers,
+        outgoing: Outgoing,
         outbox: Outbox,
     ) -> None:
         self._table = table
@@ -41,8 +52,9 @@ class Endings:
         self._sender = sender
         self._rendezvous = rendezvous
         self._peers = peers
+        self._outgoing = outgoing
         self._outbox = outbox
-        self.counters = dict.fromkeys(("finished", "transfer_failed", "aborted", "timed_out"), 0.0)
+        self.counters = dict.fromkeys(COUNTED, 0.0)
 
     def finish(self, request: PrefillRequest, now: float) -> None:
         """Everything is flushed at the target: tell the decode server and the client."""
@@ -50,6 +62,7 @@ class Endings:
         assert reservation is not None and sequence is not None and request.first_token is not None
         request.advance(PrefillEvent.SETTLED)
         self._account.close(sequence)
+        self._outgoing.note_success(reservation.peer)
         self.counters["finished"] += not reservation.message.is_self_test
         trace = request.trace(now)
         logprobs = [request.first_logprobs] if request.first_logprobs is not None else []
@@ -62,7 +75,7 @@ class Endings:
                 first_token=request.first_token,
                 # Every rank settles; those with nothing that is cached there are no writers.
                 writers=sorted(request.writers_settled.intersection(reservation.message.writers)),
-                trace=trace.hand_over,
+                trace=_seen_by_target(request, trace.hand_over),
                 logprobs=logprobs,
                 prompt_logprobs=request.prompt_logprobs,
                 digests=request.digests,
@@ -112,8 +125,11 @@ class Endings:
         if sequence is not None:
             self._account.close(sequence)
             request.advance(PrefillEvent.SETTLED)
-        if failure.kind in self.counters:
-            self.counters[failure.kind] += 1
+        kind = "bootstrap_failed" if failure.kind in BOOTSTRAP_FAILURES else failure.kind
+        if kind in self.counters:
+            self.counters[kind] += 1
+        if failure.kind == "transfer_failed" and reservation is not None:
+            self._outgoing.note_failure(reservation.peer, now)
         if reservation is not None and self._sender.is_quiet(reservation.message.transfer_id):
             if request.is_abort_asked:
                 transfer_id = reservation.message.transfer_id
@@ -143,3 +159,10 @@ class Endings:
         self._table.forget(request)
         if request.reservation is not None:
             self._peers.count_transfer(request.reservation.peer, -1)
+
+
+def _seen_by_target(request: PrefillRequest, trace: HandOverTrace) -> HandOverTrace:
+    """What a decode server waited for: not for what was computed before it asked."""
+    if not request.is_ahead:
+        return trace
+    return msgspec.structs.replace(trace, queue_s=0.0, prefill_s=0.0, chunk_ends_s=[])

@@ -54,12 +54,6 @@ class Rendezvous:
     def holds_reservation(self, room: int) -> bool:
         return room in self._rooms and self._rooms[room].reservation is not None
 
-    def holds_transfer(self, transfer_id: int) -> bool:
-        return any(
-            room.reservation is not None and room.reservation.message.transfer_id == transfer_id
-            for room in self._rooms.values()
-        )
-
     def offer(self, room: int, request: PrefillRequest, now: float) -> Reservation | None:
         """Bring the client's half; the other half if it is there, and then the room is empty."""
         self._given_up.pop(room, None)  # a router that uses a room again begins anew

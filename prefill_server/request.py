@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from common.config import Verify
 from common.protocol.peer import TransferRequest
-from common.request import HandOverTrace, RequestTrace, SamplingParams, TokenLogprobs
+from common.request import (
+    CHUNK_MARK_COUNT_MAX,
+    HandOverTrace,
+    Origin,
+    RequestTrace,
+    SamplingParams,
+    TokenLogprobs,
+)
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
 
@@ -42,6 +49,7 @@ class Failure:
 class PrefillRequest:
     """client_id: the frontend's id, or None if only the decode server knows of the request.
 
+    is_ahead: it is computed before any decode server asks for it, and held until one does.
     sends_open: send id -> worker ranks that have not settled it yet.
     digests_open: worker ranks that have not digested the cache yet; digests: sums of those that
         have, per decode rank.
@@ -55,6 +63,7 @@ class PrefillRequest:
     arrived_at: float
     deadline: float
     room: int | None = None
+    is_ahead: bool = False
     state: PrefillState = PrefillState.WAITING
     reservation: Reservation | None = None
     sequence: Sequence | None = None
@@ -65,21 +74,29 @@ class PrefillRequest:
     sent_token_count: int = 0
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)
     failure: Failure | None = None
     is_abort_asked: bool = False
     queued_at: float = 0.0
     scheduled_at: float = 0.0
     computed_at: float = 0.0
+    paired_at: float = 0.0
     wire_s: float = 0.0
     nbytes: int = 0
     exposed_nbytes: int = 0
     run_count: int = 0
     chunk_count: int = 0
     cached_token_count: int = 0
+    chunk_ends_s: list[float] = field(default_factory=list)
+    origin: Origin = field(default_factory=Origin)
 
     def advance(self, event: PrefillEvent) -> None:
         self.state = next_prefill_state(self.state, event)
+
+    def note_chunk(self, now: float) -> None:
+        """A chunk of the prompt is computed."""
+        if len(self.chunk_ends_s) < CHUNK_MARK_COUNT_MAX:
+            self.chunk_ends_s.append(now - self.scheduled_at)
 
     @property
     def is_on_its_way(self) -> bool:
@@ -92,13 +109,14 @@ class PrefillRequest:
         return HandOverTrace(
             queue_s=scheduled_at - (self.queued_at or now),
             prefill_s=computed_at - scheduled_at,
-            transfer_s=now - computed_at,
+            transfer_s=now - max(computed_at, self.paired_at),
             wire_s=self.wire_s,
             nbytes=self.nbytes,
             exposed_nbytes=self.exposed_nbytes,
             run_count=self.run_count,
             chunk_count=self.chunk_count,
             cached_token_count=self.cached_token_count,
+            chunk_ends_s=list(self.chunk_ends_s),
         )
 
     def trace(self, now: float) -> RequestTrace:
@@ -116,4 +134,5 @@ class PrefillRequest:
             hand_over=self.hand_over_trace(now),
             ttft_s=now - self.arrived_at,
             e2e_s=now - self.arrived_at,
+            origin=self.origin,
         )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.request import SamplingParams
+import msgspec
+
+from common.request import Origin, SamplingParams
 from common.scheduling.deadlines import Deadlines
 from prefill_server.request import PrefillRequest, Reservation
 
@@ -39,7 +41,9 @@ class RequestTable:
         sampling: SamplingParams,
         budget_s: float,
         room: int | None,
+        origin: Origin,
         now: float,
+        is_ahead: bool = False,
     ) -> PrefillRequest:
         request = PrefillRequest(
             request_id=self._next_id,
@@ -50,6 +54,8 @@ class RequestTable:
             arrived_at=now,
             deadline=now + budget_s,
             room=room,
+            is_ahead=is_ahead,
+            origin=origin,
         )
         self._next_id += 1
         self._by_id[request.request_id] = request
@@ -61,11 +67,20 @@ class RequestTable:
         return request
 
     def attach(self, request: PrefillRequest, reservation: Reservation, now: float) -> None:
-        """From now on the request is known by its transfer id and bound by the peer's budget."""
+        """From now on the request is known by its transfer id and bound by the peer's budget. Where
+        the other half is traced, this one is part of that."""
         request.reservation = reservation
+        parent = reservation.message.origin.trace_parent or request.origin.trace_parent
+        request.origin = msgspec.structs.replace(request.origin, trace_parent=parent)
         self._by_transfer[reservation.message.transfer_id] = request
         request.deadline = min(request.deadline, now + reservation.message.budget_ms / 1000)
         self.deadlines.add(request.request_id, request.deadline)
+
+    def release_client(self, request: PrefillRequest) -> None:
+        """Its client has been answered; the request goes on without one."""
+        assert request.client_id is not None
+        del self._by_client[request.client_id]
+        request.client_id = None
 
     def get(self, request_id: int) -> PrefillRequest | None:
         return self._by_id.get(request_id)

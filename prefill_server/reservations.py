@@ -12,10 +12,14 @@ from common.scheduling.peers import Outbox
 from common.scheduling.transitions import PrefillEvent
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
+from prefill_server.holds import Holds
 from prefill_server.rendezvous import Rendezvous
 from prefill_server.request import Failure, PrefillRequest, Reservation
 from prefill_server.requests import RequestTable
 from prefill_server.sender import Sender
+
+# Transfers that are not begun again, the last so many: what comes late was sent within seconds.
+KNOWN_COUNT_MAX = 1 << 14
 
 
 class Reservations:
@@ -33,6 +37,7 @@ class Reservations:
         sender: Sender,
         peers: DecodePeers,
         endings: Endings,
+        holds: Holds,
         outbox: Outbox,
         *,
         request_token_max: int,
@@ -44,9 +49,11 @@ class Reservations:
         self._sender = sender
         self._peers = peers
         self._endings = endings
+        self._holds = holds
         self._outbox = outbox
         self._request_token_max = request_token_max
         self._queue_max = queue_max
+        self._known: dict[tuple[str, int], None] = {}
         self.stale_count = 0
         self.is_draining = False
 
@@ -57,7 +64,7 @@ class Reservations:
             self._peers.detach_unknown(link, message.incarnation)
             return
         transfer_id = message.transfer_id
-        if self._table.of_transfer(transfer_id) or self._rendezvous.holds_transfer(transfer_id):
+        if not self._note(link, transfer_id):
             self.stale_count += 1
             return
         reservation = Reservation(
@@ -68,12 +75,12 @@ class Reservations:
             problem = f"token_count={message.token_count}: at most {self._request_token_max} here"
         if problem is not None:
             self._endings.reply_failed(reservation, Failure("bad_reservation", problem, 400))
-        elif self.is_draining:
+        elif self.is_draining and not message.is_held:
             text = "the prefill server is stopping"
             failure = Failure("stopping", text, 503, is_retryable=True)
             self._endings.reply_failed(reservation, failure)
         elif message.room is not None:
-            self._meet(message.room, reservation, now)
+            self._meet(message.room, reservation, now, is_held=message.is_held)
         elif len(self._table) >= self._queue_max:
             text = f"queue full: {len(self._table)} requests"
             failure = Failure("queue_full", text, 503, is_retryable=True)
@@ -87,9 +94,19 @@ class Reservations:
                 sampling=message.sampling,
                 budget_s=message.budget_ms / 1000,
                 room=None,
+                origin=message.origin,
                 now=now,
             )
             self.pair(request, reservation, now)
+
+    def _note(self, link: str, transfer_id: int) -> bool:
+        """Whether a transfer is new. Messages keep their order on a connection and no longer: one
+        that comes again, or after its own Abort, has pages that may be somebody else's by now."""
+        is_new = (link, transfer_id) not in self._known
+        self._known[link, transfer_id] = None
+        if len(self._known) > KNOWN_COUNT_MAX:
+            del self._known[next(iter(self._known))]
+        return is_new
 
     def handle_withdraw(self, link: str, message: Withdraw, now: float) -> None:
         """No reservation will come for a room."""
@@ -102,12 +119,14 @@ class Reservations:
         if request is not None:
             self._endings.fail(request, failure, now)
 
-    def _meet(self, room: int, reservation: Reservation, now: float) -> None:
+    def _meet(self, room: int, reservation: Reservation, now: float, *, is_held: bool) -> None:
         if self._rendezvous.holds_reservation(room):
             text = f"bootstrap_room={room}: already reserved by another request"
             self._endings.reply_failed(reservation, Failure("bad_reservation", text, 400))
             return
         given_up = self._rendezvous.why_given_up(room, now)
+        if given_up is None and is_held:
+            given_up = self._holds.why_missing(room)
         if given_up is not None:
             self._endings.reply_failed(reservation, given_up)
             return
@@ -130,8 +149,13 @@ class Reservations:
             return
         self._table.attach(request, reservation, now)
         self._peers.count_transfer(reservation.peer, +1)
-        request.queued_at = now
         request.advance(PrefillEvent.PAIRED)
+        if request.is_ahead:
+            request.paired_at = now
+            self._sender.send_held(request)
+            self._sender.ask_digests(request)
+            return
+        request.queued_at = now
         self._table.queue[request.request_id] = request
 
     def handle_abort(self, link: str, message: Abort, now: float) -> None:
@@ -140,6 +164,7 @@ class Reservations:
             return
         request = self._table.of_transfer(message.transfer_id)
         if request is None:
+            self._note(link, message.transfer_id)
             if not self._sender.is_quiet(message.transfer_id):
                 return
             self._rendezvous.withdraw_transfer(message.transfer_id, message.incarnation, link)

@@ -12,7 +12,6 @@ from common.protocol.digests import Digested
 from common.protocol.frontend import (
     Cancel,
     Drain,
-    Failed,
     FlushCache,
     FrontendToScheduler,
     GetState,
@@ -47,10 +46,12 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    LinkBroke,
     LinkRefused,
     PeerMessage,
     ProcessesGone,
     Tick,
+    WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import answer_flush
@@ -58,16 +59,17 @@ from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.silence import Pulse
 from common.scheduling.transitions import PrefillEvent, PrefillState
+from prefill_server.admission import Admission
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
+from prefill_server.holds import Holds, expired
+from prefill_server.outgoing import Outgoing
 from prefill_server.rendezvous import Rendezvous
 from prefill_server.request import Failure, PrefillRequest
 from prefill_server.requests import RequestTable
 from prefill_server.reservations import Reservations
 from prefill_server.sender import Sender
-
-# A request that does not fit is passed over for smaller ones at most this long; then it is next.
-PASSED_OVER_MAX_S = 2.0
+from prefill_server.submissions import Submissions
 
 
 class PrefillScheduler:
@@ -78,10 +80,12 @@ class PrefillScheduler:
         self._limits = limits
         self._outbox = Outbox()
         self._peers = DecodePeers(facts, limits.pace, self._outbox)
-        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s)
+        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s, limits.pace.worker_s)
         self._rendezvous = Rendezvous(limits.bootstrap_timeout_s)
         self._sender = Sender(facts.rank_count, self._outbox)
         self._table = RequestTable()
+        self._outgoing = Outgoing()
+        self._trouble = ""
         self.account = PageAccount(
             facts.layout.groups,
             facts.page_counts,
@@ -103,7 +107,12 @@ class PrefillScheduler:
             self._sender,
             self._rendezvous,
             self._peers,
+            self._outgoing,
             self._outbox,
+        )
+        self._holds = Holds(self._table, self._rendezvous, self._outbox)
+        self._admission = Admission(
+            self._table, self.account, self._batcher, self._holds, self._endings
         )
         self._reservations = Reservations(
             facts,
@@ -112,11 +121,21 @@ class PrefillScheduler:
             self._sender,
             self._peers,
             self._endings,
+            self._holds,
             self._outbox,
             request_token_max=self.request_token_max,
             queue_max=limits.queue_max,
         )
-        self._counters = dict.fromkeys(("requests", "stale_messages"), 0.0)
+        self._submissions = Submissions(
+            self._table,
+            self._rendezvous,
+            self._reservations,
+            self._holds,
+            self._outbox,
+            request_token_max=self.request_token_max,
+            queue_max=limits.queue_max,
+        )
+        self._stale_count = 0
 
     @property
     def is_idle(self) -> bool:
@@ -135,9 +154,11 @@ class PrefillScheduler:
                 self._handle_peer(link, peer_message, now)
             case LinkRefused(reason=reason):
                 self._peers.handle_link_refused(reason)
+            case WorkersStopped(ranks=ranks):
+                self._pulse.stopped_ranks = ranks
             case ProcessesGone(incarnation=incarnation):
                 self._lose(incarnation, "its processes ended", now)
-            case Tick():
+            case Tick() | LinkBroke():
                 pass
             case _:
                 assert_never(event)
@@ -146,7 +167,7 @@ class PrefillScheduler:
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and start the next step if none runs."""
         self._expire(now)
-        self._admit(now)
+        self._admission.admit(now)
         planned = self._batcher.plan_step()
         assert not planned.retracted, "a prompt's pages are all there before it is computed"
         if planned.step is not None:
@@ -154,18 +175,27 @@ class PrefillScheduler:
             for chunk in planned.step.chunks:
                 request = self._table.get(chunk.request_id)
                 assert request is not None
-                self._sender.send_chunk(request, chunk, planned.step.step_id)
+                if not request.is_ahead:
+                    self._sender.send_chunk(request, chunk, planned.step.step_id)
         is_busy = self._batcher.is_computing
         trouble = self._pulse.look(now, is_busy=is_busy)
         condition = Condition(
             self._pulse.progress,
             is_busy,
-            self._load_tokens(),
+            self._admission.load_tokens,
             trouble,
             self._reservations.is_draining,
         )
         self._peers.send_heartbeats(now, condition)
+        self._look_at_hand_overs(now)
         return self._outbox.take()
+
+    def _look_at_hand_overs(self, now: float) -> None:
+        """Peers are not told: each knows its own, and who gave this server up could not try it."""
+        before, self._trouble = self._trouble, self._outgoing.look(self._peers.connected_ones, now)
+        if bool(before) != bool(self._trouble):
+            text = self._trouble or "a hand-over went well again"
+            self._outbox.report(text, is_warning=bool(self._trouble))
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
@@ -179,7 +209,7 @@ class PrefillScheduler:
     def _handle_frontend(self, message: FrontendToScheduler, now: float) -> None:
         match message:
             case Submit():
-                self._handle_submit(message, now)
+                self._submissions.handle(message, now)
             case Cancel():
                 request = self._table.of_client(message.request_id)
                 if request is not None:
@@ -194,40 +224,6 @@ class PrefillScheduler:
                 self._outbox.to_frontend(self._state(message.call_id))
             case _:
                 assert_never(message)
-
-    def _handle_submit(self, submit: Submit, now: float) -> None:
-        self._counters["requests"] += 1
-        room = submit.bootstrap.room if submit.bootstrap is not None else None
-        token_count = len(submit.token_ids)
-        if room is None:
-            self._refuse(submit, 400, "a prefill server needs bootstrap_room in the request")
-        elif not 1 <= token_count <= self.request_token_max:
-            limit = f"must be 1..{self.request_token_max}"
-            self._refuse(submit, 400, f"prompt of {token_count} tokens: {limit}")
-        elif len(self._table) >= self._limits.queue_max:
-            self._refuse(submit, 503, f"queue full: {len(self._table)} requests")
-        elif self._table.of_room(room) is not None:
-            self._refuse(submit, 400, f"bootstrap_room={room}: already in use")
-        elif (withdrawn := self._rendezvous.take_withdrawn(room, now)) is not None:
-            kind, message = withdrawn.kind, withdrawn.message
-            self._outbox.to_frontend(Failed(submit.request_id, withdrawn.status, kind, message))
-        else:
-            request = self._table.add(
-                client_id=submit.request_id,
-                token_ids=submit.token_ids,
-                prompt_count=token_count,
-                sampling=submit.sampling,
-                budget_s=submit.budget_s,
-                room=room,
-                now=now,
-            )
-            reservation = self._rendezvous.offer(room, request, now)
-            if reservation is not None:
-                self._reservations.pair(request, reservation, now)
-
-    def _refuse(self, submit: Submit, status: int, message: str) -> None:
-        kind = "queue_full" if status == 503 else "bad_request"
-        self._outbox.to_frontend(Failed(submit.request_id, status, kind, message))
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -251,14 +247,14 @@ class PrefillScheduler:
             case Abort():
                 self._reservations.handle_abort(link, message, now)
             case Detached():
-                if self._peers.handle_detached(link, message):
+                if self._peers.handle_detached(link, message, now):
                     reason = f"it detached: {message.reason}"
                     self._end_requests_of(message.incarnation, reason, now)
             case _:
-                self._counters["stale_messages"] += 1
+                self._stale_count += 1
 
     def _lose(self, incarnation: str, reason: str, now: float) -> None:
-        if self._peers.lose(incarnation, reason):
+        if self._peers.lose(incarnation, reason, now):
             self._end_requests_of(incarnation, reason, now)
 
     def _end_requests_of(self, incarnation: str, reason: str, now: float) -> None:
@@ -294,14 +290,14 @@ class PrefillScheduler:
             case PeerClosed():
                 self._peers.handle_closed(message.peer, message.rank)
             case PeerOpened() | WorkerReady() | Forgotten():
-                self._counters["stale_messages"] += 1
+                self._stale_count += 1
             case _:
                 assert_never(message)
 
     def _handle_step(self, done: StepDone, now: float) -> None:
         outcome = self._batcher.apply_done(done)
         for chunk in outcome.chunks:
-            self._handle_chunk(chunk)
+            self._handle_chunk(chunk, now)
         for sequence, reason in outcome.failed:
             failed = self._table.get(sequence.request_id)
             assert failed is not None
@@ -312,10 +308,12 @@ class PrefillScheduler:
             if request.state is PrefillState.DRAINING:
                 self._endings.finish_if_quiet(request, now)
 
-    def _handle_chunk(self, chunk: ChunkDone) -> None:
+    def _handle_chunk(self, chunk: ChunkDone, now: float) -> None:
         request = self._table.get(chunk.sequence.request_id)
         assert request is not None
-        request.prompt_logprobs += chunk.prompt_logprobs
+        request.note_chunk(now)
+        if chunk.prompt_logprobs:
+            request.prompt_logprobs.append(chunk.prompt_logprobs)
 
     def _handle_token(self, token: TokenDone, now: float) -> None:
         """The prompt is computed and the first token drawn; the last layers may be on their way."""
@@ -326,6 +324,11 @@ class PrefillScheduler:
         request.computed_at = now
         self._batcher.stop(token.sequence)
         self.account.remember(token.sequence)
+        if request.is_ahead:
+            reservation = self._holds.hold(request, now)
+            if reservation is not None:
+                self._reservations.pair(request, reservation, now)
+            return
         request.advance(PrefillEvent.LAST_CHUNK)
         self._sender.ask_digests(request)
         self._handle_settled(request, now)
@@ -338,49 +341,26 @@ class PrefillScheduler:
         elif request.state is PrefillState.SENDING and not request.is_on_its_way:
             self._endings.finish(request, now)
 
-    # ---- time and admission ----------------------------------------------------------------------
+    # ---- time ------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
         for request_id in self._table.deadlines.take_expired(now):
             request = self._table.get(request_id)
             if request is not None and request.deadline <= now:
                 failure = Failure("timed_out", "the request's time budget is used up", 504)
-                self._endings.fail(request, failure, now)
+                is_held = request.state is PrefillState.HELD
+                self._endings.fail(request, expired(request) if is_held else failure, now)
         for half in self._rendezvous.take_expired(now):
-            failure = Failure("rendezvous_timeout", "the other half of the room never came", 500)
             if isinstance(half, PrefillRequest):
-                self._endings.fail(half, failure, now)
+                self._endings.fail(half, expired(half), now)
             else:
+                text = "the other half of the room never came"
+                failure = Failure("rendezvous_timeout", text, 500)
                 self._endings.reply_failed(half, failure)
         for incarnation, reason in self._peers.lost(now):
             self._lose(incarnation, reason, now)
 
-    def _admit(self, now: float) -> None:
-        """Start whoever fits, in order of arrival; nobody passes a request that waited too long."""
-        for request in list(self._table.queue.values()):
-            if not self._batcher.has_room:
-                break
-            # The sequence grows by the first token; the request keeps what it was asked to compute.
-            tokens = list(request.token_ids)
-            sequence = self.account.open(
-                request.request_id, tokens, request.prompt_count, request.sampling
-            )
-            if sequence is None:
-                if now - request.queued_at > PASSED_OVER_MAX_S:
-                    break
-                continue
-            request.sequence = sequence
-            request.cached_token_count = sequence.cached_count
-            request.scheduled_at = now
-            request.advance(PrefillEvent.SCHEDULED)
-            del self._table.queue[request.request_id]
-            self._batcher.add(sequence)
-
     # ---- what others may know --------------------------------------------------------------------
-
-    def _load_tokens(self) -> int:
-        queued = sum(len(request.token_ids) for request in self._table.queue.values())
-        return queued + self._batcher.uncomputed_token_count
 
     def _state(self, call_id: int) -> State:
         return State(
@@ -391,12 +371,14 @@ class PrefillScheduler:
                 "waiting": len(self._table.queue),
                 "running": self._batcher.prompt_count,
                 "inflight": self._sender.open_count,
+                "held": sum(r.state is PrefillState.HELD for r in self._table),
                 "reservations": self._rendezvous.reservation_count,
             },
             counters={
-                **self._counters,
                 **self._endings.counters,
-                "stale_messages": self._counters["stale_messages"] + self._reservations.stale_count,
+                "requests": float(self._submissions.count),
+                "stale_messages": float(self._stale_count + self._reservations.stale_count),
+                "peers_lost": float(self._peers.lost_count),
                 "refused_peers": float(self._peers.refused_count),
                 "refused_links": float(self._peers.refused_link_count),
             },
@@ -404,5 +386,5 @@ class PrefillScheduler:
             peers=self._peers.states(),
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._pulse.trouble,
+            trouble=self._pulse.trouble or self._trouble,
         )

@@ -17,7 +17,12 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
         running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
-        pace=Pace(config.heartbeat_interval_s, config.peer_timeout_s, config.stall_s),
+        pace=Pace(
+            config.heartbeat_interval_s,
+            config.peer_timeout_s,
+            config.stall_s,
+            config.worker_timeout_s,
+        ),
         bootstrap_timeout_s=config.bootstrap_timeout_s,
     )
     return PrefillScheduler(facts, limits)

@@ -12,6 +12,9 @@ from common.protocol.worker import CancelSends, PrefillChunk, Send, SendSettled
 from common.scheduling.peers import Outbox
 from prefill_server.request import Failure, PrefillRequest, Reservation
 
+# The step of a Send that waits for none.
+ALL_COMPUTED = 0
+
 
 class Sender:
     """Sends of all requests that have any open."""
@@ -27,6 +30,16 @@ class Sender:
     def send_chunk(self, request: PrefillRequest, chunk: PrefillChunk, step_id: int) -> None:
         """Hand over what a step makes final, as its layer groups are computed: one Send for all
         ranks. The first one also takes along what a cached prefix had ready."""
+        self._send(request, chunk.stop, step_id, is_final=chunk.is_last)
+        request.chunk_count += 1
+
+    def send_held(self, request: PrefillRequest) -> None:
+        """Hand over a cache that was computed before anybody asked for it: all in one Send."""
+        self._send(request, len(request.token_ids), ALL_COMPUTED, is_final=True)
+
+    def _send(
+        self, request: PrefillRequest, token_stop: int, step_id: int, *, is_final: bool
+    ) -> None:
         reservation, sequence = request.reservation, request.sequence
         assert reservation is not None and sequence is not None
         send_id = self._next_send_id
@@ -40,14 +53,13 @@ class Sender:
                 transfer_id=reservation.message.transfer_id,
                 peer=reservation.peer,
                 token_start=request.sent_token_count,
-                token_stop=chunk.stop,
-                is_final=chunk.is_last,
+                token_stop=token_stop,
+                is_final=is_final,
                 source_pages=sequence.page_lists(),
                 target_pages=reservation.message.pages,
             )
         )
-        request.sent_token_count = chunk.stop
-        request.chunk_count += 1
+        request.sent_token_count = token_stop
 
     def cancel(self, request: PrefillRequest, reservation: Reservation) -> None:
         """Ask the workers to stop issuing puts; what is out still settles."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.protocol.frontend import Drain
-from common.scheduling.events import FromFrontend
-from tests.sim.world import Client, World
+from common.scheduling.events import FromFrontend, LinkBroke
+from tests.sim.client import Client
+from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 TOLD_S = 0.6  # a beat, a tick of the simulation on either side, and the messages
@@ -32,6 +33,10 @@ def connected(world: World) -> list[str]:
     return sorted(peer.link for peer in core._peers.connected())  # type: ignore[union-attr]
 
 
+def counters(world: World, node: str = "d0") -> dict[str, float]:
+    return world.nodes[node].core._state(1).counters
+
+
 def ask(world: World, count: int = 4) -> list[Client]:
     return [world.submit(world.nodes["d0"], PROMPT, 4) for _ in range(count)]
 
@@ -41,6 +46,8 @@ def test_a_frozen_peer_is_given_up_in_a_second_and_its_requests_go_elsewhere(wor
     clients = ask(world)
     world.run(world.now + 1.3)
     assert connected(world) == ["p1:1"]
+    assert counters(world)["peers_lost"] == 1
+    assert counters(world)["retried"] == 2, "those that it had been asked for"
     world.run(world.now + 1.0)
     assert [client.finals for client in clients] == [["finished"]] * 4
 
@@ -95,3 +102,27 @@ def test_a_prefill_server_that_drains_finishes_what_it_has_and_gets_nothing_new(
     world.nodes["p0"].boot()
     world.run(world.now + 3.0)
     assert [client.finals for client in during] == [["finished"]] * 4
+
+
+def test_nothing_is_asked_of_a_peer_whose_connection_broke_until_it_is_heard(world: World) -> None:
+    decode, prefill = world.nodes["d0"], world.nodes["p0"]
+    world.nodes["p1"].crash()
+    world.run(world.now + 0.5)
+    decode.feed(LinkBroke("p0:1", is_refused=False))
+    (client,) = ask(world, 1)
+    world.run(world.now + 0.05)
+    assert prefill.core.is_idle and client.finals == []
+    world.run(world.now + 1.0)
+    assert client.finals == ["finished"] and connected(world) == ["p0:1"]
+
+
+def test_a_peer_whose_address_answers_nobody_is_given_up_at_once(world: World) -> None:
+    decode = world.nodes["d0"]
+    clients = ask(world)
+    world.nodes["p0"].is_frozen = True
+    for is_refused in (False, True):
+        decode.feed(LinkBroke("p0:1", is_refused=is_refused))
+    assert connected(world) == ["p1:1"]
+    world.run(world.now + 0.5)
+    assert [client.finals for client in clients] == [["finished"]] * 4
+    decode.feed(LinkBroke("gone:1", is_refused=True))  # one that is not known any more

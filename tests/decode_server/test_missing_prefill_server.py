@@ -78,6 +78,16 @@ def test_a_connection_that_is_refused_is_told_and_tried_anew(world: World) -> No
     assert "p0:1 refused (it does not know our key)" in client.failure
 
 
+def test_addresses_that_clients_name_fill_no_log(world: World) -> None:
+    node = world.nodes["d0"]
+    told: list[str] = []
+    for index in range(200):
+        world.submit(node, PROMPT, 4, Bootstrap(f"host-{index}", 1, index))
+        effects = node.core.handle(LinkRefused(f"host-{index}:1", "no way to it"), world.now)
+        told += [effect.text for effect in effects if isinstance(effect, Report)]
+    assert told == ["can't connect to prefill server host-0:1: no way to it"]
+
+
 def test_a_routed_request_is_told_of_the_server_that_its_body_names(world: World) -> None:
     client = world.submit(world.nodes["d0"], PROMPT, 4, Bootstrap("p9", 7, 1))
     world.run(world.now + PEER_WAIT_S + 1)

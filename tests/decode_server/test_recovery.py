@@ -13,7 +13,8 @@ from common.scheduling.breaker import FAILURE_COUNT_MAX
 from common.scheduling.events import Effect, FromFrontend, ToFrontend, ToPeer
 from decode_server.recovery import FALLBACK_WAIT_S, PEER_WAIT_S
 from decode_server.starvation import STARVED_END_S, STARVED_TROUBLE_S
-from tests.sim.world import Client, Node, World
+from tests.sim.client import Client
+from tests.sim.world import Node, World
 
 PROMPT = list(range(20, 60))
 
@@ -49,6 +50,7 @@ def test_a_prompt_is_computed_here_if_that_is_allowed_and_nobody_else_can() -> N
     assert client.finals == []
     world.run(world.now + 1.0)
     assert client.finals == ["finished"] and client.output == client.expected()
+    assert state(world.nodes["d0"]).counters["computed_here"] == 1
     # A router has its own other half to try again with.
     world.run(world.now + PEER_WAIT_S)
     assert routed.failure.startswith("no_prefill_server")
@@ -103,7 +105,9 @@ def test_a_server_that_fails_in_a_row_is_left_alone_and_probed(
     clients = [ask(world)]
     world.run(world.now + 0.3)
     assert len(asked_at) == FAILURE_COUNT_MAX and clients[0].failure.startswith("transfer_failed")
-    (peer,) = state(world.nodes["d0"]).peers
+    told = state(world.nodes["d0"])
+    assert (told.counters["retried"], told.counters["transfer_failed"]) == (2, 1)
+    (peer,) = told.peers
     assert (peer.state, peer.breaker, peer.breaker_open_count) == ("connected", "open", 1)
     clients += [ask(world) for _ in range(4)]
     world.run(world.now + 7.0)
@@ -154,14 +158,59 @@ def test_a_self_test_that_fails_turns_health_red_until_one_goes_well(
     assert len(asked_at) == 1 and not state(decode).is_ready
     (peer,) = state(decode).peers
     assert (peer.state, peer.detail) == ("connected", "self-test: broken")
+    assert peer.is_self_test_failing
     monkeypatch.undo()
     world.run(world.now + 6.0)
     assert state(decode).is_ready and state(decode).peers[0].detail == ""
+    assert not state(decode).peers[0].is_self_test_failing
+    tested = state(decode).counters
+    assert (tested["self_tests"], tested["self_tests_failed"]) == (3, 1), "one when it connected"
     # It is nobody's request.
     for counters in (state(decode).counters, state(prefill).counters):
         assert counters["requests"] == counters["finished"] == 0
     assert state(decode).counters["failed"] == 0
     assert decode.core.account.pool.used_count(0) == 0
+
+
+@pytest.mark.parametrize("interval_s", [30.0, 0.0])
+def test_a_new_connection_is_ready_once_a_hand_over_went_well_if_any_is_tried(
+    interval_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(has_prefill=False)
+    decode = world.nodes["d0"]
+    decode.crash()
+    decode.self_test_interval_s = interval_s
+    asked_at = fail_hand_overs(world, monkeypatch)
+    for name in ("d0", "p0"):
+        world.nodes[name].boot()
+    world.run(world.now + 4.0)
+    assert state(decode).peers[0].state == "connected"
+    assert (len(asked_at), state(decode).is_ready) == ((1, False) if interval_s else (0, True))
+    monkeypatch.undo()
+    world.run(world.now + 6.0)
+    assert state(decode).is_ready
+
+
+def test_a_client_s_hand_over_proves_a_connection_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(has_prefill=False)
+    fail_hand_overs(world, monkeypatch)
+    world.nodes["p0"].boot()
+    world.run(world.now + 4.0)
+    assert not state(world.nodes["d0"]).is_ready
+    monkeypatch.undo()
+    client = ask(world)
+    world.run(world.now + 0.5)
+    assert client.finals == ["finished"] and state(world.nodes["d0"]).is_ready
+
+
+def test_a_self_test_that_finds_no_room_here_blames_nobody() -> None:
+    world = make_world()
+    pool = world.nodes["d0"].core.account.pool
+    pages = pool.allocate(0, pool.free_count(0))
+    world.run(world.now + 60.0)
+    assert state(world.nodes["d0"]).is_ready
+    assert state(world.nodes["d0"]).peers[0].detail == ""
+    pool.release(0, pages)
 
 
 def test_who_is_handed_caches_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

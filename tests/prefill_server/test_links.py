@@ -6,7 +6,16 @@ import pytest
 
 from common.protocol.frontend import GetState, State
 from common.protocol.peer import Detached, Heartbeat, Hello, Refuse
-from common.scheduling.events import Effect, FromFrontend, FromPeer, LinkRefused, Report, ToPeer
+from common.protocol.worker import WorkerBeat
+from common.scheduling.events import (
+    Effect,
+    FromFrontend,
+    FromPeer,
+    FromWorker,
+    LinkRefused,
+    Report,
+    ToPeer,
+)
 from common.scheduling.events import ToFrontend as Told
 from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, shown_link
 from tests.sim.world import Node, World
@@ -70,3 +79,21 @@ def test_a_link_is_shown_only_in_part() -> None:
     identity, key = "64" + "0123456789abcdef" * 2, "fedcba9876543210" * 4
     assert shown_link(identity) == "6401234567"
     assert shown_link(f"{identity}.{key}") == "6401234567.fedcba9876543210"
+
+
+def test_a_flood_of_unknown_processes_is_told_in_a_line_a_second(world: World) -> None:
+    core, facts = world.nodes["p0"].core, world.nodes["d0"].facts
+    told: list[str] = []
+    for index in range(1000):
+        fingerprint = {"model": "another"} if index % 2 else facts.fingerprint
+        hello = Hello(1, 1, "decode", f"flood-{index}", fingerprint, facts.layout_bytes)
+        world.now += 0.005
+        effects = core.handle(FromWorker(WorkerBeat(0, 0)), world.now)
+        effects += core.handle(FromPeer(f"link-{index}", hello), world.now)
+        effects += core.schedule(world.now)
+        told += [effect.text for effect in effects if isinstance(effect, Report)]
+    refused = [line for line in told if line.startswith("refused decode server flood-")]
+    lost = [line for line in told if line.startswith("lost decode server flood-")]
+    assert 4 <= len(refused) <= 6 and 4 <= len(lost) <= 6
+    assert len(told) == len(refused) + len(lost) + 1, "the one that was connected, and is silent"
+    assert refused[1].endswith("more of this kind)") and lost[1].endswith("more of this kind)")

@@ -8,7 +8,8 @@ from common.protocol.peer import TransferRequest
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer
 from prefill_server.rendezvous import GIVEN_UP_COUNT_MAX, REQUEST_TIMEOUT_S, RESERVATION_TIMEOUT_S
-from tests.sim.world import Client, Node, World
+from tests.sim.client import Client
+from tests.sim.world import Node, World
 
 PROMPT = list(range(20, 60))
 ROOM = Bootstrap("p0", 1, 77)
@@ -35,6 +36,10 @@ def decode(world: World) -> Node:
     return world.nodes["d0"]
 
 
+def bootstrap_failed_count(node: Node) -> float:
+    return node.core._state(1).counters["bootstrap_failed"]
+
+
 def used_count(world: World) -> int:
     return decode(world).core.account.pool.used_count(0)
 
@@ -52,7 +57,7 @@ def test_a_reservation_hears_at_once_that_its_request_was_cancelled(world: World
     client = submit_second_half(world)
     world.run(world.now + 0.5)
     assert client.failure.startswith("other_half_aborted")
-    assert used_count(world) == 0
+    assert used_count(world) == 0 and bootstrap_failed_count(decode(world)) == 1
 
 
 def test_a_room_that_is_used_again_after_a_cancel_works(world: World) -> None:
@@ -127,7 +132,7 @@ def test_a_lone_reservation_gives_its_pages_back_soon(world: World) -> None:
     assert client.finals == [] and used_count(world) > 0
     world.run(world.now + 2.0)
     assert client.failure.startswith("rendezvous_timeout")
-    assert used_count(world) == 0
+    assert used_count(world) == 0 and bootstrap_failed_count(decode(world)) == 1
 
 
 def test_a_lone_request_waits_longer_than_a_lone_reservation(world: World) -> None:

@@ -1,0 +1,79 @@
+"""A prefill server whose hand-overs reach nobody says so, until one of them does."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.protocol.frontend import GetState, State
+from common.protocol.worker import Send
+from common.scheduling.events import FromFrontend, ToFrontend
+from prefill_server.outgoing import FAILURE_COUNT_MAX, LATELY_S, RECORD_COUNT_MAX, Outgoing
+from tests.sim.sim_hand_over import HandOvers
+from tests.sim.world import World
+
+PROMPT = list(range(20, 60))
+
+
+def failed(outgoing: Outgoing, peer: str, now: float = 0.0) -> None:
+    for _ in range(FAILURE_COUNT_MAX):
+        outgoing.note_failure(peer, now)
+
+
+def test_one_peer_that_is_reached_is_enough() -> None:
+    outgoing = Outgoing()
+    failed(outgoing, "a")
+    assert outgoing.look(["a"], 1.0) == "the last 3 hand-overs to each of 1 decode servers failed"
+    assert outgoing.look(["a", "b"], 1.0) == "" == outgoing.look([], 1.0)
+    outgoing.note_success("a")
+    assert outgoing.look(["a"], 1.0) == ""
+
+
+def test_a_few_failures_and_old_ones_say_nothing() -> None:
+    outgoing = Outgoing()
+    for _ in range(FAILURE_COUNT_MAX - 1):
+        outgoing.note_failure("a", 5.0)
+    assert outgoing.look(["a"], 5.0) == ""
+    outgoing.note_failure("a", 6.0)
+    assert outgoing.look(["a"], 5.0 + LATELY_S) != ""
+    assert outgoing.look(["a"], 6.0 + LATELY_S) == ""
+
+
+def test_what_is_remembered_of_peers_is_bounded() -> None:
+    outgoing = Outgoing()
+    for index in range(RECORD_COUNT_MAX + 1):
+        failed(outgoing, f"peer-{index}")
+    assert outgoing.look(["peer-0"], 0.0) == ""
+    assert outgoing.look(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
+
+
+def trouble(world: World) -> str:
+    node = world.nodes["p0"]
+    (effect,) = node.core.handle(FromFrontend(GetState(1)), world.now)
+    assert isinstance(effect, ToFrontend) and isinstance(effect.message, State)
+    return effect.message.trouble
+
+
+def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(seed=1)
+    world.add("p0", "prefill", 4, 64)
+    world.add("d0", "decode", 4, 64).links = ["p0:1"]
+    for node in world.nodes.values():
+        node.boot()
+    world.start_ticks()
+    world.run(3.0)
+    settle = HandOvers._settle
+
+    def fail(self: HandOvers, send: Send, error: str) -> None:
+        settle(self, send, error or "no route to host")
+
+    monkeypatch.setattr(HandOvers, "_settle", fail)
+    client = world.submit(world.nodes["d0"], PROMPT, 4)
+    world.run(world.now + 1.0)
+    assert client.failure.startswith("transfer_failed")
+    assert trouble(world).startswith(f"the last {FAILURE_COUNT_MAX} hand-overs")
+    assert world.nodes["d0"].core.handle(FromFrontend(GetState(1)), world.now)
+    monkeypatch.undo()
+    world.run(world.now + 40.0)
+    assert trouble(world) == ""
