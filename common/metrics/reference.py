@@ -1,0 +1,66 @@
+"""`python -m common.metrics.reference`: every metric of both servers as a Markdown table.
+
+`deploy/METRICS.md` is what it prints.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from common.metrics.definitions import Kind, Metric, View
+from common.metrics.recorded import HAND_OVERS, LATENCIES, REQUESTS
+from common.metrics.seen import COUNTERS, GAUGES, NAMED_COUNTERS, QUEUES
+from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX
+
+SECTIONS = {
+    "Latencies and lengths": LATENCIES,
+    "Requests and tokens": REQUESTS,
+    "Hand-overs": HAND_OVERS,
+    "Queues": QUEUES,
+    "What the scheduler counts": (*COUNTERS, *NAMED_COUNTERS),
+    "State of the moment": GAUGES,
+}
+HEAD = f"""\
+# Metrics
+
+Printed by `python -m common.metrics.reference` from the table in `common/metrics`; a test compares.
+
+Every metric has the labels `model_name` and `engine_type` (`prefill`, `decode`, or `unified` for a
+server that computes prompts itself); vLLM's names have `engine="0"` besides. `--metrics-names` says
+whether `sglang:` names are shown (the default), `vllm:` ones, or `both`; `baton:` ones always are.
+Names in one row are views of one measurement, never counted twice. A `peer` is a prefill server's
+address, or the id of a decode server's process; what is counted knows {PEER_COUNT_MAX} of them, the
+rest is `{OTHER_PEERS}`. What clients wait for is measured on the decode server alone.
+"""
+
+
+def reference() -> str:
+    """The whole document."""
+    parts = [HEAD]
+    for title, metrics in SECTIONS.items():
+        parts.append(f"## {title}\n\n{_table(metrics)}\n")
+    return "\n".join(parts)
+
+
+def _table(metrics: Iterable[Metric]) -> str:
+    rows = ["| name | type | on | meaning |", "|---|---|---|---|"]
+    for metric in metrics:
+        names = "<br>".join(_shown(view, metric) for view in metric.views)
+        rows.append(f"| {names} | {metric.kind} | {metric.side} | {metric.text} |")
+    return "\n".join(rows)
+
+
+def _shown(view: View, metric: Metric) -> str:
+    labels = f"{{{', '.join(view.labels)}}}" if view.labels else ""
+    name = f"`{view.name}{'_total' if metric.kind is Kind.COUNTER else ''}{labels}`"
+    return name if view.only is None else f"{name} ({view.only[0]}: {view.only[1]})"
+
+
+def main() -> int:
+    sys.stdout.write(reference())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The metrics that are read off a `Snapshot` when somebody asks: queues, counters, pages, peers."""
+
+from __future__ import annotations
+
+from common.metrics.definitions import Kind, Metric, Side, View
+
+
+def _gauge(key: str, text: str, *names: str, side: Side = Side.BOTH) -> Metric:
+    return Metric(key, Kind.GAUGE, text, tuple(View(name) for name in names), side=side)
+
+
+def _labelled(key: str, text: str, name: str, *labels: str, side: Side = Side.BOTH) -> Metric:
+    return Metric(key, Kind.GAUGE, text, (View(name, labels),), labels, side=side)
+
+
+def _counter(key: str, text: str, *names: str, side: Side = Side.BOTH) -> Metric:
+    return Metric(key, Kind.COUNTER, text, tuple(View(name) for name in names), side=side)
+
+
+# What a scheduler says of its queues and has counted, by its own names. A role lacks some of them;
+# they read 0 then.
+QUEUES = (
+    _gauge(
+        "running",
+        "Requests that are being computed.",
+        "sglang:num_running_reqs",
+        "vllm:num_requests_running",
+    ),
+    _gauge(
+        "waiting",
+        "Requests that wait to be computed.",
+        "sglang:num_queue_reqs",
+        "vllm:num_requests_waiting",
+    ),
+    _gauge(
+        "retracted",
+        "Requests that gave their pages back and wait.",
+        "sglang:num_retracted_reqs",
+        side=Side.DECODE,
+    ),
+    _gauge(
+        "bootstrap",
+        "Prompts that wait for their decode server.",
+        "sglang:num_prefill_bootstrap_queue_reqs",
+        "sglang:num_prefill_prealloc_queue_reqs",
+        side=Side.PREFILL,
+    ),
+    _gauge(
+        "inflight",
+        "Prompts whose cache is being sent.",
+        "sglang:num_prefill_inflight_queue_reqs",
+        side=Side.PREFILL,
+    ),
+    _gauge(
+        "prealloc",
+        "Requests that wait for pages.",
+        "sglang:num_decode_prealloc_queue_reqs",
+        side=Side.DECODE,
+    ),
+    _gauge(
+        "transfer",
+        "Requests whose cache is being received.",
+        "sglang:num_decode_transfer_queue_reqs",
+        side=Side.DECODE,
+    ),
+)
+
+COUNTERS = (
+    _counter(
+        "retracted",
+        "Times that a running request gave its pages back.",
+        "sglang:num_retracted_requests",
+        "vllm:num_preemptions",
+        side=Side.DECODE,
+    ),
+    _counter("transfer_failed", "Hand-overs that failed.", "sglang:num_transfer_failed_reqs"),
+    _counter(
+        "bootstrap_failed",
+        "Requests whose other half never came or was refused.",
+        "sglang:num_bootstrap_failed_reqs",
+    ),
+    _counter(
+        "retried",
+        "Hand-overs that were tried again with another prefill server.",
+        "baton:hand_over_retries",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "computed_here",
+        "Prompts that the decode server computed because no prefill server could be found.",
+        "baton:prompts_computed_here",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "verified",
+        "Caches that were compared with what was sent, and are the same.",
+        "baton:verified_hand_overs",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "mismatched",
+        "Caches that differ from what was sent; they were not used.",
+        "baton:mismatched_hand_overs",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "hold_expired",
+        "Caches that were computed ahead and that no decode server asked for in time.",
+        "baton:holds_expired",
+        "vllm:nixl_num_kv_expired_reqs",
+        side=Side.PREFILL,
+    ),
+    _counter(
+        "holds_lost",
+        "Requests whose cache was computed ahead and had to be computed again.",
+        "baton:holds_lost",
+        side=Side.DECODE,
+    ),
+    _counter("self_tests", "Self-tests that ended.", "baton:self_tests", side=Side.DECODE),
+    _counter(
+        "self_tests_failed",
+        "Self-tests that failed.",
+        "baton:self_tests_failed",
+        side=Side.DECODE,
+    ),
+    _counter("peers_lost", "Connections to peers that were lost.", "baton:peers_lost"),
+    _counter(
+        "starved",
+        "Times that pages in quarantine left no room for anybody.",
+        "baton:starved",
+        side=Side.DECODE,
+    ),
+)
+
+GAUGES = (
+    _gauge("up", "Whether the scheduler answers.", "baton:up"),
+    _gauge("ready", "Whether requests can be served.", "baton:ready"),
+    _gauge("open_requests", "Requests that wait for an answer.", "baton:open_requests"),
+    _gauge("throughput", "Output tokens per second, over a second.", "sglang:gen_throughput"),
+    _gauge(
+        "hit_rate",
+        "Share of prompt tokens whose cache was there already, over the latest 128 prompts.",
+        "sglang:cache_hit_rate",
+    ),
+    _gauge(
+        "usage",
+        "Share of the pool in use, 0 to 1.",
+        "sglang:token_usage",
+        "vllm:kv_cache_usage_perc",
+    ),
+    _gauge("used_tokens", "Tokens whose pages are in use.", "sglang:num_used_tokens"),
+    _gauge(
+        "token_capacity",
+        "Tokens that fit at a time; if all layers have a window, those in the windows.",
+        "sglang:max_total_num_tokens",
+    ),
+    _gauge("page_size", "Tokens per page.", "sglang:page_size"),
+    _gauge("page_count", "Pages of the pool.", "sglang:num_pages"),
+    _labelled(
+        "cache_config",
+        "1; the labels describe the cache.",
+        "sglang:cache_config_info",
+        "page_size",
+        "num_pages",
+    ),
+    _labelled(
+        "block_config",
+        "1; the labels describe the cache in vLLM's words.",
+        "vllm:cache_config_info",
+        "block_size",
+        "num_gpu_blocks",
+    ),
+    _labelled(
+        "pages",
+        "Pages by state; the states of a group add up to its pool.",
+        "baton:pages",
+        "group",
+        "state",
+    ),
+    _labelled("pool_pages", "Pages of a group's pool.", "baton:pool_pages", "group"),
+    _labelled(
+        "page_bytes",
+        "Bytes of one page of a group, on all ranks together.",
+        "baton:page_bytes",
+        "group",
+    ),
+    _labelled(
+        "token_bytes",
+        "Bytes of one token in a group, on all ranks together; 0 if it has one page a request.",
+        "baton:token_bytes",
+        "group",
+    ),
+    _labelled("queue_depth", "Requests in each queue, by its name.", "baton:queue_depth", "queue"),
+    _labelled("peer_connected", "Whether a peer can be used.", "baton:peer_connected", "peer"),
+    _labelled(
+        "peer_in_flight", "Hand-overs under way with a peer.", "baton:peer_in_flight", "peer"
+    ),
+    _labelled(
+        "peer_breaker_open",
+        "Whether a peer is left alone after failures.",
+        "baton:peer_breaker_open",
+        "peer",
+        side=Side.DECODE,
+    ),
+    _labelled(
+        "peer_self_test_failing",
+        "Whether the last self-test of a peer failed, and no hand-over went well since.",
+        "baton:peer_self_test_failing",
+        "peer",
+        side=Side.DECODE,
+    ),
+)
+
+NAMED_COUNTERS = (
+    _counter("late_messages", "Messages for requests already answered.", "baton:late_messages"),
+    _counter("engine_steps", "Forward passes.", "baton:engine_steps"),
+    Metric(
+        "events",
+        Kind.COUNTER,
+        "What the scheduler counts, by its name.",
+        (View("baton:events", ("event",)),),
+        ("event",),
+    ),
+    Metric(
+        "peer_breaker_opened",
+        Kind.COUNTER,
+        "How often a peer was left alone after failures.",
+        (View("baton:peer_breaker_opened", ("peer",)),),
+        ("peer",),
+        side=Side.DECODE,
+    ),
+)
+
+SEEN = (*GAUGES, *NAMED_COUNTERS)

@@ -1,0 +1,224 @@
+"""What a server measures: requests and hand-overs as they end, and the exposition of it all.
+
+With `exposition.py` the only importer of prometheus_client. Knows nothing of HTTP, messages or who
+measured: it takes plain values and `RequestTrace`s, and lives in the frontend process. What is true
+*now* comes as a `Snapshot` at scrape time; what happened is counted when it happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from common.config import EngineType, MetricsNames
+from common.failures import ABORTED
+from common.metrics.definitions import Kind, Metric
+from common.metrics.exposition import Exposition, Instrument
+from common.metrics.recorded import RECORDED
+from common.metrics.snapshot import Snapshot
+from common.request import FinishKind, HandOverTrace, RequestTrace
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+OTHER_PEERS = "other"  # stands for those beyond the first PEER_COUNT_MAX
+PEER_COUNT_MAX = 32  # values of a label: with stages and buckets, some thousand series
+INTERVAL_COUNT = 2048  # between tokens, for percentiles of what is true now, 16 KiB
+HIT_RATE_PROMPT_COUNT = 128  # SGLang's is of one batch; ours of about as many prompts as one has
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(
+        self,
+        model_name: str,
+        engine_type: EngineType,
+        names: MetricsNames = MetricsNames.SGLANG,
+    ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        # By is_streaming: a label is looked up for a request's end, not for every token.
+        self._output_tokens: dict[bool, Counter] = {}
+        for metric in RECORDED:
+            self._define(metric)
+        instruments: dict[str, Instrument] = {**self._counters, **self._histograms}
+        self._exposition = Exposition(instruments, model_name, engine_type, names)
+        self._registry = CollectorRegistry()
+        self._registry.register(self._exposition)
+        self._is_prefill = engine_type is EngineType.PREFILL
+        self._peers: set[str] = set()
+        self._prompts: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_PROMPT_COUNT)
+        self._intervals_s: deque[float] = deque(maxlen=INTERVAL_COUNT)
+        self._throughput = 0.0
+        self._generated_count = 0
+        self._handed_over_nbytes = 0
+        self._rate_basis = (0.0, 0)
+
+    def _define(self, metric: Metric) -> None:
+        """The instrument of one metric; it has the metric's own labels only."""
+        if metric.kind is Kind.HISTOGRAM:
+            self._histograms[metric.key] = Histogram(
+                metric.key, metric.text, metric.labels, registry=None, buckets=metric.buckets
+            )
+            return
+        counter = Counter(metric.key, metric.text, metric.labels, registry=None)
+        for values in metric.starts_at:
+            counter.labels(*values)
+        self._counters[metric.key] = counter
+
+    # ---- what happened -----------------------------------------------------------------------
+
+    def observe_tokens(
+        self, token_count: int, interval_s: float | None, *, is_streaming: bool
+    ) -> None:
+        """Output tokens came, `interval_s` after the ones before; None for a request's first."""
+        self._generated_count += token_count
+        counter = self._output_tokens.get(is_streaming)
+        if counter is None:
+            counter = self._counters["output_tokens"].labels(_flag(is_streaming))
+            self._output_tokens[is_streaming] = counter
+        counter.inc(token_count)
+        if interval_s is None or self._is_prefill:
+            return
+        for _ in range(token_count):
+            self._histograms["inter_token"].observe(interval_s / token_count)
+            self._intervals_s.append(interval_s / token_count)
+
+    def observe_end(
+        self, trace: RequestTrace, *, is_streaming: bool, finish: FinishKind | None = None
+    ) -> None:
+        """A request of this server's clients has ended, well or not. finish: why, if well.
+
+        A prefill server's clients are routers, which take the first token for themselves; what a
+        client waits for is measured on the decode server alone, so that sums over both are right.
+        """
+        flag = _flag(is_streaming)
+        self._counters["prompt_tokens"].labels(flag).inc(trace.prompt_token_count)
+        self._counters["cached_tokens"].labels("device").inc(trace.cached_token_count)
+        if self._is_prefill:
+            self.observe_hand_over(trace)
+        if trace.status != "ok":
+            self.observe_failure(trace.status, is_streaming=is_streaming)
+            return
+        self._counters["requests"].labels(flag, str(finish or FinishKind.STOP)).inc()
+        self._histograms["prompt_length"].observe(trace.prompt_token_count)
+        self._histograms["output_length"].observe(trace.output_token_count)
+        if not self._is_prefill:
+            self._observe_latencies(trace, flag)
+
+    def _observe_latencies(self, trace: RequestTrace, flag: str) -> None:
+        waited_s = trace.reserve_s + trace.hand_over.queue_s
+        self._histograms["e2e"].labels(flag).observe(trace.e2e_s)
+        self._histograms["queue_time"].observe(waited_s)
+        self._histograms["inference_time"].observe(max(0.0, trace.e2e_s - waited_s))
+        if trace.output_token_count > 0:
+            self._histograms["ttft"].labels(flag).observe(trace.ttft_s)
+            self._observe_stages(trace)
+        if trace.output_token_count > 1:
+            mean_s = trace.decode_s / (trace.output_token_count - 1)
+            self._histograms["per_output_token"].labels(flag).observe(mean_s)
+
+    def observe_failure(self, kind: str, *, is_streaming: bool) -> None:
+        """A request ended in an error, or its client gave it up."""
+        reason = FinishKind.ABORT if kind == ABORTED else "error"
+        self._counters["requests"].labels(_flag(is_streaming), str(reason)).inc()
+        if reason is not FinishKind.ABORT:
+            self._counters["failed"].labels(kind).inc()
+
+    def observe_hand_over(self, trace: RequestTrace) -> None:
+        """A hand-over that this prefill server has sent has ended."""
+        hand_over, peer = trace.hand_over, self._peer(trace.peer)
+        if trace.status == "ok" and hand_over.nbytes:
+            self._histograms["queue_time"].observe(hand_over.queue_s)
+            self._histograms["bootstrap_ms"].observe(trace.reserve_s * 1e3)
+            stages = self._histograms["per_stage"]
+            stages.labels("prefill_bootstrap").observe(trace.reserve_s)
+            stages.labels("prefill_forward").observe(hand_over.prefill_s)
+            stages.labels("prefill_transfer_kv_cache").observe(hand_over.transfer_s)
+            self._histograms["wire_ms"].observe(hand_over.wire_s * 1e3)
+            self._histograms["size_mb"].observe(hand_over.nbytes / 1e6)
+            if hand_over.wire_s > 0:
+                speed = hand_over.nbytes / 1e9 / hand_over.wire_s
+                self._histograms["speed_gb_s"].labels(peer).observe(speed)
+            self._note_prompt(trace)
+        self._count_hand_over(hand_over, peer)
+
+    def _observe_stages(self, trace: RequestTrace) -> None:
+        hand_over, peer = trace.hand_over, self._peer(trace.peer)
+        for stage, seconds in (
+            ("reserve", trace.reserve_s),
+            ("queue", hand_over.queue_s),
+            ("prefill", hand_over.prefill_s),
+            ("transfer", hand_over.transfer_s),
+            ("first_token", trace.first_token_s),
+            ("decode", trace.decode_s),
+        ):
+            self._histograms["stage"].labels(stage, peer).observe(seconds)
+        self._note_prompt(trace)
+        if hand_over.nbytes:
+            stages = self._histograms["per_stage"]
+            stages.labels("decode_bootstrap").observe(trace.reserve_s)
+            stages.labels("decode_transferred").observe(trace.ttft_s - trace.reserve_s)
+            self._histograms["alloc_ms"].observe(trace.reserve_s * 1e3)
+            self._count_hand_over(hand_over, peer)
+
+    def _count_hand_over(self, hand_over: HandOverTrace, peer: str) -> None:
+        self._handed_over_nbytes += hand_over.nbytes
+        self._counters["hand_over_bytes"].labels(peer).inc(hand_over.nbytes)
+        self._counters["exposed_bytes"].inc(hand_over.exposed_nbytes)
+        self._counters["hand_over_runs"].inc(hand_over.run_count)
+
+    def _note_prompt(self, trace: RequestTrace) -> None:
+        self._prompts.append((trace.cached_token_count, trace.prompt_token_count))
+
+    def _peer(self, peer: str) -> str:
+        """The label of a peer; clients can name peers, and peers come and go, so it is bounded."""
+        if peer not in self._peers and len(self._peers) < PEER_COUNT_MAX:
+            self._peers.add(peer)
+        return peer if peer in self._peers else OTHER_PEERS
+
+    # ---- what is -----------------------------------------------------------------------------
+
+    def measure_rate(self, now: float) -> None:
+        """Called at a steady pace: the output rate since the call before becomes gen_throughput."""
+        before, count = self._rate_basis
+        if now > before:
+            self._throughput = (self._generated_count - count) / (now - before)
+        self._rate_basis = (now, self._generated_count)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second, as measured last."""
+        return self._throughput
+
+    @property
+    def intervals_s(self) -> list[float]:
+        """Between tokens of requests, the latest INTERVAL_COUNT."""
+        return list(self._intervals_s)
+
+    @property
+    def handed_over_nbytes(self) -> int:
+        """Cache bytes sent or received since start."""
+        return self._handed_over_nbytes
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the latest prompts' tokens whose cache was there already."""
+        return sum(hit for hit, _ in self._prompts) / max(1, sum(all_ for _, all_ in self._prompts))
+
+    def expose(self, snapshot: Snapshot) -> bytes:
+        """The whole exposition, with `snapshot` as what is true now."""
+        self._exposition.snapshot = snapshot
+        return generate_latest(self._registry)
+
+
+def _flag(is_set: bool) -> str:
+    return "true" if is_set else "false"

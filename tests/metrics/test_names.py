@@ -1,0 +1,211 @@
+"""One measurement, several names: what is counted once shows alike under SGLang's and vLLM's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.config import EngineType, MetricsNames
+from common.metrics.recorded import RECORDED
+from common.metrics.seen import COUNTERS, QUEUES, SEEN
+from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX, ServerMetrics
+from common.metrics.snapshot import PageCounts, PeerGauge, Snapshot
+from common.request import FinishKind, HandOverTrace, RequestTrace
+
+# What the published dashboards ask for, as Prometheus stores it.
+SGLANG_DASHBOARD = (
+    "sglang:e2e_request_latency_seconds_bucket",
+    "sglang:e2e_request_latency_seconds_sum",
+    "sglang:e2e_request_latency_seconds_count",
+    "sglang:time_to_first_token_seconds_bucket",
+    "sglang:time_to_first_token_seconds_sum",
+    "sglang:time_to_first_token_seconds_count",
+    "sglang:num_running_reqs",
+    "sglang:gen_throughput",
+    "sglang:cache_hit_rate",
+    "sglang:num_queue_reqs",
+)
+VLLM_DASHBOARD = (
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:kv_cache_usage_perc",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_success_total",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+    "vllm:request_inference_time_seconds_sum",
+    "vllm:request_max_num_generation_tokens_bucket",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+)
+SNAPSHOT = Snapshot(
+    is_up=True,
+    page_size=16,
+    queues={"running": 3, "waiting": 2},
+    counters={"retracted": 4.0, "retried": 5.0},
+    pages=[PageCounts("full", 64.0, 1024, free=6, cached=1, used=2, quarantined=1)],
+    peers=[PeerGauge("p:1", True, 1, is_self_test_failing=True)],
+    hit_rate=0.25,
+)
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def trace(output_count: int = 3, peer: str = "p:1", status: str = "ok") -> RequestTrace:
+    """1 s reserved, 2 queued, 3 computed, 4 transferred, 5 until the first token, 6 decoded."""
+    hand_over = HandOverTrace(
+        queue_s=2, prefill_s=3, transfer_s=4, nbytes=100, cached_token_count=8
+    )
+    return RequestTrace(
+        request_id=1,
+        peer=peer,
+        status=status,
+        prompt_token_count=32,
+        output_token_count=output_count,
+        cached_token_count=8,
+        reserve_s=1,
+        hand_over=hand_over,
+        first_token_s=5,
+        ttft_s=15,
+        decode_s=6,
+        e2e_s=21,
+    )
+
+
+def measured(names: MetricsNames) -> tuple[ServerMetrics, Samples]:
+    """A decode server's metrics after four requests."""
+    metrics = ServerMetrics("tiny", EngineType.DECODE, names)
+    metrics.observe_tokens(1, None, is_streaming=True)
+    metrics.observe_tokens(2, 3.0, is_streaming=True)
+    metrics.observe_end(trace(), is_streaming=True, finish=FinishKind.LENGTH)
+    metrics.observe_end(trace(), is_streaming=False, finish=FinishKind.STOP)
+    metrics.observe_end(trace(status="aborted"), is_streaming=False)
+    metrics.observe_failure("queue_full", is_streaming=False)
+    return metrics, exposed(metrics)
+
+
+def exposed(metrics: ServerMetrics) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(metrics.expose(SNAPSHOT).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def one(samples: Samples, name: str, **labels: str) -> float:
+    (value,) = [v for found, v in samples[name] if labels.items() <= found.items()]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("names", "families"),
+    [
+        (MetricsNames.SGLANG, {"baton", "sglang"}),
+        (MetricsNames.VLLM, {"baton", "vllm"}),
+        (MetricsNames.BOTH, {"baton", "sglang", "vllm"}),
+    ],
+)
+def test_only_the_names_that_were_asked_for_are_shown(
+    names: MetricsNames, families: set[str]
+) -> None:
+    _, samples = measured(names)
+    assert {name.partition(":")[0] for name in samples} == families
+
+
+def test_the_published_dashboards_find_every_name() -> None:
+    _, samples = measured(MetricsNames.BOTH)
+    missing = [name for name in (*SGLANG_DASHBOARD, *VLLM_DASHBOARD) if not samples.get(name)]
+    assert missing == []
+
+
+def test_what_ended_is_told_in_each_server_s_words() -> None:
+    _, samples = measured(MetricsNames.BOTH)
+    assert one(samples, "sglang:num_requests_total", is_streaming="true") == 1
+    assert one(samples, "sglang:num_requests_total", is_streaming="false") == 3
+    assert one(samples, "sglang:num_aborted_requests_total") == 1
+    reasons = {
+        labels["finished_reason"]: value for labels, value in samples["vllm:request_success_total"]
+    }
+    assert reasons == {"stop": 1, "length": 1, "abort": 1, "error": 1}
+    assert one(samples, "baton:failed_requests_total", kind="queue_full") == 1
+
+
+def test_a_view_sums_over_the_labels_it_leaves_out() -> None:
+    _, samples = measured(MetricsNames.BOTH)
+    for suffix, value in (("_count", 2), ("_sum", 30)):
+        halves = [v for _, v in samples[f"sglang:time_to_first_token_seconds{suffix}"]]
+        assert sum(halves) == one(samples, f"vllm:time_to_first_token_seconds{suffix}") == value
+    bucket = "vllm:time_to_first_token_seconds_bucket"
+    assert one(samples, bucket, le="20.0") == 2 and one(samples, bucket, le="10.0") == 0
+    assert one(samples, "vllm:request_prefill_time_seconds_sum") == 6
+    assert one(samples, "vllm:request_decode_time_seconds_sum") == 12
+    assert one(samples, "vllm:request_queue_time_seconds_sum") == 6
+    assert one(samples, "vllm:request_inference_time_seconds_sum") == 2 * (21 - 3)
+
+
+def test_state_has_the_same_value_under_all_names() -> None:
+    _, samples = measured(MetricsNames.BOTH)
+    for sglang, vllm, value in (
+        ("num_running_reqs", "num_requests_running", 3),
+        ("num_queue_reqs", "num_requests_waiting", 2),
+        ("token_usage", "kv_cache_usage_perc", 0.3),
+        ("num_retracted_requests_total", "num_preemptions_total", 4),
+        ("cached_tokens_total", "prefix_cache_hits_total", 24),
+    ):
+        assert one(samples, f"sglang:{sglang}") == one(samples, f"vllm:{vllm}") == value
+    assert one(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="10") == 1
+    assert one(samples, "sglang:cache_config_info", page_size="16", num_pages="10") == 1
+    assert one(samples, "sglang:cache_hit_rate") == 0.25
+    assert one(samples, "baton:hand_over_retries_total") == 5
+    assert one(samples, "baton:peer_self_test_failing", peer="p:1") == 1
+
+
+def test_stages_are_told_per_peer_and_of_so_many_peers_only() -> None:
+    metrics, samples = measured(MetricsNames.SGLANG)
+    stages = {labels["stage"] for labels, _ in samples["baton:hand_over_stage_seconds_sum"]}
+    assert stages == {"reserve", "queue", "prefill", "transfer", "first_token", "decode"}
+    for number in range(2, PEER_COUNT_MAX + 10):
+        metrics.observe_end(trace(peer=f"p:{number}"), is_streaming=False)
+    samples = exposed(metrics)
+    peers = {labels["peer"] for labels, _ in samples["baton:hand_over_stage_seconds_sum"]}
+    assert len(peers) == PEER_COUNT_MAX + 1 and OTHER_PEERS in peers
+    assert one(samples, "baton:peer_hand_over_bytes_total", peer=OTHER_PEERS) == 900
+    assert one(samples, "baton:hand_over_bytes_total") == 100 * (PEER_COUNT_MAX + 10)
+
+
+def test_the_hit_rate_is_of_prompts_that_were_computed() -> None:
+    metrics, _ = measured(MetricsNames.SGLANG)
+    assert metrics.hit_rate == 8 / 32
+    assert ServerMetrics("tiny", EngineType.DECODE).hit_rate == 0
+
+
+def test_no_two_metrics_share_a_key_or_a_name() -> None:
+    for table in (RECORDED, SEEN, QUEUES, COUNTERS):
+        assert len({metric.key for metric in table}) == len(table)
+    names = [v.name for m in (*RECORDED, *SEEN, *QUEUES, *COUNTERS) for v in m.views]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow
+def test_the_reference_is_what_the_table_says() -> None:
+    root = Path(__file__).parents[2]
+    printed = subprocess.run(
+        [sys.executable, "-m", "common.metrics.reference"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    told = (root / "deploy" / "METRICS.md").read_text()
+    assert told == printed, "python -m common.metrics.reference > deploy/METRICS.md"
