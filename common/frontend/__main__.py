@@ -23,20 +23,24 @@ from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, SystemClock
 from common.config import ServerConfig, read_config
 from common.errors import ConfigError, RequestError
-from common.frontend import info, openai_api, page, sglang_api
+from common.frontend import info, openai_api, page, sglang_api, timelines, token_api
 from common.frontend.app import build_app
 from common.frontend.context import FrontendContext
+from common.frontend.grammar_check import GrammarCheck
+from common.frontend.request_log import RequestLog
 from common.frontend.scheduler_client import SchedulerClient
 from common.frontend.tokenizer import Tokenizer, load_tokenizer
+from common.frontend.tracing import open_tracing
 from common.log import setup_log
-from common.metrics import ServerMetrics
+from common.metrics.server import ServerMetrics
 
 LISTEN_BACKLOG = 2048  # connections that may wait to be accepted; a burst of clients fits
 HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request; more is a 400
 STOP_PROBE_S = 1.0  # a scheduler that lives answers in milliseconds
 # After the drain, for the last answers to leave before connections are closed.
 LAST_ANSWERS_S = 2
-PARTS = (info, page, sglang_api, openai_api)
+# Routes are compared one after another: those that are asked for most come first.
+PARTS = (sglang_api, openai_api, token_api, info, page, timelines)
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +84,18 @@ async def serve(
     config: ServerConfig, listener: socket.socket, tokenizer: Tokenizer, clock: Clock
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let open requests end, for at most the drain timeout."""
-    metrics = ServerMetrics(config.served_model_name, config.engine_type)
+    tracing = open_tracing(config, clock)
+    metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
     channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
-    client = SchedulerClient(channel, metrics, clock)
+    client = SchedulerClient(
+        channel, metrics, RequestLog(config.request_history, clock), tracing, clock
+    )
     context = FrontendContext(
         config=config,
         scheduler=client,
         metrics=metrics,
         tokenizer=tokenizer,
+        grammars=GrammarCheck(config),
         clock=clock,
         started_wall_s=clock.wall(),
         version=_version(),
@@ -116,6 +124,7 @@ async def serve(
         stopper.cancel()
         receiver.cancel()
     channel.close()
+    tracing.close()
 
 
 def _version() -> str:

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import ServerConfig
 from common.frontend.errors import json_response
+from common.frontend.page_files import PAGE_PATHS
 
-# What load balancers, probes and scrapers ask for, as SGLang leaves it open, and the page, which
-# holds nothing by itself: its data comes from /state.
-OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
+# What load balancers, probes and scrapers ask for, as SGLang leaves it open, and the page's files,
+# which hold nothing by themselves: its data comes from /state.
+OPEN_PATHS = PAGE_PATHS | {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 # What changes the state of the server for others than the one who asks.
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
 

@@ -18,6 +18,7 @@ from common.errors import RequestError
 from common.frontend.api_keys import ApiKeys, KeyCheck
 from common.frontend.context import FrontendContext
 from common.frontend.errors import error_response
+from common.frontend.openapi import PATH, DescribedApp
 
 CONTENT_LENGTH_DIGITS_MAX = 19  # 2**63; Python refuses to read numbers of thousands of digits
 
@@ -26,7 +27,15 @@ logger = logging.getLogger(__name__)
 
 def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI:
     """The application of one server; whoever serves it also runs `context.scheduler.run()`."""
-    app = FastAPI(title="Baton", openapi_url=None, docs_url=None, redoc_url=None)
+    app = DescribedApp(
+        title="Baton",
+        openapi_url=PATH,
+        docs_url=None,
+        redoc_url=None,
+        # FastAPI's own spans, which a global provider or FASTAPI_OTEL_AUTO_CONFIGURE would turn on,
+        # would tell of a request a second time, and asking for them costs each request.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
     for router in routers:
         app.include_router(router)
     add_error_answers(app)

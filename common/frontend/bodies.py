@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from common.errors import RequestError
 from common.frontend.fields import JsonObject, parse_object
+from common.frontend.spans import trace_parent_of
 
 T = TypeVar("T")
 
@@ -33,6 +34,11 @@ async def read_call(request: Request, check: Callable[[JsonObject], T]) -> T:
     if len(body) < LARGE_BODY_NBYTES:
         return check(parse_object(body))
     return await asyncio.to_thread(lambda: check(parse_object(body)))
+
+
+def trace_parent(request: Request) -> str:
+    """The span that a request belongs to, as its client says in `traceparent`; "" for none."""
+    return trace_parent_of(request.headers.getlist("traceparent"))
 
 
 def request_name(request: Request, prefix: str = "") -> str:

@@ -5,14 +5,17 @@ Knows nothing of routes. The routes own no state but what is here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock
 from common.config import ServerConfig
+from common.frontend.grammar_check import GrammarCheck
 from common.frontend.request_handle import RequestHandle
+from common.frontend.sample import Sample
 from common.frontend.scheduler_client import SchedulerClient
 from common.frontend.tokenizer import Tokenizer
-from common.metrics import ServerMetrics
+from common.metrics.server import ServerMetrics
 from common.request import Bootstrap, SamplingParams
 
 
@@ -24,9 +27,14 @@ class FrontendContext:
     scheduler: SchedulerClient
     metrics: ServerMetrics
     tokenizer: Tokenizer
+    grammars: GrammarCheck
     clock: Clock
     started_wall_s: float
     version: str
+
+    async def check_grammars(self, samples: Sequence[Sample]) -> None:
+        """Raises: RequestError if one of them can't be followed."""
+        await self.grammars.check(samples, self.scheduler.server_info)
 
     def submit(
         self,
@@ -38,6 +46,7 @@ class FrontendContext:
         bootstrap: Bootstrap | None = None,
         is_streaming: bool = False,
         is_measured: bool = True,
+        trace_parent: str = "",
     ) -> RequestHandle:
         """Send a validated request. budget_s: what it may take, if less than configured.
 
@@ -52,4 +61,5 @@ class FrontendContext:
             bootstrap=bootstrap,
             is_streaming=is_streaming,
             is_measured=is_measured,
+            trace_parent=trace_parent,
         )

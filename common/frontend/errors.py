@@ -28,8 +28,13 @@ def json_response(content: object, status: int = 200) -> Response:
 
 
 def error_response(path: str, error: RequestError) -> Response:
-    """The answer to a request for `path` that ended in `error`."""
+    """The answer to a request for `path` that ended in `error`.
+
+    It is sent in chunks: a router that wraps the error of a stream in words of its own passes the
+    length on as it was, and cuts its end off.
+    """
     response = json_response(error_body(path, error), error.status)
+    del response.headers["content-length"]
     if error.status == 503:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

@@ -20,6 +20,7 @@ JsonObject: TypeAlias = dict[str, JsonValue]
 
 INTEGER_MAX = 2**63 - 1  # what a message to the scheduler can carry
 SHOWN_LENGTH_MAX = 80
+NOT_SUPPORTED = "is not supported by this server"
 
 
 def parse_object(body: bytes) -> JsonObject:

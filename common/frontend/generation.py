@@ -9,21 +9,25 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from common.config import Role
-from common.errors import RequestError
+from common.errors import ProtocolError, RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.dial_rules import dial_rules
 from common.frontend.request_handle import RequestHandle
 from common.frontend.sample import Limits, Sample
 from common.frontend.stop_strings import StopStrings
 from common.frontend.tokenizer import Tokenizer
+from common.protocol.codec import decode_logprobs
 from common.protocol.frontend import Failed, Tokens
 from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
 
 # Names that stand for "whatever is served": SGLang's default, and what its router fills in.
 ANY_MODEL_NAMES = ("default", "unknown")
+# What --host says to listen on every address.
+ANY_HOST = ("0.0.0.0", "::")
 STOPPED = "a stop string matched"
 # The kind of `Failed` that a client asked for: a reply with what there is, not an error.
 ABORTED = "aborted"
@@ -105,7 +109,7 @@ class Continuation:
             return
         self.cached_token_count = max(self.cached_token_count, message.cached_token_count)
         if not self._is_prefill:  # a router joins both servers' lists: one of them is empty
-            self.prompt_logprobs += message.prompt_logprobs
+            self.prompt_logprobs += _read_logprobs(message.prompt_logprobs)
         if not self.sample.hides_output:
             self._take_tokens(message)
         if message.finish is not None:
@@ -155,20 +159,34 @@ class Continuation:
             self.finish = Finish(reason.kind, reason.matched, reason.message)
 
 
-class SampleGroup:
-    """All samples of one body, submitted together; leaving the block cancels what is still open."""
+def _read_logprobs(chunks: list[bytes]) -> list[TokenLogprobs]:
+    """Raises: RequestError if another server's words can't be read."""
+    try:
+        return [entry for chunk in chunks for entry in decode_logprobs(chunk)]
+    except ProtocolError as exc:
+        raise RequestError(f"from the prefill server: {exc}", status=500) from exc
 
-    def __init__(self, context: FrontendContext, samples: Sequence[Sample]) -> None:
+
+class SampleGroup:
+    """All samples of one body, submitted together; leaving the block cancels what is still open.
+
+    trace_parent: the span that the body belongs to, "" for none.
+    """
+
+    def __init__(
+        self, context: FrontendContext, samples: Sequence[Sample], trace_parent: str
+    ) -> None:
         is_prefill = context.config.role is Role.PREFILL
         self.continuations = [
             Continuation(sample, context.tokenizer, is_prefill=is_prefill) for sample in samples
         ]
         self._context = context
+        self._trace_parent = trace_parent
         self._handles = ExitStack()
-        self._tasks: list[asyncio.Task[None]] = []
         self._changed: dict[int, Continuation] = {}  # by index: one entry per sample at most
-        self._broken: list[BaseException] = []
-        self._wake = asyncio.Event()
+        self._broken: Exception | None = None  # the first mistake in reading what came
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
 
     def submit(self, *, is_streaming: bool) -> None:
         """Raises: RequestError if the scheduler takes one of them not; then none goes on."""
@@ -182,55 +200,58 @@ class SampleGroup:
                         rid=one.sample.rid,
                         bootstrap=one.sample.bootstrap,
                         is_streaming=is_streaming,
+                        trace_parent=self._trace_parent,
                     )
                 )
                 for one in self.continuations
             ]
             self._handles = handles.pop_all()
         for one, handle in zip(self.continuations, submitted, strict=True):
-            task = asyncio.create_task(self._follow(one, handle))
-            task.add_done_callback(self._note_end)
-            self._tasks.append(task)
+            handle.tell(partial(self._grow, one, handle))
+
+    def _grow(self, one: Continuation, handle: RequestHandle) -> None:
+        """Called as tokens come, not when somebody asks: a slow client's stop string still stops.
+
+        There is no task per sample, so that a token costs one switch of tasks, not two.
+        """
+        try:
+            for message in handle.take():
+                one.take(message)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is of this body, see `changes`
+            self._broken = self._broken or exc
+        if one.is_stopped:
+            handle.stop(STOPPED)
+        self._changed[one.sample.index] = one
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._handles.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def changes(self) -> AsyncIterator[Continuation]:
         """Each sample after it has grown, until all have ended; several steps may come as one."""
         open_count = len(self.continuations)
         while open_count:
-            await self._wake.wait()
-            self._wake.clear()
-            if self._broken:
-                raise self._broken[0]
-            changed, self._changed = self._changed, {}
-            for one in changed.values():
-                open_count -= one.is_ended
-                yield one
-
-    async def _follow(self, one: Continuation, handle: RequestHandle) -> None:
-        async for message in handle:
-            one.take(message)
-            if one.is_stopped:
-                handle.stop(STOPPED)
-            self._changed[one.sample.index] = one
-            self._wake.set()
-
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._broken.append(error)
-            self._wake.set()
+            if not self._changed:
+                # Not an asyncio.Event: that asks the system for the process's id at every wait.
+                self._waiting = self._loop.create_future()
+                await self._waiting
+            if self._broken is not None:
+                raise self._broken
+            # One at a time: what others become while this one is told of, is told of once.
+            one = self._changed.pop(next(iter(self._changed)))
+            open_count -= one.is_ended
+            yield one
 
 
-def request_limits(context: FrontendContext) -> Limits:
-    """What bodies are checked against. Raises: RequestError 503 while the server starts."""
+def request_limits(context: FrontendContext, named_host: str | None = None) -> Limits:
+    """What bodies are checked against. named_host: of the request's own URL.
+
+    Raises: RequestError 503 while the server starts.
+    """
     known = context.scheduler.server_info
     if known is None:
         raise RequestError("the server is still starting", status=503)
@@ -247,6 +268,8 @@ def request_limits(context: FrontendContext) -> Limits:
         model_names=(config.served_model_name, config.model_path, *ANY_MODEL_NAMES),
         default_host=host,
         default_port=port,
+        engine=known.incarnation if is_prefill else "",
+        named_host=(named_host or "") if config.host in ANY_HOST else config.host,
         request_timeout_s=config.request_timeout_s,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, config.prefill),
     )

@@ -26,7 +26,7 @@ from common.frontend.scrape import (
     take_snapshot,
     used_token_count,
 )
-from common.metrics import CONTENT_TYPE
+from common.metrics.server import CONTENT_TYPE
 from common.protocol.frontend import Failed
 from common.request import SamplingParams
 
@@ -150,7 +150,7 @@ def _model_info(context: FrontendContext, architecture: dict[str, object]) -> di
         "weight_version": WEIGHT_VERSION,
         "load_format": config.load_format,
         "reasoning_parser": None,
-        "tool_call_parser": None,
+        "tool_call_parser": config.tool_call_parser or None,
         "disaggregation_mode": _disaggregation_mode(context),
         "has_image_understanding": False,
         "has_audio_understanding": False,
@@ -279,7 +279,7 @@ def _load(context: FrontendContext) -> dict[str, object]:
 # ---- commands ----------------------------------------------------------------------------------
 
 
-def _rid_to_abort(body: JsonObject) -> str:
+def rid_to_abort(body: JsonObject) -> str:
     """What the rids to abort begin with; "" is all of them. Raises: RequestError."""
     fields = Fields(body)
     if fields.boolean("abort_all", False):
@@ -294,7 +294,7 @@ def _add_commands(router: APIRouter, context: FrontendContext) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         """Abort the open requests whose rid starts with `rid`, or all of them."""
-        rid = await read_call(request, _rid_to_abort)
+        rid = await read_call(request, rid_to_abort)
         count = context.scheduler.cancel_matching(rid)
         return json_response({"success": True, "aborted_count": count})
 

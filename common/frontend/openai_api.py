@@ -12,12 +12,12 @@ from common.errors import RequestError
 from common.frontend import openai_chat
 from common.frontend.bodies import read_call, request_name
 from common.frontend.context import FrontendContext
-from common.frontend.fields import Fields, JsonObject, is_integer
+from common.frontend.fields import NOT_SUPPORTED, Fields, JsonObject, is_integer
 from common.frontend.generation import Continuation, request_limits
 from common.frontend.openai_call import LogprobChoice, OpenAiCall, make_call, read_choice
 from common.frontend.openai_run import Growth, answer, finish_fields
 from common.frontend.sample import Limits, Sample
-from common.frontend.sampling import NOT_SUPPORTED, TOP_LOGPROBS_MAX, SamplingNames
+from common.frontend.sampling import TOP_LOGPROBS_MAX, SamplingNames
 from common.frontend.tokenizer import Tokenizer
 from common.frontend.validation import (
     Prompt,
@@ -38,7 +38,7 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.post(PATH)
     async def completions(request: Request) -> Response:
-        limits = request_limits(context)
+        limits = request_limits(context, request.url.hostname)
         name = request_name(request, NAME_PREFIX)
         call, has_echo = await read_call(
             request, lambda body: parse_completion(body, context.tokenizer, limits, name)
@@ -99,6 +99,7 @@ class CompletionShape:
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    has_prompt_in_choice = True
 
     def __init__(self, tokenizer: Tokenizer, *, has_echo: bool) -> None:
         self._tokenizer = tokenizer

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from common.errors import RequestError
-from common.frontend.fields import Fields, is_given, shown
+from common.frontend.constraints import read_openai_constraint
+from common.frontend.fields import NOT_SUPPORTED, Fields, JsonObject
+from common.frontend.rooms import read_bootstraps, transfer_params
 from common.frontend.sample import Limits, Sample
 from common.frontend.sampling import (
-    NOT_SUPPORTED,
     SamplingChoice,
     SamplingNames,
     read_sampling,
@@ -24,7 +24,6 @@ from common.frontend.validation import (
     check_model,
     check_sample_count,
     make_samples,
-    read_bootstraps,
     read_rids,
     read_timeout,
 )
@@ -35,13 +34,6 @@ UNSUPPORTED_KEYS = (
     "custom_logit_processor",
     "return_hidden_states",
     "return_routed_experts",
-    "return_token_ids",
-    "kv_transfer_params",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
     "guided_decoding_backend",
     "logits_processors",
     "use_beam_search",
@@ -60,7 +52,8 @@ class OpenAiCall:
     """One body. name: its id in every reply. n: samples per prompt, in order of prompts.
 
     includes_usage: a stream ends with a chunk of its own for usage. has_running_usage: every chunk
-    tells the usage so far.
+    tells the usage so far. tells_ids: token ids of prompt and output stand beside their text.
+    transfer_params: what a decode server is to be told of it, if it is held here.
     """
 
     name: str
@@ -69,6 +62,8 @@ class OpenAiCall:
     is_streaming: bool
     includes_usage: bool
     has_running_usage: bool
+    tells_ids: bool
+    transfer_params: JsonObject | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +84,8 @@ def read_choice(
 ) -> SamplingChoice:
     """Sampling options of all prompts of a body. Raises: RequestError."""
     fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
-    check_response_format(fields)
     choice = read_sampling(fields, limits, names, max_new_tokens_default=max_new_tokens_default)
+    choice = replace(choice, constraint=read_openai_constraint(fields))
     if logprobs.top_count is None:
         return choice
     params = msgspec.structs.replace(
@@ -128,17 +123,6 @@ def make_call(
         is_streaming=is_streaming,
         includes_usage=options.boolean("include_usage", False),
         has_running_usage=options.boolean("continuous_usage_stats", False),
+        tells_ids=fields.boolean("return_token_ids", False),
+        transfer_params=transfer_params(bootstraps, limits),
     )
-
-
-def check_response_format(fields: Fields) -> None:
-    """Raises: RequestError unless the client wants plain text."""
-    value = fields.get("response_format")
-    if not is_given(value):
-        return
-    kind = Fields.of(value, "response_format").text("type", "")
-    if kind != "text":
-        raise RequestError(
-            f"response_format={shown(value)}: {NOT_SUPPORTED}; its type must be 'text'",
-            field="response_format",
-        )

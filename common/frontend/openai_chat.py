@@ -1,24 +1,25 @@
-"""POST /v1/chat/completions: messages go through the checkpoint's own template.
-
-Tools are shown to the template; what the model says about them comes back as text.
-"""
+"""POST /v1/chat/completions: messages and tools go through the checkpoint's own template."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
 from common.errors import RequestError
 from common.frontend.bodies import read_call, request_name
+from common.frontend.constraints import only_one
 from common.frontend.context import FrontendContext
-from common.frontend.fields import Fields, JsonObject, JsonValue, parse_object, shown
-from common.frontend.generation import Continuation, request_limits
+from common.frontend.fields import NOT_SUPPORTED, Fields, JsonObject, JsonValue, parse_object, shown
+from common.frontend.generation import request_limits
 from common.frontend.openai_call import LogprobChoice, OpenAiCall, make_call, read_choice
-from common.frontend.openai_run import Growth, answer, finish_fields
+from common.frontend.openai_chat_shape import ChatShape
+from common.frontend.openai_run import answer
 from common.frontend.sample import Limits
-from common.frontend.sampling import NOT_SUPPORTED, SamplingNames
+from common.frontend.sampling import SamplingNames
 from common.frontend.tokenizer import Tokenizer
+from common.frontend.tools import ToolUse, read_tools
 from common.frontend.validation import check_encoded
-from common.request import TokenLogprobs
 
 PATH = "/v1/chat/completions"
 NAME_PREFIX = "chatcmpl-"
@@ -42,17 +43,20 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.post(PATH)
     async def chat(request: Request) -> Response:
-        limits = request_limits(context)
+        limits = request_limits(context, request.url.hostname)
         name = request_name(request, NAME_PREFIX)
-        call = await read_call(
-            request, lambda body: parse_chat(body, context.tokenizer, limits, name)
+        parser = context.config.tool_call_parser
+        call, tools = await read_call(
+            request, lambda body: parse_chat(body, context.tokenizer, limits, name, parser)
         )
-        return await answer(request, context, call, ChatShape(context.tokenizer))
+        return await answer(request, context, call, ChatShape(context.tokenizer, tools))
 
     return router
 
 
-def parse_chat(body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str) -> OpenAiCall:
+def parse_chat(
+    body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str, tool_call_parser: str
+) -> tuple[OpenAiCall, ToolUse]:
     """Raises: RequestError; also if the template refuses the messages."""
     fields = Fields(body)
     fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
@@ -61,10 +65,15 @@ def parse_chat(body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str
     choice = read_choice(fields, limits, NAMES, _read_logprobs(fields), max_new_tokens_default=None)
     if choice.max_new_tokens == 0:
         raise RequestError(f"{choice.max_name}=0: must be at least 1", field=choice.max_name)
-    text = _render(fields, tokenizer)
+    tools = read_tools(fields, tool_call_parser)
+    wanted = [one for one in (choice.constraint, tools.constraint) if one is not None]
+    # A format for the answer leaves no room for calls that nobody has to make.
+    constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
+    choice = replace(choice, constraint=constraint)
+    text = render(fields, tokenizer, tools.shown)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = check_encoded(text, token_ids, "messages", limits)
-    return make_call(fields, [prompt], choice, limits, name)
+    return make_call(fields, [prompt], choice, limits, name), tools
 
 
 def _read_logprobs(fields: Fields) -> LogprobChoice:
@@ -76,8 +85,8 @@ def _read_logprobs(fields: Fields) -> LogprobChoice:
     return LogprobChoice()
 
 
-def _render(fields: Fields, tokenizer: Tokenizer) -> str:
-    """The prompt's text."""
+def render(fields: Fields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:
+    """The prompt's text. Raises: RequestError."""
     continues = fields.boolean("continue_final_message", False)
     begins = fields.boolean("add_generation_prompt", not continues)
     if continues and begins:
@@ -86,7 +95,7 @@ def _render(fields: Fields, tokenizer: Tokenizer) -> str:
     effort = fields.text("reasoning_effort", "")
     return tokenizer.render_chat(
         read_messages(fields),
-        tools=_read_tools(fields),
+        tools=tools,
         add_generation_prompt=begins,
         continue_final_message=continues,
         template_kwargs={"reasoning_effort": effort, **kwargs} if effort else kwargs,
@@ -149,66 +158,3 @@ def _with_parsed_arguments(message: Fields) -> JsonObject:
                 raise function.error("arguments", "a JSON object") from exc
         parsed.append({**fields.values, "function": {**function.values, "arguments": arguments}})
     return {"tool_calls": parsed}
-
-
-def _read_tools(fields: Fields) -> list[JsonValue] | None:
-    """What the template is shown; nothing if the client wants no tool to be called."""
-    choice = fields.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise fields.error("tool_choice", "'auto' or 'none'; calls are not enforced here")
-    tools = fields.get("tools")
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise fields.error("tools", "a list of objects")
-    return None if choice == "none" or not tools else tools
-
-
-class ChatShape:
-    """chat.completion objects, and chunks whose first one tells only the role."""
-
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def choice(self, one: Continuation) -> dict[str, object]:
-        return {
-            "index": one.sample.index,
-            "message": {"role": "assistant", "content": one.text},
-            "logprobs": self._logprobs(one, 0, one.settled_count()),
-            **finish_fields(one),
-        }
-
-    def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
-        running: dict[str, object] = {"finish_reason": None, "matched_stop": None}
-        index = one.sample.index
-        told: list[dict[str, object]] = []
-        if growth.is_first:
-            delta = {"role": "assistant", "content": ""}
-            told.append({"index": index, "delta": delta, "logprobs": None, **running})
-        logprobs = self._logprobs(one, growth.start, growth.stop)
-        if growth.text or (logprobs is not None and growth.stop > growth.start):
-            delta = {"content": growth.text}
-            told.append({"index": index, "delta": delta, "logprobs": logprobs, **running})
-        if one.is_ended:
-            told.append({"index": index, "delta": {}, "logprobs": None, **finish_fields(one)})
-        return told
-
-    def _logprobs(self, one: Continuation, start: int, stop: int) -> dict[str, object] | None:
-        if not one.sample.sampling.return_logprob:
-            return None
-        return {"content": [self._entry(entry) for entry in one.logprobs[start:stop]]}
-
-    def _entry(self, entry: TokenLogprobs) -> dict[str, object]:
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, object]:
-        """bytes: the token's own, exact also where its text is a part of a character."""
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-            "logprob": logprob,
-        }

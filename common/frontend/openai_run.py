@@ -11,6 +11,7 @@ from typing import Protocol
 
 from fastapi import Request, Response
 
+from common.frontend.bodies import trace_parent
 from common.frontend.context import FrontendContext
 from common.frontend.errors import FailedRequest, error_body, json_response
 from common.frontend.generation import Continuation, SampleGroup
@@ -38,6 +39,7 @@ class Shape(Protocol):
 
     object_name: str
     chunk_object_name: str
+    has_prompt_in_choice: bool  # where the ids of the prompt stand; else beside the choices
 
     def choice(self, one: Continuation) -> dict[str, object]:
         """A sample that has ended."""
@@ -49,30 +51,42 @@ class Shape(Protocol):
 class OpenAiRun:
     """One call on its way to a reply."""
 
-    def __init__(self, context: FrontendContext, call: OpenAiCall, shape: Shape) -> None:
+    def __init__(
+        self, context: FrontendContext, call: OpenAiCall, shape: Shape, trace_parent: str
+    ) -> None:
         self._context = context
+        self._trace_parent = trace_parent
         self._call = call
         self._shape = shape
         self._created_s = int(context.clock.wall())
 
     async def reply(self) -> dict[str, object]:
         """Raises: RequestError if a sample failed; the others are cancelled then."""
-        async with SampleGroup(self._context, self._call.samples) as group:
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
             group.submit(is_streaming=False)
             async for one in group.changes():
                 if one.failure is not None:
                     raise FailedRequest(one.failure)
         choices = [self._shape.choice(one) for one in group.continuations]
-        return {
+        reply = {
             **self._head(self._shape.object_name),
             "choices": choices,
             "usage": self._usage(group.continuations),
         }
+        if self._call.transfer_params is not None:
+            reply["kv_transfer_params"] = self._call.transfer_params
+        if self._call.tells_ids:
+            for choice, one in zip(choices, group.continuations, strict=True):
+                choice["token_ids"] = one.token_ids
+                where = choice if self._shape.has_prompt_in_choice else reply
+                where["prompt_token_ids"] = one.sample.token_ids
+        return reply
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Raises: RequestError if a sample failed; the others are cancelled then."""
         told: dict[int, tuple[int, int]] = {}  # by index: pieces of text and tokens told
-        async with SampleGroup(self._context, self._call.samples) as group:
+        told_ids: dict[int, int] = {}  # by index: token ids told
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
             group.submit(is_streaming=True)
             async for one in group.changes():
                 if one.failure is not None:
@@ -86,7 +100,10 @@ class OpenAiRun:
                 )
                 told[one.sample.index] = (len(one.pieces), growth.stop)
                 for choice in self._shape.chunks(one, growth):
-                    yield event(self._chunk(choice, one))
+                    chunk = self._chunk(choice, one)
+                    if self._call.tells_ids:
+                        self._add_ids(chunk, choice, one, told_ids)
+                    yield event(chunk)
         if self._call.includes_usage:
             head = self._head(self._shape.chunk_object_name)
             yield event({**head, "choices": [], "usage": self._usage(group.continuations)})
@@ -97,7 +114,24 @@ class OpenAiRun:
             chunk["usage"] = self._usage([one])
         elif self._call.includes_usage:
             chunk["usage"] = None
+        if one.is_ended and self._call.transfer_params is not None:
+            chunk["kv_transfer_params"] = self._call.transfer_params
         return chunk
+
+    def _add_ids(
+        self,
+        chunk: dict[str, object],
+        choice: dict[str, object],
+        one: Continuation,
+        told_ids: dict[int, int],
+    ) -> None:
+        """The ids that are new since the chunk before; in the first one the prompt's too."""
+        index = one.sample.index
+        if index not in told_ids:
+            where = choice if self._shape.has_prompt_in_choice else chunk
+            where["prompt_token_ids"] = one.sample.token_ids
+        choice["token_ids"] = one.token_ids[told_ids.get(index, 0) :]
+        told_ids[index] = len(one.token_ids)
 
     def _head(self, object_name: str) -> dict[str, object]:
         return {
@@ -125,8 +159,12 @@ class OpenAiRun:
 async def answer(
     request: Request, context: FrontendContext, call: OpenAiCall, shape: Shape
 ) -> Response:
-    """The response to a checked call; cancelled as soon as its client goes away."""
-    run = OpenAiRun(context, call, shape)
+    """The response to a checked call; cancelled as soon as its client goes away.
+
+    Raises: RequestError if its grammar can't be followed.
+    """
+    await context.check_grammars(call.samples)
+    run = OpenAiRun(context, call, shape, trace_parent(request))
     if call.is_streaming:
         path = request.url.path
         return EventStream(run.events(), lambda error: error_body(path, error))

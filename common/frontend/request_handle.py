@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
+from common.frontend.spans import RequestIds
 from common.protocol.frontend import Failed, Tokens
 
 
@@ -34,6 +35,7 @@ class RequestHandle:
         self.is_streaming = is_streaming
         self.is_measured = is_measured
         self.tokens_at: float | None = None
+        self.span_ids: RequestIds | None = None
         self.is_ended = False
         self.is_cancelled = False
         self.is_complete = False
@@ -41,6 +43,13 @@ class RequestHandle:
         self._pending: list[Tokens] = []
         self._failed: Failed | None = None
         self._wake = asyncio.Event()
+        self._on_delivery: Callable[[], None] = self._wake.set
+
+    def tell(self, on_delivery: Callable[[], None]) -> None:
+        """Call `on_delivery` whenever `take` has something to give: for one who reads many."""
+        self._on_delivery = on_delivery
+        if self._pending or self._failed is not None:
+            on_delivery()
 
     def cancel(self, reason: str = "aborted by the client") -> None:
         """Ask the scheduler to stop; the end still comes as a message. Harmless after the end."""
@@ -71,22 +80,28 @@ class RequestHandle:
         else:
             self._pending.append(message)
             self.is_ended = message.finish is not None
-        self._wake.set()
+        self._on_delivery()
+
+    def take(self) -> list[Tokens | Failed]:
+        """What has come since the last call: tokens as one message, and the failure after them."""
+        taken: list[Tokens | Failed] = []
+        if self._pending:
+            taken.append(join_tokens(self._pending))
+            self._pending = []
+        if self._failed is not None:
+            taken.append(self._failed)
+            self._failed = None
+        return taken
 
     async def __aiter__(self) -> AsyncIterator[Tokens | Failed]:
         while True:
-            while not self._pending and self._failed is None:
-                if self.is_ended:
-                    return
-                self._wake.clear()
-                await self._wake.wait()
-            if self._pending:
-                joined = join_tokens(self._pending)
-                self._pending = []
-                yield joined
-            if self._failed is not None and not self._pending:
-                yield self._failed
+            self._wake.clear()
+            is_ended = self.is_ended
+            for message in self.take():
+                yield message
+            if is_ended:
                 return
+            await self._wake.wait()
 
 
 def join_tokens(messages: list[Tokens]) -> Tokens:

@@ -20,6 +20,7 @@ class Limits:
     model_names: what clients may call the model. default_host, default_port: the prefill server
         that a room without an address is on; "" if there is no obvious one. dial_rules: which
         others a room may be on; None: nobody is dialled.
+    engine: this prefill server's incarnation; named_host: how its client calls it.
     request_timeout_s: what a request may take, and does unless it asks for less.
     """
 
@@ -30,6 +31,8 @@ class Limits:
     default_host: str = ""
     default_port: int = 0
     dial_rules: DialRules | None = None
+    engine: str = ""
+    named_host: str = ""
     request_timeout_s: float = 600.0
 
 
@@ -54,6 +57,7 @@ class Sample:
     timeout_s: how long it may take, from here to its last token.
     hides_output: the client asked for no output, only for the prompt's log-probabilities; the
         token that the engine draws all the same is not shown.
+    grammar_field: what asked for the grammar in `sampling`, for errors.
     """
 
     index: int
@@ -65,3 +69,4 @@ class Sample:
     bootstrap: Bootstrap | None = None
     hides_output: bool = False
     timeout_s: float = 600.0
+    grammar_field: str = ""

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from common.errors import RequestError
-from common.frontend.fields import INTEGER_MAX, Fields, shown
+from common.frontend.constraints import Constraint, read_sglang_constraint
+from common.frontend.fields import INTEGER_MAX, NOT_SUPPORTED, Fields, shown
 from common.frontend.sample import Limits, TextOptions
-from common.request import SamplingParams
+from common.protocol.bounds import PROMPT_LOGPROBS_NBYTES_MAX
+from common.request import SamplingParams, logprobs_nbytes
 
 N_MAX = 128  # as OpenAI's
 STOP_COUNT_MAX = 64  # each costs a step per character of output
@@ -29,8 +31,8 @@ GREEDY_BELOW = 1e-6  # SGLang's: a smaller temperature overflows the logits
 TOP_K_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234663852886e38  # parameters are float32 on the device
 
-NOT_SUPPORTED = "is not supported by this server"
-CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+CONSTRAINTS = ("json_schema", "regex", "ebnf")
+UNSUPPORTED_KEYS = ("structural_tag", "stop_regex")
 KNOWN_KEYS = frozenset(
     (
         "max_new_tokens",
@@ -55,6 +57,7 @@ KNOWN_KEYS = frozenset(
         "sampling_seed",
         "seed",
         *CONSTRAINTS,
+        *UNSUPPORTED_KEYS,
     )
 )
 
@@ -77,7 +80,8 @@ class SamplingChoice:
 
     max_name, min_name: the fields that bound the output, for errors. max_new_tokens: None means as
     many as fit. is_max_given: the client insisted, so what does not fit is refused, not lowered.
-    seed: None means a random one. params: all else; its max_new_tokens and seed are not set yet.
+    seed: None means a random one. params: all else; its max_new_tokens, seed and grammar are not
+    set yet. constraint: the grammar that it gets.
     """
 
     n: int
@@ -88,6 +92,7 @@ class SamplingChoice:
     seed: int | None
     params: SamplingParams
     text: TextOptions
+    constraint: Constraint | None = None
 
 
 def read_sglang_sampling(fields: Fields, limits: Limits) -> SamplingChoice:
@@ -103,19 +108,20 @@ def read_sglang_sampling(fields: Fields, limits: Limits) -> SamplingChoice:
     fields.optional_integer("stream_interval", 1)
     Fields.of(fields.get("custom_params"), fields.name("custom_params"))
     is_default = "max_new_tokens" not in fields.values
-    return read_sampling(
+    choice = read_sampling(
         fields,
         limits,
         SGLANG_NAMES,
         max_new_tokens_default=MAX_NEW_TOKENS_DEFAULT if is_default else None,
     )
+    return replace(choice, constraint=read_sglang_constraint(fields))
 
 
 def read_sampling(
     fields: Fields, limits: Limits, names: SamplingNames, *, max_new_tokens_default: int | None
 ) -> SamplingChoice:
     """The options in `fields`. Raises: RequestError naming the field, its value and its range."""
-    fields.refuse(CONSTRAINTS, NOT_SUPPORTED)
+    fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
     max_name, max_new_tokens = _read_max(fields, names)
     is_max_given = max_new_tokens is not None
     if max_new_tokens is None:
@@ -163,15 +169,19 @@ def fit_to_prompt(
 ) -> SamplingParams:
     """The options of sample `sample_index`, 0 .. n-1, of a prompt that fits the server.
 
-    Raises: RequestError if the client insists on more output than fits.
+    Raises: RequestError if the client insists on more output than fits, or on too many
+        log-probabilities of the prompt.
     """
     seed = secrets.randbelow(INTEGER_MAX) if choice.seed is None else choice.seed
+    _check_told(choice, prompt_length)
+    grammar = None if choice.constraint is None else choice.constraint.grammar
     if limits.is_prefill:
         return msgspec.structs.replace(
             choice.params,
             max_new_tokens=1,
             min_new_tokens=min(choice.params.min_new_tokens, 1),
             seed=derive_seed(seed, sample_index),
+            grammar=grammar,
         )
     room_left = limits.request_token_max - prompt_length
     asked = room_left if choice.max_new_tokens is None else choice.max_new_tokens
@@ -189,7 +199,23 @@ def fit_to_prompt(
         choice.params,
         max_new_tokens=max(1, min(asked, room_left)),
         seed=derive_seed(seed, sample_index),
+        grammar=grammar,
     )
+
+
+def _check_told(choice: SamplingChoice, prompt_length: int) -> None:
+    """Raises: RequestError if all samples together would tell more of a prompt than travels."""
+    start = choice.params.logprob_start_len
+    if start < 0:
+        return
+    nbytes = choice.n * logprobs_nbytes(choice.params, prompt_length - start)
+    if nbytes > PROMPT_LOGPROBS_NBYTES_MAX:
+        raise RequestError(
+            f"logprob_start_len={start}: log-probabilities of {prompt_length - start} prompt "
+            f"tokens may take {nbytes} bytes, at most {PROMPT_LOGPROBS_NBYTES_MAX} are told; ask "
+            "for a later start, fewer likely tokens, fewer samples or fewer token ids",
+            field="logprob_start_len",
+        )
 
 
 def derive_seed(seed: int, sample_index: int) -> int:

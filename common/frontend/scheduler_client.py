@@ -8,7 +8,6 @@ gone.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import assert_never
@@ -18,10 +17,12 @@ from msgspec import structs
 from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import ChannelClosed, SendResult
 from common.clock import Clock
-from common.errors import RequestError
+from common.errors import ProtocolError, RequestError
 from common.frontend.liveness import SILENCE_MAX_S, Liveness
 from common.frontend.request_handle import RequestHandle
-from common.metrics import ServerMetrics
+from common.frontend.request_log import RequestLog
+from common.frontend.tracing import Tracing
+from common.metrics.server import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend, encode
 from common.protocol.frontend import (
     Cancel,
@@ -38,23 +39,31 @@ from common.protocol.frontend import (
     Tokens,
     Traced,
 )
-from common.request import Bootstrap, RequestTrace, SamplingParams
+from common.request import Bootstrap, FinishReason, Origin, RequestTrace, SamplingParams
 
-RECENT_TRACE_COUNT_MAX = 64  # what the page shows; older traces are in the histograms only
 STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
+UNREADY_WATCH_INTERVAL_S = 0.1  # whoever waits for a server to be ready is told so soon
 
 
 class SchedulerClient:
     """Submits requests to the scheduler and hands its answers to whoever waits for them.
 
-    server_info: None until every worker is ready. recent_traces: newest last.
+    server_info: None until every worker is ready. log: of requests that have ended.
     is_draining: the server is to stop, nothing new is taken.
     """
 
-    def __init__(self, channel: AsyncLocalClient, metrics: ServerMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        channel: AsyncLocalClient,
+        metrics: ServerMetrics,
+        log: RequestLog,
+        tracing: Tracing,
+        clock: Clock,
+    ) -> None:
         self.server_info: ServerInfo | None = None
-        self.recent_traces: deque[RequestTrace] = deque(maxlen=RECENT_TRACE_COUNT_MAX)
+        self.log = log
+        self._tracing = tracing
         self.late_message_count = 0
         self._channel = channel
         self._metrics = metrics
@@ -82,12 +91,14 @@ class SchedulerClient:
         bootstrap: Bootstrap | None = None,
         is_streaming: bool = False,
         is_measured: bool = True,
+        trace_parent: str = "",
     ) -> RequestHandle:
         """Send a validated request. budget_s: seconds it may take. rid: the client's name for it.
-        is_measured: whether it counts in the metrics.
+        is_measured: whether it counts in the metrics and is logged. trace_parent: the client's.
 
         Raises: RequestError with status 503 if the server is not ready, lost its scheduler or has
-            too much queued, and 400 if a request of that rid is open.
+            too much queued, 400 if a request of that rid is open, and 413 if it is larger than
+            what the scheduler reads.
         """
         if self.server_info is None:
             raise RequestError("the server is still starting", status=503)
@@ -100,18 +111,27 @@ class SchedulerClient:
             raise RequestError(f"rid={rid!r}: a request of that id is still open", field="rid")
         request_id = self._next_id
         self._next_id += 1
+        span_ids = self._tracing.begin(trace_parent) if is_measured else None
+        if span_ids is not None:
+            trace_parent = span_ids.hand_over.trace_parent
         message = Submit(
             request_id=request_id,
             token_ids=token_ids,
             sampling=sampling,
             budget_s=budget_s,
             bootstrap=bootstrap,
+            origin=Origin(rid, trace_parent),
         )
-        if not (self._flush_unsent() and self._send(message)):
+        try:
+            is_sent = self._flush_unsent() and self._send(message)
+        except ProtocolError as exc:
+            raise RequestError(str(exc), status=413) from exc
+        if not is_sent:
             raise RequestError("too many requests are queued", status=503)
         handle = RequestHandle(
             self.cancel, request_id, rid, is_streaming=is_streaming, is_measured=is_measured
         )
+        handle.span_ids = span_ids
         self._open[request_id] = handle
         self._request_ids[rid] = request_id
         return handle
@@ -211,8 +231,11 @@ class SchedulerClient:
         while True:
             self._look_now.clear()
             await self.watch_once()
+            is_ready = self.state is not None and self.state.is_ready
             with suppress(TimeoutError):
-                async with asyncio.timeout(WATCH_INTERVAL_S):
+                async with asyncio.timeout(
+                    WATCH_INTERVAL_S if is_ready else UNREADY_WATCH_INTERVAL_S
+                ):
                     await self._look_now.wait()
 
     async def watch_once(self, timeout_s: float = SILENCE_MAX_S) -> None:
@@ -236,7 +259,8 @@ class SchedulerClient:
             case Failed():
                 self._handle_failed(message)
             case Traced(trace):
-                self.recent_traces.append(trace)
+                self.log.add(trace)
+                self._tracing.end(trace, None)
                 self._metrics.observe_hand_over(trace)
             case State():
                 self._liveness.hear_state(message, self._clock.now())
@@ -263,7 +287,7 @@ class SchedulerClient:
             )
             handle.tokens_at = now
         if message.finish is not None:
-            self._close(handle, message.trace, "")
+            self._close(handle, message.trace, "", message.finish)
         handle.deliver(message)
 
     def _handle_failed(self, message: Failed) -> None:
@@ -291,18 +315,25 @@ class SchedulerClient:
         elif not future.done():
             future.set_result(message)
 
-    def _close(self, handle: RequestHandle, trace: RequestTrace | None, failure: str) -> None:
+    def _close(
+        self,
+        handle: RequestHandle,
+        trace: RequestTrace | None,
+        failure: str,
+        finish: FinishReason | None = None,
+    ) -> None:
         """Forget and measure a request that has ended. failure: its kind, "" if it went well."""
         del self._open[handle.request_id]
         if not self._open:
             self._is_empty.set()
         self._free_rid(handle)
-        if trace is not None:
-            self.recent_traces.append(trace)
         if not handle.is_measured:
             return
         if trace is not None:
-            self._metrics.observe_end(trace, is_streaming=handle.is_streaming)
+            self.log.add(trace)
+            self._tracing.end(trace, handle.span_ids)
+            kind = finish.kind if finish is not None else None
+            self._metrics.observe_end(trace, is_streaming=handle.is_streaming, finish=kind)
         elif failure:
             self._metrics.observe_failure(failure, is_streaming=handle.is_streaming)
 

@@ -13,7 +13,7 @@ from msgspec import structs
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.scheduler_client import STOPPING
-from common.metrics_snapshot import PageCounts, PeerGauge, Snapshot
+from common.metrics.snapshot import PageCounts, PeerGauge, Snapshot
 from common.protocol.frontend import PageGroupState, PeerState, State
 
 SCRAPE_TIMEOUT_S = 2.0  # below a scraper's usual 10 s, far above one scheduler step
@@ -67,6 +67,8 @@ async def take_snapshot(context: FrontendContext) -> Snapshot:
         open_request_count=context.scheduler.open_request_count,
         late_message_count=context.scheduler.late_message_count,
         step_count=state.step_count if state else 0,
+        throughput=context.metrics.throughput,
+        hit_rate=context.metrics.hit_rate,
         queues=state.queues if state else {},
         counters=state.counters if state else {},
         pages=[page_counts(group) for group in state.page_groups] if state else (),
@@ -122,4 +124,5 @@ def peer_gauge(peer: PeerState) -> PeerGauge:
         in_flight_count=peer.in_flight_count,
         is_breaker_open=peer.breaker in ("open", "half open"),
         breaker_open_count=peer.breaker_open_count,
+        is_self_test_failing=peer.is_self_test_failing,
     )

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
 
-from common.frontend.bodies import read_call, request_name
+from common.frontend.bodies import read_call, request_name, trace_parent
 from common.frontend.context import FrontendContext
 from common.frontend.errors import FailedRequest, error_body, json_response
 from common.frontend.generation import Continuation, SampleGroup, request_limits
-from common.frontend.page import trace_fields
+from common.frontend.stages import trace_fields
 from common.frontend.streaming import (
     CLIENT_GONE_STATUS,
     EventStream,
@@ -37,12 +37,13 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.api_route(PATH, methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        limits = request_limits(context)
+        limits = request_limits(context, request.url.hostname)
         rid = request_name(request)
         call = await read_call(
             request, lambda body: parse_generate(body, context.tokenizer, limits, rid)
         )
-        run = GenerateRun(context, call)
+        await context.check_grammars(call.samples)
+        run = GenerateRun(context, call, trace_parent(request))
         if call.is_streaming:
             return EventStream(run.events(), lambda error: error_body(PATH, error))
         reply = await run_until_disconnect(run.reply(), request.receive)
@@ -54,14 +55,15 @@ def build_router(context: FrontendContext) -> APIRouter:
 class GenerateRun:
     """One body of /generate on its way to a reply."""
 
-    def __init__(self, context: FrontendContext, call: GenerateCall) -> None:
+    def __init__(self, context: FrontendContext, call: GenerateCall, trace_parent: str) -> None:
         self._context = context
+        self._trace_parent = trace_parent
         self._call = call
         self._began_at = context.clock.now()
 
     async def reply(self) -> object:
         """Raises: RequestError if one of the samples failed; the others are cancelled then."""
-        async with SampleGroup(self._context, self._call.samples) as group:
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
             group.submit(is_streaming=False)
             async for one in group.changes():
                 if one.failure is not None:
@@ -72,7 +74,7 @@ class GenerateRun:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Raises: RequestError before the first event; a later failure ends its own sample."""
         is_started = False
-        async with SampleGroup(self._context, self._call.samples) as group:
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
             group.submit(is_streaming=True)
             async for one in group.changes():
                 if one.failure is not None and not is_started:
@@ -103,7 +105,10 @@ class GenerateRun:
         if one.sample.sampling.return_logprob:
             texts = self._context.tokenizer if self._call.shows_logprob_text else None
             meta.update(logprob_fields(one, texts))
-        return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
+        item: dict[str, object] = {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
+        if one.is_ended and self._call.transfer_params is not None:
+            item["kv_transfer_params"] = self._call.transfer_params
+        return item
 
 
 def finish_reason(one: Continuation) -> dict[str, object] | None:

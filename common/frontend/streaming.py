@@ -88,8 +88,7 @@ class EventStream(Response):
                 await _send_body(send, event(self._describe_error(error)))
         if not is_started:
             await self._send_start(send)
-        await _send_body(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send_start(self, send: Send) -> None:
         await send(

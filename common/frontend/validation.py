@@ -13,17 +13,17 @@ import msgspec
 
 from common.errors import RequestError
 from common.frontend.fields import (
-    INTEGER_MAX,
+    NOT_SUPPORTED,
     Fields,
     JsonObject,
     JsonValue,
     check_token_ids,
     shown,
 )
+from common.frontend.rooms import read_bootstraps, spread, transfer_params
 from common.frontend.sample import Limits, Sample
 from common.frontend.sampling import (
     ASKED_LOGPROBS_MAX,
-    NOT_SUPPORTED,
     TOP_LOGPROBS_MAX,
     SamplingChoice,
     fit_to_prompt,
@@ -34,7 +34,6 @@ from common.request import Bootstrap, SamplingParams
 
 SAMPLE_COUNT_MAX = 4096  # of one body; each is a request of its own in the scheduler's queue
 RID_LENGTH_MAX = 256
-PORT_MAX = 65535
 
 # What SGLang knows and we do not; each would change the answer.
 UNSUPPORTED_KEYS = (
@@ -54,19 +53,22 @@ UNSUPPORTED_KEYS = (
     "return_sampling_mask",
     "return_prompt_token_ids",
     "max_thinking_tokens",
-    "kv_transfer_params",
     "background",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """One body of /generate. is_list: the reply is a list, also of one."""
+    """One body of /generate. is_list: the reply is a list, also of one.
+
+    transfer_params: what a decode server is to be told of it, if it is held here.
+    """
 
     samples: tuple[Sample, ...]
     is_list: bool
     is_streaming: bool
     shows_logprob_text: bool
+    transfer_params: JsonObject | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ def parse_generate(
         is_list=is_batch or n > 1,
         is_streaming=fields.boolean("stream", False),
         shows_logprob_text=fields.boolean("return_text_in_logprobs", False),
+        transfer_params=transfer_params(bootstraps, limits),
     )
 
 
@@ -130,6 +133,7 @@ def make_samples(
             token_ids=prompt.token_ids,
             sampling=fit_to_prompt(choice, i, len(prompt.token_ids), limits),
             text=choice.text,
+            grammar_field="" if choice.constraint is None else choice.constraint.field,
             bootstrap=bootstraps[first_index + i],
             hides_output=choice.max_new_tokens == 0,
             timeout_s=timeout_s,
@@ -222,62 +226,6 @@ def read_rids(fields: Fields, prompt_count: int, n: int, fallback_rid: str) -> l
     return rids if n == 1 else [f"{rid}_{i}" for rid in rids for i in range(n)]
 
 
-def read_bootstraps(
-    fields: Fields, prompt_count: int, n: int, limits: Limits
-) -> list[Bootstrap | None]:
-    """Where each sample meets the other server; both servers read the same body alike.
-
-    A single room of several samples stands for room, room + 1, ...; a list has one per sample.
-    Raises: RequestError; also on a prefill server if there is no room.
-    """
-    count = prompt_count * n
-    rooms = _spread(fields, "bootstrap_room", count)
-    hosts = _spread(fields, "bootstrap_host", count)
-    ports = _spread(fields, "bootstrap_port", count)
-    room = fields.get("bootstrap_room")
-    if room is None or (isinstance(room, list) and all(item is None for item in room)):
-        if limits.is_prefill:
-            raise RequestError(
-                "bootstrap_room: a prefill server answers only requests that come through a "
-                "router with a room; send this one to the decode server",
-                field="bootstrap_room",
-            )
-        if any(host is not None for host in hosts):
-            raise fields.error("bootstrap_room", "given, since bootstrap_host is")
-        return [None] * count
-    is_shared = not isinstance(room, list)
-    found: list[Bootstrap | None] = []
-    for i in range(count):
-        one = Fields({"bootstrap_room": rooms[i], "bootstrap_host": hosts[i]})
-        one.values["bootstrap_port"] = ports[i]
-        number = one.optional_integer("bootstrap_room", 0)
-        if number is None:
-            raise fields.error("bootstrap_room", f"a room for each of {count} samples")
-        number += i if is_shared else 0
-        if number > INTEGER_MAX:
-            raise fields.error("bootstrap_room", f"at most {INTEGER_MAX - i} for {count} samples")
-        host = one.text("bootstrap_host", "") or limits.default_host
-        if not host:
-            raise one.error("bootstrap_host", "the prefill server's host")
-        port = one.integer("bootstrap_port", limits.default_port, 1, PORT_MAX)
-        if limits.dial_rules is not None:
-            host = limits.dial_rules.check(host, port).bracketed_host
-        found.append(Bootstrap(host=host, port=port, room=number))
-    if not is_shared and len({place.room for place in found if place is not None}) != count:
-        raise fields.error("bootstrap_room", "different rooms")
-    return found
-
-
-def _spread(fields: Fields, key: str, count: int) -> list[JsonValue]:
-    """One value per sample of a field that may be one value for all."""
-    value = fields.get(key)
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise fields.error(key, f"one value, or a list of {count}, one per sample")
-    return value
-
-
 # ---- /generate only ------------------------------------------------------------------------------
 
 
@@ -341,13 +289,13 @@ def _logprob_fields(
 ) -> SamplingParams:
     """What is reported per token of one prompt; a record whose other fields mean nothing."""
     one: JsonObject = {
-        key: _spread(fields, key, count)[prompt_index]
+        key: spread(fields, key, count)[prompt_index]
         for key in ("return_logprob", "logprob_start_len", "top_logprobs_num")
     }
     asked = fields.get("token_ids_logprob")
     is_nested = isinstance(asked, list) and any(isinstance(ids, list) for ids in asked)
     one["token_ids_logprob"] = (
-        _spread(fields, "token_ids_logprob", count)[prompt_index] if is_nested else asked
+        spread(fields, "token_ids_logprob", count)[prompt_index] if is_nested else asked
     )
     choice = Fields(one)
     found = SamplingParams(

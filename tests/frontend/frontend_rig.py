@@ -18,17 +18,24 @@ from fastapi import APIRouter, FastAPI
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, SystemClock
 from common.config import Role, ServerConfig
-from common.frontend import info, page
+from common.frontend import info, page, timelines
 from common.frontend.app import build_app
 from common.frontend.context import FrontendContext
+from common.frontend.grammar_check import GrammarCheck
+from common.frontend.request_log import RequestLog
 from common.frontend.scheduler_client import SchedulerClient
 from common.frontend.tokenizer import load_tokenizer
-from common.metrics import ServerMetrics
+from common.frontend.tracing import open_tracing
+from common.metrics.server import ServerMetrics
 from tests.frontend.scripted_scheduler import ScriptedScheduler
 from tests.frontend.tiny_tokenizers import write_tokenizer
 
 BuildRouter = Callable[[FrontendContext], APIRouter]
-BASE_PARTS: tuple[BuildRouter, ...] = (info.build_router, page.build_router)
+BASE_PARTS: tuple[BuildRouter, ...] = (
+    info.build_router,
+    page.build_router,
+    timelines.build_router,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +106,21 @@ async def open_rig(
     config = msgspec.structs.replace(config, runtime_dir=runtime_dir)
     scheduler = ScriptedScheduler(Path(config.scheduler_ipc_path))
     prepare(scheduler)
-    metrics = ServerMetrics(config.served_model_name, config.engine_type)
+    metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
     channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
-    client = SchedulerClient(channel, metrics, clock)
+    client = SchedulerClient(
+        channel,
+        metrics,
+        RequestLog(config.request_history, clock),
+        open_tracing(config, clock),
+        clock,
+    )
     context = FrontendContext(
         config=config,
         scheduler=client,
         metrics=metrics,
         tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
+        grammars=GrammarCheck(config),
         clock=clock,
         started_wall_s=clock.wall(),
         version="0.test",

@@ -15,7 +15,7 @@ import msgspec
 import uvicorn
 
 from common.config import Role
-from common.frontend import openai_api, sglang_api
+from common.frontend import openai_api, sglang_api, token_api
 from common.frontend.fields import JsonObject, JsonValue
 from common.frontend.tokenizer import Tokenizer
 from common.protocol.frontend import SchedulerToFrontend, Submit, Tokens
@@ -24,7 +24,12 @@ from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
 from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, logprobs_of, trace_of
 from tests.frontend.tiny_tokenizers import CHATML, byte_level_backend, write_tokenizer
 
-PARTS = (*BASE_PARTS, sglang_api.build_router, openai_api.build_router)
+PARTS = (
+    *BASE_PARTS,
+    sglang_api.build_router,
+    openai_api.build_router,
+    token_api.build_router,
+)
 VOCAB_SIZE = 400  # more than the tokenizer has
 STORY_TIMEOUT_S = 60.0  # a story takes less than a second; one that hangs must still fail
 TOKENIZER = Tokenizer(byte_level_backend(), None)
@@ -37,6 +42,7 @@ def run_generate(
     role: Role = Role.DECODE,
     prefill: tuple[str, ...] = ("127.0.0.1:8998",),
     timeout_s: float = STORY_TIMEOUT_S,
+    tool_call_parser: str = "",
 ) -> None:
     """Run one test against the whole frontend of a server of that role."""
     chat = write_tokenizer(
@@ -58,6 +64,7 @@ def run_generate(
         role=role,
         prefill=() if role is Role.PREFILL else prefill,
         tokenizer_path=str(chat),
+        tool_call_parser=tool_call_parser,
     )
 
 

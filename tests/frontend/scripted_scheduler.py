@@ -16,7 +16,7 @@ from typing import Self
 from common.channel.local import LocalServer
 from common.channel.poller import Poller
 from common.channel.sockets import SendResult
-from common.protocol.codec import decode_frontend_to_scheduler, encode
+from common.protocol.codec import decode_frontend_to_scheduler, encode, encode_logprobs
 from common.protocol.frontend import (
     Cancel,
     Drain,
@@ -93,7 +93,9 @@ def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[Schedule
                 request_id=submit.request_id,
                 token_ids=[token],
                 logprobs=[logprobs_of(token, submit)] if wants else [],
-                prompt_logprobs=[logprobs_of(t, submit, is_first=p == 0) for p, t in prompt]
+                prompt_logprobs=[
+                    encode_logprobs([logprobs_of(t, submit, is_first=p == 0)]) for p, t in prompt
+                ]
                 if i == 0
                 else [],
                 finish=FinishReason(FinishKind.LENGTH) if is_last else None,

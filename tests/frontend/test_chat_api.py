@@ -26,6 +26,7 @@ from tests.frontend.tiny_tokenizers import write_tokenizer
 
 PATH = "/v1/chat/completions"
 HELLO: JsonObject = {"role": "user", "content": "hello"}
+TOOL: JsonObject = {"type": "function", "function": {"name": "f"}}
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 PROMPT_IDS = TOKENIZER.encode(PROMPT, add_special_tokens=False)
 
@@ -111,8 +112,7 @@ def test_tool_calls_reach_a_template_as_objects(tmp_path: Path) -> None:
 
 def test_tools_are_shown_to_the_template_unless_none_is_wanted(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
-        tool: JsonObject = {"type": "function", "function": {"name": "f"}}
-        body: JsonObject = {"messages": [HELLO], "max_tokens": 1, "tools": [tool]}
+        body: JsonObject = {"messages": [HELLO], "max_tokens": 1, "tools": [TOOL]}
         wanted: list[JsonObject] = [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}]
         for extra in wanted:
             await post_object(rig, PATH, {**body, **extra})
@@ -303,14 +303,24 @@ BAD_BODIES: list[tuple[JsonObject, str]] = [
     ({"tools": {"a": 1}}, "tools"),
     ({"tools": [5]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "tool_choice.function.name"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+    ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "parameters": {"type": "nil"}}}],
+      "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "tool_choice"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"reasoning_effort": 5}, "reasoning_effort"),
     ({"continue_final_message": 1}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -319,7 +329,7 @@ BAD_BODIES: list[tuple[JsonObject, str]] = [
     ({"stop": [""]}, "stop"),
     ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
     ({"seed": "x"}, "seed"),
-    ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params.remote_engine_id"),
     ({"bootstrap_room": [1, 2]}, "bootstrap_room"),
 ]  # fmt: skip
 

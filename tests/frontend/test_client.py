@@ -81,7 +81,7 @@ def test_a_late_reader_gets_everything_in_one_message(tmp_path: Path) -> None:
 
 
 def test_joined_messages_say_what_the_parts_said() -> None:
-    first = Tokens(1, [5], [TokenLogprobs(5, -1.0)], [TokenLogprobs(9, None)], 4)
+    first = Tokens(1, [5], [TokenLogprobs(5, -1.0)], [b"of a chunk"], 4)
     last = Tokens(1, [6, 7], [TokenLogprobs(6, -2.0)], finish=FinishReason(FinishKind.STOP, 7))
     joined = join_tokens([first, last])
     assert joined.token_ids == [5, 6, 7]

@@ -1,7 +1,7 @@
 """Bodies and headers that nobody should send: every answer is one of ours, never a 500.
 
-The routes read bodies themselves, so their OpenAPI document says nothing of fields; the fields are
-listed here. `BATON_FUZZ_EXAMPLES=20000` in the environment searches for longer.
+What the OpenAPI document says of fields is searched by test_openapi.py; here they hold anything,
+together and within each other. `BATON_FUZZ_EXAMPLES=20000` in the environment searches for longer.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ VALUE = st.recursive(
 SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "n",
     "stop_token_ids", "ignore_eos", "repetition_penalty", "presence_penalty", "logit_bias",
-    "frequency_penalty", "sampling_seed", "skip_special_tokens", "regex", "json_schema",
+    "frequency_penalty", "sampling_seed", "skip_special_tokens", "regex", "json_schema", "ebnf",
 )  # fmt: skip
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rid", "stream")
 OPENAI = (
     *SAMPLING, *BOOTSTRAP, "model", "max_tokens", "max_completion_tokens", "logprobs", "seed",
     "top_logprobs", "stream_options", "user", "response_format", "echo", "best_of", "suffix",
+    "guided_choice", "structured_outputs", "return_token_ids",
 )  # fmt: skip
 MESSAGE = st.fixed_dictionaries(
     {},
@@ -106,12 +107,14 @@ CHAT = merged(
     some((*OPENAI, "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
           "continue_final_message")),
 )  # fmt: skip
+TOKENS = some(("prompt", "messages", "tokens", "add_special_tokens", "tools"))
 ABORT = some(("rid", "abort_all"))
 BODIES = st.one_of(
     st.tuples(st.just("/generate"), GENERATE),
     st.tuples(st.just("/v1/completions"), COMPLETION),
     st.tuples(st.just("/v1/chat/completions"), CHAT),
     st.tuples(st.just("/abort_request"), ABORT),
+    st.tuples(st.sampled_from(["/tokenize", "/v1/detokenize"]), TOKENS),
 )
 PATHS = st.sampled_from(
     ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/flush_cache",

@@ -307,6 +307,22 @@ def test_a_prefill_server_refuses_a_plain_request(tmp_path: Path) -> None:
     run_generate(tmp_path, story, role=Role.PREFILL)
 
 
+def test_log_probabilities_that_can_not_be_read_are_an_error_of_their_request(
+    tmp_path: Path,
+) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = lambda submit: [
+            Tokens(submit.request_id, [5], prompt_logprobs=[b"\xc1"])
+        ]
+        body: JsonObject = {"input_ids": [8], "return_logprob": True, "logprob_start_len": 0}
+        reply = await post_object(rig, "/generate", body, 500)
+        assert "log-probabilities can't be read" in str(at(reply, "error", "message"))
+        rig.scheduler.answer = count_up
+        await post_object(rig, "/generate", {"input_ids": [8]})
+
+    run_generate(tmp_path, story)
+
+
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_a_prefill_server_answers_one_token_and_ends_its_body(
     is_streaming: bool, tmp_path: Path

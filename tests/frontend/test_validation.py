@@ -229,6 +229,17 @@ def test_a_small_temperature_is_greedy() -> None:
     assert sampling_of(temperature=1e-6).temperature == 1e-6
 
 
+def test_more_log_probabilities_than_a_message_takes_are_refused() -> None:
+    long = replace(DECODE, request_token_max=100_000)
+    asked: JsonObject = {"return_logprob": True, "top_logprobs_num": 128, "input_ids": [5] * 25_000}
+    parse(long, text=None, logprob_start_len=0, **asked)
+    parse(long, text=None, logprob_start_len=-1, sampling_params={"n": 128}, **asked)
+    for extra in ({"token_ids_logprob": [1, 2, 3, 4, 5]}, {"sampling_params": {"n": 2}}):
+        with pytest.raises(RequestError, match="at most 50331648 are told") as caught:
+            parse(long, text=None, logprob_start_len=0, **asked, **extra)
+        assert (caught.value.field, caught.value.status) == ("logprob_start_len", 400)
+
+
 def test_max_new_tokens_fills_the_context_if_null_and_may_be_zero() -> None:
     prompt = TOKENIZER.encode("hello")
     assert sampling_of(max_new_tokens=None).max_new_tokens == 64 - len(prompt)
@@ -252,10 +263,26 @@ def test_a_room_without_an_address_is_on_the_one_prefill_server() -> None:
         parse(replace(DECODE, default_host=""), bootstrap_room=0)
 
 
+def test_rooms_of_prompts_count_up_over_their_samples() -> None:
+    """What a router sends for several samples of each of several prompts."""
+    body: JsonObject = {"text": ["a", "b"], "sampling_params": {"n": 2}}
+    samples = parse(
+        **body, bootstrap_room=[100, 70], bootstrap_host=["10.0.0.1", "10.0.0.2"]
+    ).samples
+    places = [sample.bootstrap for sample in samples]
+    assert [(place.host, place.room) for place in places if place is not None] == [
+        *(("10.0.0.1", 100), ("10.0.0.1", 101)),
+        *(("10.0.0.2", 70), ("10.0.0.2", 71)),
+    ]
+
+
 def test_the_largest_room_is_exact() -> None:
     body = parse_object(json.dumps({"text": "a", "bootstrap_room": ROOM_MAX}).encode())
     (sample,) = parse_generate(body, TOKENIZER, DECODE, "rid").samples
     assert sample.bootstrap is not None and sample.bootstrap.room == ROOM_MAX
+
+
+TWICE: JsonObject = {"text": ["a", "b"], "sampling_params": {"n": 2}}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +299,14 @@ def test_the_largest_room_is_exact() -> None:
         ({"text": ["a", "b"], "bootstrap_room": [1, None]}, "bootstrap_room"),
         ({"text": ["a", "b"], "bootstrap_room": [1, 1]}, "bootstrap_room"),
         ({"text": ["a", "b"], "bootstrap_room": ROOM_MAX}, "bootstrap_room"),
-        ({"sampling_params": {"n": 2}, "bootstrap_room": [1]}, "bootstrap_room"),
+        (
+            {"text": ["a", "b"], "sampling_params": {"n": 2}, "bootstrap_room": [1]},
+            "bootstrap_room",
+        ),
+        (
+            {"text": ["a", "b"], "sampling_params": {"n": 2}, "bootstrap_room": [1, 2]},
+            "bootstrap_room",
+        ),
         ({"bootstrap_host": "h"}, "bootstrap_room"),
         ({"bootstrap_room": 1, "bootstrap_host": 5}, "bootstrap_host"),
         ({"bootstrap_room": 1, "bootstrap_host": ["a", "b"]}, "bootstrap_host"),
@@ -381,7 +415,7 @@ BAD_PARAMS: list[tuple[str, JsonValue]] = [
     ("logit_bias", {str(i): 0.0 for i in range(4097)}),
     ("custom_params", [1]),
     ("json_schema", "{}x"),
-    ("regex", "a+"),
+    ("regex", 5),
     ("ebnf", "root ::= 'a'"),
     ("structural_tag", "{}x"),
     ("stop_regex", "a+"),
@@ -468,7 +502,7 @@ BAD_BODIES: list[tuple[JsonObject, str]] = [
     ({"return_hidden_states": True}, "return_hidden_states"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor"),
     ({"session_params": {"id": "x"}}, "session_params"),
-    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params.do_remote_decode"),
 ]  # fmt: skip
 
 

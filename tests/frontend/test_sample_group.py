@@ -1,0 +1,88 @@
+"""Samples that are submitted together: each is told of until all have ended, and then no more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.errors import RequestError
+from common.frontend.generation import Continuation, SampleGroup
+from common.frontend.sample import Sample, TextOptions
+from common.protocol.frontend import Tokens
+from common.request import FinishKind, FinishReason, SamplingParams
+from tests.frontend.frontend_rig import Rig, run_with_rig
+
+END = FinishReason(FinishKind.LENGTH)
+
+
+def sample(index: int, *stops: str) -> Sample:
+    sampling = SamplingParams(max_new_tokens=3, seed=0)
+    return Sample(index, f"r{index}", "", [5], sampling, TextOptions(stops=stops))
+
+
+async def submit(rig: Rig, *samples: Sample) -> SampleGroup:
+    """A group whose tokens the test sends itself."""
+    rig.scheduler.holds = True
+    group = SampleGroup(rig.context, samples, "")
+    group.submit(is_streaming=True)
+    rids = {one.rid for one in samples}
+    await rig.until(lambda scheduler: rids <= {one.origin.rid for one in scheduler.submits})
+    return group
+
+
+def say(rig: Rig, rid: str, token_ids: list[int], finish: FinishReason | None = None) -> None:
+    (submitted,) = [one for one in rig.scheduler.submits if one.origin.rid == rid]
+    rig.scheduler.send(Tokens(submitted.request_id, token_ids, finish=finish))
+
+
+async def grown(one: Continuation, token_count: int) -> None:
+    while len(one.token_ids) < token_count:
+        await asyncio.sleep(0)
+
+
+def test_a_sample_that_ends_while_another_is_told_of_is_counted_once(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        async with await submit(rig, sample(0), sample(1)) as group:
+            first, second = group.continuations
+            say(rig, "r0", [10])
+            say(rig, "r1", [10])
+            await grown(second, 1)
+            changes = group.changes()
+            assert await anext(changes) is first
+            say(rig, "r1", [11], END)  # while whoever reads is busy with the first
+            await grown(second, 2)
+            assert await anext(changes) is second and second.is_ended
+            say(rig, "r0", [11, 12], END)
+            assert await anext(changes) is first and first.is_ended
+            with pytest.raises(StopAsyncIteration):
+                await anext(changes)
+            assert first.token_ids == [10, 11, 12]
+
+    run_with_rig(tmp_path, story)
+
+
+def test_a_stop_string_stops_the_engine_though_nobody_reads(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        text = rig.context.tokenizer.decode([40])
+        async with await submit(rig, sample(0, text)):
+            say(rig, "r0", [40])
+            await rig.until(lambda scheduler: bool(scheduler.cancels))
+            assert rig.scheduler.cancels[0].reason == "a stop string matched"
+
+    run_with_rig(tmp_path, story)
+
+
+def test_what_can_not_be_read_fails_its_body_and_nobody_else(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        async with await submit(rig, sample(0)) as group:
+            submitted = rig.scheduler.submits[0]
+            rig.scheduler.send(Tokens(submitted.request_id, [10], prompt_logprobs=[b"\xc1"]))
+            with pytest.raises(RequestError, match="from the prefill server"):
+                await anext(group.changes())
+        async with await submit(rig, sample(1)) as group:
+            say(rig, "r1", [10], END)
+            assert [one.token_ids async for one in group.changes()] == [[10]]
+
+    run_with_rig(tmp_path, story)
