@@ -9,21 +9,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.faults.cases import TRANSPORTS, Case, draw_schedule, find_cases
+from tests.faults.cases import TRANSPORTS, Case, Phase, Scene, draw_schedule, find_cases
+from tests.faults.isolation import ISOLATED, SHARED_MEMORY, run_isolated, settle_in
 from tests.faults.keeper import Keeper
-from tests.faults.run import COMMON_ARGS, Report, Settings, Stage
+from tests.faults.run import Report, Stage
+from tests.faults.scenes import COMMON_ARGS, Settings, open_pair, settings_of
+from tests.faults.strikes import Striker
 from tests.soak.golden import Golden, draw_prompts, take_goldens
-from tests.soak.servers import ServerPair, start_lone
+from tests.soak.growth import Growth, UseLog
+from tests.soak.servers import start_lone
 from tests.soak.verdicts import Verdict
 
 OUTPUT_TOKENS_MAX = 64
-SHARED_MEMORY = Path("/dev/shm")
+# A process is looked at after every case; fewer looks say nothing of growth.
+OUTLIVED_COUNT_MIN = 10
+WARM_UP_S = 60.0
 
 
 def main() -> int:
@@ -34,6 +42,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat, at random, this long")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(ISOLATED, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     transports = (options.transport,) if options.transport else TRANSPORTS
     if not set(transports) <= set(TRANSPORTS):
@@ -42,11 +51,25 @@ def main() -> int:
         cases = find_cases(options.cases)
     except ValueError as error:
         parser.error(str(error))
+    if not options.isolated:
+        run_isolated("tests.faults", sys.argv[1:])
+    if options.isolated:
+        settle_in()
+    elif any(case.needs_root for case in cases):
+        skipped = [case.name for case in cases if case.needs_root]
+        cases = [case for case in cases if not case.needs_root]
+        print(f"skipped, as only root can make file systems and networks: {', '.join(skipped)}")
     left_before = set(SHARED_MEMORY.iterdir())
-    settings = Settings(options.clients, options.seed)
+    settings = Settings(options.clients, options.seed, is_isolated=options.isolated)
     duration_s = options.minutes * 60
-    reports = asyncio.run(run_all(cases, transports, duration_s, settings, options.faults))
+    outcome = asyncio.run(run_all(cases, transports, duration_s, settings, options.faults))
     left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)
+    return conclude(outcome, left)
+
+
+def conclude(outcome: Outcome, left: list[str]) -> int:
+    """Print what came of it all; the exit code. left: what is in /dev/shm and was not before."""
+    reports = outcome.reports
     bad = [report for report in reports if report.problems]
     print(f"\n{Report.HEAD}")
     for report in reports:
@@ -56,6 +79,11 @@ def main() -> int:
             print(f"OFF: {report.name}: {problem}")
     if left:
         print(f"OFF: left in {SHARED_MEMORY}: {', '.join(left)}")
+    hit = ", ".join(f"{phase} {outcome.strike_counts[phase]}" for phase in Phase)
+    print(f"faults that struck while something was in this phase: {hit}")
+    heals = sorted(report.heal_s for report in reports)
+    if heals:
+        print(f"seconds to heal: median {statistics.median(heals):.1f}, longest {heals[-1]:.1f}")
     fault_count = sum(report.fault_count for report in reports)
     hangs, wrongs = (sum(r.counts[v] for r in reports) for v in (Verdict.HANG, Verdict.WRONG))
     sent_count = sum(report.sent_count for report in reports)
@@ -68,17 +96,26 @@ def main() -> int:
     return 1 if bad or left else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """strike_counts: faults that struck while something was in that phase."""
+
+    reports: list[Report]
+    strike_counts: Counter[Phase]
+
+
 async def run_all(
     cases: list[Case],
     transports: tuple[str, ...],
     duration_s: float,
     settings: Settings,
     fault_count: int = 0,
-) -> list[Report]:
+) -> Outcome:
     """All cases once on each of their transports, or as often as it takes for `fault_count`; then
     at random until the time is over."""
     goldens = await learn(settings)
     reports: list[Report] = []
+    strike_counts: Counter[Phase] = Counter()
     end_at = time.monotonic() + duration_s
     rng = random.Random(settings.seed)
     while True:
@@ -87,9 +124,12 @@ async def run_all(
             if fault_count:
                 share = -(-fault_count // len(transports))
                 chosen = draw_schedule(chosen, share, f"{settings.seed} {transport}")
-            reports += await run_on(transport, chosen, goldens, settings)
+            for scene in Scene:
+                there = [case for case in chosen if case.scene is scene]
+                suited = settings_of(scene, settings)
+                reports += await run_on(transport, scene, there, goldens, suited, strike_counts)
         if time.monotonic() >= end_at:
-            return reports
+            return Outcome(reports, strike_counts)
         settings = replace(settings, seed=rng.getrandbits(31))
         rng.shuffle(cases)
 
@@ -106,37 +146,53 @@ async def learn(settings: Settings) -> list[Golden]:
 
 
 async def run_on(
-    transport: str, cases: list[Case], goldens: list[Golden], settings: Settings
+    transport: str,
+    scene: Scene,
+    cases: list[Case],
+    goldens: list[Golden],
+    settings: Settings,
+    strike_counts: Counter[Phase],
 ) -> list[Report]:
     """The cases one after another on one pair; a pair that failed a case is replaced."""
-    timeout = str(settings.request_timeout_s)
-    args = (*COMMON_ARGS, "--request-timeout", timeout, "--transport", transport)
     reports: list[Report] = []
     queue = list(cases)
     while queue:
-        async with ServerPair(args) as pair:
-            print(f"\n{transport}: logs in {pair.log_dir}\n{Report.HEAD}", flush=True)
+        async with open_pair(transport, scene, settings) as (pair, hosts):
+            print(f"\n{transport} {scene}: logs in {pair.log_dir}\n{Report.HEAD}", flush=True)
             keeper = Keeper(pair)
             keeper.start()
-            stage = Stage(pair, keeper, goldens, settings)
+            uses = UseLog(WARM_UP_S)
             try:
-                while queue:
-                    report = await stage.run(queue.pop(0))
-                    report.name = f"{transport} {report.name}"
-                    reports.append(report)
-                    _tell(report)
-                    if report.problems:
-                        break
+                async with Striker(pair, strike_counts, hosts) as striker:
+                    stage = Stage(pair, keeper, striker, goldens, settings)
+                    while queue:
+                        report = await stage.run(queue.pop(0))
+                        report.name = f"{transport} {report.name}"
+                        reports.append(report)
+                        uses.sample(pair.servers, is_at_rest=True)
+                        _tell(report)
+                        if report.problems:
+                            break
             finally:
                 await keeper.stop()
-            if reports[-1].problems:
-                continue
-            codes = await pair.stop()
-            if codes == [0, 0]:
-                pair.remove_logs()
-            else:
-                reports[-1].problems.append(f"exit codes at the end: {codes}")
+            reports[-1].problems += _find_growth(uses)
+            if not reports[-1].problems:
+                codes = await pair.stop()
+                if codes != [0, 0]:
+                    reports[-1].problems.append(f"exit codes at the end: {codes}")
+        if not reports[-1].problems:
+            pair.remove_logs()
     return reports
+
+
+def _find_growth(uses: UseLog) -> list[str]:
+    """What has grown in processes that outlived many faults, which are told of."""
+    growths = uses.growths(OUTLIVED_COUNT_MIN)
+    if growths:
+        print(f"\n{'outlived its faults':<22}{Growth.HEAD}")
+    for one in growths:
+        print(f"{one.process:<22}{one.row}")
+    return [one.problem for one in growths if one.problem]
 
 
 def _tell(report: Report) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.faults.__main__ import run_all
 from tests.faults.cases import CASES, TRANSPORTS, draw_schedule, find_cases
-from tests.faults.run import COMMON_ARGS, Report, Settings
+from tests.faults.run import Report
+from tests.faults.scenes import COMMON_ARGS, Settings
 from tests.soak.servers import Part, send_signal, start_lone
 from tests.soak.verdicts import Payload, Verdict
 
@@ -24,7 +25,7 @@ SETTINGS = Settings(client_count=6, seed=3, golden_count=16, request_timeout_s=8
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
     """On a pair of its own."""
-    told = asyncio.run(run_all(find_cases(",".join(NAMES)), ("shm",), 0.0, SETTINGS))
+    told = asyncio.run(run_all(find_cases(",".join(NAMES)), ("shm",), 0.0, SETTINGS)).reports
     return {report.name.removeprefix("shm "): report for report in told}
 
 

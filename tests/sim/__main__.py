@@ -2,28 +2,32 @@
 
 --seeds N [--first S]       N stories; a failing seed is named, with the command that replays it
 --mutations [--seeds N]     plant every bug and say which seed finds it, of at most N
---replay SEED [--request R] tell what happened, of one request or of all
+--replay SEED               tell what happened: [--request R | --transfer T] of one request or
+                            hand-over, [--plant NAME] with a planted bug
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 
 from tests.sim.mutations import MUTATIONS
+from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
 from tests.sim.story import run_story
+from tests.sim.tally import table
 
 MUTATION_SEED_MAX = 1000
 CHUNK_SEEDS = 50
 TOLD_LINES_MAX = 400
+# What a broken core may raise.
+BROKEN = (AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
 def main() -> int:
@@ -38,25 +42,37 @@ def main() -> int:
     parser.add_argument("--mutations", action="store_true")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--request", type=int, default=0)
+    parser.add_argument("--transfer", type=int, default=0)
+    parser.add_argument("--plant", choices=[mutation.name for mutation in MUTATIONS])
     options = parser.parse_args()
     if options.replay is not None:
-        return replay(options.replay, options.request)
+        return replay(options.replay, options.request, options.transfer, options.plant)
     with ProcessPoolExecutor(options.jobs) as processes:
         if options.mutations:
             return plant_all(processes, options.seeds or MUTATION_SEED_MAX)
         return run_all(processes, range(options.first, options.first + (options.seeds or 1000)))
 
 
-def problem_of(seed: int, mutation_index: int = -1) -> str:
+def has_two_steps(seed: int) -> bool:
+    """Of every second story; where bugs are planted, none has, so that pinned seeds stay."""
+    return seed % 2 == 1
+
+
+def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None) -> str:
     """What is wrong with a seed's story, "" if nothing is. What is broken may raise anything."""
     with pytest.MonkeyPatch.context() if mutation_index >= 0 else nullcontext() as patch:
         if patch is not None:
             MUTATIONS[mutation_index].plant(patch)
         try:
-            run_story(seed)
-        except (AssertionError, LookupError, TypeError, ValueError, AttributeError) as error:
-            return f"{type(error).__name__}: {error}"
+            is_sound = mutation_index < 0
+            run_story(seed, has_two_steps=is_sound and has_two_steps(seed), log=log)
+        except BROKEN as error:
+            return told_as(error)
     return ""
+
+
+def told_as(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 # ---- many stories --------------------------------------------------------------------------------
@@ -67,24 +83,33 @@ def run_all(processes: ProcessPoolExecutor, seeds: range) -> int:
     starts = range(seeds.start, seeds.stop, CHUNK_SEEDS)
     chunks = [range(start, min(start + CHUNK_SEEDS, seeds.stop)) for start in starts]
     told_count = failed_count = 0
-    for chunk, problems in zip(chunks, processes.map(run_chunk, chunks), strict=True):
+    tallies: list[Counter[str]] = []
+    results = processes.map(run_chunk, chunks)
+    for chunk, (problems, told) in zip(chunks, results, strict=True):
+        tallies += told
         for seed, problem in problems:
             failed_count += 1
-            found = re.search(r"request (\d+)", problem)
-            request = f" --request {found[1]}" if found else ""
-            print(f"seed {seed}: {problem}")
-            print(f"replay: python -m tests.sim --replay {seed}{request}", flush=True)
+            words = " ".join(["python -m tests.sim --replay", str(seed), *concerned(problem)])
+            print(f"seed {seed}: {problem}\nreplay: {words}", flush=True)
         told_count += len(chunk)
         if told_count % 500 == 0:
             print(f"{told_count} stories told", flush=True)
+    print("\n".join(table(tallies)))
     rate = told_count / (time.monotonic() - began_at)
     print(f"{told_count - failed_count} passed, {failed_count} failed ({rate:.1f} stories/s)")
     return 1 if failed_count else 0
 
 
-def run_chunk(seeds: range) -> list[tuple[int, str]]:
-    """Seeds whose stories fail, and why."""
-    return [(seed, problem) for seed in seeds if (problem := problem_of(seed))]
+def run_chunk(seeds: range) -> tuple[list[tuple[int, str]], list[Counter[str]]]:
+    """Seeds whose stories fail, and why; what happened in each of the others."""
+    problems: list[tuple[int, str]] = []
+    tallies: list[Counter[str]] = []
+    for seed in seeds:
+        try:
+            tallies.append(run_story(seed).tally)
+        except BROKEN as error:
+            problems.append((seed, told_as(error)))
+    return problems, tallies
 
 
 # ---- planted bugs --------------------------------------------------------------------------------
@@ -117,39 +142,20 @@ def find_first(mutation_index: int, seed_max: int) -> tuple[int, str]:
 # ---- one story -----------------------------------------------------------------------------------
 
 
-def replay(seed: int, request_id: int) -> int:
-    """Tell a story again: the end of all of it, or what concerns one request."""
+def replay(seed: int, request_id: int, transfer_id: int, planted: str | None) -> int:
+    """Tell a story again: the end of all of it, or what concerns one request or hand-over."""
     log: list[str] = []
-    problem = ""
-    try:
-        run_story(seed, log=log)
-    except (AssertionError, LookupError, TypeError, ValueError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    for line in list(of_request(log, request_id))[-TOLD_LINES_MAX:]:
-        print(line)
+    names = [mutation.name for mutation in MUTATIONS]
+    problem = problem_of(seed, names.index(planted) if planted else -1, log)
+    lines = of_all(log)
+    if request_id:
+        lines = of_request(log, request_id)
+    elif transfer_id:
+        lines = of_transfer(log, transfer_id)
+    for line in list(lines)[-TOLD_LINES_MAX:]:
+        print(shown(line))
     print(f"seed {seed}: {problem or 'nothing is wrong'}")
     return 1 if problem else 0
-
-
-def of_request(log: list[str], request_id: int) -> Iterator[str]:
-    """Accidents, and the lines that name a request or one of its hand-overs; all for 0.
-
-    Servers number their requests alike only at their clients' side: a hand-over is known by its
-    id, which is told in the same moment in which its request's pages are reserved.
-    """
-    words = [f"request_id={request_id},", f"request_id={request_id})"]
-    prompt = ""
-    for line in log:
-        is_accident = "(" not in line
-        if not request_id or is_accident:
-            yield line
-            continue
-        if f"Submit(request_id={request_id}," in line:
-            prompt = line.partition("token_ids=[")[2].partition("]")[0]
-        if prompt and "TransferRequest(" in line and f"token_ids=[{prompt}" in line:
-            words.append(line.partition("transfer_id=")[2].partition(",")[0])
-        if any(word in line for word in words):
-            yield line
 
 
 if __name__ == "__main__":

@@ -26,11 +26,15 @@ def digest_pages(
             planes = digested_planes(other, job.verify, job.transfer_id)
             rows = np.zeros((len(planes), count), dtype=np.int64)
             for row, plane in zip(rows, planes, strict=True):
+                if rank.index:
+                    continue
                 items = own.groups[plane.group].live.items(job.token_count)
-                buckets = bucket_of_item(len(items), count)
-                for item, bucket in zip(items, buckets, strict=True):
-                    if rank.index == 0:
-                        row[bucket] += zlib.crc32(f"{item} {value(plane.group, item)}".encode())
+                sums = [0] * count
+                for item, bucket in zip(
+                    items, bucket_of_item(len(items), count).tolist(), strict=True
+                ):
+                    sums[bucket] += zlib.crc32(b"%d %d" % (item, value(plane.group, item)))
+                row[:] = sums
             digests.append(rows.tobytes())
         yield rank.index, digests
 

@@ -7,10 +7,9 @@ sum of all tokens so far: one that is stale, mixed up or a token late gives anot
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from typing import assert_never
-
-import numpy as np
 
 from common.layout.component import Live, LiveKind
 
@@ -59,7 +58,7 @@ def rows_to_send(
 
 
 def digest(read: list[int]) -> int:
-    return zlib.crc32(np.asarray(read, dtype=np.int64).tobytes()) % VOCAB_SIZE
+    return zlib.crc32(array("q", read).tobytes()) % VOCAB_SIZE
 
 
 def fold(state: int, tokens: list[int]) -> int:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from common.config import HandOver, Verify
 from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
-from tests.sim.world import BUDGET_S, GRACE_S, Client, Node, World
+from decode_server.scheduler import DecodeScheduler
+from tests.sim.accidents import plan_accident, repair
+from tests.sim.client import BUDGET_S, Client
+from tests.sim.invariants import forgotten_transfers
+from tests.sim.world import GRACE_S, TICK_S, Node, World
 
-QUIET_AT = 20.0  # accidents stop here; what is left must end by itself
+QUIET_AT = 15.0  # accidents stop here; what is left must end by itself
+# How long a story goes on in which nothing is left to happen.
+REST_S = 1.0
+ACCIDENT_COUNT_MAX = 8
+# How long a word about a hand-over may be on its way when nothing goes wrong.
+FORGOTTEN_MAX_S = 2.0
 # What the servers of a story want; those of one story can agree.
 HAND_OVERS = (
     (HandOver.DIRECT,),
@@ -18,10 +28,8 @@ HAND_OVERS = (
     (HandOver.LANDING, HandOver.AUTO),
 )
 DAMAGE_RATE = 0.03
-ACCIDENTS = (
-    *("crash", "crash", "linger", "freeze", "stop worker", "stop worker", "stop server"),
-    *("cut", "cut", "slow", "abort storm", "frozen writer", "frozen writer"),
-)
+SLOW_STEP_RATES = (0.0, 0.0, 0.02, 0.2)
+SELF_TEST_INTERVALS_S = (0.0, 2.0, 30.0)
 BUDGETS_S = (BUDGET_S, BUDGET_S, BUDGET_S, 4.0, 1.0)
 WINDOWS = (0, 1, 3, 4, 9, 20)
 OTHER_LIVES = (
@@ -36,6 +44,11 @@ SELF_TEST_MAX_S = 1.0
 END_AT = 75.0  # later than any deadline and grace
 
 
+# Routed requests whose prefill server is asked first, and how long that holds what it computed.
+TWO_STEP_SHARE = 0.35
+HOLD_S = 30.0
+POLL_S = 0.01
+
 # Requests of a hungry story that all grow far beyond what admission leaves free.
 HUNGRY_SHARE = 0.2
 HUNGRY_TOKENS = (60, 120)
@@ -46,11 +59,13 @@ def run_story(
     *,
     has_accidents: bool = True,
     is_verified: bool = True,
+    has_two_steps: bool = False,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
 
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
+    has_two_steps: whether some requests are computed before their decode server asks.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -74,6 +89,10 @@ def run_story(
         node.hand_over = modes.choice(one_of)
     if is_verified:
         _choose_verify(world, seed)
+    world.slow_step_rate = modes.choice(SLOW_STEP_RATES)
+    self_test_interval_s = modes.choice(SELF_TEST_INTERVALS_S)
+    for node in world.nodes.values():
+        node.self_test_interval_s = self_test_interval_s
     fallback = random.Random(seed ^ 0xFA11)
     for decode in decodes:
         decode.may_fall_back = fallback.random() < 0.3
@@ -84,16 +103,67 @@ def run_story(
     shared = [rng.randint(10, 900) for _ in range(24)]
     is_hungry = has_accidents and random.Random(seed ^ 0x40C6).random() < HUNGRY_SHARE
     for _ in range(rng.randint(10, 40)):
-        _plan_request(world, rng, prefills, decodes, shared, is_hungry=is_hungry)
+        _plan_request(
+            world,
+            rng,
+            prefills,
+            decodes,
+            shared,
+            is_hungry=is_hungry,
+            two_step_share=TWO_STEP_SHARE if has_two_steps else 0.0,
+        )
     if has_accidents:
-        for _ in range(rng.randint(0, 6)):
-            _plan_accident(world, rng)
-    world.after(QUIET_AT, lambda: _repair(world))
-    world.run(END_AT)
-    while world.now < END_AT + SELF_TEST_MAX_S and not _is_at_rest(world):
-        world.run(world.now + 0.1)
+        for _ in range(rng.randint(0, ACCIDENT_COUNT_MAX)):
+            plan_accident(world, rng)
+    world.run(QUIET_AT)
+    repair(world)
+    _run_to_rest(world)
     judge(world)
+    for node in world.nodes.values():
+        node.harvest()
+    _count_traits(world)
     return world
+
+
+def _count_traits(world: World) -> None:
+    nodes = list(world.nodes.values())
+    traits = {f"over {world.transport}"}
+    traits |= {f"with a {live.kind}" for live in world.lives}
+    traits |= {f"by {node.hand_over}" for node in nodes}
+    traits |= {f"verified {node.verify}" for node in nodes if node.role == "decode"}
+    traits |= {"with a bare stage" for node in nodes if node.has_bare_stage}
+    if len({node.page_size for node in nodes}) > 1:
+        traits.add("with page sizes that differ")
+    for trait in traits:
+        world.tally[trait] += 1
+
+
+def _run_to_rest(world: World) -> None:
+    """Until all that was planned has happened, everybody is answered and every page is back. Who is
+    never at rest goes on past every deadline and grace."""
+    world.run(world.last_due_at + TICK_S / 2)  # self-tests begin with a tick
+    rest_s = 0.0
+    waiting_since: dict[int, float] = {}
+    while rest_s < REST_S and world.now < (END_AT if rest_s else END_AT + SELF_TEST_MAX_S):
+        world.run(world.now + TICK_S)
+        rest_s = rest_s + TICK_S if _is_at_rest(world) else 0.0
+        if not world.tally["messages lost in a cut"]:
+            _look_for_forgotten(world, waiting_since)
+
+
+def _look_for_forgotten(world: World, waiting_since: dict[int, float]) -> None:
+    """A hand-over that its writer does not know of waits in vain, unless a word is on its way."""
+    cores = {node.facts.incarnation: node.core for node in world.nodes.values()}
+    in_vain: set[int] = set()
+    for core in cores.values():
+        if isinstance(core, DecodeScheduler):
+            in_vain |= forgotten_transfers(core, cores)
+    for transfer_id in list(waiting_since):
+        if transfer_id not in in_vain:
+            del waiting_since[transfer_id]
+    for transfer_id in in_vain:
+        waited_s = world.now - waiting_since.setdefault(transfer_id, world.now)
+        assert waited_s < FORGOTTEN_MAX_S, f"transfer_id={transfer_id} waits for nobody"
 
 
 def _choose_verify(world: World, seed: int) -> None:
@@ -141,6 +211,7 @@ def _plan_request(
     shared: list[int],
     *,
     is_hungry: bool,
+    two_step_share: float,
 ) -> None:
     prompt = shared[: rng.choice((0, 8, 16, 24))]
     prompt = prompt + [rng.randint(10, 900) for _ in range(rng.randint(1, 60))]
@@ -150,16 +221,19 @@ def _plan_request(
     budget_s = rng.choice(BUDGETS_S) if world.is_hurried else BUDGET_S
     decode, prefill = rng.choice(decodes), rng.choice(prefills)
     is_routed = rng.random() < 0.4
-    at = rng.uniform(0.5, 5.0 if is_hungry else 12.0)
+    at = rng.uniform(0.5, 4.0 if is_hungry else 8.0)
     held: list[Client] = []
 
     is_orphan = is_routed and rng.random() < 0.1
+    is_two_step = is_routed and rng_of(prompt).random() < two_step_share
 
     def submit_decode(room: Bootstrap | None) -> None:
         held.append(world.submit(decode, prompt, max_new_tokens, room, budget_s))
         held[0].is_orphan = is_orphan
 
-    if is_routed:
+    if is_two_step:
+        world.after(at, lambda: ask_ahead(world, prefill, prompt, submit_decode, rng_of(prompt)))
+    elif is_routed:
         room = Bootstrap(prefill.name, 1, rng.getrandbits(62))
         world.after(at + rng.uniform(0, 0.1), lambda: submit_decode(room))
         if not is_orphan:
@@ -173,90 +247,42 @@ def _plan_request(
         world.after(at + rng.uniform(0.1, 1.5), lambda: held and world.cancel(held[0]))
 
 
+def rng_of(prompt: list[int]) -> random.Random:
+    """Dice of one request's own."""
+    return random.Random(repr(prompt))
+
+
+def ask_ahead(
+    world: World,
+    prefill: Node,
+    prompt: list[int],
+    go_on: Callable[[Bootstrap | None], None],
+    rng: random.Random,
+) -> Client:
+    """As a proxy does that goes to the prefill server first: once that has answered, perhaps after
+    a while, go on with what it says. Some never do."""
+    engine = prefill.facts.incarnation if prefill.life else "none"
+    room = Bootstrap(prefill.name, 1, rng.getrandbits(62), engine)
+    client = world.submit(prefill, prompt, 1, room)
+    pause_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 3.0), HOLD_S + rng.uniform(-1.0, 2.0)))
+    is_forgotten = rng.random() < 0.1
+
+    def look() -> None:
+        if not client.finals:
+            world.after(POLL_S, look)
+        elif client.finals == ["finished"] and not is_forgotten:
+            world.after(pause_s, lambda: go_on(room))
+
+    look()
+    return client
+
+
 def _submit_first_half(world: World, prefill: Node, prompt: list[int], room: Bootstrap) -> None:
     world.submit(prefill, prompt, 1, room)
 
 
-def _plan_accident(world: World, rng: random.Random) -> None:
-    node = rng.choice(list(world.nodes.values()))
-    other = rng.choice(list(world.nodes.values()))
-    at = rng.uniform(1.0, 14.0)
-    pair = frozenset((node.name, other.name))
-    match rng.choice(ACCIDENTS):
-        case "crash":
-            world.after(at, lambda: node.is_up and node.crash())
-            world.after(at + rng.uniform(0.1, 3.0), lambda: node.is_up or node.boot())
-        case "linger":
-            node = _rush(world, rng, at)
-            world.after(at, lambda: node.is_up and node.worker.stop())
-            crash_at = at + rng.choice((0.0, rng.uniform(0.0, 2.0)))
-            linger_s = rng.uniform(0.5, 4.0)
-            world.after(crash_at, lambda: node.is_up and node.crash(linger_s))
-            world.after(crash_at + rng.uniform(0.05, 1.0), lambda: node.is_up or node.boot())
-        case "freeze":
-            world.after(at, node.freeze)
-            world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
-        case "stop worker" | "stop server" as what:
-            world.after(at, lambda: _stop_worker(world, node, rng.uniform(0.3, 5.0)))
-            if what == "stop server":
-                world.after(at, node.freeze)
-                world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
-        case "frozen writer":
-            writer = _rush(world, rng, at)
-            world.after(at, lambda: _stop_worker(world, writer, rng.uniform(0.5, 5.0)))
-            for decode in world.nodes.values():
-                if decode.role == "decode":
-                    world.after(at + 0.2, lambda node=decode: _abort_all(world, node))  # type: ignore[misc]
-        case "cut":
-            world.after(at, lambda: world.cut.add(pair))
-            world.after(at + rng.uniform(0.05, 4.0), lambda: world.cut.discard(pair))
-        case "slow":
-            world.after(at, lambda: world.slow.update({pair: rng.choice((0.05, 0.3, 1.0))}))
-            world.after(at + rng.uniform(0.5, 4.0), lambda: world.slow.pop(pair, None))
-        case "abort storm":
-            world.after(at, lambda: _abort_all(world, node))
-
-
-def _rush(world: World, rng: random.Random, at: float) -> Node:
-    """Many requests at once, so that whatever happens then happens in the midst of hand-overs.
-    Returns a server that may be busy with them."""
-    decodes = [node for node in world.nodes.values() if node.role == "decode"]
-    for decode in decodes:
-        for _ in range(6):
-            prompt = [rng.randint(10, 900) for _ in range(rng.randint(20, 60))]
-            when = at - rng.uniform(0.02, 0.1)
-            world.after(when, lambda n=decode, p=prompt: world.submit(n, p, 8))  # type: ignore[misc]
-    return rng.choice([node for node in world.nodes.values() if node.role == "prefill"])
-
-
-def _stop_worker(world: World, node: Node, duration_s: float) -> None:
-    """Its server's scheduler goes on, and so does what is under way in the network."""
-    if node.is_up:
-        worker = node.worker
-        world.tell(node.name, f"worker stops for {duration_s:.2f} s")
-        worker.stop()
-        world.after(duration_s, worker.go_on)
-
-
-def _abort_all(world: World, node: Node) -> None:
-    for client in list(world.clients.values()):
-        if node.is_up and client.node == node.name and not client.finals:
-            world.cancel(client)
-
-
-def _repair(world: World) -> None:
-    world.cut.clear()
-    world.slow.clear()
-    for node in world.nodes.values():
-        if not node.is_up:
-            node.boot()
-        elif node.is_frozen:
-            node.thaw()
-        node.worker.go_on()
-
-
 def _is_at_rest(world: World) -> bool:
-    return all(
+    return all(client.finals for client in world.clients.values()) and all(
         node.core.is_idle and node.core.account.pool.used_count(group) == _kept(node, group)
         for node in world.nodes.values()
         for group in range(len(node.core.account.pool.page_counts))

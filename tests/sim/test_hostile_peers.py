@@ -20,7 +20,8 @@ from common.protocol.descriptor import RankDescriptor
 from common.request import Bootstrap, HandOverTrace, SamplingParams
 from common.scheduling.events import FromPeer, PeerMessage
 from decode_server.scheduler import DecodeScheduler
-from tests.sim.world import Client, Node, World
+from tests.sim.client import Client
+from tests.sim.world import Node, World
 
 FUZZ = settings(
     max_examples=int(os.environ.get("BATON_FUZZ_EXAMPLES", "25")),

@@ -1,25 +1,27 @@
 """The two real scheduler cores in one process, under a virtual clock and a seed.
 
-Messages take random time, keep their order per link and can be cut; what was sent to a process that
-ended meets its successor, as on a ZMQ socket that reconnects. Servers can crash and come back as a
-new incarnation, freeze, and leave a stopped worker behind that writes once more. After every event
-the invariants are checked; at the end every request must have had exactly one final reply, with the
-tokens the oracle says, and all pages must be back.
+What was sent to a process that ended meets its successor, as on a ZMQ socket that reconnects.
+Servers can crash and come back as a new incarnation, freeze, drain, and leave a stopped worker
+behind that writes once more. Whenever pages have moved, and with every tick, the invariants are
+checked; at the end every request must have had exactly one final reply, with the tokens the oracle
+says, and all pages must be back.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 
 from common.config import HandOver, Verify
+from common.failures import FAILURES
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Live, Segment, Shard
 from common.protocol.codec import encode_layout
-from common.protocol.frontend import Cancel, Failed, Submit, Tokens
-from common.protocol.worker import WorkerToScheduler
+from common.protocol.frontend import Cancel, Drain, Failed, GetState, State, Submit, Tokens
+from common.protocol.peer import TransferRequest
+from common.protocol.worker import Step, WorkerToScheduler
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import (
     Dial,
@@ -40,42 +42,15 @@ from common.scheduling.events import (
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim.oracle import next_token
+from tests.sim.client import BUDGET_S, EOS, Client
+from tests.sim.invariants import check_core
+from tests.sim.network import Network
 from tests.sim.sim_worker import SimWorker
 
 TICK_S = 0.25
-EOS = 7
-BUDGET_S = 20.0
 # A deadline is looked at with every event, and a tick is one.
 GRACE_S = 2 * TICK_S
 REDELIVER_S = 0.05
-
-
-@dataclass
-class Client:
-    """One request as its client sees it. submitted_at: when its scheduler got to see it."""
-
-    request_id: int
-    prompt: list[int]
-    max_new_tokens: int
-    node: str
-    output: list[int] = field(default_factory=list)
-    finals: list[str] = field(default_factory=list)
-    submitted_at: float = 0.0
-    answered_at: float = 0.0
-    budget_s: float = BUDGET_S
-    is_cancelled: bool = False
-    is_orphan: bool = False
-    failure: str = ""
-
-    def expected(self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9) -> list[int]:
-        """token_max: what the server allows a prompt and its output together."""
-        tokens = list(self.prompt)
-        for _ in range(self.max_new_tokens):
-            tokens.append(next_token(tokens, lives))
-            if tokens[-1] == EOS or len(tokens) >= token_max:
-                break
-        return tokens[len(self.prompt) :]
 
 
 class Node:
@@ -88,6 +63,7 @@ class Node:
         self.links: list[str] = []
         self.is_local = False
         self.may_fall_back = False
+        self.self_test_interval_s = 30.0
         self.given_up = ""
         self.has_bare_stage = False
         self.hand_over = HandOver.DIRECT
@@ -95,8 +71,11 @@ class Node:
         self.life = 0
         self.is_up = False
         self.is_frozen = False
+        self.is_draining = False
         self.thawed_at = 0.0
         self.backlog: list[Event] = []
+        self._is_full = False
+        self._page_counts: list[tuple[int, int]] = []
 
     @property
     def layout(self) -> ServerLayout:
@@ -109,10 +88,13 @@ class Node:
         stages = ((0, count), (count, count + 1)) if self.has_bare_stage else ((0, count + 1),)
         return ServerLayout(components, 1, stages, self.page_size)
 
+    # ---- its processes ---------------------------------------------------------------------------
+
     def boot(self) -> None:
         self.world.tell(self.name, "boots")
         self.life += 1
-        self.is_up, self.is_frozen = True, False
+        self.world.tally["restarts"] += self.life > 1
+        self.is_up, self.is_frozen, self.is_draining = True, False, False
         self.backlog = []
         layout = self.layout
         self.facts = ServerFacts(
@@ -128,7 +110,12 @@ class Node:
             hand_over=self.hand_over,
             verify=self.verify,
         )
-        limits = SchedulerLimits(chunk_token_max=24, running_max=8, queue_max=64)
+        limits = SchedulerLimits(
+            chunk_token_max=24,
+            running_max=8,
+            queue_max=64,
+            self_test_interval_s=self.self_test_interval_s,
+        )
         self.core: PrefillScheduler | DecodeScheduler
         if self.role == "prefill":
             self.core = PrefillScheduler(self.facts, limits)
@@ -142,33 +129,41 @@ class Node:
                 may_fall_back=self.may_fall_back,
                 seed=seed,
             )
-        life = self.life
+        self._boot_worker()
+        self.feed(Tick())
+
+    def _boot_worker(self) -> None:
+        life, world, core = self.life, self.world, self.core
 
         def reply(message: WorkerToScheduler) -> None:
             if self.life == life and self.is_up:
                 self.feed(FromWorker(message))
 
         self.worker = SimWorker(
-            self.facts, self.world.rng, self.world.after, reply, self.world.transport
+            self.facts, world.rng, world.after, reply, world.transport, world.tally
         )
-        self.worker.damage_rate = self.world.damage_rate
-        self.worker.damage_rng = self.world.damage_rng
-        core = self.core
-        if isinstance(core, DecodeScheduler) and self.world.is_honest:
-            self.worker.awaits = lambda transfer_id: (
+        self.worker.slow_step_rate = world.slow_step_rate
+        self.worker.hand_overs.damage_rate = world.damage_rate
+        self.worker.hand_overs.damage_rng = world.damage_rng
+        if world.is_honest:
+            self.worker.cache.owner = core.account.pool
+        if isinstance(core, DecodeScheduler) and world.is_honest:
+            self.worker.hand_overs.awaits = lambda transfer_id: (
                 self.life != life or not self.is_up or core._receiver.is_known(transfer_id)
             )
-        self.feed(Tick())
 
     def crash(self, linger_s: float = 0.0) -> None:
         """linger_s: how long the worker outlives its server, stopped; its puts land at the end."""
         self.world.tell(self.name, f"crashes, its worker lingers {linger_s:.2f} s")
+        self.world.tally["crashes" if not linger_s else "crashes that leave a worker"] += 1
+        self.harvest()
         self.is_up = False
         worker, incarnation = self.worker, self.facts.incarnation
+        worker.cache.owner = None
 
         def bury() -> None:
             worker.go_on()
-            worker.is_dead = True
+            worker.process.is_dead = True
             self.world.lingering.pop(incarnation, None)
             gone = ProcessesGone(incarnation)
             for node in self.world.nodes.values():
@@ -186,36 +181,64 @@ class Node:
             if client.node == self.name and not client.finals:
                 client.finals.append("crashed with its server")
 
+    def drain(self) -> None:
+        """Its frontend lets nobody in any more, and its peers are told."""
+        if self.is_up:
+            self.world.tally["drains"] += 1
+            self.is_draining = True
+            self.feed(FromFrontend(Drain()))
+
+    def freeze(self) -> None:
+        if self.is_up:
+            self.world.tell(self.name, "freezes")
+            self.world.tally["frozen schedulers"] += 1
+            self.is_frozen = True
+
+    def thaw(self) -> None:
+        """What waits in its sockets is read socket by socket, and decided on once."""
+        self.world.tell(self.name, "thaws")
+        self.is_frozen = False
+        self.thawed_at = self.world.now
+        backlog, self.backlog = self.backlog, []
+        for kind in ((FromFrontend, FromWorker), FromPeer, ProcessesGone):
+            for event in backlog:
+                if isinstance(event, kind):
+                    self.take(event)
+        self.schedule(must_check=True)
+
+    # ---- its scheduler ---------------------------------------------------------------------------
+
     def feed(self, event: Event) -> None:
-        if not self.is_up:
-            return
-        if self.is_frozen:
+        if self.is_up and self.is_frozen:
             if not isinstance(event, Tick):
                 self.backlog.append(event)
-            return
+        elif self.is_up:
+            self.take(event)
+            self.schedule(must_check=not isinstance(event, FromWorker | FromPeer))
+
+    def take(self, event: Event) -> None:
         self.world.tell(self.name, event)
         now = self.world.now
         if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
             self.world.clients[event.message.request_id].submitted_at = now
         self.carry_out(self.core.handle(event, now))
-        self.carry_out(self.core.schedule(now))
+
+    def schedule(self, *, must_check: bool) -> None:
+        """Pages are looked at whenever they seem to have moved, and if that is asked for."""
+        self.carry_out(self.core.schedule(self.world.now))
         pool = self.core.account.pool
+        groups = range(len(self.world.lives))
+        counts = [(pool.free_count(group), pool.used_count(group)) for group in groups]
+        if counts == self._page_counts and not must_check:
+            return
+        self._page_counts = counts
         pool.check()
-        for group, live in enumerate(self.world.lives):
-            self.world.slots_ran_out |= not live.is_paged and pool.free_count(group) == 0
-
-    def freeze(self) -> None:
-        if self.is_up:
-            self.world.tell(self.name, "freezes")
-            self.is_frozen = True
-
-    def thaw(self) -> None:
-        self.world.tell(self.name, "thaws")
-        self.is_frozen = False
-        self.thawed_at = self.world.now
-        backlog, self.backlog = self.backlog, []
-        for event in backlog:
-            self.feed(event)
+        if self.world.is_honest:
+            check_core(self.core)
+        full = [live for live, (free, _) in zip(self.world.lives, counts, strict=True) if not free]
+        self.world.slots_ran_out |= any(not live.is_paged for live in full)
+        self.world.tally["pools that ran full"] += bool(full) and not self._is_full
+        self._is_full = bool(full)
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -225,8 +248,14 @@ class Node:
                     if isinstance(message, Tokens | Failed):
                         self.world.reply(self.name, message)
                 case ToWorkers(message=worker_message):
+                    if self.role == "decode" and isinstance(worker_message, Step):
+                        count = len(worker_message.chunks)
+                        self.world.tally["prompts computed by decode servers"] += count
                     self.worker.handle(worker_message, self.world.find_worker)
                 case ToPeer(link=link, message=peer_message):
+                    self.world.tally[type(peer_message).__name__] += 1
+                    if isinstance(peer_message, TransferRequest) and peer_message.is_self_test:
+                        self.world.tally["self-tests"] += 1
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
                     self.given_up = reason
@@ -236,6 +265,13 @@ class Node:
                     self.world.watches.add((self.name, incarnation))
                     if self.world.find_worker(incarnation) is None:
                         self.feed(ProcessesGone(incarnation))
+
+    def harvest(self) -> None:
+        """Add what its core has counted in this life to what happened."""
+        (effect,) = self.core.handle(FromFrontend(GetState(0)), self.world.now)
+        assert isinstance(effect, ToFrontend) and isinstance(effect.message, State)
+        for name, value in effect.message.counters.items():
+            self.world.tally[f"{self.role}: {name}"] += int(value)
 
 
 def node_watches(node: Node) -> set[str]:
@@ -251,16 +287,22 @@ class World:
 
     lives: what the parts of the model see, each in a page group of its own; all of it comes first.
     damage_rate: of pieces of a hand-over, how many leave one wrong value behind.
+    slow_step_rate: of steps, how many take long.
     is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
     is_hurried: whether some clients have little time.
-    slots_ran_out: whether any server ever had none left. retraction_count: of finished requests.
+    tally: what happened how often. slots_ran_out: whether any server ever had none left.
+    retraction_count: of finished requests.
+    last_due_at: when the last of what is planned happens, ticks and what they bring aside.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.tally: Counter[str] = Counter()
+        self.network = Network(self.rng, self.after, self.tally)
         self.lives: tuple[Live, ...] = (FULL,)
         self.damage_rate = 0.0
         self.damage_rng = random.Random(seed ^ 0xDA3A6E)
+        self.slow_step_rate = 0.0
         self.transport = "posix"
         self.is_hurried = False
         self.is_honest = False
@@ -270,13 +312,10 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
         self.watches: set[tuple[str, str]] = set()
-        self.cut: set[frozenset[str]] = set()
-        self.slow: dict[frozenset[str], float] = {}
         self.lingering: dict[str, SimWorker] = {}
         self.log: list[str] | None = None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._next = 0
-        self._arrival: dict[tuple[str, str], float] = {}
 
     def add(self, name: str, role: str, page_size: int, pages: int) -> Node:
         self.nodes[name] = Node(self, name, role, page_size, pages)
@@ -292,6 +331,10 @@ class World:
     def after(self, delay: float, call: Callable[[], None]) -> None:
         self._next += 1
         heapq.heappush(self._heap, (self.now + delay, self._next, call))
+
+    @property
+    def last_due_at(self) -> float:
+        return max((at for at, _, _ in self._heap), default=self.now)
 
     def run(self, until: float) -> None:
         while self._heap and self._heap[0][0] <= until:
@@ -314,14 +357,9 @@ class World:
     def post(self, sender: Node, link: str, message: PeerMessage) -> None:
         """A decode server's link is the name of the prefill server; the other way round alike."""
         receiver = self.nodes.get(link.partition(":")[0])
-        if receiver is None or frozenset((sender.name, receiver.name)) in self.cut:
+        if receiver is None:
             return
-        key = (sender.name, receiver.name)
-        mean = self.slow.get(frozenset(key), 0.002)
-        at = max(self._arrival.get(key, 0.0), self.now + self.rng.expovariate(1 / mean))
-        self._arrival[key] = at
-        life = receiver.life
-        sender_life = sender.life
+        life, sender_life = receiver.life, sender.life
         back = f"{sender.name}:1" if sender.role == "prefill" else sender.name
 
         def deliver() -> None:
@@ -331,11 +369,14 @@ class World:
                 receiver.feed(FromPeer(back, message))
             elif sender.role == "decode" and sender.life == sender_life:
                 if receiver.is_up:
+                    self.tally["messages met by a successor"] += 1
                     receiver.feed(FromPeer(back, message))
                 else:
                     self.after(REDELIVER_S, deliver)
+            else:
+                self.tally["messages lost with a process"] += 1
 
-        self.after(at - self.now, deliver)
+        self.network.carry(sender.name, receiver.name, message, self.now, deliver)
 
     def find_worker(self, incarnation: str) -> SimWorker | None:
         for node in self.nodes.values():
@@ -357,8 +398,9 @@ class World:
         client.budget_s = budget_s
         self.clients[client.request_id] = client
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
-        if not node.is_up:
-            client.finals.append("refused: server is down")
+        self.tally["requests"] += 1
+        if not node.is_up or node.is_draining:
+            client.finals.append("refused: server is down or stopping")
             return client
         submit = Submit(client.request_id, list(prompt), sampling, budget_s, room)
         node.feed(FromFrontend(submit))
@@ -366,6 +408,7 @@ class World:
 
     def cancel(self, client: Client) -> None:
         client.is_cancelled = True
+        self.tally["cancelled requests"] += 1
         self.nodes[client.node].feed(FromFrontend(Cancel(client.request_id)))
 
     def reply(self, node: str, message: Tokens | Failed) -> None:
@@ -375,6 +418,7 @@ class World:
         assert not client.finals, f"request {client.request_id} was answered again: {message}"
         client.answered_at = self.now
         if isinstance(message, Failed):
+            assert message.status in FAILURES[message.kind], f"{message}"
             client.finals.append("failed")
             client.failure = f"{message.kind}: {message.message}"
             return

@@ -1,4 +1,5 @@
-"""`python -m tests.soak --minutes 30 --clients 20`: a pair under mixed load, watched all the time.
+"""`python -m tests.soak --minutes 30 --clients 20`: a pair under mixed load, watched all the time;
+with `--fault-interval 20` also frozen and killed in parts, every 20 seconds or so.
 
 Exit code 0 if every answer was right, typed or cut by us, no page is held at the end, and no
 process has grown.
@@ -18,6 +19,7 @@ from tests.soak.golden import draw_prompts, take_goldens
 from tests.soak.growth import Growth, UseLog
 from tests.soak.plans import Side
 from tests.soak.servers import ServerPair, start_lone
+from tests.soak.troubles import Troubles
 from tests.soak.verdicts import Verdict
 
 GOLDEN_COUNT = 96
@@ -50,10 +52,17 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="fixes what is sent")
     parser.add_argument("--transport", default="auto", help="auto, shm or tcp")
+    parser.add_argument("--fault-interval", type=float, default=0.0, help="seconds; 0: no faults")
     options = parser.parse_args()
     left_before = set(SHARED_MEMORY.iterdir())
     problems = asyncio.run(
-        soak(options.minutes * 60, options.clients, options.seed, options.transport)
+        soak(
+            options.minutes * 60,
+            options.clients,
+            options.seed,
+            options.transport,
+            options.fault_interval,
+        )
     )
     left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)
     if left:
@@ -64,7 +73,9 @@ def main() -> int:
     return 1 if problems else 0
 
 
-async def soak(duration_s: float, client_count: int, seed: int, transport: str) -> list[str]:
+async def soak(
+    duration_s: float, client_count: int, seed: int, transport: str, fault_interval_s: float
+) -> list[str]:
     """Run it all; what was off, in words."""
     args = (*COMMON_ARGS, "--transport", transport)
     async with ServerPair(args, PREFILL_POOL_ARGS, DECODE_POOL_ARGS) as pair:
@@ -77,19 +88,28 @@ async def soak(duration_s: float, client_count: int, seed: int, transport: str) 
         finally:
             lone.kill()
         urls = {Side.PREFILL: pair.prefill.url, Side.DECODE: pair.decode.url}
+        has_faults = fault_interval_s > 0
         target = Target(
-            urls, pair.bootstrap_port, REQUEST_TIMEOUT_S + HANG_GRACE_S, keeps_connections=True
+            urls,
+            pair.bootstrap,
+            REQUEST_TIMEOUT_S + HANG_GRACE_S,
+            keeps_connections=not has_faults,
         )
         load = Load(target, goldens, seed, client_count)
         log = UseLog(warm_up_s=min(WARM_UP_S, duration_s / 3))
         print(f"prefill {pair.prefill.url}, decode {pair.decode.url}")
         print(f"{client_count} clients for {duration_s / 60:g} minutes, {len(goldens)} goldens")
         load.start()
-        await _watch(pair, load, log, duration_s)
+        if has_faults:
+            async with Troubles(pair, log, fault_interval_s, seed) as troubles:
+                await _watch(pair, load, log, duration_s, may_end=True)
+            print(f"{troubles.freeze_count} freezes, {troubles.kill_count} kills")
+        else:
+            await _watch(pair, load, log, duration_s)
         await load.stop()
         held_count = await pair.wait_at_rest(REST_TIMEOUT_S)
         log.sample(pair.servers, is_at_rest=True)
-        problems = _summarize(load, log.growths(), held_count)
+        problems = _summarize(load, log.growths(), held_count, has_faults=has_faults)
         for server in pair.servers:
             look = await server.look()
             print(f"{server.role} server counted: {look.counters if look else 'no answer'}")
@@ -101,8 +121,10 @@ async def soak(duration_s: float, client_count: int, seed: int, transport: str) 
         return problems
 
 
-async def _watch(pair: ServerPair, load: Load, log: UseLog, duration_s: float) -> None:
-    """Sample and report until the time is over."""
+async def _watch(
+    pair: ServerPair, load: Load, log: UseLog, duration_s: float, *, may_end: bool = False
+) -> None:
+    """Sample and report until the time is over. may_end: whether servers are ended by us."""
     began_at = time.monotonic()
     sampled_at = told_at = began_at
     while time.monotonic() - began_at < duration_s:
@@ -110,7 +132,7 @@ async def _watch(pair: ServerPair, load: Load, log: UseLog, duration_s: float) -
         load.check()
         now = time.monotonic()
         for server in pair.servers:
-            if not server.is_running:
+            if not server.is_running and not may_end:
                 raise RuntimeError(f"the {server.role} server ended:\n{server.last_words()}")
         if now - sampled_at >= SAMPLE_INTERVAL_S:
             sampled_at = now
@@ -134,7 +156,9 @@ async def _tell(pair: ServerPair, load: Load, log: UseLog, elapsed_s: float) -> 
     )
 
 
-def _summarize(load: Load, growths: list[Growth], held_count: int) -> list[str]:
+def _summarize(
+    load: Load, growths: list[Growth], held_count: int, *, has_faults: bool
+) -> list[str]:
     """Print the tables; what is off."""
     counts = load.counts()
     print("\nrequests")
@@ -147,17 +171,20 @@ def _summarize(load: Load, growths: list[Growth], held_count: int) -> list[str]:
     for detail, count in details.most_common(SHOWN_COUNT_MAX):
         print(f"  {count:>5} x {detail}")
     print(f"\npages held at the end: {held_count}")
-    print(f"\n{'process':<22}{'RSS MB':>9}{'growth MB':>11}{'%':>7}{'fds':>10}{'threads':>12}")
+    print(f"\n{'process':<22}{Growth.HEAD}")
     for one in growths:
         print(f"{one.process:<22}{one.row}")
     problems = [one.problem for one in growths if one.problem]
-    for verdict in (Verdict.WRONG, Verdict.HANG, Verdict.CUT, Verdict.UNREACHABLE):
+    excused = (Verdict.CUT, Verdict.UNREACHABLE) if has_faults else ()
+    for verdict in {Verdict.WRONG, Verdict.HANG, Verdict.CUT, Verdict.UNREACHABLE} - {*excused}:
         if counts[verdict]:
             problems.append(f"{counts[verdict]} requests: {verdict}")
     if load.sent_count != len(load.answers):
         problems.append(f"{load.sent_count - len(load.answers)} requests were never answered")
     asked_count = counts[Verdict.RIGHT] + counts[Verdict.ERROR]
-    if asked_count == 0 or counts[Verdict.RIGHT] / asked_count < RIGHT_SHARE_MIN:
+    if not has_faults and (
+        asked_count == 0 or counts[Verdict.RIGHT] / asked_count < RIGHT_SHARE_MIN
+    ):
         problems.append(f"{counts[Verdict.RIGHT]} of {asked_count} answers are right")
     if held_count:
         problems.append(f"{held_count} pages were not given back")

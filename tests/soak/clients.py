@@ -28,7 +28,7 @@ class Target:
     """Where the pair listens. hang_after_s: an answer that takes longer counts as none."""
 
     urls: dict[Side, str]
-    bootstrap_port: int
+    bootstrap: tuple[str, int]
     hang_after_s: float
     keeps_connections: bool
 
@@ -54,6 +54,7 @@ class Load:
     client_count: int
     answers: list[Answer] = field(default_factory=list)
     sent_count: int = 0
+    _open: dict[str, dict[Side, Half]] = field(default_factory=dict)
     _is_stopping: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -77,6 +78,12 @@ class Load:
         """Answers by verdict, of requests sent at `since` or later."""
         return Counter(answer.verdict for answer in self.answers if answer.sent_at >= since)
 
+    @property
+    def begun_count(self) -> int:
+        """Streams that have brought their first token and no more."""
+        halves = [halves[Side.DECODE] for halves in self._open.values()]
+        return sum(half.event_count == 1 and not half.finish for half in halves)
+
     async def _run_client(self, index: int) -> None:
         # Connections are given up before the server (5 s) would: a post may not cross its close.
         kept_count = 4 if self.target.keeps_connections else 0
@@ -96,12 +103,14 @@ class Load:
         self.sent_count += 1
         halves = {side: Half() for side in plan.sides}
         aborts = plan.twisted_sides if plan.twist is Twist.ABORT else ()
+        self._open[plan.rid] = halves
         async with asyncio.TaskGroup() as tasks:
             for place, side in enumerate(plan.sides):
                 delay_s = place * plan.gap_s
                 tasks.create_task(self._send_half(http, plan, side, halves[side], delay_s))
             for side in aborts:
                 tasks.create_task(self._abort(http, plan, side))
+        del self._open[plan.rid]
         verdict, detail = judge(plan, halves)
         return Answer(plan, sent_at, time.monotonic(), verdict, detail)
 
@@ -123,14 +132,17 @@ class Load:
         except (httpx.ConnectError, httpx.ConnectTimeout):
             half.trouble = (Verdict.UNREACHABLE, f"{side} does not listen")
         except httpx.TransportError as error:
-            half.trouble = (Verdict.CUT, f"{side} {type(error).__name__}")
+            # The kernel resets a connection whose server has closed it without reading it all.
+            is_unread = half.status == 0 and isinstance(error, httpx.ReadError)
+            kind = Verdict.UNREACHABLE if is_unread else Verdict.CUT
+            half.trouble = (kind, f"{side} {type(error).__name__}")
         except msgspec.DecodeError as error:
             half.trouble = (Verdict.WRONG, f"{side} {plan.rid}: {error}")
 
     async def _exchange(
         self, http: httpx.AsyncClient, plan: Plan, side: Side, half: Half, *, is_leaving: bool
     ) -> None:
-        body = plan.body(self.target.bootstrap_port)
+        body = plan.body(self.target.bootstrap)
         url = self.target.urls[side] + plan.api
         async with http.stream("POST", url, json=body) as response:
             half.status = response.status_code

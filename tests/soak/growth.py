@@ -32,22 +32,35 @@ class Growth:
     row: str
     problem: str
 
+    HEAD = f"{'RSS MB':>9}{'growth MB':>11}{'%':>7}{'fds':>10}{'threads':>12}"
+
 
 @dataclass(slots=True)
 class UseLog:
-    """Samples of every process. warm_up_s: from the first sample on."""
+    """Samples of every process; one that was started again begins anew. warm_up_s: from the first
+    sample on."""
 
     warm_up_s: float
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    _pids: dict[str, int] = field(default_factory=dict)
 
     def sample(self, servers: Sequence[Server], *, is_at_rest: bool = False) -> None:
         now = time.monotonic()
         for server in servers:
             for part, pid in server.pids().items():
                 use = read_use(pid)
-                if use is not None:
-                    series = self.samples.setdefault(f"{server.role} {part}", [])
-                    series.append(Sample(now, use, is_at_rest))
+                if use is None:
+                    continue
+                name = f"{server.role} {part}"
+                if self._pids.get(name) != pid:
+                    self._pids[name] = pid
+                    self.samples[name] = []
+                self.samples[name].append(Sample(now, use, is_at_rest))
+
+    def forget(self, server: Server) -> None:
+        """Its processes were ended; those that follow are others."""
+        for name in [name for name in self.samples if name.startswith(f"{server.role} ")]:
+            del self.samples[name]
 
     def total_rss_mb(self) -> float:
         """Of the last sample; pages that processes share count in each."""
@@ -61,12 +74,19 @@ class UseLog:
         before, after = series[-2], series[-1]
         return (after.use.ready_s - before.use.ready_s) / (after.at - before.at)
 
-    def growths(self) -> list[Growth]:
-        return [self._growth(name, series) for name, series in sorted(self.samples.items())]
+    def growths(self, sample_count_min: int = 1) -> list[Growth]:
+        """Of the processes that have lived through so many samples."""
+        return [
+            self._growth(name, series)
+            for name, series in sorted(self.samples.items())
+            if len(series) >= sample_count_min
+        ]
 
     def _growth(self, name: str, series: list[Sample]) -> Growth:
         """Medians of the tenth after the warm-up and of the last tenth are compared."""
-        warm = [one for one in series if one.at - series[0].at >= self.warm_up_s] or series
+        warm = [one for one in series if one.at - series[0].at >= self.warm_up_s]
+        is_young = not warm  # it was restarted: shown, and not judged
+        warm = warm or series
         share = max(1, len(warm) // 10)
         first, last = warm[:share], warm[-share:]
         before = statistics.median(one.use.rss_nbytes for one in first)
@@ -80,6 +100,8 @@ class UseLog:
             f"{fds_before:>5}>{rest.fd_count:<4}{threads_before:>6}>{rest.thread_count:<4}"
         )
         problem = ""
+        if is_young:
+            return Growth(name, f"{row}  (restarted)", "")
         if growth > GROWTH_MAX * before:
             problem = f"{name} grew by {growth / MB:.1f} MB ({growth / before:.1%})"
         elif rest.thread_count > threads_before + POOL_THREAD_COUNT_MAX:

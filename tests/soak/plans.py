@@ -65,8 +65,8 @@ class Plan:
     def is_routed(self) -> bool:
         return len(self.sides) > 1
 
-    def body(self, bootstrap_port: int) -> JsonObject:
-        """The JSON body, the same for both sides."""
+    def body(self, bootstrap: tuple[str, int]) -> JsonObject:
+        """The JSON body, the same for both sides. bootstrap: the prefill server's host and port."""
         prompt = self.golden.prompt
         temperature = 1.0 if self.twist is Twist.SAMPLED else 0.0
         limits: JsonObject = {"temperature": temperature, "seed": self.sampling_seed}
@@ -80,8 +80,8 @@ class Plan:
                 body |= {"prompt": prompt.content, "max_tokens": prompt.max_new_tokens, **limits}
         if self.is_routed:
             body |= {
-                "bootstrap_host": "127.0.0.1",
-                "bootstrap_port": bootstrap_port,
+                "bootstrap_host": bootstrap[0],
+                "bootstrap_port": bootstrap[1],
                 "bootstrap_room": self.room,
             }
         return body | self.flaw

@@ -62,12 +62,17 @@ class _Internal(msgspec.Struct):
     counters: dict[str, float]
 
 
+class _Peer(msgspec.Struct):
+    state: str
+
+
 class Look(msgspec.Struct):
     """What a server says of itself."""
 
     page_groups: list[_PageGroup]
     internal_states: list[_Internal]
     is_state_fresh: bool
+    peers: list[_Peer]
 
     @property
     def held_count(self) -> int:
@@ -75,8 +80,12 @@ class Look(msgspec.Struct):
         return sum(group.used + group.quarantined for group in self.page_groups)
 
     @property
+    def queues(self) -> dict[str, int]:
+        return self.internal_states[0].queues
+
+    @property
     def queued_count(self) -> int:
-        return sum(self.internal_states[0].queues.values())
+        return sum(self.queues.values())
 
     @property
     def counters(self) -> dict[str, float]:
@@ -89,17 +98,22 @@ class Look(msgspec.Struct):
 
 @dataclass(slots=True)
 class Server:
-    """One server. role: "prefill" or "decode". args: its flags beyond model and port."""
+    """One server. role: "prefill" or "decode". args: its flags beyond model, host and port.
+
+    prefix: what its command begins with, such as a program that runs it elsewhere.
+    """
 
     role: str
     port: int
     args: tuple[str, ...]
     log_path: Path
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def is_running(self) -> bool:
@@ -107,8 +121,9 @@ class Server:
 
     def start(self) -> None:
         assert not self.is_running
-        command = [sys.executable, "-m", f"{self.role}_server", "--model-path", str(CHECKPOINT)]
-        command += ["--port", str(self.port), *self.args]
+        command = [*self.prefix, sys.executable, "-m", f"{self.role}_server"]
+        command += ["--model-path", str(CHECKPOINT)]
+        command += ["--host", self.host, "--port", str(self.port), *self.args]
         # What a killed supervisor can't remove is to lie with the logs, and to go with them.
         environment = {**os.environ, "TMPDIR": str(self.log_path.parent)}
         with self.log_path.open("ab") as log:
@@ -186,6 +201,14 @@ class Server:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server runs. prefix: see Server."""
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class ServerPair:
     """A prefill and a decode server on ports of their own. common_args: flags of both."""
@@ -194,6 +217,7 @@ class ServerPair:
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     log_dir: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="baton-test-")))
+    places: tuple[Place, Place] = (Place(), Place())
     bootstrap_port: int = 0
     servers: list[Server] = field(default_factory=list)
 
@@ -205,15 +229,22 @@ class ServerPair:
     def decode(self) -> Server:
         return self.servers[1]
 
+    @property
+    def bootstrap(self) -> tuple[str, int]:
+        """Where the prefill server is found."""
+        return self.places[0].host, self.bootstrap_port
+
     async def __aenter__(self) -> ServerPair:
         prefill_port, self.bootstrap_port, decode_port = free_ports(3)
         listens = ("--bootstrap-port", str(self.bootstrap_port))
-        dials = ("--prefill", f"127.0.0.1:{self.bootstrap_port}")
-        for role, port, args in (
-            ("prefill", prefill_port, (*listens, *self.common_args, *self.prefill_args)),
-            ("decode", decode_port, (*dials, *self.common_args, *self.decode_args)),
+        dials = ("--prefill", f"{self.places[0].host}:{self.bootstrap_port}")
+        for role, port, place, args in (
+            ("prefill", prefill_port, self.places[0], (*listens, *self.prefill_args)),
+            ("decode", decode_port, self.places[1], (*dials, *self.decode_args)),
         ):
-            self.servers.append(Server(role, port, args, self.log_dir / f"{role}.log"))
+            log_path = self.log_dir / f"{role}.log"
+            flags = (*args, *self.common_args)
+            self.servers.append(Server(role, port, flags, log_path, place.host, place.prefix))
         try:
             for server in self.servers:
                 server.start()

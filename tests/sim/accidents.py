@@ -1,0 +1,136 @@
+"""What goes wrong in a story: processes that end or stand still, links that fail, clients that go.
+
+An accident is drawn when the story is planned, and ends before the story becomes quiet.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from tests.sim.world import Node, World
+
+ACCIDENTS = (
+    *("crash", "crash", "linger", "linger", "linger", "drain"),
+    *("freeze", "stop worker", "stop server", "cut", "cut", "slow", "stall", "shaky", "echo"),
+    *("abort storm", "frozen writer", "frozen writer", "frozen reader", "frozen reader"),
+)
+FIRST_AT = 1.0
+LAST_AT = 9.5
+
+
+def plan_accident(world: World, rng: random.Random) -> None:
+    at = rng.uniform(FIRST_AT, LAST_AT)
+    kind = rng.choice(ACCIDENTS)
+    nodes = list(world.nodes.values())
+    node, other = rng.choice(nodes), rng.choice(nodes)
+    world.tally[f"accident: {kind}"] += 1
+    match kind:
+        case "cut" | "slow" | "stall" | "shaky" | "echo":
+            _plan_link(world, rng, kind, frozenset((node.name, other.name)), at)
+        case "frozen writer" | "frozen reader" | "abort storm":
+            _plan_storm(world, rng, kind, node, at)
+        case _:
+            _plan_process(world, rng, kind, node, at)
+
+
+def _plan_process(world: World, rng: random.Random, kind: str, node: Node, at: float) -> None:
+    match kind:
+        case "crash":
+            world.after(at, lambda: node.is_up and node.crash())
+            world.after(at + rng.uniform(0.1, 3.0), lambda: node.is_up or node.boot())
+        case "linger":
+            node = _rush(world, rng, at)
+            world.after(at, lambda: node.is_up and node.worker.stop())
+            crash_at = at + rng.choice((0.0, rng.uniform(0.0, 2.0)))
+            linger_s = rng.uniform(0.5, 4.0)
+            world.after(crash_at, lambda: node.is_up and node.crash(linger_s))
+            world.after(crash_at + rng.uniform(0.05, 1.0), lambda: node.is_up or node.boot())
+        case "drain":
+            world.after(at, node.drain)
+            ends_at = at + rng.uniform(0.2, 3.0)
+            world.after(ends_at, lambda: node.is_up and node.is_draining and node.crash())
+            world.after(ends_at + rng.uniform(0.1, 1.0), lambda: node.is_up or node.boot())
+        case "freeze":
+            world.after(at, node.freeze)
+            world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
+        case "stop worker":
+            world.after(at, partial(_stop_worker, world, node, rng.uniform(0.3, 5.0)))
+        case "stop server":
+            world.after(at, partial(_stop_worker, world, node, rng.uniform(0.3, 5.0)))
+            world.after(at, node.freeze)
+            world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
+
+
+def _plan_link(
+    world: World, rng: random.Random, kind: str, pair: frozenset[str], at: float
+) -> None:
+    network, ends_at = world.network, at + rng.uniform(0.05, 4.0)
+    match kind:
+        case "cut":
+            world.after(at, lambda: network.cut.add(pair))
+            world.after(ends_at, lambda: network.cut.discard(pair))
+        case "slow":
+            delay_s = rng.choice((0.05, 0.3, 1.0))
+            world.after(at, lambda: network.slow.update({pair: delay_s}))
+            world.after(ends_at, lambda: network.slow.pop(pair, None))
+        case "stall":
+            world.after(at, lambda: network.stalled.update({pair: ends_at}))
+            world.after(ends_at, lambda: network.stalled.pop(pair, None))
+        case "shaky":
+            world.after(at, lambda: network.shaky.add(pair))
+            world.after(ends_at, lambda: network.shaky.discard(pair))
+        case "echo":
+            world.after(at, lambda: network.echoing.add(pair))
+            world.after(ends_at, lambda: network.echoing.discard(pair))
+
+
+def _plan_storm(world: World, rng: random.Random, kind: str, node: Node, at: float) -> None:
+    """Clients leave in the midst of hand-overs, while one of the two sides stands still."""
+    if kind == "abort storm":
+        world.after(at, lambda: _abort_all(world, node))
+        return
+    writer = _rush(world, rng, at)
+    decodes = [other for other in world.nodes.values() if other.role == "decode"]
+    stopped = writer if kind == "frozen writer" else rng.choice(decodes)
+    world.after(at, partial(_stop_worker, world, stopped, rng.uniform(0.5, 5.0)))
+    for decode in decodes:
+        world.after(at + 0.2, partial(_abort_all, world, decode))
+
+
+def _rush(world: World, rng: random.Random, at: float) -> Node:
+    """Many requests at once, so that whatever happens then happens in the midst of hand-overs.
+    Returns a server that may be busy with them."""
+    decodes = [node for node in world.nodes.values() if node.role == "decode"]
+    for decode in decodes:
+        for _ in range(6):
+            prompt = [rng.randint(10, 900) for _ in range(rng.randint(20, 60))]
+            world.after(at - rng.uniform(0.02, 0.1), partial(world.submit, decode, prompt, 8))
+    return rng.choice([node for node in world.nodes.values() if node.role == "prefill"])
+
+
+def _stop_worker(world: World, node: Node, duration_s: float) -> None:
+    """Its server's scheduler goes on, and so does what is under way in the network."""
+    if node.is_up:
+        worker = node.worker
+        world.tell(node.name, f"worker stops for {duration_s:.2f} s")
+        world.tally["stopped workers"] += 1
+        worker.stop()
+        world.after(duration_s, worker.go_on)
+
+
+def _abort_all(world: World, node: Node) -> None:
+    for client in list(world.clients.values()):
+        if node.is_up and client.node == node.name and not client.finals:
+            world.cancel(client)
+
+
+def repair(world: World) -> None:
+    """From here on nothing goes wrong."""
+    world.network.repair()
+    for node in world.nodes.values():
+        if not node.is_up:
+            node.boot()
+        elif node.is_frozen:
+            node.thaw()
+        node.worker.go_on()

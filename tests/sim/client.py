@@ -1,0 +1,42 @@
+"""One request as its client sees it, and what it must be told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.layout.component import FULL, Live
+from tests.sim.oracle import next_token
+
+EOS = 7
+BUDGET_S = 20.0
+
+
+@dataclass
+class Client:
+    """submitted_at: when its scheduler got to see it."""
+
+    request_id: int
+    prompt: list[int]
+    max_new_tokens: int
+    node: str
+    output: list[int] = field(default_factory=list)
+    finals: list[str] = field(default_factory=list)
+    submitted_at: float = 0.0
+    answered_at: float = 0.0
+    budget_s: float = BUDGET_S
+    is_cancelled: bool = False
+    is_orphan: bool = False
+    failure: str = ""
+
+    def expected(
+        self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9, count: int = 10**9
+    ) -> list[int]:
+        """The first `count` tokens of the answer. token_max: what the server allows a prompt and
+        its output together."""
+        tokens = list(self.prompt)
+        for _ in range(min(self.max_new_tokens, count)):
+            tokens.append(next_token(tokens, lives))
+            if tokens[-1] == EOS or len(tokens) >= token_max:
+                break
+        return tokens[len(self.prompt) :]

@@ -1,0 +1,163 @@
+"""What must be true of a scheduler core between two events, whatever happened to it.
+
+Every request is somewhere, so that something can still end it, and every page has one owner. Looks
+at what the cores keep for themselves, and shares no arithmetic with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from common.config import HandOver
+from common.scheduling.batcher import Batcher
+from common.scheduling.page_pool import PagePool
+from common.scheduling.sequence import PageSpan, Sequence
+from common.scheduling.transitions import DecodeState, PrefillState
+from decode_server.scheduler import DecodeScheduler
+from prefill_server.scheduler import PrefillScheduler
+
+Core = PrefillScheduler | DecodeScheduler
+
+
+def check_core(core: Core) -> None:
+    """Raises: AssertionError."""
+    if isinstance(core, DecodeScheduler):
+        check_decode_requests(core)
+        check_decode_pages(core)
+    else:
+        check_prefill_requests(core)
+        check_prefill_pages(core)
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+def check_decode_requests(core: DecodeScheduler) -> None:
+    """Who waits is in the queue, who hands over has a transfer, and who runs is in the batch."""
+    queue, under_way = core._endings.queue, core._receiver._under_way
+    for request in core._endings.requests.values():
+        name = f"request {request.request_id}"
+        assert (request.state is DecodeState.WAITING) == (request.request_id in queue), (
+            f"{name} is {request.state}: nobody will look at it again"
+        )
+        match request.state:
+            case DecodeState.WAITING:
+                assert request.transfer is None and request.sequence is None, name
+            case DecodeState.TRANSFERRING:
+                transfer = request.transfer
+                assert transfer is not None, f"{name} waits for a hand-over that nobody knows of"
+                assert under_way.get(transfer.transfer_id) is transfer, f"{name}: it was given up"
+                assert transfer.request is request, f"{name}: it is another's"
+            case DecodeState.RUNNING:
+                assert request.sequence is not None, f"{name} runs without pages"
+                assert is_computed(core._batcher, request.sequence), f"{name} is in no batch"
+            case _:
+                raise AssertionError(f"{name} is {request.state} and was not forgotten")
+    assert core._receiver.under_way_count <= len(core._endings.requests), "transfers of nobody"
+    assert all(request_id in core._endings.requests for request_id in queue), "a ghost waits"
+
+
+def check_prefill_requests(core: PrefillScheduler) -> None:
+    for request in core._table:
+        name = f"request {request.request_id} of the prefill server"
+        sequence, is_queued = request.sequence, request.request_id in core._table.queue
+        assert (request.state is PrefillState.QUEUED) == is_queued, f"{name} is {request.state}"
+        match request.state:
+            case PrefillState.WAITING | PrefillState.HELD:
+                room = core._rendezvous._rooms.get(request.room or 0)
+                assert room is not None and room.request is request, f"{name} is in no room"
+                is_held = request.state is PrefillState.HELD
+                assert is_held == (sequence is not None), f"{name}: what is held has pages"
+                assert request.reservation is None and not request.is_on_its_way, name
+            case PrefillState.QUEUED:
+                assert (request.reservation is None) == request.is_ahead and sequence is None, name
+            case PrefillState.PREFILLING:
+                assert sequence is not None, f"{name} is computed without pages"
+                assert is_computed(core._batcher, sequence), f"{name} is in no batch"
+            case PrefillState.SENDING:
+                assert request.is_on_its_way, f"{name} has nothing on its way and has not ended"
+            case PrefillState.DRAINING:
+                assert sequence is not None, name
+                assert request.sends_open or core._batcher.is_in_flight(sequence), f"{name} drains"
+            case _:
+                raise AssertionError(f"{name} is {request.state} and was not forgotten")
+
+
+def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set[int]:
+    """Transfers that a decode server waits for and their prefill server does not know of. cores: by
+    incarnation; a server that is not there any more is missed by its silence."""
+    forgotten: set[int] = set()
+    for transfer_id, transfer in core._receiver._under_way.items():
+        writer = cores.get(transfer.peer)
+        if transfer.is_quiet or not isinstance(writer, PrefillScheduler):
+            continue
+        rooms = writer._rendezvous._rooms.values()
+        met = {room.reservation.message.transfer_id for room in rooms if room.reservation}
+        if writer._table.of_transfer(transfer_id) is None and transfer_id not in met:
+            forgotten.add(transfer_id)
+    return forgotten
+
+
+def is_computed(batcher: Batcher, sequence: Sequence) -> bool:
+    request_id = sequence.request_id
+    return (batcher._running.get(request_id) or batcher._prompts.get(request_id)) is sequence
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+def check_decode_pages(core: DecodeScheduler) -> None:
+    """Used pages are those of sequences, of transfers and of the prefix cache; quarantined ones
+    those of abandoned transfers."""
+    owned = Owned(core.account.pool)
+    sequences = [r.sequence for r in core._endings.requests.values() if r.sequence is not None]
+    for sequence in [*sequences, *core._batcher._leaving]:
+        owned.add_sequence(sequence)
+    for transfer in core._receiver._under_way.values():
+        owned.add(transfer.spans)
+    quarantined = Owned(core.account.pool)
+    for abandoned in core._receiver._abandoned.values():
+        is_hidden = abandoned.transfer.hand_over is HandOver.LANDING
+        (owned if is_hidden else quarantined).add(abandoned.transfer.spans)
+    owned.check("used", core.account.pool._used, cached_count=cached_count(core))
+    quarantined.check("quarantined", core.account.pool._quarantined, cached_count=0)
+
+
+def check_prefill_pages(core: PrefillScheduler) -> None:
+    owned = Owned(core.account.pool)
+    for request in core._table:
+        if request.sequence is not None:
+            owned.add_sequence(request.sequence)
+    owned.check("used", core.account.pool._used, cached_count=cached_count(core))
+
+
+def cached_count(core: Core) -> int:
+    cache = core.account.cache
+    return cache.node_count if cache is not None else 0
+
+
+class Owned:
+    """Pages that somebody has, per group, one entry for every owner."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pages: list[list[int]] = [[] for _ in pool.page_counts]
+
+    def add(self, spans: Iterable[PageSpan]) -> None:
+        for pages, span in zip(self._pages, spans, strict=True):
+            pages += span.page_ids
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Pages at the head of group 0 that are the prefix cache's are shared and not counted."""
+        for group, (pages, span) in enumerate(zip(self._pages, sequence.spans, strict=True)):
+            pages += span.page_ids[len(sequence.nodes) if group == 0 else 0 :]
+
+    def check(self, name: str, places: list[set[int]], *, cached_count: int) -> None:
+        """cached_count: pages of group 0 that the prefix cache has beside these."""
+        for group, (pages, place) in enumerate(zip(self._pages, places, strict=True)):
+            once = set(pages)
+            assert len(once) == len(pages), f"group {group}: a page has two owners"
+            assert once <= place, f"group {group}: pages {sorted(once - place)} are not {name}"
+            count = len(once) + (cached_count if group == 0 else 0)
+            assert count == len(place), (
+                f"group {group}: {len(place) - count} pages {name} by nobody"
+            )

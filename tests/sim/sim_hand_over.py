@@ -1,0 +1,274 @@
+"""What the workers of simulated servers write into each other's pages, and when they say so.
+
+A hand-over copies in two pieces with time between them and settles after the second. Over shared
+memory a piece is at the target once it is put. Over tcp it is on its way for a while and lands
+whatever became of its source, unless the target has closed the door that it was sent to. A staged
+piece lies in a slot until the target's process scatters it, if it still expects it by then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from common.config import HandOver
+from common.protocol.descriptor import RankDescriptor
+from common.protocol.worker import (
+    ClosePeer,
+    ConnectPeer,
+    Expect,
+    Forget,
+    Forgotten,
+    OpenPeer,
+    PeerClosed,
+    PeerConnected,
+    PeerOpened,
+    Send,
+    SendSettled,
+)
+from common.scheduling.facts import ServerFacts
+from tests.sim.digests import regions_of
+from tests.sim.oracle import rows_to_send
+from tests.sim.sim_cache import SimCache
+from tests.sim.sim_process import SimProcess
+
+# How often a send looks whether its last piece has arrived.
+POLL_S = 0.01
+# Of staged pieces, how many wait in their slot long enough to be given up and forgotten.
+LATE_SCATTER_SHARE = 0.2
+
+Rows = list[tuple[int, int]]
+Find = Callable[[str], "HandOvers | None"]
+
+
+class HandOvers:
+    """All that one worker sends, and all that it lets in.
+
+    transport: "posix" or "tcp". doors: by peer, the number of what it may write through over tcp.
+    awaits: whether this server has pages set aside for a transfer; asked of every byte that lands.
+    tally: what happened how often. damage_rate: of pieces, how many leave a wrong value behind.
+    """
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        process: SimProcess,
+        cache: SimCache,
+        rng: random.Random,
+        transport: str,
+        tally: Counter[str],
+    ) -> None:
+        self.facts = facts
+        self.process = process
+        self.transport = transport
+        self.tally = tally
+        self.doors: dict[str, int] = {}
+        self.expected: dict[int, Expect] = {}
+        self.targets: dict[str, HandOvers] = {}
+        self.awaits: Callable[[int], bool] = lambda transfer_id: True
+        self.damage_rate = 0.0
+        self.damage_rng = random.Random(0)
+        self._cache = cache
+        self._rng = rng
+        self._door_count = 0
+        self._doors_there: dict[str, int] = {}
+        self._modes: dict[str, HandOver] = {}
+        self._cancelled: set[int] = set()
+        self._refused: set[int] = set()
+        self._sends_open: dict[int, Send] = {}
+        self._waiting: list[Send] = []
+        self._in_flight: Counter[int] = Counter()
+        self._in_slots: Counter[int] = Counter()
+
+    # ---- connections -----------------------------------------------------------------------------
+
+    def open(self, message: OpenPeer) -> None:
+        self._door_count += 1
+        self.doors[message.peer] = self._door_count
+        address = str(self._door_count).encode()
+        for rank in range(self.facts.rank_count):
+            descriptor = RankDescriptor(rank, address, regions_of(self.facts, rank))
+            self.process.soon(PeerOpened(message.peer, rank, descriptor))
+
+    def connect(self, message: ConnectPeer, find: Find) -> None:
+        target = find(message.peer)
+        if target is None:
+            return
+        self.targets[message.peer] = target
+        self._modes[message.peer] = message.hand_over
+        self._doors_there[message.peer] = int(message.ranks[0].worker_address)
+        for rank in range(self.facts.rank_count):
+            transports = self.transport if rank == 0 else ""
+            self.process.soon(PeerConnected(message.peer, rank, transports))
+
+    def close(self, message: ClosePeer) -> None:
+        for send in list(self._sends_open.values()):
+            if send.peer == message.peer:
+                self._settle(send, "closed")
+        self.targets.pop(message.peer, None)
+        for rank in range(self.facts.rank_count):
+            delay = self._rng.uniform(0.0001, 0.02)
+            self.process.after(delay, lambda rank=rank: self._shut(message.peer, rank))
+
+    def _shut(self, peer: str, rank: int) -> None:
+        """Nothing gets in through a door that is closed, and only then that is said."""
+        if rank == 0:
+            self.doors.pop(peer, None)
+        self.process.say(PeerClosed(peer, rank))
+
+    # ---- what leaves -----------------------------------------------------------------------------
+
+    def send(self, send: Send, finished_step: int) -> None:
+        """Waits for its step, as the real one does for each layer group."""
+        self._sends_open[send.send_id] = send
+        if send.step_id > finished_step:
+            self._waiting.append(send)
+        else:
+            self._begin(send)
+
+    def apply_step(self) -> None:
+        """Another step has ended, which is the one that all waiting sends waited for."""
+        waiting, self._waiting = self._waiting, []
+        for send in waiting:
+            if send.send_id in self._sends_open:
+                self._begin(send)
+
+    def cancel(self, transfer_id: int) -> None:
+        self._cancelled.add(transfer_id)
+        for send in list(self._waiting):
+            if send.transfer_id == transfer_id:
+                self._waiting.remove(send)
+                self._settle(send, "cancelled")
+
+    def _begin(self, send: Send) -> None:
+        middle = (send.token_start + send.token_stop) // 2
+        first = self._rng.uniform(0.0005, 0.01)
+        second = first + self._rng.uniform(0.0005, 0.01)
+        is_staged = self._is_staged(send)
+        wait = flight = 0.0
+        if is_staged:
+            # It is in the slot by then: the target scatters it whatever the source does.
+            wait = second - first
+            if self._rng.random() < LATE_SCATTER_SHARE:
+                wait += self._rng.uniform(0.1, 1.0)
+            second = first
+        elif self.transport == "tcp":
+            flight = self._rng.uniform(0.0005, 0.02)
+        times = [(first, send.token_start, middle, 0.0), (second, middle, send.token_stop, wait)]
+        for at, start, stop, in_slot in times:
+            self.process.after(
+                at, lambda a=start, b=stop, w=in_slot: self._copy(send, a, b, w, flight)
+            )
+        self.process.after(second + wait + flight + 0.0001, lambda: self._settle(send, ""))
+
+    def _copy(self, send: Send, start: int, stop: int, wait: float, flight: float) -> None:
+        """wait: how long it lies in its slot. flight: how long it is on its way."""
+        target = self.targets.get(send.peer)
+        is_open = send.send_id in self._sends_open
+        if self.process.is_dead or not is_open or target is None or target.process.is_dead:
+            return
+        if send.transfer_id in self._cancelled or send.send_id in self._refused:
+            return
+        is_last = send.is_final and stop == send.token_stop
+        rows = rows_to_send(self._cache.lives, start, stop, is_last=is_last)
+        values = [self._cache.take(send.source_pages, group, item) for group, item in rows]
+        if self._is_staged(send):
+            self._stage(send, target, rows, values, wait)
+        elif self.transport == "tcp":
+            self._put_over_tcp(send, target, rows, values, flight)
+        else:
+            self.tally["pieces over shared memory"] += 1
+            target.write(send, rows, values)
+
+    def _stage(
+        self, send: Send, target: HandOvers, rows: Rows, values: list[int], wait: float
+    ) -> None:
+        self._in_slots[send.send_id] += 1
+
+        def scatter() -> None:
+            self._in_slots[send.send_id] -= 1
+            if target.expects(send, self.facts.incarnation):
+                self.tally["pieces through slots"] += 1
+                target.write(send, rows, values)
+            else:
+                self.tally["pieces in slots not expected any more"] += 1
+                self._refused.add(send.send_id)
+
+        target.process.receive(wait, scatter)
+
+    def _put_over_tcp(
+        self, send: Send, target: HandOvers, rows: Rows, values: list[int], flight: float
+    ) -> None:
+        door = self._doors_there[send.peer]
+        self._in_flight[send.send_id] += 1
+
+        def land() -> None:
+            self._in_flight[send.send_id] -= 1
+            if target.doors.get(self.facts.incarnation) == door:
+                self.tally["pieces over tcp"] += 1
+                target.write(send, rows, values)
+            else:
+                self.tally["pieces over tcp at a closed door"] += 1
+
+        target.process.receive(flight, land)
+
+    def _is_staged(self, send: Send) -> bool:
+        """Every transfer in landing mode, some in auto mode."""
+        mode = self._modes.get(send.peer)
+        return mode is HandOver.LANDING or (mode is HandOver.AUTO and send.send_id % 2 == 1)
+
+    def _settle(self, send: Send, error: str) -> None:
+        if self.process.is_dead or send.send_id not in self._sends_open:
+            return
+        is_cancelled = send.transfer_id in self._cancelled
+        is_quiet = self._in_flight[send.send_id] == 0
+        has_landed = is_quiet and (self._in_slots[send.send_id] == 0 or is_cancelled)
+        if not has_landed and not error:
+            self.process.after(POLL_S, lambda: self._settle(send, error))
+            return
+        del self._sends_open[send.send_id]
+        if is_cancelled:
+            error = "cancelled"
+        elif send.send_id in self._refused:
+            error = "refused by the target"
+        nbytes = (send.token_stop - send.token_start) * 8
+        self.tally["connections broken with bytes under way"] += not is_quiet
+        self.process.say(
+            SendSettled(send.send_id, send.transfer_id, 0, error, nbytes, 1, 0.001, is_quiet)
+        )
+        for rank in range(1, self.facts.rank_count):
+            self.process.say(SendSettled(send.send_id, send.transfer_id, rank, error, 0, 0, 0.0))
+
+    # ---- what gets in ----------------------------------------------------------------------------
+
+    def expect(self, message: Expect) -> None:
+        self.expected[message.transfer_id] = message
+
+    def forget(self, message: Forget) -> None:
+        self.expected.pop(message.transfer_id, None)
+        for rank in range(self.facts.rank_count):
+            self.process.soon(Forgotten(message.transfer_id, rank))
+
+    def expects(self, send: Send, source: str) -> bool:
+        """Whether a staged copy of a source incarnation may be scattered here, now."""
+        expected = self.expected.get(send.transfer_id)
+        return (
+            expected is not None
+            and expected.peer == source
+            and expected.pages == send.target_pages
+            and send.token_stop <= expected.token_count
+        )
+
+    def write(self, send: Send, rows: Rows, values: list[int]) -> None:
+        """Into this target's pages, at these (group, item)."""
+        if self.process.is_dead:
+            return
+        assert self.awaits(send.transfer_id), f"late bytes of transfer_id={send.transfer_id} landed"
+        for (group, item), value in zip(rows, values, strict=True):
+            self._cache.leave(send.target_pages, group, item, value)
+        if rows and self.damage_rng.random() < self.damage_rate:
+            group, item = self.damage_rng.choice(rows)
+            value = self._cache.take(send.target_pages, group, item)
+            self._cache.leave(send.target_pages, group, item, value + 1)
+            self.tally["pieces damaged"] += 1

@@ -1,0 +1,63 @@
+"""What stories must contain, and a table of how often it happened.
+
+Knows the names under which a world counts; whatever is missing here is counted and not shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tests.sim.accidents import ACCIDENTS
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "stories": (
+        *("over posix", "over tcp", "by direct", "by landing", "by auto"),
+        *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
+        *("verified off", "verified sample", "verified full", "with page sizes that differ"),
+    ),
+    "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
+    "processes": (
+        *("crashes", "crashes that leave a worker", "restarts", "drains", "frozen schedulers"),
+        *("stopped workers", "slow steps", "pools that ran full"),
+    ),
+    "messages": (
+        *("messages lost in a cut", "messages lost with a process", "messages late"),
+        *("messages out of order", "messages doubled", "messages met by a successor"),
+        *("Abort", "Quiesced", "Withdraw", "Detached", "TransferRequest", "TransferDone"),
+        *("TransferFailed", "self-tests"),
+    ),
+    "pieces of hand-overs": (
+        *("pieces over shared memory", "pieces over tcp", "pieces over tcp at a closed door"),
+        *("pieces through slots", "pieces in slots not expected any more", "pieces damaged"),
+        "connections broken with bytes under way",
+    ),
+    "requests": (
+        *("requests", "cancelled requests", "decode: finished", "decode: failed"),
+        *("decode: aborted", "decode: timed_out", "decode: retracted"),
+        *("decode: verified", "decode: mismatched", "prompts computed by decode servers"),
+        *("prefill: finished", "prefill: aborted", "prefill: timed_out"),
+        *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
+    ),
+}
+NAMES = tuple(name for names in SECTIONS.values() for name in names)
+
+
+def table(tallies: Iterable[Counter[str]]) -> list[str]:
+    """Lines of a table: in how many stories something happened, and how often in all."""
+    times: Counter[str] = Counter()
+    stories: Counter[str] = Counter()
+    for tally in tallies:
+        times.update(tally)
+        stories.update(name for name, count in tally.items() if count)
+    lines = [f"{'what happened':<44}{'stories':>9}{'times':>10}"]
+    for section, names in SECTIONS.items():
+        lines.append(f"{section}:")
+        lines += [f"  {name:<42}{stories[name]:>9}{times[name]:>10}" for name in names]
+    return lines
+
+
+def missing(tallies: Iterable[Counter[str]]) -> list[str]:
+    """What never happened."""
+    happened = {name for tally in tallies for name, count in tally.items() if count}
+    return [name for name in NAMES if name not in happened]
