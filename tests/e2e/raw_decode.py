@@ -6,9 +6,14 @@ afterwards is judged as any connected peer's claim.
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.channel.peer import PeerDialer
 from common.channel.sockets import SendResult
@@ -32,7 +37,7 @@ from common.request import SamplingParams
 from common.transport.ucx import UcxSettings, UcxTransport
 from tests.e2e.fleet import Node, wait_until
 
-INCARNATION = "raw"
+PAGE_COUNT = 64  # of every group
 
 M = TypeVar("M", bound=PrefillToDecode)
 
@@ -40,31 +45,45 @@ M = TypeVar("M", bound=PrefillToDecode)
 class RawDecode:
     """One rank with pages of every group, connected as soon as the `with` block begins."""
 
-    def __init__(self, prefill: Node, checkpoint: Path, layer_count: int, page_size: int) -> None:
+    def __init__(
+        self,
+        prefill: Node,
+        checkpoint: Path,
+        layer_count: int,
+        page_size: int,
+        tls: str = "auto",
+    ) -> None:
+        """tls: the UCX transports that its memory can be reached over."""
         self._link = prefill.bootstrap
         self._fingerprint: dict[str, str] = prefill.get("/server_info").json()["fingerprint"]
         config = read_served_config(checkpoint, dtype="float32")
         components = cache_components(config, "auto")
         self.layout = ServerLayout(components, 1, ((0, layer_count),), page_size)
+        self.incarnation = secrets.token_hex(8)
+        self.pages: list[NDArray[np.uint8]] = []  # uint8[page, byte] of each group
+        self._tls = tls
         self._beat_count = 0
         self._inbox: list[PrefillToDecode] = []
 
     def __enter__(self) -> RawDecode:
         self._dialer = PeerDialer()
-        self._transport = UcxTransport(UcxSettings())
+        self._transport = UcxTransport(UcxSettings(tls=self._tls))
         self._dialer.dial(self._link)
         layout = encode_layout(self.layout)
-        self.say(Hello(1, 1, "decode", INCARNATION, self._fingerprint, layout))
+        self.say(Hello(1, 1, "decode", self.incarnation, self._fingerprint, layout))
         self.welcome = self.wait_for(Welcome)
         for group in self.layout.ranks[0].groups:
-            self._transport.allocate(group.group.name, 64 * group.page_nbytes)
+            nbytes = PAGE_COUNT * group.page_nbytes
+            region = self._transport.allocate(group.group.name, nbytes)
+            assert region.view is not None
+            self.pages.append(region.view.reshape(PAGE_COUNT, group.page_nbytes))
         target = self._transport.open_target("prefill")
         regions, probe = (
             [(r.name, r.address, r.nbytes, r.key) for r in found]
             for found in (target.regions, [target.probe])
         )
         rank = RankDescriptor(0, target.worker_address, regions, probe[0])
-        self.say(Attach(INCARNATION, self.welcome.incarnation, [rank]))
+        self.say(Attach(self.incarnation, self.welcome.incarnation, [rank]))
         self.wait_for(Attached)
         return self
 
@@ -88,18 +107,26 @@ class RawDecode:
         found: list[M] = []
 
         def has_come() -> bool:
-            self._beat_count += 1
-            beat = Heartbeat(INCARNATION, self._beat_count, 0, is_busy=False)
-            self._dialer.send(self._link, encode(beat))
-            self._inbox += [decode_prefill_to_decode(p) for _, p in self._dialer.receive()]
             while self._inbox and not found:
                 message = self._inbox.pop(0)
                 if isinstance(message, kind):
                     found.append(message)
             return bool(found)
 
-        wait_until(kind.__name__, has_come)
+        self.beat_until(kind.__name__, has_come)
         return found[0]
+
+    def beat_until(self, what: str, is_so: Callable[[], bool]) -> None:
+        """Wait as a peer that lives: beat, and keep what comes."""
+
+        def beat() -> bool:
+            self._beat_count += 1
+            message = Heartbeat(self.incarnation, self._beat_count, 0, is_busy=False)
+            self._dialer.send(self._link, encode(message))
+            self._inbox += [decode_prefill_to_decode(p) for _, p in self._dialer.receive()]
+            return is_so()
+
+        wait_until(what, beat)
 
     def reserve(self, transfer_id: int, source: ServerLayout, prompt: list[int]) -> TransferRequest:
         """An honest reservation of the pages 1, 2, 3, ... of every group. source: the writer's."""
@@ -107,7 +134,7 @@ class RawDecode:
         needed = [group.page_indices(group.live.items(len(prompt))) for group in groups]
         return TransferRequest(
             transfer_id=transfer_id,
-            incarnation=INCARNATION,
+            incarnation=self.incarnation,
             peer_incarnation=self.welcome.incarnation,
             token_count=len(prompt),
             pages=[(pages.start, list(range(1, len(pages) + 1))) for pages in needed],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import msgspec
 
 # value, token id, text
@@ -68,6 +69,60 @@ class Reply(msgspec.Struct):
     def timeline(self) -> Timeline:
         assert self.meta_info.timeline is not None, "the reply has no timeline"
         return self.meta_info.timeline
+
+
+class Message(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """OpenAI's parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+
+
+class Choice(msgspec.Struct):
+    """One of an OpenAI API, or what has grown of it."""
+
+    index: int
+    text: str = ""
+    message: Message = Message()
+    delta: Message = Message()
+    logprobs: CompletionLogprobs | None = None
+
+    @property
+    def piece(self) -> str:
+        return self.text + (self.message.content or "") + (self.delta.content or "")
+
+
+class Completion(msgspec.Struct):
+    """A reply of an OpenAI API, or one event of its stream."""
+
+    choices: list[Choice]
+
+
+def event_payloads(response: httpx.Response) -> list[bytes]:
+    """What the events of a stream carry; the stream has its closing mark."""
+    lines = [line for line in response.content.splitlines() if line]
+    assert response.status_code == 200, response.text
+    assert lines[-1] == b"data: [DONE]", lines[-1]
+    return [line.removeprefix(b"data: ") for line in lines[:-1]]
+
+
+def texts_of(path: str, payloads: list[bytes]) -> list[str]:
+    """Every sample's text, in order: of one whole reply, or of the events of a stream."""
+    texts: dict[int, str] = {}
+    for payload in payloads:
+        if path == "/generate":
+            many = payload.startswith(b"[")
+            found = msgspec.json.decode(payload, type=list[Reply] if many else Reply)
+            for place, reply in enumerate(found if isinstance(found, list) else [found]):
+                texts[place or reply.index] = reply.text
+        else:
+            for choice in msgspec.json.decode(payload, type=Completion).choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.piece
+    return [texts[index] for index in sorted(texts)]
 
 
 class ErrorMessage(msgspec.Struct):

@@ -50,17 +50,20 @@ def check_refused(found: tuple[int, str, str], *words: str) -> None:
         assert word in lines[0]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("role", "args", "words"),
     [
-        (("--page-size", "48"), ("--page-size 48", "power of two in 1..256")),
-        (("--page-size", "0"), ("--page-size 0", "power of two in 1..256")),
-        (("--dtype", "int4"), ("--dtype int4", "bfloat16")),
-        (("--port", "70000"), ("--port 70000", "65535")),
-        (("--chunked-prefill-sise", "32"), ("--chunked-prefill-sise", "--chunked-prefill-size")),
-        (("--tokenizer-path", "/nowhere"), ("/nowhere", "tokenizer.json")),
-        (("--config", "/nowhere.yaml"), ("/nowhere.yaml", "No such file")),
+        ("prefill", ("--page-size", "48"), ("--page-size 48", "power of two in 1..256")),
+        ("decode", ("--page-size", "0"), ("--page-size 0", "power of two in 1..256")),
+        ("prefill", ("--dtype", "int4"), ("--dtype int4", "bfloat16")),
+        ("decode", ("--port", "70000"), ("--port 70000", "65535")),
+        (
+            "prefill",
+            ("--chunked-prefill-sise", "32"),
+            ("--chunked-prefill-sise", "--chunked-prefill-size"),
+        ),
+        ("decode", ("--tokenizer-path", "/nowhere"), ("/nowhere", "tokenizer.json")),
+        ("prefill", ("--config", "/nowhere.yaml"), ("/nowhere.yaml", "No such file")),
     ],
 )
 def test_a_bad_setting_is_one_line(role: str, args: tuple[str, ...], words: tuple[str]) -> None:

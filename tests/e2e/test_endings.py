@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 LONG: Body = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 ENDLESS: Body = LONG | {"max_new_tokens": 1900}
+SHARED = Path("/dev/shm")
 SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
 
 
@@ -109,6 +110,19 @@ def test_a_killed_process_ends_its_server_and_is_named(
         assert running.exception() is not None, "its connection broke with its server"
     else:
         assert running.result().status_code >= 500
+
+
+def test_what_a_server_leaves_that_is_killed_as_it_makes_its_memory_is_removed_by_the_next(
+    fleet: Fleet,
+) -> None:
+    large = ("--transport", "shm", "--max-total-tokens", str(1 << 20))
+    doomed = fleet.decode([], *large, name="doomed")
+    pid = doomed.server.process.pid
+    wait_until("it to make its memory", lambda: any(SHARED.glob(f"baton-decode-{pid}-*/ucx_*")))
+    doomed.kill()
+    (left,) = SHARED.glob(f"baton-decode-{pid}-*")
+    fleet.decode([], "--transport", "shm", name="next").wait_ready()
+    assert not left.exists()
 
 
 def test_a_killed_supervisor_takes_its_processes_along(decode: Node) -> None:

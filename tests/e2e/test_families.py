@@ -1,7 +1,8 @@
 """Every family between two real servers: right tokens, least bytes, no page left.
 
 Layouts, page sizes and chunks differ between the servers. The same with ranks as threads, between
-more layouts, is `tests/families`; here processes, UCX and the schedulers are real.
+more layouts, is `tests/families` and runs every time, as slots do in `test_slots.py`; here
+processes, UCX and the schedulers are real.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.e2e.fleet import CHECKPOINT, Body, Fleet, reply_of
 from tests.engine.tiny_checkpoints import Reference, random_prompt
 from tests.families.cases import CASES, Case
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT))
 PREFILL = ("--tp-size", "2", "--page-size", "8", "--chunked-prefill-size", "40")
@@ -23,16 +24,8 @@ DECODE = ("--pp-size", "2", "--page-size", "32")
 # Layers that read the cache of one of another stage need a server without stages.
 DECODE_OF = {"gemma4_e": ("--page-size", "32")}
 
-# The others have their layouts in `tests/families` every time.
-ALWAYS = {"qwen3_next"}
 
-
-def marked(case: Case) -> object:
-    marks = [] if case.recipe in ALWAYS else [pytest.mark.soak]
-    return pytest.param(case, id=case.recipe, marks=marks)
-
-
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)
 def test_a_pair_gives_the_tokens_of_the_reference_for_the_least_bytes(
     case: Case, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from demo.servers import free_ports
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
+from tests.e2e.test_keys import curve
 from tests.engine.recipes.recipe import DEFAULT_ROPE
 from tests.engine.tiny_checkpoints import (
     Recipe,
@@ -140,10 +141,12 @@ def test_ranks_on_two_machines_are_one_server(
 ) -> None:
     checkpoint = tiny_checkpoint("qwen3")
     with Fleet(tmp_path_factory.mktemp("nodes"), checkpoint) as fleet:
-        prefill = fleet.prefill(*FLAGS)
-        # Two loopback addresses stand for two machines; the second has no HTTP of its own.
+        prefill = fleet.prefill(*FLAGS, *curve(fleet.log_dir, "prefill", decode="decode"))
+        # Two loopback addresses stand for two machines; the second has no HTTP of its own. Both
+        # have the server's key, with which its worker gets in.
         meeting = f"127.0.0.2:{free_ports(1)[0]}"
-        spread = ("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", meeting)
+        keys = curve(fleet.log_dir, "decode", **{"*": "prefill"})
+        spread = ("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", meeting, *keys)
         decode = fleet.decode([prefill], *FLAGS, *spread, "--node-rank", "0")
         other = fleet.decode([prefill], *FLAGS, *spread, "--node-rank", "1", name="node 1")
         prefill.wait_ready()

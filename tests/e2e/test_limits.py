@@ -57,10 +57,13 @@ def limited(started: Limited, fleet: Fleet) -> Iterator[Limited]:
 
 
 def pressing_body(index: int) -> Body:
-    """A prompt whose answer needs all of it; every second one is sampled with a seed."""
+    """A prompt whose answer needs all of it; every second one is sampled with a seed, every third
+    one must follow a grammar."""
     sampling: Body = {"max_new_tokens": OUTPUT_COUNT, "ignore_eos": True, "temperature": 0}
     if index % 2:
         sampling |= {"temperature": 0.8, "seed": index}
+    if index % 3 == 2:
+        sampling |= {"regex": f"([a-z]{{1,9}} ){{{OUTPUT_COUNT}}}"}
     question = make_question(700 + index, 8, ask=Ask.ALL)
     return {"text": question.prompt, "sampling_params": sampling}
 

@@ -4,12 +4,21 @@ first token, every metric is explained, and dashboards made for SGLang find thei
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+import httpx
 import pytest
 
 from demo.facts import make_question
-from tests.e2e.fleet import Body, Fleet, Node
+from tests.e2e.collector import Collector, Received, collector
+from tests.e2e.fleet import Body, Fleet, Node, wait_until
+from tests.e2e.prometheus import RATE_WINDOW, prometheus
+from tests.metrics.dashboards import DASHBOARDS, alerts, queries
+from tests.metrics.test_names import SGLANG_DASHBOARD, VLLM_DASHBOARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -24,6 +33,7 @@ BOTH = [
     "sglang:token_usage",
     "sglang:cache_config_info",
     "sglang:gen_throughput",
+    "sglang:cache_hit_rate",
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
     "sglang:num_requests_total",
@@ -38,6 +48,7 @@ BOTH = [
     "sglang:num_transfer_failed_reqs_total",
 ]
 ON_PREFILL = [
+    "sglang:kv_transfer_bootstrap_ms_bucket",
     "sglang:kv_transfer_latency_ms_bucket",
     "sglang:kv_transfer_total_mb_bucket",
     "sglang:kv_transfer_speed_gb_s_bucket",
@@ -52,6 +63,7 @@ ON_DECODE = [
     "sglang:request_time_per_output_token_seconds_bucket",
     "sglang:e2e_request_latency_seconds_bucket",
     "sglang:kv_transfer_alloc_ms_bucket",
+    "sglang:per_stage_req_latency_seconds_bucket",
     "baton:hand_over_stage_seconds_bucket",
 ]
 
@@ -88,18 +100,26 @@ def total(samples: list[Sample], name: str, **labels: str) -> float:
 
 @dataclass
 class Measured:
-    """A pair after REQUEST_COUNT requests, half of them streamed."""
+    """A pair after REQUEST_COUNT requests, half of them streamed. traces: its spans come here."""
 
     prefill: Node
     decode: Node
+    traces: Collector
     output_count: int
     ttft_s: float
 
 
 @pytest.fixture(scope="module")
-def measured(fleet: Fleet) -> Measured:
-    prefill = fleet.prefill("--chunked-prefill-size", "32")
-    decode = fleet.decode([prefill])
+def traces() -> Iterator[Collector]:
+    with collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def measured(traces: Collector, fleet: Fleet) -> Measured:
+    traced = ("--otlp-traces-endpoint", traces.url)
+    prefill = fleet.prefill("--chunked-prefill-size", "32", *traced)
+    decode = fleet.decode([prefill], "--metrics-names", "both", *traced)
     fleet.wait_ready()
     replies = []
     for index in range(REQUEST_COUNT):
@@ -114,18 +134,20 @@ def measured(fleet: Fleet) -> Measured:
     fleet.wait_at_rest()
     output_count = sum(reply.meta_info.completion_tokens for reply in replies)
     ttft_s = sum(reply.timeline.ttft_s for reply in replies)
-    return Measured(prefill, decode, output_count, ttft_s)
+    return Measured(prefill, decode, traces, output_count, ttft_s)
 
 
 def test_the_stages_of_the_hand_over_add_up_to_the_time_to_first_token(measured: Measured) -> None:
     samples = scrape(measured.decode)
     name = "baton:hand_over_stage_seconds"
     stages = {s.labels["stage"] for s in samples if s.name == f"{name}_sum"}
-    assert stages == STAGES
+    assert stages == STAGES | {"decode"}
     for stage in STAGES:
         assert total(samples, f"{name}_count", stage=stage) == REQUEST_COUNT
     ttft_s = total(samples, "sglang:time_to_first_token_seconds_sum")
-    assert total(samples, f"{name}_sum") == pytest.approx(ttft_s, rel=0.01)
+    explained_s = sum(total(samples, f"{name}_sum", stage=stage) for stage in STAGES)
+    assert explained_s == pytest.approx(ttft_s, rel=0.01)
+    assert total(samples, f"{name}_count", peer=measured.prefill.bootstrap) == 6 * REQUEST_COUNT
     assert ttft_s == pytest.approx(measured.ttft_s)
     assert total(samples, f"{name}_sum", stage="prefill") > 0
     assert total(samples, f"{name}_sum", stage="transfer") > 0
@@ -180,3 +202,108 @@ def test_a_server_at_rest_shows_all_pages_free(measured: Measured) -> None:
         assert pages["free"] + pages["cached"] == total(samples, "sglang:num_pages")
         assert total(samples, "sglang:token_usage") == 0
         assert total(samples, "baton:ready") == 1
+
+
+def test_both_servers_tell_of_the_same_requests(measured: Measured) -> None:
+    there, here = (
+        {one["rid"]: one for one in node.get("/requests").json()["requests"]}
+        for node in (measured.prefill, measured.decode)
+    )
+    assert set(there) == set(here) and len(here) == REQUEST_COUNT
+    for rid, told in here.items():
+        assert told["bytes"] == there[rid]["bytes"] > 0
+        spans = measured.decode.get(f"/requests/{rid}/timeline").json()["spans"]
+        assert sum(span["duration_s"] for span in spans) == pytest.approx(told["e2e_s"], rel=0.01)
+        prefill = next(span for span in spans if span["name"] == "prefill")
+        chunks_s = sum(chunk["duration_s"] for chunk in prefill["chunks"])
+        assert len(prefill["chunks"]) > 1
+        assert chunks_s == pytest.approx(prefill["duration_s"], rel=0.01)
+    assert len(measured.decode.get("/trace").json()["traceEvents"]) > 5 * REQUEST_COUNT
+
+
+TREE = {
+    "request": "00f067aa0ba902b7",
+    "reserve": "request",
+    "hand_over": "request",
+    "decode": "request",
+    "prefill_request": "hand_over",
+    "queue": "prefill_request",
+    "prefill": "prefill_request",
+    "transfer": "prefill_request",
+}
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_the_spans_of_both_servers_make_one_trace(measured: Measured, is_routed: bool) -> None:
+    # given
+    trace_id = f"{0x4BF9 + is_routed:032x}"
+    headers = {"traceparent": f"00-{trace_id}-{TREE['request']}-01"}
+    sampling: Body = {"temperature": 0, "max_new_tokens": 3}
+    body: Body = {"text": make_question(71, 8).prompt, "sampling_params": sampling}
+    nodes = [measured.decode]
+    if is_routed:
+        body |= {"bootstrap_host": "127.0.0.1", "bootstrap_room": 4711}
+        body["bootstrap_port"] = measured.prefill.bootstrap_port
+        nodes.append(measured.prefill)
+
+    # when
+    def post(node: Node) -> int:
+        return httpx.post(f"{node.url}/generate", json=body, headers=headers).status_code
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(post, nodes)) == [200] * len(nodes)
+    names = set(TREE)
+    wait_until(
+        "the spans of both servers",
+        lambda: names <= {span.name for span in measured.traces.of_trace(trace_id)},
+        30.0,
+    )
+
+    # then
+    spans = [s for s in measured.traces.of_trace(trace_id) if not s.name.startswith("chunk")]
+    by_id = {span.span_id: span for span in spans}
+    parents = {
+        s.name: by_id[s.parent_id].name if s.parent_id in by_id else s.parent_id for s in spans
+    }
+    assert parents == TREE
+    there = {span.name for span in spans if span.service == "baton-prefill"}
+    assert there == {"prefill_request", "queue", "prefill", "transfer"}
+    assert len(spans) == len(parents), "each of them once"
+    check_attributes({span.name: span for span in spans}, measured.prefill.bootstrap)
+
+
+def check_attributes(spans: dict[str, Received], peer: str) -> None:
+    """What the hand-over's two sides tell is the same."""
+    here, there = spans["hand_over"].attributes, spans["prefill_request"].attributes
+    assert here["baton.peer"] == peer
+    for name in ("baton.bytes", "baton.tokens", "baton.prefill_s"):
+        assert here[name] == pytest.approx(there[name]) and here[name], name
+    assert spans["request"].attributes["gen_ai.usage.completion_tokens"] == 3
+    assert spans["hand_over"].duration_s <= spans["request"].duration_s
+
+
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"
+)
+def test_a_prometheus_answers_every_query_of_the_dashboards(
+    measured: Measured, tmp_path: Path
+) -> None:
+    with prometheus(tmp_path, [measured.prefill, measured.decode]) as server:
+        # given: a request and two scrapes of both servers after it
+        sampling: Body = {"temperature": 0, "max_new_tokens": 2}
+        question = make_question(5, 8)
+        measured.decode.generate({"text": question.prompt, "sampling_params": sampling})
+        scraped = f"count_over_time(baton:peer_hand_over_bytes_total[{RATE_WINDOW}]) > 1"
+        wait_until("two scrapes of both", lambda: len(server.query(scraped)) == 2, 30.0)
+        wait_until("rules", lambda: "unknown" not in server.rule_health().values(), 30.0)
+
+        # then
+        assert server.rule_health() == dict.fromkeys(alerts(), "ok")
+        for path in DASHBOARDS:
+            for name, expression in queries(path).items():
+                expression = expression.replace("$model_name", "checkpoint")
+                expression = expression.replace("$__rate_interval", RATE_WINDOW)
+                server.wait_found(expression, f"{path.name}, {name}")
+        for name in (*SGLANG_DASHBOARD, *VLLM_DASHBOARD):
+            server.wait_found(name, "a published dashboard")
+        assert server.query('ALERTS{alertstate="firing"}') == []

@@ -127,6 +127,7 @@ def test_a_writer_that_is_frozen_in_the_midst_of_its_puts_spoils_nothing(pair: P
         caught = pair.fleet.in_background(decode, doomed)
         prefill.wait_queued("inflight")
         with prefill.frozen("common.worker"):
+            wait_until("its health", lambda: "worker 0 is stopped" in prefill.get("/health").text)
             response = caught.result()
             assert response.status_code in (503, 504), response.text
             # Over tcp, our closing of the connection is proof enough to have them back already.

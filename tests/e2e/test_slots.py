@@ -53,7 +53,8 @@ def started(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> Town:
     fleet.model_path = tiny_checkpoint("qwen3_next")
     chunks = ("--chunked-prefill-size", "40")
     prefill = fleet.prefill(*FLAGS, *NARROW, *chunks)
-    narrow = fleet.decode([prefill], *FLAGS, *NARROW, name="narrow")
+    patience = ("--worker-timeout", "30")  # its worker is frozen to hold things up
+    narrow = fleet.decode([prefill], *FLAGS, *NARROW, *patience, name="narrow")
     wide = fleet.decode([prefill], *FLAGS, name="wide")
     oracle = Reference.load(fleet.model_path)
 

@@ -22,7 +22,7 @@ from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_
 from tests.e2e.raw_decode import RawDecode
 from tests.engine.tiny_checkpoints import RECIPES, Reference, edit_config, random_prompt
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
 WINDOW, OTHER_WINDOW = 24, 20
 WINDOW_LAYERS, FULL_LAYERS = 3, 1
