@@ -1,0 +1,110 @@
+"""The CPU engine against `transformers`' generate: the same checkpoint, prompts and greedy tokens.
+
+Both compute 16 sequences together, in one process and by turns; the runner is driven as a worker
+drives it, by steps that carry what changed. Before anything is timed, the tokens are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bench.report import Row, row_of_medians
+from common.clock import SystemClock
+from common.engine.kv_pool import KvPool
+from common.engine.loader import load_model
+from common.engine.model_runner import ModelRunner
+from common.engine.models.registry import cache_components
+from common.layout.cache_layout import ServerLayout
+from common.layout.parallel import split_layers
+from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step
+from common.request import SamplingParams
+
+CHECKPOINT = Path(__file__).parent.parent / "demo" / "checkpoint"
+BATCH = 16
+PROMPT_LENGTH = 128
+OUTPUT_LENGTH = 64
+PAGE_SIZE = 16
+ROUND_COUNT = 7
+
+
+def run() -> list[Row]:
+    """One row: tokens generated per second, prompts included, of one thread. Target ratio: 3."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure() -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(10, 1000, (BATCH, PROMPT_LENGTH), generator=generator)
+    reference = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    engine = Engine()
+    assert engine.generate(prompts.tolist()) == _generate(reference, prompts)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(ROUND_COUNT):
+        ours.append(_rate(lambda: engine.generate(prompts.tolist())))
+        theirs.append(_rate(lambda: _generate(reference, prompts)))
+    return [row_of_medians("engine_batch_16", "tokens/s", ours, "transformers generate", theirs)]
+
+
+def _rate(generate: Callable[[], object]) -> float:
+    started_at = time.perf_counter()
+    generate()
+    return BATCH * OUTPUT_LENGTH / (time.perf_counter() - started_at)
+
+
+class Engine:
+    """A runner over a pool, driven by the steps of a whole batch."""
+
+    def __init__(self) -> None:
+        model = load_model(CHECKPOINT, dtype="float32")
+        layout = ServerLayout(
+            components=cache_components(model.config, "auto"),
+            tp_size=1,
+            stages=split_layers(model.config.layer_count, 1),
+            page_size=PAGE_SIZE,
+        )
+        self._pages_each = -(-(PROMPT_LENGTH + OUTPUT_LENGTH) // PAGE_SIZE)
+        pool = KvPool.allocate(layout.rank(0, 0), [BATCH * self._pages_each], "cpu")
+        self._runner = ModelRunner(model, pool, SystemClock())
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        ids = list(range(BATCH))
+        sampling = SamplingParams(
+            max_new_tokens=OUTPUT_LENGTH, seed=1, temperature=0.0, ignore_eos=True
+        )
+        new = [NewSequence(i, prompts[i], PROMPT_LENGTH, sampling) for i in ids]
+        grants = [
+            PageGrant(
+                i, 0, 0, list(range(1 + i * self._pages_each, 1 + (i + 1) * self._pages_each))
+            )
+            for i in ids
+        ]
+        chunks = [PrefillChunk(i, 0, PROMPT_LENGTH, True) for i in ids]
+        rounds = [self._runner.run(Step(1, new, grants, chunks, [], [])).token_ids]
+        for step_id in range(2, OUTPUT_LENGTH + 1):
+            rounds.append(self._runner.run(Step(step_id, [], [], [], ids, [])).token_ids)
+        self._runner.run(Step(0, [], [], [], [], ids))
+        return [list(tokens) for tokens in zip(*rounds, strict=True)]
+
+
+def _generate(model: PreTrainedModel, prompts: torch.Tensor) -> list[list[int]]:
+    output: torch.Tensor = model.generate(  # type: ignore[operator]
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        min_new_tokens=OUTPUT_LENGTH,
+        max_new_tokens=OUTPUT_LENGTH,
+        eos_token_id=None,
+    )
+    tokens: list[list[int]] = output[:, PROMPT_LENGTH:].tolist()
+    return tokens

@@ -1,0 +1,236 @@
+"""`python -m bench serve`, `baton-bench`: sends a load to a server and tells how it went.
+
+Exit code 0 if every request was answered, 1 if some failed, 2 if nothing could be measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer
+
+from bench.serve.client import LoadClient, Outcome, Run, headers_of
+from bench.serve.dialects import Decode, Dialect, OpenAiDialect, SglangDialect
+from bench.serve.settings import Settings, parse_settings
+from bench.serve.summary import METRICS, Summary, request_fields, summarize
+from bench.serve.workload import make_warm_ups, make_workload
+from common.errors import ConfigError
+
+EXIT_SOME_FAILED = 1
+EXIT_UNUSABLE = 2
+ASK_TIMEOUT_S = 10.0
+
+
+class _ServerInfo(msgspec.Struct):
+    vocab_size: int | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    console = Console(stderr=True)
+    try:
+        settings = parse_settings(sys.argv[1:] if argv is None else argv)
+        run = asyncio.run(_measure(settings, console))
+        summary = summarize(run, settings.percentiles, settings.goals)
+        _write_result(settings, summary, run)
+        if settings.picture is not None:
+            _draw(settings, run, settings.picture)
+    except ConfigError as exc:
+        sys.stderr.write(f"baton-bench: {exc}\n")
+        return EXIT_UNUSABLE
+    print_summary(summary)
+    for warning in summary.warnings:
+        sys.stderr.write(f"baton-bench: {warning}\n")
+    return EXIT_SOME_FAILED if summary.errors else 0
+
+
+async def _measure(settings: Settings, console: Console) -> Run:
+    tokenizer = _load_tokenizer(settings.tokenizer)
+    vocab_size = settings.vocab_size
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = tokenizer.get_vocab_size()
+    if vocab_size is None:
+        vocab_size = await _ask_vocab_size(settings)
+    dialect = await _choose_dialect(settings, tokenizer)
+    workload = make_workload(settings, vocab_size)
+    warm_ups = make_warm_ups(settings, workload, vocab_size)
+    client = LoadClient(settings, dialect)
+    for warm_up in warm_ups:
+        outcome = (await client.run([warm_up], _ignore)).outcomes[0]
+        if not outcome.is_good:
+            raise ConfigError(
+                f"a first request to {settings.url}{dialect.path} failed, nothing was measured: "
+                f"{outcome.error_kind}: {outcome.error}"
+            )
+    if settings.flush_cache:
+        await _flush_cache(settings)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not settings.has_progress
+    ) as progress:
+        bar = progress.add_task("requests", total=len(workload))
+        return await client.run(workload, lambda outcome: progress.advance(bar))
+
+
+def _ignore(outcome: Outcome) -> None:
+    pass
+
+
+def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
+    if directory is None:
+        return None
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer {directory}: must be a directory with a tokenizer.json")
+    return Tokenizer.from_file(str(path))
+
+
+async def _choose_dialect(settings: Settings, tokenizer: Tokenizer | None) -> Dialect:
+    if settings.backend == "sglang":
+        return SglangDialect(settings)
+    model = settings.model
+    if not model:
+        found = msgspec.json.decode(await _get(settings, "/v1/models", "--model"), type=_Models)
+        model = found.data[0].id
+    if settings.backend == "openai":
+        return OpenAiDialect(settings, model, None)
+    assert tokenizer is not None, "the settings were checked"
+    return OpenAiDialect(settings, model, _decoder_of(tokenizer))
+
+
+def _decoder_of(tokenizer: Tokenizer) -> Decode:
+    def decode(token_ids: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(list(token_ids)))
+
+    return decode
+
+
+async def _ask_vocab_size(settings: Settings) -> int:
+    info = await _get(settings, "/server_info", "--vocab-size or --tokenizer")
+    vocab_size = msgspec.json.decode(info, type=_ServerInfo).vocab_size
+    if vocab_size is None:
+        raise ConfigError(
+            f"{settings.url}/server_info does not tell the size of the vocabulary: give "
+            "--vocab-size or --tokenizer"
+        )
+    return vocab_size
+
+
+async def _get(settings: Settings, path: str, flag: str) -> bytes:
+    """Raises: ConfigError that names the flag which makes the question unnecessary."""
+    timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers_of(settings), timeout=timeout) as session,
+            session.get(settings.url + path) as response,
+        ):
+            response.raise_for_status()
+            return await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+        reason = str(exc) or "no answer in time"
+        raise ConfigError(f"{settings.url}{path} can't be asked ({reason}): give {flag}") from exc
+
+
+async def _flush_cache(settings: Settings) -> None:
+    timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+    url = f"{settings.url}/flush_cache"
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers_of(settings), timeout=timeout) as session,
+            session.post(url) as response,
+        ):
+            response.raise_for_status()
+    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+        raise ConfigError(f"--flush-cache: {url}: {exc}") from exc
+
+
+def _write_result(settings: Settings, summary: Summary, run: Run) -> None:
+    if settings.result_file is None:
+        return
+    result: dict[str, object] = {"settings": settings.shown(), **asdict(summary)}
+    if settings.save_detailed:
+        result["requests"] = [request_fields(outcome) for outcome in run.outcomes]
+    try:
+        settings.result_file.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    except OSError as exc:
+        raise ConfigError(
+            f"--result-file {settings.result_file}: can't be written: {exc.strerror}"
+        ) from exc
+
+
+def _draw(settings: Settings, run: Run, path: Path) -> None:
+    from bench.serve.picture import draw  # only now: matplotlib takes half a second to load
+
+    title = f"{settings.dataset_name}, {len(run.outcomes)} requests, {settings.backend}"
+    if settings.dataset_name != "trace":
+        title += f", {settings.request_rate:g} per second"
+    try:
+        draw(run, title, path)
+    except OSError as exc:
+        raise ConfigError(f"--picture {path}: can't be written: {exc.strerror}") from exc
+
+
+def print_summary(summary: Summary) -> None:
+    _print_columns(_figures(summary))
+    if summary.latencies:
+        names = next(iter(summary.latencies.values()))
+        rows = [("ms", *names)]
+        for metric in METRICS:
+            found = summary.latencies.get(metric)
+            if found is not None:
+                rows.append((metric.upper(), *(f"{value:.2f}" for value in found.values())))
+        _print_columns(rows)
+    if summary.errors:
+        _print_columns(
+            [("error", "requests", "for example")]
+            + [
+                (kind, str(count), summary.error_examples[kind])
+                for kind, count in summary.errors.items()
+            ]
+        )
+
+
+def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    print()
+
+
+def _figures(summary: Summary) -> list[tuple[str, ...]]:
+    good = f"{summary.good_count} of {summary.request_count}"
+    concurrency = f"{summary.mean_concurrency:.1f}, at most {summary.peak_concurrency}"
+    figures: list[tuple[str, ...]] = [
+        ("requests answered", good),
+        ("duration", f"{summary.duration_s:.2f} s"),
+        ("input tokens", f"{summary.input_token_count} ({summary.input_throughput:.1f} per s)"),
+        ("output tokens", f"{summary.output_token_count} ({summary.output_throughput:.1f} per s)"),
+        ("requests per s", f"{summary.request_throughput:.2f}"),
+        ("under way", concurrency),
+        ("sent late, p99", f"{summary.late_ms:.2f} ms"),
+        ("held back, p99", f"{summary.held_ms:.2f} ms"),
+        ("client's lag, p99", f"{summary.lag_ms:.2f} ms"),
+    ]
+    if summary.goodput is not None:
+        figures.append(("good requests per s", f"{summary.goodput:.2f}"))
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

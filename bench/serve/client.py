@@ -1,0 +1,190 @@
+"""Sends a workload when it is due, and notes when each token came.
+
+The schedule is open: a request leaves at its time however slow the answers to others are. Only
+--max-concurrency holds requests back, and says so in its own number. Where this process itself is
+late, because it has more to do than one core can, that is measured too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from bench.serve.dialects import Dialect
+from bench.serve.settings import Settings
+from bench.serve.workload import Ask
+
+LAG_INTERVAL_S = 0.01
+CONNECT_TIMEOUT_S = 30.0
+DONE = b"[DONE]"
+END_OF_EVENT = b"\n\n"
+ERROR_TEXT_MAX = 400  # characters kept of an answer that is an error
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times in seconds from the beginning of the run.
+
+    began_s: when its turn came here; due_s if this process was not late. sent_s: when it was sent,
+        later than that only if --max-concurrency held it back.
+    arrivals: (time, tokens so far) of every event that brought some.
+    error_kind: "" if all went well, else a short word for a table; error: what was said.
+    """
+
+    ask: Ask
+    due_s: float
+    began_s: float = 0.0
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    prompt_count: int = 0
+    output_count: int = 0
+    error_kind: str = ""
+    error: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.error_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything that was noted. lags_s: how late this process came to look, once in 10 ms."""
+
+    outcomes: list[Outcome]
+    duration_s: float
+    lags_s: list[float]
+
+
+class StreamBroken(Exception):
+    """A stream said that its request failed, or ended before its end."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class LoadClient:
+    """One run against one server. One event loop uses it, inside `async with`."""
+
+    def __init__(self, settings: Settings, dialect: Dialect) -> None:
+        self._settings = settings
+        self._dialect = dialect
+        self._encoder = msgspec.json.Encoder()
+        limit = settings.max_concurrency
+        self._slots = asyncio.Semaphore(limit) if limit is not None else None
+        self._started_at = 0.0
+
+    async def run(self, asks: Sequence[Ask], on_end: Callable[[Outcome], None]) -> Run:
+        """Send everything; returns when the last request has ended. on_end: called after each."""
+        timeout = aiohttp.ClientTimeout(
+            total=self._settings.request_timeout_s, sock_connect=CONNECT_TIMEOUT_S
+        )
+        async with aiohttp.ClientSession(
+            headers=headers_of(self._settings),
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+        ) as session:
+            lags_s: list[float] = []
+            self._started_at = time.perf_counter()
+            watching = asyncio.create_task(_watch_lag(lags_s))
+            tasks: list[asyncio.Task[Outcome]] = []
+            for ask in asks:
+                await self._wait_until(ask.arrival_s)
+                tasks.append(asyncio.create_task(self._one(session, ask, on_end)))
+            outcomes = await asyncio.gather(*tasks)
+            watching.cancel()
+        duration_s = max(outcome.ended_s for outcome in outcomes)
+        return Run(outcomes, duration_s, lags_s)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started_at
+
+    async def _wait_until(self, due_s: float) -> None:
+        delay_s = due_s - self._now()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+
+    async def _one(
+        self, session: aiohttp.ClientSession, ask: Ask, on_end: Callable[[Outcome], None]
+    ) -> Outcome:
+        outcome = Outcome(ask, due_s=ask.arrival_s, began_s=self._now())
+        payload = self._encoder.encode(self._dialect.body(ask))
+        if self._slots is not None:
+            await self._slots.acquire()
+        try:
+            outcome.sent_s = self._now()
+            await self._exchange(session, payload, outcome)
+        except StreamBroken as broken:
+            outcome.error_kind, outcome.error = broken.kind, str(broken)
+        except TimeoutError:
+            limit_s = self._settings.request_timeout_s
+            outcome.error_kind, outcome.error = "timeout", f"no end within {limit_s:g} s"
+        except aiohttp.ClientConnectorError as error:
+            outcome.error_kind, outcome.error = "connect", str(error)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            outcome.error_kind, outcome.error = "cut off", f"{type(error).__name__}: {error}"
+        except msgspec.DecodeError as error:
+            outcome.error_kind, outcome.error = "unreadable", str(error)
+        finally:
+            outcome.ended_s = self._now()
+            if self._slots is not None:
+                self._slots.release()
+        on_end(outcome)
+        return outcome
+
+    async def _exchange(
+        self, session: aiohttp.ClientSession, payload: bytes, outcome: Outcome
+    ) -> None:
+        url = self._settings.url + self._dialect.path
+        json_header = {"Content-Type": "application/json"}
+        async with session.post(url, data=payload, headers=json_header) as response:
+            if response.status != 200:
+                text = (await response.text(errors="replace"))[:ERROR_TEXT_MAX]
+                raise StreamBroken(f"http {response.status}", text)
+            rest = b""
+            is_done = False
+            async for piece in response.content.iter_any():
+                now_s = self._now()
+                *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(END_OF_EVENT)
+                for event in events:
+                    content = event.removeprefix(b"data:").strip()
+                    if content == DONE:
+                        is_done = True
+                    elif content and not content.startswith(b":"):
+                        self._note(outcome, content, now_s)
+        if not is_done:
+            raise StreamBroken("cut off", "the stream ended without [DONE]")
+        if not outcome.arrivals:
+            raise StreamBroken("no tokens", "the stream ended well and brought no token")
+
+    def _note(self, outcome: Outcome, content: bytes, now_s: float) -> None:
+        heard = self._dialect.hear(content)
+        if heard.failure:
+            raise StreamBroken("failed", heard.failure)
+        if heard.prompt_count is not None:
+            outcome.prompt_count = heard.prompt_count
+        told = heard.output_count
+        count = outcome.output_count + int(heard.has_text) if told is None else told
+        # The sum at the end may count tokens without text, which nobody saw arrive.
+        is_arrival = heard.has_text or (told is not None and outcome.arrivals == [])
+        if count > outcome.output_count and is_arrival:
+            outcome.arrivals.append((now_s, count))
+        outcome.output_count = max(outcome.output_count, count)
+
+
+def headers_of(settings: Settings) -> dict[str, str]:
+    return {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+
+
+async def _watch_lag(lags_s: list[float]) -> None:
+    """How much later than asked for this loop gets its turn: what every time noted is off by."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(LAG_INTERVAL_S)
+        lags_s.append(max(0.0, time.perf_counter() - before - LAG_INTERVAL_S))
