@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt torch
 	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt nanobind scikit-build-core cmake ninja libucx-cu12
 	@echo "building the native part"
-	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt --no-build-isolation -e '.[dev,bench]'
 	@touch $@
 
 demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
