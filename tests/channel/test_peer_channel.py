@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +30,13 @@ def listener() -> Iterator[PeerListener]:
 def dialer() -> Iterator[PeerDialer]:
     with contextlib.closing(PeerDialer()) as dialer:
         yield dialer
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def receive_one(end: PeerListener | PeerDialer) -> tuple[str, bytes]:
@@ -243,9 +251,8 @@ def test_a_connection_that_breaks_is_told_at_once_and_once_that_nobody_answers()
 
 
 def test_an_address_that_never_answered_has_not_broken() -> None:
-    with contextlib.closing(PeerListener("127.0.0.1", 0)) as listener:
-        port = listener.port
-    with contextlib.closing(PeerDialer()) as dialer:
+    # Bound and never listened on: it refuses every connection, and nobody else can take it.
+    with closed_port() as port, contextlib.closing(PeerDialer()) as dialer:
         dialer.dial(f"127.0.0.1:{port}")
         poller = Poller()
         poller.register(dialer)

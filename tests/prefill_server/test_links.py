@@ -17,6 +17,7 @@ from common.scheduling.events import (
     ToPeer,
 )
 from common.scheduling.events import ToFrontend as Told
+from common.scheduling.sparing import BURST
 from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, shown_link
 from tests.sim.world import Node, World
 
@@ -81,7 +82,7 @@ def test_a_link_is_shown_only_in_part() -> None:
     assert shown_link(f"{identity}.{key}") == "6401234567.fedcba9876543210"
 
 
-def test_a_flood_of_unknown_processes_is_told_in_a_line_a_second(world: World) -> None:
+def test_a_flood_of_unknown_processes_is_told_in_few_lines_then_one_a_second(world: World) -> None:
     core, facts = world.nodes["p0"].core, world.nodes["d0"].facts
     told: list[str] = []
     for index in range(1000):
@@ -94,6 +95,18 @@ def test_a_flood_of_unknown_processes_is_told_in_a_line_a_second(world: World) -
         told += [effect.text for effect in effects if isinstance(effect, Report)]
     refused = [line for line in told if line.startswith("refused decode server flood-")]
     lost = [line for line in told if line.startswith("lost decode server flood-")]
-    assert 4 <= len(refused) <= 6 and 4 <= len(lost) <= 6
+    for lines in (refused, lost):
+        assert BURST + 4 <= len(lines) <= BURST + 5
+        assert not any(line.endswith("more of this kind)") for line in lines[:BURST])
+        assert all(line.endswith("more of this kind)") for line in lines[BURST:])
     assert len(told) == len(refused) + len(lost) + 1, "the one that was connected, and is silent"
-    assert refused[1].endswith("more of this kind)") and lost[1].endswith("more of this kind)")
+
+
+def test_each_of_a_few_servers_that_do_not_fit_is_told_of(world: World) -> None:
+    core, facts = world.nodes["p0"].core, world.nodes["d0"].facts
+    told: list[str] = []
+    for name in ("dtype", "model", "weights"):
+        hello = Hello(1, 1, "decode", name, {name: "another"}, facts.layout_bytes)
+        effects = core.handle(FromPeer(f"link-{name}", hello), world.now)
+        told += [effect.text for effect in effects if isinstance(effect, Report)]
+    assert [line.split()[3] for line in told] == ["dtype", "model", "weights"]
