@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= demo/checkpoint
 FAULTS ?= 200
+# Tests and benchmarks start many processes, and each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check sim faults bench run-prefill run-decode clean
