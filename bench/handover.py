@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from bench.handover_peers import Contender, mooncake_pair, nixl_pair, perftest_gbps
-from bench.report import Row, row_of_medians
+from bench.report import Row, at_least, row_of_medians
 from common.planner.copy_plan import CopyPlan
 from common.transport.transport import PeerConnected, TargetDescriptor, TransferSettled
 from common.transport.ucx import UcxSettings, UcxTransport
@@ -27,6 +27,9 @@ POOL_NBYTES = 512 << 20
 BATCH_NBYTES = 64 << 20
 RUN_KIB = (4, 16, 64, 256)
 SAMPLE_COUNT = 9
+# What a hand-over has to reach of a memcpy by KiB of a run, and of ucx_perftest.
+MEMCPY_RATIO_MIN = {4: 0.8, 16: 0.8, 64: 0.95, 256: 0.95}
+PERFTEST_RATIO_MIN = 0.6
 PATIENCE_S = 60.0
 
 Samples = dict[str, list[float]]
@@ -126,7 +129,10 @@ def run_shared_memory() -> list[Row]:
                 ours[name].append(pair.sample(plan))
                 contenders.sample(name, plan)
     pair.close()
-    rows = [row_of_medians(n, "GB/s", ours[n], "memcpy", memcpy[n]) for n in ours]
+    rows = [
+        row_of_medians(n, "GB/s", ours[n], "memcpy", memcpy[n], at_least(MEMCPY_RATIO_MIN[kib]))
+        for n, kib in zip(ours, RUN_KIB, strict=True)
+    ]
     return rows + contenders.rows(ours)
 
 
@@ -146,7 +152,8 @@ def run_tcp() -> list[Row]:
                 contenders.sample(name, plan, warmup)
                 perftest[name].append(perftest_gbps(library_directory, kib << 10))
     pair.close()
-    rows = [row_of_medians(n, "GB/s", ours[n], "ucx_perftest", perftest[n]) for n in ours]
+    target = at_least(PERFTEST_RATIO_MIN)
+    rows = [row_of_medians(n, "GB/s", ours[n], "ucx_perftest", perftest[n], target) for n in ours]
     return rows + contenders.rows(ours)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from bench.report import Row
+from bench.report import Row, at_most
 from demo.__main__ import CHECKPOINT, HandOver, Reply
 from demo.facts import make_question
 from demo.servers import Pair
@@ -39,7 +39,7 @@ def run() -> list[Row]:
     overhead_ms = [1e3 * (seconds - h.nbytes / bandwidth) for seconds, h in samples]
     p50 = statistics.median(overhead_ms)
     return [
-        Row("handover_overhead_p50", p50, "ms", "target", TARGET_MS, p50 / TARGET_MS, len(samples)),
+        Row("handover_overhead_p50", p50, "ms", samples=len(samples), target=at_most(TARGET_MS)),
         _hidden_row(),
         *memory,
     ]
@@ -59,7 +59,7 @@ def _hidden_row() -> Row:
         hand_overs = [_ask(client, index, FOUR_CHUNKS_FACT_COUNT)[1] for index in range(20)]
     shares = [1 - h.exposed_nbytes / h.nbytes for h in hand_overs]
     value = statistics.median(shares)
-    return Row("handover_hidden_share_4_chunks", value, "of bytes", None, None, None, len(shares))
+    return Row("handover_hidden_share_4_chunks", value, "of bytes", samples=len(shares))
 
 
 def _ask(client: httpx.Client, index: int, fact_count: int) -> tuple[float, HandOver]:
@@ -93,5 +93,5 @@ def _memory_rows(supervisor_pid: int) -> list[Row]:
         kind = "scheduler" if "scheduler" in module else module.removeprefix("common.")
         status = Path(f"/proc/{pid}/status").read_text()
         kib = next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]
-        rows.append(Row(f"rss_{kind}", int(kib) / 1024, "MiB", None, None, None, 1))
+        rows.append(Row(f"rss_{kind}", int(kib) / 1024, "MiB"))
     return sorted(rows, key=lambda row: row.name)

@@ -1,17 +1,36 @@
-"""What a benchmark reports: rows of a value beside its reference, as a table and as JSON.
+"""What a benchmark reports: rows of a value beside its reference and its target, and a table.
 
-Knows nothing of what is measured.
+Knows nothing of what is measured, nor of where reports are kept.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Literal
 
-REPORT_PATH = Path(__file__).parent / "out" / "report.json"
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a row has to reach: in its ratio if it has a reference, else in its value."""
+
+    sense: Literal["at least", "at most"]
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.sense} {self.bound:g}"
+
+    def is_met_by(self, number: float) -> bool:
+        return number >= self.bound if self.sense == "at least" else number <= self.bound
+
+
+def at_least(bound: float) -> Target:
+    return Target("at least", bound)
+
+
+def at_most(bound: float) -> Target:
+    return Target("at most", bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +40,36 @@ class Row:
     value, reference_value: medians of the samples, both in `unit`.
     ratio: value over reference_value; read with the unit whether more is better.
     samples: how many times each was measured.
+    target: None: the number is told and promises nothing.
     """
 
     name: str
     value: float
     unit: str
-    reference: str | None
-    reference_value: float | None
-    ratio: float | None
-    samples: int
+    reference: str | None = None
+    reference_value: float | None = None
+    ratio: float | None = None
+    samples: int = 1
+    target: Target | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        """None without a target."""
+        if self.target is None:
+            return None
+        return self.target.is_met_by(self.value if self.ratio is None else self.ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """What a section would have measured, had something not been missing here.
+
+    name: of the row, or of all rows of its kind. target: in words, as it may be of several rows.
+    """
+
+    name: str
+    reason: str
+    target: str = ""
 
 
 def row_of_medians(
@@ -38,30 +78,49 @@ def row_of_medians(
     values: Sequence[float],
     reference: str | None = None,
     reference_values: Sequence[float] = (),
+    target: Target | None = None,
 ) -> Row:
     """A row from samples taken alternately, so that a slow minute of the machine hits both."""
     value = statistics.median(values)
     if reference is None or not reference_values:
-        return Row(name, value, unit, None, None, None, len(values))
+        return Row(name, value, unit, samples=len(values), target=target)
     against = statistics.median(reference_values)
-    return Row(name, value, unit, reference, against, value / against, len(values))
+    return Row(name, value, unit, reference, against, value / against, len(values), target)
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    columns = [("name", "value", "unit", "reference", "ref. value", "ratio", "samples")]
-    for row in rows:
-        against = "" if row.reference_value is None else f"{row.reference_value:.3g}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        reference = row.reference or ""
-        columns.append(
-            (row.name, f"{row.value:.3g}", row.unit, reference, against, ratio, str(row.samples))
-        )
-    widths = [max(len(line[index]) for line in columns) for index in range(len(columns[0]))]
-    for line in columns:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+HEADINGS = ("name", "value", "unit", "reference", "ref. value", "ratio", "samples", "target", "met")
 
 
-def write_report(rows: Sequence[Row], path: Path = REPORT_PATH) -> None:
-    content = [asdict(row) for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def cells_of(row: Row) -> tuple[str, ...]:
+    """The row as text, one cell for each of `HEADINGS`."""
+    return (
+        row.name,
+        short(row.value),
+        row.unit,
+        row.reference or "",
+        "" if row.reference_value is None else short(row.reference_value),
+        "" if row.ratio is None else f"{row.ratio:.3f}",
+        str(row.samples),
+        "" if row.target is None else str(row.target),
+        {None: "", True: "met", False: "MISSED"}[row.is_met],
+    )
+
+
+def short(number: float) -> str:
+    """Three digits, or as many as stand before the point."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def print_table(results: Sequence[Row | NotRun]) -> None:
+    """The rows, then what was not run and why."""
+    rows = [cells_of(result) for result in results if isinstance(result, Row)]
+    if rows:
+        lines = [HEADINGS, *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            print("  ".join(cells).rstrip())
+    for result in results:
+        if isinstance(result, NotRun):
+            target = f" (target: {result.target})" if result.target else ""
+            print(f"{result.name}: not run: {result.reason}{target}")

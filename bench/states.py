@@ -15,9 +15,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.cache_kinds import KINDS, LINKS, Kind, plan_random_pages
+from bench.cache_kinds import GQA_RATIO_MIN, KINDS, LINKS, Kind, plan_random_pages
 from bench.handover import Pair
-from bench.report import Row, row_of_medians
+from bench.report import Row, at_least, at_most, row_of_medians
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.layout.families import (
@@ -132,15 +132,16 @@ def run_bandwidth(link: str) -> list[Row]:
         slot_ms.append(nbytes / 1e6 / slot_gbps)
         pages_ms.append(nbytes / 1e6 / pages_gbps)
     pair.close()
+    of_gqa = at_least(GQA_RATIO_MIN)
     rows = [
-        row_of_medians(f"state_{name}_{link}", "GB/s", gbps[name], "gqa", of_pages[name])
+        row_of_medians(f"state_{name}_{link}", "GB/s", gbps[name], "gqa", of_pages[name], of_gqa)
         for name in STATE_KINDS
     ]
     added = statistics.median(slot_ms) - statistics.median(pages_ms)
     case = f"state_slot_added_{link}"
     return [
         *rows,
-        Row(case, added, "ms", "at most", ADDED_MS_MAX, added / ADDED_MS_MAX, SAMPLE_COUNT),
+        Row(case, added, "ms", samples=SAMPLE_COUNT, target=at_most(ADDED_MS_MAX)),
     ]
 
 
@@ -171,7 +172,7 @@ def count_puts() -> list[Row]:
             limit = 1 if source_tp == target_tp else class_count
             puts = put_count_max(components, layer_count, source_tp, target_tp)
             case = f"state_puts_{name}_tp{source_tp}_to_tp{target_tp}"
-            rows.append(Row(case, puts, "puts", "at most", limit, puts / limit, 1))
+            rows.append(Row(case, puts, "puts", target=at_most(limit)))
     return rows
 
 
