@@ -14,7 +14,15 @@ import msgspec
 
 from common.engine.grammar import STYLE_KEY, lark_of
 from common.errors import GrammarError, RequestError
-from common.frontend.fields import NOT_SUPPORTED, Fields, JsonObject, JsonValue, is_given, shown
+from common.frontend.fields import (
+    NOT_SUPPORTED,
+    Fields,
+    JsonObject,
+    JsonValue,
+    is_given,
+    parse_object,
+    shown,
+)
 from common.request import GRAMMAR_LENGTH_MAX, Grammar, GrammarKind
 
 ANY_OBJECT: JsonObject = {"type": "object"}
@@ -72,8 +80,8 @@ def read_schema(fields: Fields, key: str) -> Grammar:
     schema = fields.get(key)
     if isinstance(schema, str):
         try:
-            schema = msgspec.json.decode(schema, type=dict)
-        except (msgspec.DecodeError, RecursionError) as exc:
+            schema = parse_object(schema.encode(), "it")
+        except RequestError as exc:
             raise fields.error(key, f"a JSON schema, and can't be read: {exc}") from exc
     if not isinstance(schema, dict):
         raise fields.error(key, "a JSON schema: an object, or its text")

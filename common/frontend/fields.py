@@ -19,27 +19,51 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 JsonObject: TypeAlias = dict[str, JsonValue]
 
 INTEGER_MAX = 2**63 - 1  # what a message to the scheduler can carry
+# Objects and lists in each other. What reads them goes down with them, up to three calls a level,
+# and the interpreter allows a thousand; a schema of a hundred nested objects has two hundred.
+NESTING_MAX = 256
 SHOWN_LENGTH_MAX = 80
 NOT_SUPPORTED = "is not supported by this server"
 
 
-def parse_object(body: bytes) -> JsonObject:
-    """The JSON object in `body`; integers are exact at any size.
+def parse_object(body: bytes, what: str = "the body") -> JsonObject:
+    """The JSON object in `body`; integers are exact at any size. what: how errors call it.
 
-    Raises: RequestError if it is not JSON or no object; NaN and infinity are named by their field.
+    Raises: RequestError if it is not JSON, no object, or nested deeper than NESTING_MAX; NaN and
+        infinity are named by their field.
     """
+    too_deep = f"{what} is nested too deeply: at most {NESTING_MAX} levels are read"
     try:
         value: JsonValue = msgspec.json.decode(body)
     except RecursionError as exc:
-        raise RequestError("the body is nested too deeply") from exc
+        raise RequestError(too_deep) from exc
     except msgspec.DecodeError as exc:
         where = _find_not_finite(body)
         if where is not None:
             raise RequestError(f"{where}: must be a finite number", field=where) from exc
-        raise RequestError(f"the body is not JSON: {exc}") from exc
+        raise RequestError(f"{what} is not JSON: {exc}") from exc
+    # Hardly a body has so many brackets, and then its values need not be looked at.
+    if body.count(b"[") + body.count(b"{") > NESTING_MAX and _is_too_deep(value):
+        raise RequestError(too_deep)
     if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, not {shown(value)}")
+        raise RequestError(f"{what} must be a JSON object, not {shown(value)}")
     return value
+
+
+def _is_too_deep(value: JsonValue) -> bool:
+    """Whether objects and lists lie more than NESTING_MAX deep in each other."""
+    level = [value]
+    for _ in range(NESTING_MAX):
+        level = [
+            item
+            for one in level
+            if isinstance(one, list | dict)
+            for item in (one.values() if isinstance(one, dict) else one)
+            if isinstance(item, list | dict)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _find_not_finite(body: bytes) -> str | None:

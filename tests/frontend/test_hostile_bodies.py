@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.frontend.fields import NESTING_MAX
 from common.protocol.frontend import SchedulerToFrontend, Submit
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate, say_text
@@ -179,6 +180,43 @@ def test_no_field_value_breaks_a_route(tmp_path: Path) -> None:
         run()
 
     search(tmp_path, fuzz)
+
+
+# What each reader goes down into: fields that are refused or shown, schemas, tools, templates.
+DEEP_BODIES = (
+    ("/generate", '{"text": "a", "lora_path": @}'),
+    ("/generate", '{"text": "a", "rid": @}'),
+    ("/generate", '{"text": "a", "sampling_params": {"json_schema": @}}'),
+    ("/v1/completions", '{"prompt": "a", "guided_choice": @}'),
+    ("/v1/completions", '{"prompt": "a", "response_format": @}'),
+    ("/v1/completions", '{"prompt": "a", "structured_outputs": {"json": @, "regex": null}}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": @}]}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a"}], '
+     '"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": @}}]}'),
+    ("/tokenize", '{"messages": [{"role": "user", "content": "a"}], '
+     '"chat_template_kwargs": {"a": @}}'),
+    ("/detokenize", '{"tokens": @}'),
+)  # fmt: skip
+LEVELS = (("[", "]"), ('{"a":', "}"), ('{"type":"object","properties":{"a":', "}}"))
+
+
+@pytest.mark.parametrize("depth", [NESTING_MAX - 8, 3 * NESTING_MAX])
+def test_no_nesting_breaks_a_route(depth: int, tmp_path: Path) -> None:
+    """As deep as it is read, and deeper, where the interpreter would still follow."""
+
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = short_answer
+        for path, body in DEEP_BODIES:
+            for opening, closing in LEVELS:
+                count = depth // opening.count("{") if "{" in opening else depth
+                nested = opening * count + "{}" + closing * count
+                schema = json.dumps(nested) if "schema" in body else nested
+                for content in {body.replace("@", nested), body.replace("@", schema)}:
+                    reply = await rig.http.post(path, content=content.encode())
+                    check(reply)
+                    assert depth < NESTING_MAX or reply.status_code == 400, content
+
+    run_generate(tmp_path, story)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RequestError
-from common.frontend.fields import JsonObject, JsonValue, parse_object
+from common.frontend.fields import NESTING_MAX, JsonObject, JsonValue, parse_object
 from common.frontend.sample import Limits, TextOptions
 from common.frontend.sampling import derive_seed
 from common.frontend.tokenizer import Tokenizer
@@ -546,6 +546,16 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
 def test_a_body_nested_too_deeply_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match="too deeply"):
         parse_object(body)
+
+
+def test_a_body_may_be_nested_so_deep_and_no_deeper() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    wide = b'{"a": [' + b",".join([b"[1]"] * (2 * NESTING_MAX)) + b"]}"
+    assert len(parse_object(wide)) == len(parse_object(nested(NESTING_MAX))) == 1
+    with pytest.raises(RequestError, match=f"at most {NESTING_MAX} levels"):
+        parse_object(nested(NESTING_MAX + 1))
 
 
 json_values = st.recursive(
