@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, assert_never
 
+from common.errors import RequestError
+from common.frontend.fields import parse_object
+
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 BETWEEN_OBJECTS = frozenset(" \t\r\n,;[]")
-OBJECT_DEPTH_MAX = (
-    256  # arguments are nested a few levels deep; the interpreter's stack is not tried
-)
 
 
 class ToolFormat(StrEnum):
@@ -199,15 +199,16 @@ class ListedCalls:
 def read_call_text(text: str, names: Set[str]) -> ToolCall | None:
     """A call spelled as {"name", "arguments"} or {"name", "parameters"}; None if it is none."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_object(text.encode())
+    except RequestError:
         return None
-    if not isinstance(value, dict) or value.get("name") not in names:
+    name = value.get("name")
+    if not isinstance(name, str) or name not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(f"call_{secrets.token_hex(12)}", str(value["name"]), arguments)
+    return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments)
 
 
 def overlap(text: str, tag: str) -> int:

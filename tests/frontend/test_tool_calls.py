@@ -43,6 +43,17 @@ CASES: list[tuple[ToolFormat, str, list[object]]] = [
 ]
 
 
+# What a model may well say, and what no client could read as arguments or no server as a call.
+ODD_CALLS = (
+    '{"name": ["add"], "arguments": {}}',
+    '{"name": {}, "arguments": {}}',
+    '{"name": "add", "arguments": {"a": "\\ud800"}}',
+    '{"name": "add", "arguments": {"a": NaN}}',
+    '{"name": "add", "arguments": {"a": 1e999}}',
+    '{"name": "add", "arguments": ' + "[" * 400 + "]" * 400 + "}",
+)
+
+
 def told(tool_format: ToolFormat, pieces: list[str]) -> list[object]:
     parser = tool_parser(tool_format, NAMES)
     said = joined([item for piece in pieces for item in parser.push(piece)] + parser.flush())
@@ -59,6 +70,13 @@ def test_calls_are_found_however_the_text_is_cut(
     for size in (1, 2, 3, 7, 11, len(text) + 1):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert told(tool_format, pieces) == expected, size
+
+
+@pytest.mark.parametrize("said", ODD_CALLS, ids=range(len(ODD_CALLS)))
+def test_what_can_not_be_told_as_a_call_is_text(said: str) -> None:
+    tagged = f"<tool_call>{said}</tool_call>"
+    assert told(ToolFormat.HERMES, [tagged]) == [tagged]
+    assert told(ToolFormat.LLAMA3, [said]) == [said]
 
 
 def test_text_before_a_call_is_shown_as_soon_as_it_is_certain() -> None:
