@@ -106,7 +106,7 @@ def run_chunk(seeds: range) -> tuple[list[tuple[int, str]], list[Counter[str]]]:
     tallies: list[Counter[str]] = []
     for seed in seeds:
         try:
-            tallies.append(run_story(seed).tally)
+            tallies.append(run_story(seed, has_two_steps=has_two_steps(seed)).tally)
         except BROKEN as error:
             problems.append((seed, told_as(error)))
     return problems, tallies

@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("decode: aborted", "decode: timed_out", "decode: retracted"),
         *("decode: verified", "decode: mismatched", "prompts computed by decode servers"),
         *("prefill: finished", "prefill: aborted", "prefill: timed_out"),
+        *("prefill: hold_expired", "decode: holds_lost"),
         *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
     ),
 }
