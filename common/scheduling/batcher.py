@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.protocol.worker import NewSequence, PrefillChunk, Step, StepDone
 from common.request import (
     FinishKind,
@@ -35,8 +37,7 @@ class BatchLimits:
     eos_token_ids: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkDone:
+class ChunkDone(msgspec.Struct, frozen=True):
     """Tokens [start, stop) of a prompt are computed."""
 
     sequence: Sequence
@@ -46,8 +47,7 @@ class ChunkDone:
     prompt_logprobs: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDone:
+class TokenDone(msgspec.Struct, frozen=True):
     """A sequence has a new token at its end; `finish` says whether it was the last one."""
 
     sequence: Sequence
@@ -65,12 +65,11 @@ class StepOutcome:
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class PlannedStep:
+class PlannedStep(msgspec.Struct):
     """The step to run, if any, and who had to give their pages back for it."""
 
     step: Step | None
-    retracted: list[Sequence] = field(default_factory=list)
+    retracted: list[Sequence] = []
 
 
 class Batcher:

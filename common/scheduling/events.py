@@ -1,12 +1,13 @@
 """What a scheduler core is told and what it asks for. Values only; the loop around it does I/O.
 
 A core is driven by two calls: `handle(event, now)` and `schedule(now)`, both returning effects,
-with `now` in seconds of a monotonic clock. The same events give the same effects.
+with `now` in seconds of a monotonic clock. The same events give the same effects. Structs and not
+dataclasses, because several are made for every message, and these are made five times as fast.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
@@ -15,18 +16,15 @@ from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 PeerMessage = DecodeToPrefill | PrefillToDecode
 
 
-@dataclass(frozen=True, slots=True)
-class FromFrontend:
+class FromFrontend(msgspec.Struct, frozen=True):
     message: FrontendToScheduler
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
+class FromWorker(msgspec.Struct, frozen=True):
     message: WorkerToScheduler
 
 
-@dataclass(frozen=True, slots=True)
-class FromPeer:
+class FromPeer(msgspec.Struct, frozen=True):
     """link: the decode server's name for an address it dialled, or the prefill server's name for a
     connection it accepted. A link says nothing of who is behind it; incarnation ids do."""
 
@@ -34,28 +32,24 @@ class FromPeer:
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed; deadlines are looked at."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessesGone:
+class ProcessesGone(msgspec.Struct, frozen=True):
     """Every process that could write for this peer incarnation is dead (seen through a pidfd)."""
 
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRefused:
+class LinkRefused(msgspec.Struct, frozen=True):
     """A connection came to nothing before a word was said. link: "" where somebody else dialled."""
 
     link: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinkBroke:
+class LinkBroke(msgspec.Struct, frozen=True):
     """A connection that stood broke. is_refused: and nobody answers at its address now. Either is a
     hint: ZMQ makes the connection anew, and neither proves that anybody writes no more."""
 
@@ -63,8 +57,7 @@ class LinkBroke:
     is_refused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersStopped:
+class WorkersStopped(msgspec.Struct, frozen=True):
     """Ranks of ours on this machine whose process is stopped by a signal; none once all run."""
 
     ranks: tuple[int, ...]
@@ -82,56 +75,48 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToFrontend:
+class ToFrontend(msgspec.Struct, frozen=True):
     message: SchedulerToFrontend
 
 
-@dataclass(frozen=True, slots=True)
-class ToWorkers:
+class ToWorkers(msgspec.Struct, frozen=True):
     """The same message to every worker."""
 
     message: SchedulerToWorker
 
 
-@dataclass(frozen=True, slots=True)
-class ToPeer:
+class ToPeer(msgspec.Struct, frozen=True):
     link: str
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Open a link to a prefill server's bootstrap address "host:port"; the link bears that name."""
 
     link: str
 
 
-@dataclass(frozen=True, slots=True)
-class HangUp:
+class HangUp(msgspec.Struct, frozen=True):
     """Close a dialled link for good."""
 
     link: str
 
 
-@dataclass(frozen=True, slots=True)
-class WatchProcesses:
+class WatchProcesses(msgspec.Struct, frozen=True):
     """Tell by `ProcessesGone` when these processes of this host have all ended."""
 
     incarnation: str
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """One line for the operator's log: what became of a peer."""
 
     text: str
     is_warning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(msgspec.Struct, frozen=True):
     """This process can't go on; a new one can. The server ends with EXIT_START_AGAIN."""
 
     reason: str

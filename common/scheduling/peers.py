@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.protocol.frontend import SchedulerToFrontend
 from common.protocol.peer import Heartbeat
 from common.protocol.worker import SchedulerToWorker
@@ -65,8 +67,7 @@ class Outbox:
         return effects
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """What a server's heartbeats say of it; see `Heartbeat`."""
 
     progress: int
