@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from operator import le
 
 import msgspec
 
@@ -88,17 +89,24 @@ class Admission:
     def admit_remote(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
         """Requests for which a prefill server has just been asked."""
         admitted: list[DecodeRequest] = []
+        room = self._room()
         for request in queue:
             if self.active_count >= self._running_max:
                 break
+            needs = self._account.needs_of_prompt(len(request.token_ids))
+            fits = all(map(le, needs, room))
+            is_late = now - request.waiting_since > PASSED_OVER_MAX_S
+            if not fits and not is_late and request.bootstrap is None:
+                continue  # whichever server would be asked
             peer = self._choose(request, now)
             if peer is None:
                 continue
-            if not self._reserve(request, peer, now):
-                if now - request.waiting_since > PASSED_OVER_MAX_S:
-                    break
-                continue
-            admitted.append(request)
+            if fits:
+                self._reserve(request, peer, now)
+                admitted.append(request)
+                room = self._room()
+            elif is_late:
+                break
         return admitted
 
     def _choose(self, request: DecodeRequest, now: float) -> PrefillPeer | None:
@@ -144,10 +152,14 @@ class Admission:
 
     def _fits(self, needs: list[int]) -> bool:
         """Whether a newcomer's pages fit beside what the active requests are about to need."""
-        return all(
-            need + self._headroom(group) <= self._account.available_count(group)
-            for group, need in enumerate(needs)
-        )
+        return all(map(le, needs, self._room()))
+
+    def _room(self) -> list[int]:
+        """Pages per group that a newcomer may take; below 0 if the active ones may need more."""
+        return [
+            self._account.available_count(group) - self._headroom(group)
+            for group in range(len(self._account.groups))
+        ]
 
     def _headroom(self, group: int) -> int:
         """Pages of a group that the active requests are about to need. A window stops growing, a
@@ -164,12 +176,10 @@ class Admission:
             headroom = min(headroom, max(0, page_max - self._account.pool.used_count(group)))
         return headroom
 
-    def _reserve(self, request: DecodeRequest, peer: PrefillPeer, now: float) -> bool:
-        """Reserve pages for the whole cache and ask for it; False if they are not there."""
+    def _reserve(self, request: DecodeRequest, peer: PrefillPeer, now: float) -> None:
+        """Reserve pages for the whole cache, which are there, and ask for it."""
         token_count = len(request.token_ids)
         spans = self._account.spans_for_prompt(token_count)
-        if not self._fits(self._account.needs(spans, token_count + 1)):
-            return False
         needs = self._account.needs(spans, token_count)
         for span, pages in zip(spans, self._account.allocate(needs), strict=True):
             span.page_ids.extend(pages)
@@ -196,7 +206,6 @@ class Admission:
         request.attempt_count += 1
         request.requested_at = request.requested_at or now
         self._outbox.to_peer(peer.link, self._transfer_request(request, transfer, now))
-        return True
 
     def _transfer_request(
         self, request: DecodeRequest, transfer: Transfer, now: float

@@ -192,11 +192,12 @@ class DecodeScheduler:
         self._recovery.expire(now)
         self._self_tests.look(now, may_begin=self._starvation.since is None)
         self._receiver.repeat_aborts(now)
-        waiting = list(self._endings.queue.values())
-        here = [request for request in waiting if self._is_local or request.is_computed_here]
+        # Nobody looks further along the queue than somebody may be admitted.
+        waiting = self._endings.queue.values()
+        here = (request for request in waiting if self._is_local or request.is_computed_here)
         admitted = self._admission.admit_here(here, now)
         if not self._is_local:
-            elsewhere = [request for request in waiting if not request.is_computed_here]
+            elsewhere = (request for request in waiting if not request.is_computed_here)
             admitted += self._admission.admit_remote(elsewhere, now)
         for request in admitted:
             del self._endings.queue[request.request_id]

@@ -31,6 +31,10 @@ class LiveKind(StrEnum):
     SLOT = "slot"
 
 
+STREAMABLE = (LiveKind.FULL, LiveKind.BLOCK)
+PAGED = (LiveKind.FULL, LiveKind.WINDOW, LiveKind.BLOCK)
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """The live rule of a component.
@@ -64,12 +68,12 @@ class Live:
     @property
     def is_streamable(self) -> bool:
         """Whether items are final as soon as they are computed, so that they may leave early."""
-        return self.kind in (LiveKind.FULL, LiveKind.BLOCK)
+        return self.kind in STREAMABLE
 
     @property
     def is_paged(self) -> bool:
         """Whether items are spread over pages; a slot or a tail owns exactly one page."""
-        return self.kind in (LiveKind.FULL, LiveKind.WINDOW, LiveKind.BLOCK)
+        return self.kind in PAGED
 
 
 FULL = Live(LiveKind.FULL)

@@ -23,6 +23,7 @@ class PagePool:
         # Stacks with the smallest id on top, so that a fresh pool hands out adjacent pages,
         # which merge into long runs.
         self._free: list[list[int]] = [list(range(count, 0, -1)) for count in page_counts]
+        self._all = [frozenset(free) for free in self._free]
         self._used: list[set[int]] = [set() for _ in page_counts]
         self._quarantined: list[set[int]] = [set() for _ in page_counts]
 
@@ -72,9 +73,9 @@ class PagePool:
         """Every page is in exactly one place and the places add up to the pool."""
         for group, count in enumerate(self.page_counts):
             free, used, quarantined = self._free[group], self._used[group], self._quarantined[group]
-            places = set(free) | used | quarantined
+            places = used.union(free, quarantined)
             total = len(free) + len(used) + len(quarantined)
-            assert total == count and places == set(range(1, count + 1)), (
+            assert total == count and places == self._all[group], (
                 f"group {group}: {len(free)} free + {len(used)} used + "
                 f"{len(quarantined)} quarantined != {count} pages"
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import FULL, LiveKind
@@ -25,6 +26,9 @@ from common.scheduling.prefix_cache import CacheNode, PrefixCache
 
 # Tokens of a pool without a group that grows with them; the context length is what limits then.
 CAPACITY_UNLIMITED = 2**31 - 1
+
+# Lengths of prompts whose needs are remembered.
+PROMPT_LENGTH_COUNT_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -118,6 +122,8 @@ class PageAccount:
         self.groups = tuple(groups)
         self.pool = PagePool(page_counts)
         self._chunk_token_max = chunk_token_max
+        # Who waits is looked at again with every event.
+        self.needs_of_prompt = lru_cache(PROMPT_LENGTH_COUNT_MAX)(self._needs_of_prompt)
         self._windows = [
             index for index, group in enumerate(groups) if group.live.kind is LiveKind.WINDOW
         ]
@@ -188,6 +194,10 @@ class PageAccount:
     def spans_for_prompt(self, token_count: int) -> list[PageSpan]:
         """Empty spans that start at the first live page of each group."""
         return [PageSpan(group.page_first(token_count), []) for group in self.groups]
+
+    def _needs_of_prompt(self, token_count: int) -> list[int]:
+        """Pages per group for what is live of a prompt, and for its first token."""
+        return self.needs(self.spans_for_prompt(token_count), token_count + 1)
 
     def needs_to_compute(self, token_count: int) -> list[int]:
         """Pages per group to compute a prompt from its first token on.

@@ -26,7 +26,9 @@ class Silence:
 
     def look(self, now: float) -> float:
         """The silence until now; to be called at least every LOOK_GAP_MAX_S."""
-        self.seconds += min(LOOK_GAP_MAX_S, max(0.0, now - self.looked_at))
+        gap = now - self.looked_at
+        if gap > 0.0:
+            self.seconds += gap if gap < LOOK_GAP_MAX_S else LOOK_GAP_MAX_S
         self.looked_at = now
         return self.seconds
 
