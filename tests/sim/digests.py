@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -13,30 +14,40 @@ from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest
 from common.scheduling.facts import ServerFacts
 
+# Those of the servers of a few stories.
+LAYOUT_COUNT_MAX = 16
+
 
 def digest_pages(
     own: ServerLayout, job: Digest, value: Callable[[int, int], int]
 ) -> Iterator[tuple[int, list[bytes]]]:
     """Digests by rank. value: what lies in the pages for an item of a group."""
-    target = decode_layout(job.layout) if job.is_source else own
+    target = layout_of(job.layout) if job.is_source else own
     count = bucket_count(target)
+
+    @cache
+    def sums(group: int) -> list[int]:
+        """By bucket; all planes of a group hold the same."""
+        items = own.groups[group].live.items(job.token_count)
+        sums = [0] * count
+        for item, bucket in zip(items, bucket_of_item(len(items), count).tolist(), strict=True):
+            sums[bucket] += zlib.crc32(b"%d %d" % (item, value(group, item)))
+        return sums
+
     for rank in own.ranks:
         digests: list[bytes] = []
         for other in target.ranks if job.is_source else (rank,):
             planes = digested_planes(other, job.verify, job.transfer_id)
             rows = np.zeros((len(planes), count), dtype=np.int64)
-            for row, plane in zip(rows, planes, strict=True):
-                if rank.index:
-                    continue
-                items = own.groups[plane.group].live.items(job.token_count)
-                sums = [0] * count
-                for item, bucket in zip(
-                    items, bucket_of_item(len(items), count).tolist(), strict=True
-                ):
-                    sums[bucket] += zlib.crc32(b"%d %d" % (item, value(plane.group, item)))
-                row[:] = sums
+            if planes and not rank.index:
+                rows[:] = [sums(plane.group) for plane in planes]
             digests.append(rows.tobytes())
         yield rank.index, digests
+
+
+@lru_cache(LAYOUT_COUNT_MAX)
+def layout_of(layout: bytes) -> ServerLayout:
+    return decode_layout(layout)
 
 
 def regions_of(facts: ServerFacts, rank: int) -> list[tuple[str, int, int, bytes]]:

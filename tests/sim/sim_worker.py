@@ -96,10 +96,10 @@ class SimWorker:
     def go_on(self) -> None:
         self.process.go_on()
 
-    def beat(self) -> None:
-        if not self.process.is_stopped:
-            for rank in range(self.facts.rank_count):
-                self.process.say(WorkerBeat(rank, self._finished_step))
+    def beats(self) -> list[WorkerBeat]:
+        """What its ranks say now; nothing while it is stopped."""
+        ranks = range(0 if self.process.is_stopped else self.facts.rank_count)
+        return [WorkerBeat(rank, self._finished_step) for rank in ranks]
 
     def _compute_next(self) -> None:
         if self._is_computing or not self._steps:

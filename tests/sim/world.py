@@ -75,7 +75,7 @@ class Node:
         self.thawed_at = 0.0
         self.backlog: list[Event] = []
         self._is_full = False
-        self._page_counts: list[tuple[int, int]] = []
+        self._page_counts: list[int] = []
 
     @property
     def layout(self) -> ServerLayout:
@@ -115,6 +115,7 @@ class Node:
             running_max=8,
             queue_max=64,
             self_test_interval_s=self.self_test_interval_s,
+            bootstrap_timeout_s=self.world.hold_s,
         )
         self.core: PrefillScheduler | DecodeScheduler
         if self.role == "prefill":
@@ -208,6 +209,18 @@ class Node:
 
     # ---- its scheduler ---------------------------------------------------------------------------
 
+    def tick(self) -> None:
+        """Its workers' beats lie in its socket with the tick: all are taken, then it decides."""
+        if not self.is_up:
+            return
+        beats = [FromWorker(beat) for beat in self.worker.beats()]
+        if self.is_frozen:
+            self.backlog += beats
+            return
+        for event in (*beats, Tick()):
+            self.take(event)
+        self.schedule(must_check=True)
+
     def feed(self, event: Event) -> None:
         if self.is_up and self.is_frozen:
             if not isinstance(event, Tick):
@@ -217,8 +230,9 @@ class Node:
             self.schedule(must_check=not isinstance(event, FromWorker | FromPeer))
 
     def take(self, event: Event) -> None:
-        self.world.tell(self.name, event)
         now = self.world.now
+        if self.world.log is not None:
+            self.world.tell(self.name, event)
         if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
             self.world.clients[event.message.request_id].submitted_at = now
         self.carry_out(self.core.handle(event, now))
@@ -227,22 +241,22 @@ class Node:
         """Pages are looked at whenever they seem to have moved, and if that is asked for."""
         self.carry_out(self.core.schedule(self.world.now))
         pool = self.core.account.pool
-        groups = range(len(self.world.lives))
-        counts = [(pool.free_count(group), pool.used_count(group)) for group in groups]
+        counts = [*map(len, pool._free), *map(len, pool._used)]
         if counts == self._page_counts and not must_check:
             return
         self._page_counts = counts
         pool.check()
         if self.world.is_honest:
             check_core(self.core)
-        full = [live for live, (free, _) in zip(self.world.lives, counts, strict=True) if not free]
+        full = [live for live, free in zip(self.world.lives, pool._free, strict=True) if not free]
         self.world.slots_ran_out |= any(not live.is_paged for live in full)
         self.world.tally["pools that ran full"] += bool(full) and not self._is_full
         self._is_full = bool(full)
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            self.world.tell(f"{self.name} ->", effect)
+            if self.world.log is not None:
+                self.world.tell(f"{self.name} ->", effect)
             match effect:
                 case ToFrontend(message=message):
                     if isinstance(message, Tokens | Failed):
@@ -289,7 +303,8 @@ class World:
     damage_rate: of pieces of a hand-over, how many leave one wrong value behind.
     slow_step_rate: of steps, how many take long.
     is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
-    is_hurried: whether some clients have little time.
+    is_hurried: whether some clients have little time. hold_s: how long a prefill server keeps half
+    of a request, or what it computed ahead.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
     last_due_at: when the last of what is planned happens, ticks and what they bring aside.
@@ -305,6 +320,7 @@ class World:
         self.slow_step_rate = 0.0
         self.transport = "posix"
         self.is_hurried = False
+        self.hold_s = 30.0
         self.is_honest = False
         self.slots_ran_out = False
         self.retraction_count = 0
@@ -345,9 +361,7 @@ class World:
     def start_ticks(self) -> None:
         def tick() -> None:
             for node in self.nodes.values():
-                if node.is_up:
-                    node.worker.beat()
-                node.feed(Tick())
+                node.tick()
             self.after(TICK_S, tick)
 
         self.after(0.0, tick)
