@@ -16,7 +16,7 @@ from common.layout.cache_layout import Cell, GroupLayout, RankLayout
 from common.layout.component import Shard
 from common.planner.coalesce import coalesce, sort_by_target
 from common.planner.copy_plan import CopyPlan, Int64Array
-from common.planner.pairing import ItemRuns, TokenRange, pair_items, pair_units
+from common.planner.pairing import ItemRuns, TokenRange, handed_units, pair_items
 
 Pages = Sequence[tuple[int, Sequence[int]]]
 Offsets = tuple[Int64Array, Int64Array, Int64Array]
@@ -259,14 +259,7 @@ def _pair_cells(
             raise PlanMismatch(f"{cell} here is {twin} at the target")
         unit_class = (cell.unit_count, cell.shard)
         if unit_class not in units_of_class:
-            units_of_class[unit_class] = pair_units(
-                cell.unit_count,
-                cell.shard,
-                source_tp=source.server.tp_size,
-                source_rank=source.tp_rank,
-                target_tp=target.server.tp_size,
-                target_rank=target.tp_rank,
-            )
+            units_of_class[unit_class] = handed_units(cell, source, target)
         units = units_of_class[unit_class]
         if units:
             pairs.append((cell, twin, units))

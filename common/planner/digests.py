@@ -19,7 +19,6 @@ from common.layout.cache_layout import Cell, PageGroup, RankLayout, ServerLayout
 from common.layout.conversion import wire_dtype
 from common.layout.parallel import units_of_rank
 from common.planner.copy_plan import Int64Array
-from common.planner.pairing import pair_units
 
 BUCKET_COUNT_MAX = 16
 DIGEST_COUNT_MAX = 1 << 16
@@ -94,18 +93,6 @@ def items_of_bucket(items: range, bucket: int, count: int) -> range:
     first = -(-bucket * len(items) // count)
     stop = -(-(bucket + 1) * len(items) // count)
     return items[first:stop]
-
-
-def handed_units(cell: Cell, source: RankLayout, target: RankLayout) -> range:
-    """Global units of a plane that a source rank writes to a target rank, if it has the layer."""
-    return pair_units(
-        cell.unit_count,
-        cell.shard,
-        source_tp=source.server.tp_size,
-        source_rank=source.tp_rank,
-        target_tp=target.server.tp_size,
-        target_rank=target.tp_rank,
-    )
 
 
 def held_units(cell: Cell, target: RankLayout) -> range:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.layout.cache_layout import ServerLayout
+from common.layout.cache_layout import Cell, RankLayout, ServerLayout
 from common.layout.component import Live, LiveKind, Shard
 from common.layout.parallel import ranks_of_unit, units_of_rank
 from common.planner.copy_plan import Int64Array
@@ -68,6 +68,18 @@ def pair_units(
     candidates = ranks_of_unit(shared.start, unit_count, shard, source_tp)
     elected = candidates[target_rank % len(candidates)]
     return shared if elected == source_rank else range(0)
+
+
+def handed_units(cell: Cell, source: RankLayout, target: RankLayout) -> range:
+    """Global units of a plane that a source rank writes to a target rank, if it has the layer."""
+    return pair_units(
+        cell.unit_count,
+        cell.shard,
+        source_tp=source.server.tp_size,
+        source_rank=source.tp_rank,
+        target_tp=target.server.tp_size,
+        target_rank=target.tp_rank,
+    )
 
 
 def rank_pairs(source: ServerLayout, target: ServerLayout) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from common.layout.conversion import wire_dtype
 from common.planner.coalesce import coalesce
 from common.planner.copies import Pages
 from common.planner.copy_plan import Int64Array
-from common.planner.pairing import TokenRange, pair_items, pair_units
+from common.planner.pairing import TokenRange, handed_units, pair_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +290,7 @@ def _pair_cells(
         is_alike = (cell.unit_count, cell.shard) == (twin.unit_count, twin.shard)
         if wire is None or not is_alike or not _same_elements(cell, twin, *dtypes):
             raise PlanMismatch(f"{cell} of {dtypes[0]} here is {twin} of {dtypes[1]} at the target")
-        units = pair_units(
-            cell.unit_count,
-            cell.shard,
-            source_tp=source.server.tp_size,
-            source_rank=source.tp_rank,
-            target_tp=target.server.tp_size,
-            target_rank=target.tp_rank,
-        )
+        units = handed_units(cell, source, target)
         if units:
             found.append((cell, twin, units, Conversion(*dtypes, wire)))
     return found

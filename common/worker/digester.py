@@ -22,10 +22,10 @@ from common.planner.digests import (
     bucket_count,
     bucket_of_item,
     digested_planes,
-    handed_units,
     held_units,
     wire_dtypes,
 )
+from common.planner.pairing import handed_units
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest, Digested
 

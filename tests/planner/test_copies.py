@@ -13,7 +13,7 @@ from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
 from common.layout.parallel import split_layers, units_of_rank
-from common.planner import copies
+from common.planner import pairing
 from common.planner.copies import SHAPE_COUNT_MAX, PairPlan, plan_copies
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange, rank_pairs
@@ -322,7 +322,7 @@ def test_the_oracle_sees_a_writer_too_many(monkeypatch: pytest.MonkeyPatch) -> N
         wanted = units_of_rank(unit_count, shard, target_tp, target_rank)
         return range(max(held.start, wanted.start), min(held.stop, wanted.stop))
 
-    monkeypatch.setattr(copies, "pair_units", without_election)
+    monkeypatch.setattr(pairing, "pair_units", without_election)
     with pytest.raises(AssertionError, match="most often 4"):
         check_case(whole(one_component(4, FULL), one_component(2, FULL), 40))
 
