@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from common.errors import LayoutError
 from common.layout.component import DTYPE_NBYTES, CacheComponent, Live, LiveKind, Shard
 from common.layout.parallel import check_units, split_layers, units_of_rank
@@ -194,8 +196,7 @@ class PageGroup:
         return range(items.start // self.page_items, (items.stop - 1) // self.page_items + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """One plane of one layer inside a rank's envelope.
 
     The payload of (unit u, item row r) starts at page * page_nbytes + offset
@@ -214,13 +215,18 @@ class Cell:
     layer_group: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupLayout:
     """One page group on one rank: the size of a page envelope and its cells."""
 
     group: PageGroup
     page_nbytes: int
     cells: tuple[Cell, ...]
+
+    @cached_property
+    def cell_of_plane(self) -> dict[tuple[str, str, int], Cell]:
+        """By component, segment and layer."""
+        return {(cell.component, cell.segment, cell.layer): cell for cell in self.cells}
 
     def cell(self, component: str, layer: int, segment: str | None = None) -> Cell:
         for cell in self.cells:

@@ -244,9 +244,9 @@ def _pair_cells(
         max(source.layers.start, target.layers.start), min(source.layers.stop, target.layers.stop)
     ):
         return []  # stages that have no layer in common
-    wanted = {(cell.component, cell.segment, cell.layer): cell for cell in target_group.cells}
+    wanted = target_group.cell_of_plane
     pairs: list[tuple[Cell, Cell, range]] = []
-    units_of_class: dict[tuple[int, Shard], range] = {}
+    units_of_class: dict[tuple[int, bool], range] = {}
     for cell in source_group.cells:
         twin = wanted.get((cell.component, cell.segment, cell.layer))
         if twin is None:  # the layer is on another stage of the target
@@ -257,7 +257,7 @@ def _pair_cells(
             twin.shard,
         ):
             raise PlanMismatch(f"{cell} here is {twin} at the target")
-        unit_class = (cell.unit_count, cell.shard)
+        unit_class = (cell.unit_count, cell.shard is Shard.SPLIT)
         if unit_class not in units_of_class:
             units_of_class[unit_class] = handed_units(cell, source, target)
         units = units_of_class[unit_class]

@@ -276,7 +276,7 @@ def _pair_cells(
     source: RankLayout, target: RankLayout, index: int
 ) -> list[tuple[Cell, Cell, range, Conversion]]:
     """Cells of the same plane and layer, the units the source writes, and their element types."""
-    wanted = {(c.component, c.segment, c.layer): c for c in target.groups[index].cells}
+    wanted = target.groups[index].cell_of_plane
     source_dtypes = _dtypes(source, index)
     target_dtypes = _dtypes(target, index)
     found: list[tuple[Cell, Cell, range, Conversion]] = []
