@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -31,7 +32,8 @@ TOKEN_COUNT_MAX = 160
 SPARE_PAGES_MAX = 4
 
 
-# Made once: hypothesis looks long at a strategy that it has not seen before.
+# Made once: hypothesis looks long at a strategy that it has not seen before. What depends on a case
+# is drawn by functions that are given `draw`, for the same reason.
 LIVE_RULES = st.one_of(
     st.just(FULL),
     st.just(FULL),
@@ -93,14 +95,14 @@ class PairPlans:
 @st.composite
 def cases(draw: st.DrawFn, *, from_start: bool = False) -> Case:
     """from_start: nothing was known before, so that the pieces are all of the cache."""
-    layer_count = draw(st.integers(1, 12))
-    source_tp, target_tp = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    components = draw(component_lists(layer_count, source_tp, target_tp))
-    source = draw(server_layouts(components, source_tp, layer_count))
-    target = draw(server_layouts(components, target_tp, layer_count))
-    pieces = draw(token_pieces(from_start=from_start))
-    source_pages, source_page_counts = draw(page_lists(source, pieces))
-    target_pages, target_page_counts = draw(page_lists(target, pieces))
+    layer_count = draw(between(1, 12))
+    source_tp, target_tp = draw(between(1, 8)), draw(between(1, 8))
+    components = draw_components(draw, layer_count, source_tp, target_tp)
+    source = draw_layout(draw, components, source_tp, layer_count)
+    target = draw_layout(draw, components, target_tp, layer_count)
+    pieces = draw_pieces(draw, from_start=from_start)
+    source_pages, source_page_counts = draw_pages(draw, source, pieces)
+    target_pages, target_page_counts = draw_pages(draw, target, pieces)
     return Case(
         source,
         target,
@@ -112,48 +114,40 @@ def cases(draw: st.DrawFn, *, from_start: bool = False) -> Case:
     )
 
 
-@st.composite
-def server_layouts(
+def draw_layout(
     draw: st.DrawFn, components: tuple[CacheComponent, ...], tp_size: int, layer_count: int
 ) -> ServerLayout:
     stage_max = min(4, layer_count, RANK_COUNT_MAX // tp_size)
     layout = ServerLayout(
         components=components,
         tp_size=tp_size,
-        stages=split_layers(layer_count, draw(st.integers(1, stage_max))),
+        stages=split_layers(layer_count, draw(between(1, stage_max))),
         page_size=draw(PAGE_SIZES),
-        layer_group_count=draw(st.integers(1, 3)),
+        layer_group_count=draw(between(1, 3)),
     )
     layout.check()
     return layout
 
 
-@st.composite
-def component_lists(
+def draw_components(
     draw: st.DrawFn, layer_count: int, source_tp: int, target_tp: int
 ) -> tuple[CacheComponent, ...]:
-    unit_counts = [
-        count
-        for count in range(1, UNIT_COUNT_MAX + 1)
-        if all(count % tp == 0 or tp % count == 0 for tp in (source_tp, target_tp))
-    ]
-    unit_choices = st.sampled_from(unit_counts)
-    layer_sets = st.sets(st.integers(0, layer_count - 1), min_size=1)
+    unit_choices = unit_counts(source_tp, target_tp)
     lives = draw(LIVE_RULE_LISTS)
     components = []
-    for index in range(draw(st.integers(1, 4))):
-        segment_count = draw(st.integers(1, 3))
+    for index in range(draw(between(1, 4))):
+        segment_count = draw(between(1, 3))
         dtype = draw(DTYPES)
         segments = tuple(
             Segment(
                 f"s{number}",
                 draw(unit_choices),
-                draw(st.integers(1, 5)) * DTYPE_NBYTES[dtype],
+                draw(between(1, 5)) * DTYPE_NBYTES[dtype],
             )
             for number in range(segment_count)
         )
         has_all_layers = draw(st.booleans())
-        layers = range(layer_count) if has_all_layers else sorted(draw(layer_sets))
+        layers = range(layer_count) if has_all_layers else sorted(draw(layer_sets(layer_count)))
         components.append(
             CacheComponent(
                 name=f"c{index}",
@@ -167,11 +161,37 @@ def component_lists(
     return tuple(components)
 
 
-@st.composite
-def token_pieces(draw: st.DrawFn, *, from_start: bool = False) -> list[TokenRange]:
+@cache
+def unit_counts(source_tp: int, target_tp: int) -> st.SearchStrategy[int]:
+    """Those that both sides can spread over their ranks."""
+    return st.sampled_from(
+        [
+            count
+            for count in range(1, UNIT_COUNT_MAX + 1)
+            if all(count % tp == 0 or tp % count == 0 for tp in (source_tp, target_tp))
+        ]
+    )
+
+
+@cache
+def layer_sets(layer_count: int) -> st.SearchStrategy[set[int]]:
+    return st.sets(st.integers(0, layer_count - 1), min_size=1)
+
+
+@cache
+def borders_before(stop: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, stop), min_size=1, max_size=3)
+
+
+@cache
+def between(first: int, last: int) -> st.SearchStrategy[int]:
+    return st.integers(first, last)
+
+
+def draw_pieces(draw: st.DrawFn, *, from_start: bool = False) -> list[TokenRange]:
     """Consecutive ranges that end with the final one; the first may start behind a known prefix."""
-    stop = draw(st.integers(1, TOKEN_COUNT_MAX))
-    borders = sorted(draw(st.lists(st.integers(0, stop), min_size=1, max_size=3)))
+    stop = draw(between(1, TOKEN_COUNT_MAX))
+    borders = sorted(draw(borders_before(stop)))
     if from_start:
         borders[0] = 0
     ends = [*borders[1:], stop]
@@ -181,8 +201,7 @@ def token_pieces(draw: st.DrawFn, *, from_start: bool = False) -> list[TokenRang
     ]
 
 
-@st.composite
-def page_lists(
+def draw_pages(
     draw: st.DrawFn, layout: ServerLayout, pieces: list[TokenRange]
 ) -> tuple[PageLists, list[int]]:
     """Pages in random order: those that are needed, and a few around them."""
@@ -200,9 +219,9 @@ def page_lists(
         first = min(needed, default=0)
         count = max(needed, default=-1) + 1 - first
         if group.live.is_paged:
-            earlier = draw(st.integers(0, min(first, 2)))
-            first, count = first - earlier, count + earlier + draw(st.integers(0, 1))
-        page_count = count + draw(st.integers(0, SPARE_PAGES_MAX))
+            earlier = draw(between(0, min(first, 2)))
+            first, count = first - earlier, count + earlier + draw(between(0, 1))
+        page_count = count + draw(between(0, SPARE_PAGES_MAX))
         ids = list(range(1, page_count + 1))
         shuffle = draw(SHUFFLES)
         if shuffle:  # the simplest case is the one in order

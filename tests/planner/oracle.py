@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,8 +105,7 @@ def content(planes: Sequence[Plane], items: Int64Array, nbytes: int) -> Bytes:
 # ---- where things lie ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plane:
+class Plane(NamedTuple):
     """One (component, segment, layer, unit) in a rank's page: where its row 0 lies."""
 
     key: tuple[int, int, int, int]
@@ -158,36 +158,32 @@ def walk_page(
     planes: list[Plane] = []
     offset = 0
 
-    def pad(to: int) -> None:
-        nonlocal offset
-        while offset % to != 0:
-            offset += 1
-
     for layers in layer_groups_of(layout, pp_rank):
         for shard, unit_count in classes:
-            sizes = [
-                ELEMENTS[component.dtype]
-                for _, component, _, segment in members
-                if (component.shard, segment.unit_count) == (shard, unit_count)
-                and set(component.layers) & set(layers)
+            owned = [
+                (layer, *member)
+                for layer in layers
+                for member in members
+                if (member[1].shard, member[3].unit_count) == (shard, unit_count)
+                and layer in member[1].layers
             ]
-            pad(max(sizes, default=1))
+            largest = max((ELEMENTS[component.dtype] for _, _, component, _, _ in owned), default=1)
+            offset = padded(offset, largest)
             for unit in range(unit_count):
                 if not holds_unit(unit, unit_count, shard, layout.tp_size, tp_rank):
                     continue
-                for layer in layers:
-                    for component_index, component, segment_index, segment in members:
-                        if (component.shard, segment.unit_count) != (shard, unit_count):
-                            continue
-                        if layer not in component.layers:
-                            continue
-                        key = (component_index, segment_index, layer, unit)
-                        pad(ELEMENTS[component.dtype])
-                        planes.append(Plane(key, live, offset, segment.unit_nbytes))
-                        offset += segment.unit_nbytes * rows
-                pad(max(sizes, default=1))
-    pad(max(ELEMENTS[component.dtype] for _, component, _, _ in members))
-    return planes, offset
+                for layer, component_index, component, segment_index, segment in owned:
+                    offset = padded(offset, ELEMENTS[component.dtype])
+                    key = (component_index, segment_index, layer, unit)
+                    planes.append(Plane(key, live, offset, segment.unit_nbytes))
+                    offset += segment.unit_nbytes * rows
+                offset = padded(offset, largest)
+    return planes, padded(offset, max(ELEMENTS[member[1].dtype] for member in members))
+
+
+def padded(offset: int, to: int) -> int:
+    """The first multiple of `to` from `offset` on."""
+    return -(-offset // to) * to
 
 
 # ---- two servers and a hand-over -----------------------------------------------------------------
@@ -206,13 +202,14 @@ class Server:
     writes: dict[tuple[int, int], Counts] = field(default_factory=dict)
     planes: dict[tuple[int, int], list[Plane]] = field(default_factory=dict)
     page_nbytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    _pages_of: dict[tuple[int, tuple[int, ...]], Int64Array] = field(default_factory=dict)
 
     @staticmethod
     def make(
         layout: ServerLayout, pages: PageLists, page_counts: Sequence[int], seed: int
     ) -> Server:
         server = Server(layout, pages)
-        noise = random.Random(seed)
+        noise = np.random.default_rng(seed)
         for rank in range(layout.tp_size * len(layout.stages)):
             pp_rank, tp_rank = divmod(rank, layout.tp_size)
             for group, live in enumerate(lives_of(layout)):
@@ -221,7 +218,7 @@ class Server:
                 place = (rank, group)
                 server.planes[place] = planes
                 server.page_nbytes[place] = page_nbytes
-                server.memory[place] = bytearray(noise.randbytes(nbytes))
+                server.memory[place] = bytearray(noise.bytes(nbytes))
                 server.writes[place] = np.zeros(nbytes, dtype=np.uint8)
         return server
 
@@ -232,11 +229,9 @@ class Server:
 
         Both flat, one pair of arrays for each size of units.
         """
-        live, page_size = lives_of(self.layout)[group], self.layout.page_size
-        first, page_ids = self.pages[group]
-        rows, page_nbytes = rows_of_page(live, page_size), self.page_nbytes[rank, group]
-        pages = [page_ids[page_of_item(live, page_size, item) - first] for item in items]
-        page_starts = np.array(pages, dtype=np.int64) * page_nbytes
+        rows = rows_of_page(lives_of(self.layout)[group], self.layout.page_size)
+        page_nbytes = self.page_nbytes[rank, group]
+        page_starts = self.pages_of(group, items) * page_nbytes
         absolute = np.array(items, dtype=np.int64)
         planes_of_size: dict[int, list[Plane]] = {}
         for plane in self.planes[rank, group]:
@@ -246,6 +241,17 @@ class Server:
             starts = np.add.outer(offsets, page_starts + absolute % rows * nbytes)
             places = starts[..., np.newaxis] + np.arange(nbytes)
             yield places.ravel(), content(planes, absolute, nbytes).ravel()
+
+    def pages_of(self, group: int, items: Sequence[int]) -> Int64Array:
+        """The page id of every item; the same on all ranks."""
+        found = self._pages_of.get((group, tuple(items)))
+        if found is None:
+            live, page_size = lives_of(self.layout)[group], self.layout.page_size
+            first, page_ids = self.pages[group]
+            ids = [page_ids[page_of_item(live, page_size, item) - first] for item in items]
+            found = np.array(ids, dtype=np.int64)
+            self._pages_of[group, tuple(items)] = found
+        return found
 
     def start_of(self, rank: int, group: int, plane: Plane, item: int) -> int:
         """Where one element of a plane begins."""
