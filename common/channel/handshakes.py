@@ -27,7 +27,8 @@ class Break(Enum):
 
 
 class Handshakes:
-    """The monitor of a socket, closed before it."""
+    """The monitor of a socket, closed before it. Whoever owns it looks once for every time that it
+    is woken, and then takes what was found."""
 
     def __init__(self, socket: Socket, *, is_listening: bool, has_keys: bool) -> None:
         self._socket = socket
@@ -45,19 +46,17 @@ class Handshakes:
         return (self._monitor,)
 
     def take_failures(self) -> list[str]:
-        """Why connections failed since the last call. Never waits."""
-        self.look()
+        """Why connections failed, as far as was seen."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_breaks(self) -> list[Break]:
-        """What became of a dialler's connection that stood, since the last call. Never waits."""
-        self.look()
+        """What became of a dialler's connection that stood, as far as was seen."""
         breaks, self._breaks = self._breaks, []
         return breaks
 
     def look(self) -> None:
-        """Take in what happened, so that nobody is woken for it again."""
+        """Take in what happened, so that nobody is woken for it again. Never waits."""
         while True:
             try:
                 frames = self._monitor.recv_multipart(zmq.NOBLOCK)

@@ -82,6 +82,7 @@ class PeerListener:
 
     def receive(self) -> list[tuple[str, bytes]]:
         """(link, payload) of what has come, oldest first per link. Never waits."""
+        self._handshakes.look()
         if self._gate is None:
             received, malformed_count = receive_routed(self._socket)
             messages = [(identity.hex(), payload) for identity, payload in received]
@@ -112,7 +113,7 @@ class PeerListener:
             del self._dropped[next(iter(self._dropped))]
 
     def take_refusals(self) -> list[tuple[str, str]]:
-        """("", why) of connections that were refused since the last call."""
+        """("", why) of connections that were refused, as far as `receive` has seen."""
         failures = self._handshakes.take_failures()
         if self._gate is not None:
             failures += [f"unknown {who}" for who in self._gate.take_refusals()]
@@ -186,7 +187,7 @@ class PeerDialer:
         return (*self._sockets.values(), *watching)
 
     def take_refusals(self) -> list[tuple[str, str]]:
-        """(link, why) of connections that could not be made since the last call."""
+        """(link, why) of connections that could not be made, as far as `receive` has seen."""
         return [
             (link, failure)
             for link, handshakes in self._handshakes.items()
@@ -194,7 +195,7 @@ class PeerDialer:
         ]
 
     def take_breaks(self) -> list[tuple[str, Break]]:
-        """(link, how) of connections that stood and broke since the last call."""
+        """(link, how) of connections that stood and broke, as far as `receive` has seen."""
         return [
             (link, found)
             for link, handshakes in self._handshakes.items()
@@ -206,7 +207,6 @@ class PeerDialer:
         socket = self._sockets.get(link)
         if socket is None:
             return SendResult.GONE
-        self._handshakes[link].look()
         return send_dealt(socket, payload)
 
     def receive(self) -> list[tuple[str, bytes]]:

@@ -97,6 +97,7 @@ def refused(dialer: PeerDialer, listener: PeerListener) -> tuple[set[str], set[s
         for link in list(dialer._sockets):
             dialer.send(link, b"let me in")
         assert listener.receive() == [], "nobody without a known key is heard"
+        assert dialer.receive() == []
         ours |= {why for _, why in dialer.take_refusals()}
         theirs |= {why for _, why in listener.take_refusals()}
         if ours and theirs:

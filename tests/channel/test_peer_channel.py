@@ -60,6 +60,7 @@ def send_until(
         if end.send(link, payload) is wanted:
             return
         poller.poll(POLL_S)
+        assert end.receive() == []
     raise AssertionError(f"never {wanted}")
 
 
@@ -246,6 +247,7 @@ def test_a_connection_that_breaks_is_told_at_once_and_once_that_nobody_answers()
         breaks: list[tuple[str, Break]] = []
         while len(breaks) < 2:
             poller.poll(0.05)
+            assert dialer.receive() == []
             breaks += dialer.take_breaks()
         assert breaks == [(link, Break.BROKEN), (link, Break.REFUSED)]
 
@@ -258,4 +260,5 @@ def test_an_address_that_never_answered_has_not_broken() -> None:
         poller.register(dialer)
         for _ in range(10):
             poller.poll(0.05)
+            assert dialer.receive() == []
             assert dialer.take_breaks() == []
