@@ -83,8 +83,9 @@ class LocalServer:
 
     def send(self, name: str, payload: bytes) -> SendResult:
         """GONE if no process of that name is connected, or was and has ended."""
-        is_remote = self._remote is not None and name in self._remote_names
-        socket = self._remote if is_remote and self._remote is not None else self._socket
+        socket = self._socket
+        if self._remote is not None and name in self._remote_names:
+            socket = self._remote
         return send_routed(socket, name.encode("ascii"), payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
