@@ -13,7 +13,7 @@ from common.protocol.frontend import Tokens
 from common.request import FinishKind, FinishReason
 from common.scheduling.peers import Outbox
 from common.scheduling.transitions import PrefillEvent, PrefillState
-from prefill_server.rendezvous import Rendezvous
+from prefill_server.rendezvous import NEVER_CAME, Rendezvous
 from prefill_server.request import Failure, PrefillRequest, Reservation
 from prefill_server.requests import RequestTable
 
@@ -79,4 +79,4 @@ def expired(request: PrefillRequest) -> Failure:
     """What becomes of a half whose other one never came."""
     if request.is_ahead:
         return Failure(HOLD_EXPIRED, "no decode server asked for the cache in time", 504)
-    return Failure("rendezvous_timeout", "the other half of the room never came", 500)
+    return NEVER_CAME

@@ -19,6 +19,7 @@ RESERVATION_TIMEOUT_S = 10.0
 # Rooms whose request has ended before its reservation came, to tell that one at once: the last so
 # many, so that what routers post can't fill the memory.
 GIVEN_UP_COUNT_MAX = 4096
+NEVER_CAME = Failure("rendezvous_timeout", "the other half of the room never came", 500)
 
 
 @dataclass(frozen=True, slots=True)

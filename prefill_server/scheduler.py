@@ -64,7 +64,7 @@ from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
 from prefill_server.holds import Holds, expired
 from prefill_server.outgoing import Outgoing
-from prefill_server.rendezvous import Rendezvous
+from prefill_server.rendezvous import NEVER_CAME, Rendezvous
 from prefill_server.request import Failure, PrefillRequest
 from prefill_server.requests import RequestTable
 from prefill_server.reservations import Reservations
@@ -354,9 +354,7 @@ class PrefillScheduler:
             if isinstance(half, PrefillRequest):
                 self._endings.fail(half, expired(half), now)
             else:
-                text = "the other half of the room never came"
-                failure = Failure("rendezvous_timeout", text, 500)
-                self._endings.reply_failed(half, failure)
+                self._endings.reply_failed(half, NEVER_CAME)
         for incarnation, reason in self._peers.lost(now):
             self._lose(incarnation, reason, now)
 
