@@ -187,6 +187,8 @@ def check_transfer_request(
 
 
 def _check_prompt(request: TransferRequest) -> str | None:
+    if request.is_held:
+        return "is_held: must be false where no room is"
     if len(request.token_ids) != request.token_count:
         return f"{len(request.token_ids)} token ids for token_count={request.token_count}"
     if not 1 <= request.prompt_count <= request.token_count:

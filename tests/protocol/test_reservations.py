@@ -64,6 +64,7 @@ def test_an_honest_reservation_passes() -> None:
         ({"prompt_count": 0}, "prompt_count=0: must be in 1..40"),
         ({"prompt_count": 41}, "prompt_count=41: must be in 1..40"),
         ({"sampling": None}, "sampling: must be given where no room is"),
+        ({"is_held": True}, "is_held: must be false where no room is"),
         (
             {
                 "sampling": SamplingParams(
