@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import resource
 
+from common.config import shared_memory_dir
 from common.errors import TransportError
 
-SHARED_MEMORY_DIRECTORY = "/dev/shm"
 # Of one UCX worker with posix among its transports: measured, 4.2 MiB, and as much again.
 WORKER_SHARED_NBYTES = 8 << 20
 # Of one UCX worker, or one connection, with all its sockets: measured, 9, and as many again.
@@ -20,11 +20,15 @@ FILE_COUNT = 18
 
 def check_shared_memory(what: str, nbytes: int) -> None:
     """Raises: TransportError if `nbytes` more don't fit."""
-    status = os.statvfs(SHARED_MEMORY_DIRECTORY)
+    directory = shared_memory_dir()
+    try:
+        status = os.statvfs(directory)
+    except OSError as exc:
+        raise TransportError(f"{what}: {directory} can't be used: {exc.strerror}") from exc
     free = status.f_bavail * status.f_frsize
     if nbytes > free:
         raise TransportError(
-            f"{what}: nbytes={nbytes} must fit in {SHARED_MEMORY_DIRECTORY}, which has "
+            f"{what}: nbytes={nbytes} must fit in {directory}, which has "
             f"{free} bytes free (in a container, raise its shm size)"
         )
 

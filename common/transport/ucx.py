@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from common.config import shared_memory_dir
 from common.errors import Bug, TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
-from common.transport.room import (
-    SHARED_MEMORY_DIRECTORY,
-    WORKER_SHARED_NBYTES,
-    check_files,
-    check_shared_memory,
-)
+from common.transport.room import WORKER_SHARED_NBYTES, check_files, check_shared_memory
 from common.transport.transport import (
     TAG_MAX,
     MemoryType,
@@ -107,7 +103,7 @@ class UcxTransport:
         if self._is_shared and not self._native.is_shared_mapping(address, nbytes):
             raise RegionRefused(
                 f"region {name}: UCX fell back to memory that no other process can write; look "
-                f"at the size and permissions of {SHARED_MEMORY_DIRECTORY}"
+                f"at the size and permissions of {shared_memory_dir()}"
             )
         region = Region(name, index, address, nbytes, "host", self._engine.view(index))
         self._regions[name] = region

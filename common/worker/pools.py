@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig, shared_memory_dir
 from common.engine.kv_pool import KvPool
 from common.errors import ConfigError, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
@@ -32,7 +32,6 @@ STATE_FRACTION_MAX = 0.5
 """Share of a pool that slots and tails take without being told. Too few bound the requests and too
 many their tokens; half of each wastes at most half, whatever the requests are like."""
 
-SHARED_MEMORY = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -253,5 +252,5 @@ def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:
 def _where(free: FreeMemory) -> str:
     """Names the narrower place, so that the reader knows which one to widen."""
     if free.shared_nbytes is not None and free.shared_nbytes < free.now_nbytes:
-        return f" in {SHARED_MEMORY} (in a container, raise its shm size)"
+        return f" in {shared_memory_dir()} (in a container, raise its shm size)"
     return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common.clock import Clock
-from common.config import ServerConfig
+from common.config import ServerConfig, shared_memory_dir
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cast import CACHE_DTYPES
 from common.engine.checkpoint.fingerprint import model_fingerprint
@@ -35,7 +35,6 @@ from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.digester import Digester
 from common.worker.landing import Landing
 from common.worker.pools import (
-    SHARED_MEMORY,
     FreeMemory,
     allocate_pool,
     decide_page_counts,
@@ -258,10 +257,11 @@ def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
     """Room where the pool of a CPU will lie; a tcp-only pool is private memory."""
     if device.type == "cuda" or config.transport == "tcp":
         return None
+    directory = shared_memory_dir()
     try:
-        return shutil.disk_usage(SHARED_MEMORY).free
+        return shutil.disk_usage(directory).free
     except OSError as exc:
-        raise ConfigError(f"{SHARED_MEMORY} can't be used: {exc.strerror}") from exc
+        raise ConfigError(f"{directory} can't be used: {exc.strerror}") from exc
 
 
 def _describe(

@@ -6,10 +6,12 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from common.config import UCX_SHARED_MEMORY_VARIABLE
 from common.errors import TransportError
 from common.transport.room import WORKER_SHARED_NBYTES, check_shared_memory
 from common.transport.transport import PeerClosed
@@ -53,3 +55,14 @@ def test_a_full_shared_memory_is_named_with_what_is_needed(monkeypatch: pytest.M
         TransportError, match=r"x: nbytes=\d+ must fit in /dev/shm, which has 4096 "
     ):
         check_shared_memory("x", WORKER_SHARED_NBYTES)
+
+
+def test_room_is_looked_for_where_ucx_makes_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(UCX_SHARED_MEMORY_VARIABLE, str(tmp_path))
+    with pytest.raises(TransportError, match=f"must fit in {tmp_path}, which has "):
+        check_shared_memory("x", 1 << 60)
+    monkeypatch.setenv(UCX_SHARED_MEMORY_VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(TransportError, match=f"x: {tmp_path}/gone can't be used: No such file"):
+        check_shared_memory("x", 1)
