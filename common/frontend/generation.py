@@ -14,6 +14,7 @@ from typing import Self
 
 from common.config import Role
 from common.errors import ProtocolError, RequestError
+from common.failures import ABORTED
 from common.frontend.context import FrontendContext
 from common.frontend.dial_rules import dial_rules
 from common.frontend.request_handle import RequestHandle
@@ -29,8 +30,6 @@ ANY_MODEL_NAMES = ("default", "unknown")
 # What --host says to listen on every address.
 ANY_HOST = ("0.0.0.0", "::")
 STOPPED = "a stop string matched"
-# The kind of `Failed` that a client asked for: a reply with what there is, not an error.
-ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Continuation:
             self.trace = message.trace
             if self.is_stopped:
                 self._end(None)
-            elif message.kind == ABORTED:
+            elif message.kind == ABORTED:  # its client asked for what there is, not for an error
                 self._end(FinishReason(FinishKind.ABORT, message=message.message))
             else:
                 self.failure = message

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Role
+from common.failures import ABORTED
 from common.frontend.stages import HAND_OVER_STAGES, Stage, chunks_of, stages_of
 from common.request import RequestTrace
 
@@ -178,4 +179,4 @@ def _hand_over_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
 
 
 def _error(trace: RequestTrace) -> str:
-    return "" if trace.status in ("ok", "aborted") else trace.message or trace.status
+    return "" if trace.status in ("ok", ABORTED) else trace.message or trace.status
