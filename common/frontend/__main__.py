@@ -84,7 +84,7 @@ async def serve(
     config: ServerConfig, listener: socket.socket, tokenizer: Tokenizer, clock: Clock
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let open requests end, for at most the drain timeout."""
-    tracing = open_tracing(config, clock)
+    tracing = open_tracing(config)
     metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
     channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
     client = SchedulerClient(

@@ -120,20 +120,9 @@ def _at(ascending: Sequence[float]) -> dict[str, float]:
 def _request(context: FrontendContext, logged: LoggedRequest) -> dict[str, object]:
     trace = logged.trace
     return {
+        **logged.summary(),
         "id": trace.request_id,
-        "rid": logged.rid,
-        "started_at": logged.started_wall_s,
-        "status": trace.status,
-        "message": trace.message,
-        "peer": trace.peer,
-        "prompt_tokens": trace.prompt_token_count,
-        "completion_tokens": trace.output_token_count,
-        "cached_tokens": trace.cached_token_count,
-        "retractions": trace.retraction_count,
-        "bytes": trace.hand_over.nbytes,
         "wire_s": trace.hand_over.wire_s,
-        "ttft_s": trace.ttft_s,
-        "e2e_s": trace.e2e_s,
         "decode_s": trace.decode_s,
         "spans": [
             {"name": stage.name, "start_s": stage.start_s, "duration_s": stage.duration_s}

@@ -20,6 +20,24 @@ class LoggedRequest:
     def rid(self) -> str:
         return self.trace.origin.rid
 
+    def summary(self) -> dict[str, object]:
+        """As every list of requests tells of it."""
+        trace = self.trace
+        return {
+            "rid": self.rid,
+            "started_at": self.started_wall_s,
+            "peer": trace.peer,
+            "status": trace.status,
+            "message": trace.message,
+            "prompt_tokens": trace.prompt_token_count,
+            "completion_tokens": trace.output_token_count,
+            "cached_tokens": trace.cached_token_count,
+            "retractions": trace.retraction_count,
+            "bytes": trace.hand_over.nbytes,
+            "ttft_s": trace.ttft_s,
+            "e2e_s": trace.e2e_s,
+        }
+
 
 class RequestLog:
     """count_max: requests that are kept; the oldest go."""
@@ -28,13 +46,15 @@ class RequestLog:
         self._clock = clock
         self._requests: deque[LoggedRequest] = deque(maxlen=count_max)
 
-    def add(self, trace: RequestTrace) -> None:
+    def add(self, trace: RequestTrace) -> LoggedRequest:
         ago_s = self._clock.now() - trace.arrived_s
-        self._requests.append(LoggedRequest(trace, self._clock.wall() - ago_s))
+        logged = LoggedRequest(trace, self._clock.wall() - ago_s)
+        self._requests.append(logged)
+        return logged
 
-    def newest(self, count: int | None = None) -> list[LoggedRequest]:
+    def newest(self) -> list[LoggedRequest]:
         """Newest first."""
-        return list(reversed(self._requests))[:count]
+        return list(reversed(self._requests))
 
     def find(self, rid: str) -> LoggedRequest | None:
         """The latest request of that name."""

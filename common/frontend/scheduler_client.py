@@ -259,8 +259,7 @@ class SchedulerClient:
             case Failed():
                 self._handle_failed(message)
             case Traced(trace):
-                self.log.add(trace)
-                self._tracing.end(trace, None)
+                self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_hand_over(trace)
             case State():
                 self._liveness.hear_state(message, self._clock.now())
@@ -330,8 +329,7 @@ class SchedulerClient:
         if not handle.is_measured:
             return
         if trace is not None:
-            self.log.add(trace)
-            self._tracing.end(trace, handle.span_ids)
+            self._tracing.end(self.log.add(trace), handle.span_ids)
             kind = finish.kind if finish is not None else None
             self._metrics.observe_end(trace, is_streaming=handle.is_streaming, finish=kind)
         elif failure:

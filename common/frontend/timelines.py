@@ -29,7 +29,7 @@ def build_router(context: FrontendContext) -> APIRouter:
     async def requests() -> Response:
         """The latest requests that have ended, newest first."""
         logged = context.scheduler.log.newest()
-        return json_response({"requests": [_summary(one) for one in logged]})
+        return json_response({"requests": [one.summary() for one in logged]})
 
     @router.get("/requests/{rid:path}/timeline")
     async def timeline(rid: str) -> Response:
@@ -52,24 +52,6 @@ def build_router(context: FrontendContext) -> APIRouter:
     return router
 
 
-def _summary(logged: LoggedRequest) -> dict[str, object]:
-    trace = logged.trace
-    return {
-        "rid": logged.rid,
-        "started_at": logged.started_wall_s,
-        "peer": trace.peer,
-        "status": trace.status,
-        "message": trace.message,
-        "prompt_tokens": trace.prompt_token_count,
-        "completion_tokens": trace.output_token_count,
-        "cached_tokens": trace.cached_token_count,
-        "retractions": trace.retraction_count,
-        "bytes": trace.hand_over.nbytes,
-        "ttft_s": trace.ttft_s,
-        "e2e_s": trace.e2e_s,
-    }
-
-
 def _timeline(context: FrontendContext, logged: LoggedRequest) -> dict[str, object]:
     spans = []
     for stage in stages_of(logged.trace, context.config.role):
@@ -79,7 +61,7 @@ def _timeline(context: FrontendContext, logged: LoggedRequest) -> dict[str, obje
         spans.append(span)
     hand_over = logged.trace.hand_over
     return {
-        **_summary(logged),
+        **logged.summary(),
         "engine_type": str(context.config.engine_type),
         "spans": spans,
         "hand_over": {
@@ -118,7 +100,7 @@ def _chrome_trace(context: FrontendContext) -> dict[str, object]:
 
 def _row(logged: LoggedRequest, row: int, context: FrontendContext) -> list[dict[str, object]]:
     trace = logged.trace
-    events = [_event(logged, row, "request", 0.0, trace.e2e_s, _summary(logged))]
+    events = [_event(logged, row, "request", 0.0, trace.e2e_s, logged.summary())]
     for stage in stages_of(trace, context.config.role):
         arguments: dict[str, object] = {"clock": str(stage.clock)}
         events.append(_event(logged, row, stage.name, stage.start_s, stage.duration_s, arguments))

@@ -12,9 +12,9 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from common.clock import Clock
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
+from common.frontend.request_log import LoggedRequest
 from common.frontend.spans import (
     RequestIds,
     Span,
@@ -23,7 +23,6 @@ from common.frontend.spans import (
     parse_trace_parent,
     prefill_spans,
 )
-from common.request import RequestTrace
 
 QUEUED_SPAN_COUNT_MAX = 4096  # some hundred requests; more are dropped
 BATCH_SPAN_COUNT_MAX = 512
@@ -38,9 +37,8 @@ class Tracing:
     sink: None if nothing is traced.
     """
 
-    def __init__(self, role: Role, clock: Clock, sink: OtlpSink | None) -> None:
+    def __init__(self, role: Role, sink: OtlpSink | None) -> None:
         self._role = role
-        self._clock = clock
         self._sink = sink
 
     def begin(self, trace_parent: str) -> RequestIds | None:
@@ -50,11 +48,11 @@ class Tracing:
             return None
         return name_request(trace_parent)
 
-    def end(self, trace: RequestTrace, ids: RequestIds | None) -> None:
+    def end(self, logged: LoggedRequest, ids: RequestIds | None) -> None:
         """A request has ended. ids: as `begin` gave them."""
         if self._sink is None:
             return
-        started_s = self._clock.wall() - (self._clock.now() - trace.arrived_s)
+        trace, started_s = logged.trace, logged.started_wall_s
         if ids is not None:
             if ids.request.is_sampled:
                 self._sink.add(decode_spans(trace, started_s, ids))
@@ -68,10 +66,10 @@ class Tracing:
             self._sink.close()
 
 
-def open_tracing(config: ServerConfig, clock: Clock) -> Tracing:
+def open_tracing(config: ServerConfig) -> Tracing:
     """Raises: ConfigError if spans are wanted and the extra that sends them is not installed."""
     endpoint = config.trace_endpoint
-    return Tracing(config.role, clock, OtlpSink(endpoint, config) if endpoint else None)
+    return Tracing(config.role, OtlpSink(endpoint, config) if endpoint else None)
 
 
 class OtlpSink:

@@ -112,7 +112,7 @@ async def open_rig(
         channel,
         metrics,
         RequestLog(config.request_history, clock),
-        open_tracing(config, clock),
+        open_tracing(config),
         clock,
     )
     context = FrontendContext(

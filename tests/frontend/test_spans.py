@@ -9,10 +9,10 @@ import httpx
 import msgspec
 import pytest
 
-from common.clock import ManualClock
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
 from common.frontend import openai_api, sglang_api
+from common.frontend.request_log import LoggedRequest
 from common.frontend.spans import (
     Span,
     decode_spans,
@@ -46,6 +46,7 @@ ENDED = RequestTrace(
     e2e_s=10.75,
     origin=Origin("r1", TRACE_PARENT),
 )
+LOGGED = LoggedRequest(ENDED, started_wall_s=50.0)
 
 
 def tree(spans: list[Span]) -> dict[str, str]:
@@ -160,11 +161,11 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patience")
 def test_a_collector_is_sent_what_is_sampled(tmp_path: Path) -> None:
     with collector() as found:
-        tracing = open_tracing(traced(tmp_path, found.url), ManualClock(50.0))
-        tracing.end(ENDED, tracing.begin(TRACE_PARENT))
-        tracing.end(ENDED, tracing.begin(TRACE_PARENT[:-1] + "0"))
+        tracing = open_tracing(traced(tmp_path, found.url))
+        tracing.end(LOGGED, tracing.begin(TRACE_PARENT))
+        tracing.end(LOGGED, tracing.begin(TRACE_PARENT[:-1] + "0"))
         failed = msgspec.structs.replace(ENDED, status="timed_out", message="too late")
-        tracing.end(failed, tracing.begin(""))
+        tracing.end(LoggedRequest(failed, 50.0), tracing.begin(""))
         tracing.close()
     mine = found.of_trace(TRACE_ID)
     assert sorted(span.name for span in mine) == ["decode", "hand_over", "request", "reserve"]
@@ -179,10 +180,11 @@ def test_a_collector_is_sent_what_is_sampled(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("patience")
 def test_a_prefill_server_joins_the_trace_it_is_told_of(tmp_path: Path) -> None:
     with collector() as found:
-        tracing = open_tracing(traced(tmp_path, found.url, Role.PREFILL), ManualClock(50.0))
+        tracing = open_tracing(traced(tmp_path, found.url, Role.PREFILL))
         assert tracing.begin(TRACE_PARENT) is None, "its parent is known with the reservation"
-        tracing.end(ENDED, None)
-        tracing.end(msgspec.structs.replace(ENDED, origin=Origin("r2", "")), None)
+        tracing.end(LOGGED, None)
+        unasked = msgspec.structs.replace(ENDED, origin=Origin("r2", ""))
+        tracing.end(LoggedRequest(unasked, 50.0), None)
         tracing.close()
     (request,) = [span for span in found.spans if span.name == "prefill_request"]
     assert (request.trace_id, request.parent_id) == (TRACE_ID, PARENT_ID)
@@ -194,9 +196,9 @@ def test_a_collector_that_is_not_there_costs_spans_alone(
 ) -> None:
     monkeypatch.setattr("common.frontend.tracing.CLOSE_TIMEOUT_S", 0.01)
     monkeypatch.setattr("common.frontend.tracing.QUEUED_SPAN_COUNT_MAX", 512)
-    tracing = open_tracing(traced(tmp_path, "http://127.0.0.1:9"), ManualClock(50.0))
+    tracing = open_tracing(traced(tmp_path, "http://127.0.0.1:9"))
     for _ in range(400):  # four spans each: more than the queue holds
-        tracing.end(ENDED, tracing.begin(""))
+        tracing.end(LOGGED, tracing.begin(""))
     tracing.close()
 
 
@@ -205,12 +207,12 @@ def test_without_the_extra_the_start_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match=r"needs the extra `trace`: pip install 'baton\[trace\]'"):
-        open_tracing(traced(tmp_path, "http://127.0.0.1:9"), ManualClock())
+        open_tracing(traced(tmp_path, "http://127.0.0.1:9"))
 
 
 def test_nothing_is_traced_unless_asked_for(tmp_path: Path) -> None:
     config = decode_config(tmp_path)
     assert config.trace_endpoint == ""
-    assert open_tracing(config, ManualClock()).begin(TRACE_PARENT) is None
+    assert open_tracing(config).begin(TRACE_PARENT) is None
     enabled = msgspec.structs.replace(config, enable_trace=True)
     assert httpx.URL(enabled.trace_endpoint).port == 4318
