@@ -119,14 +119,16 @@ class OtlpSink:
 
         for span in spans:
             trace_id, parent_id = span.ids.trace_id, span.parent_id
+            kind = kinds.get(span.name, SpanKind.INTERNAL)
+            is_entry = kind is SpanKind.SERVER  # below a span of whoever asked
             self._processor.on_end(
                 ReadableSpan(
                     name=span.name,
                     context=context(trace_id, span.ids.span_id, is_remote=False),
-                    parent=context(trace_id, parent_id, is_remote=True) if parent_id else None,
+                    parent=context(trace_id, parent_id, is_remote=is_entry) if parent_id else None,
                     resource=self._resource,
                     attributes=dict(span.attributes),
-                    kind=kinds.get(span.name, SpanKind.INTERNAL),
+                    kind=kind,
                     status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
                     start_time=int(1e9 * span.start_s),
                     end_time=int(1e9 * span.end_s),

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 
 
 @dataclass(frozen=True)
 class Received:
-    """One span. Ids as hexadecimal digits; parent_id "" for none."""
+    """One span. Ids as hexadecimal digits; parent_id "" for none.
+
+    is_entry: its parent is said to be another service's.
+    """
 
     service: str
     name: str
@@ -24,6 +28,7 @@ class Received:
     duration_s: float
     attributes: dict[str, object]
     is_error: bool
+    is_entry: bool
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Collector:
                             duration_s=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
                             attributes=attributes_of(span.attributes),
                             is_error=span.status.code == 2,
+                            is_entry=bool(span.flags & SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK),
                         )
                     )
 

@@ -170,6 +170,7 @@ def test_a_collector_is_sent_what_is_sampled(tmp_path: Path) -> None:
     mine = found.of_trace(TRACE_ID)
     assert sorted(span.name for span in mine) == ["decode", "hand_over", "request", "reserve"]
     assert {span.service for span in mine} == {"baton-decode"}
+    assert [span.name for span in mine if span.is_entry] == ["request"]
     (request,) = [span for span in mine if span.name == "request"]
     assert request.parent_id == PARENT_ID and request.duration_s == pytest.approx(10.75)
     assert request.attributes["gen_ai.request.id"] == "r1" and not request.is_error
@@ -186,7 +187,8 @@ def test_a_prefill_server_joins_the_trace_it_is_told_of(tmp_path: Path) -> None:
         unasked = msgspec.structs.replace(ENDED, origin=Origin("r2", ""))
         tracing.end(LoggedRequest(unasked, 50.0), None)
         tracing.close()
-    (request,) = [span for span in found.spans if span.name == "prefill_request"]
+    (request,) = [span for span in found.spans if span.is_entry]
+    assert request.name == "prefill_request"
     assert (request.trace_id, request.parent_id) == (TRACE_ID, PARENT_ID)
 
 
