@@ -60,7 +60,6 @@ class Client(asyncio.Protocol):
         self._load = load
         self._transport: asyncio.Transport | None = None
         self._answer = b""
-        self._end: bytes | int = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
