@@ -15,6 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from common.errors import ConfigError
+from common.flag_values import number
 
 API_KEY_VARIABLE = "BATON_API_KEY"
 BACKENDS = ("sglang", "openai", "openai-chat")
@@ -261,14 +262,13 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
+    check = number(low, high)
+
     def parse(text: str) -> float:
         try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text}: must be a number in {low:g}..{high:g}")
-        return value
+            return check(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(f"{text}: {exc}") from exc
 
     return parse
 
