@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import aiohttp
 import msgspec
@@ -28,6 +29,8 @@ EXIT_SOME_FAILED = 1
 EXIT_UNUSABLE = 2
 ASK_TIMEOUT_S = 10.0
 
+T = TypeVar("T")
+
 
 class _ServerInfo(msgspec.Struct):
     vocab_size: int | None = None
@@ -38,7 +41,7 @@ class _Model(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +100,10 @@ def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer {directory}: must be a directory with a tokenizer.json")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as exc:  # what the library raises for a bad file
+        raise ConfigError(f"--tokenizer {directory}: {path.name} can't be read: {exc}") from exc
 
 
 async def _choose_dialect(settings: Settings, tokenizer: Tokenizer | None) -> Dialect:
@@ -105,8 +111,7 @@ async def _choose_dialect(settings: Settings, tokenizer: Tokenizer | None) -> Di
         return SglangDialect(settings)
     model = settings.model
     if not model:
-        found = msgspec.json.decode(await _get(settings, "/v1/models", "--model"), type=_Models)
-        model = found.data[0].id
+        model = (await _get(settings, "/v1/models", _Models, "--model")).data[0].id
     if settings.backend == "openai":
         return OpenAiDialect(settings, model, None)
     assert tokenizer is not None, "the settings were checked"
@@ -121,42 +126,50 @@ def _decoder_of(tokenizer: Tokenizer) -> Decode:
 
 
 async def _ask_vocab_size(settings: Settings) -> int:
-    info = await _get(settings, "/server_info", "--vocab-size or --tokenizer")
-    vocab_size = msgspec.json.decode(info, type=_ServerInfo).vocab_size
+    flag = "--vocab-size or --tokenizer"
+    vocab_size = (await _get(settings, "/server_info", _ServerInfo, flag)).vocab_size
     if vocab_size is None:
         raise ConfigError(
-            f"{settings.url}/server_info does not tell the size of the vocabulary: give "
-            "--vocab-size or --tokenizer"
+            f"{settings.url}/server_info does not tell the size of the vocabulary: give {flag}"
         )
     return vocab_size
 
 
-async def _get(settings: Settings, path: str, flag: str) -> bytes:
+async def _get(settings: Settings, path: str, kind: type[T], flag: str) -> T:
     """Raises: ConfigError that names the flag which makes the question unnecessary."""
-    timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     try:
-        async with (
-            aiohttp.ClientSession(headers=headers_of(settings), timeout=timeout) as session,
-            session.get(settings.url + path) as response,
-        ):
-            response.raise_for_status()
-            return await response.read()
-    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-        reason = str(exc) or "no answer in time"
-        raise ConfigError(f"{settings.url}{path} can't be asked ({reason}): give {flag}") from exc
+        return msgspec.json.decode(await _ask(settings, "GET", path), type=kind)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}: give {flag}") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(
+            f"{settings.url}{path} gave an answer that can't be read ({exc}): give {flag}"
+        ) from exc
 
 
 async def _flush_cache(settings: Settings) -> None:
-    timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
-    url = f"{settings.url}/flush_cache"
+    try:
+        await _ask(settings, "POST", "/flush_cache")
+    except ConfigError as exc:
+        raise ConfigError(f"--flush-cache: {exc}") from exc
+
+
+async def _ask(settings: Settings, method: str, path: str) -> bytes:
+    """Raises: ConfigError if there is no good answer."""
+    url = settings.url + path
     try:
         async with (
-            aiohttp.ClientSession(headers=headers_of(settings), timeout=timeout) as session,
-            session.post(url) as response,
+            aiohttp.ClientSession(
+                headers=headers_of(settings), timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+            ) as session,
+            session.request(method, url) as response,
         ):
             response.raise_for_status()
-    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-        raise ConfigError(f"--flush-cache: {url}: {exc}") from exc
+            return await response.read()
+    except TimeoutError as exc:
+        raise ConfigError(f"{url} can't be asked (no answer in {ASK_TIMEOUT_S:g} s)") from exc
+    except (aiohttp.ClientError, OSError) as exc:
+        raise ConfigError(f"{url} can't be asked ({exc})") from exc
 
 
 def _write_result(settings: Settings, summary: Summary, run: Run) -> None:

@@ -122,6 +122,9 @@ class LoadClient:
             await self._exchange(session, payload, outcome)
         except StreamBroken as broken:
             outcome.error_kind, outcome.error = broken.kind, str(broken)
+        except aiohttp.ConnectionTimeoutError:
+            outcome.error_kind = "connect"
+            outcome.error = f"no connection within {CONNECT_TIMEOUT_S:g} s"
         except TimeoutError:
             limit_s = self._settings.request_timeout_s
             outcome.error_kind, outcome.error = "timeout", f"no end within {limit_s:g} s"

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
 from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# As one of our servers would.
+ANSWERS = {
+    "/server_info": b'{"vocab_size": 100}',
+    "/v1/models": b'{"object": "list", "data": [{"id": "tiny"}]}',
+}
 
 
 @contextmanager
-def serving(handler: Handler) -> Iterator[str]:
-    """The root of a server that answers every POST with `handler`, and GET as one of ours would."""
+def serving(handler: Handler, answers: Mapping[str, bytes] = ANSWERS) -> Iterator[str]:
+    """The root of a server that answers every POST with `handler`, and GET with `answers`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
-        runner, port = asyncio.run_coroutine_threadsafe(_start(handler), loop).result(30)
+        runner, port = asyncio.run_coroutine_threadsafe(_start(handler, answers), loop).result(30)
         yield f"http://127.0.0.1:{port}"
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
     finally:
@@ -29,11 +34,11 @@ def serving(handler: Handler) -> Iterator[str]:
         loop.close()
 
 
-async def _start(handler: Handler) -> tuple[web.AppRunner, int]:
+async def _start(handler: Handler, answers: Mapping[str, bytes]) -> tuple[web.AppRunner, int]:
     app = web.Application()
     app.router.add_post("/{path:.*}", handler)
-    app.router.add_get("/server_info", _answer({"vocab_size": 100}))
-    app.router.add_get("/v1/models", _answer({"object": "list", "data": [{"id": "tiny"}]}))
+    for path, content in answers.items():
+        app.router.add_get(path, _answer(content))
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -41,9 +46,9 @@ async def _start(handler: Handler) -> tuple[web.AppRunner, int]:
     return runner, runner.addresses[0][1]
 
 
-def _answer(content: object) -> Handler:
+def _answer(content: bytes) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
-        return web.json_response(content)
+        return web.Response(body=content)
 
     return answer
 

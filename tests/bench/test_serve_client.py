@@ -17,6 +17,7 @@ from bench.serve.dialects import OpenAiDialect, SglangDialect
 from bench.serve.settings import parse_settings
 from bench.serve.workload import make_workload
 from tests.bench.scripted_server import (
+    ANSWERS,
     Handler,
     begin_stream,
     end_stream,
@@ -293,3 +294,69 @@ def test_a_server_that_refuses_the_first_request_is_not_measured(
         code = main(["--base-url", url, *SMALL, "--num-prompts", "3", "--disable-tqdm"])
     assert code == 2
     assert "http 503" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "flags", "said"),
+    [
+        ("/server_info", b"<html>", (), "give --vocab-size or --tokenizer"),
+        ("/server_info", b'{"vocab_size": "many"}', (), "give --vocab-size or --tokenizer"),
+        ("/server_info", b"{}", (), "give --vocab-size or --tokenizer"),
+        ("/v1/models", b"<html>", ("--backend", "openai"), "give --model"),
+        ("/v1/models", b'{"data": []}', ("--backend", "openai"), "give --model"),
+    ],
+)
+def test_an_answer_that_can_not_be_read_names_the_flag_that_spares_it(
+    path: str,
+    content: bytes,
+    flags: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(answer_three, {**ANSWERS, path: content}) as url:
+        code = main(["--base-url", url, *SMALL, "--disable-tqdm", *flags])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert f"{url}{path}" in told and said in told
+
+
+@pytest.mark.parametrize("flags", [(), ("--flush-cache", "--vocab-size", "100")])
+def test_a_server_that_does_not_answer_in_time_is_said_to(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both questions are asked over a socket that nobody accepts from."""
+    monkeypatch.setattr("bench.serve.cli.ASK_TIMEOUT_S", 0.01)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code = main(["--base-url", url, "--warmup-requests", "0", "--disable-tqdm", *flags])
+    assert code == 2
+    assert "no answer in 0.01 s" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_can_not_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert main(["--tokenizer", str(tmp_path)]) == 2
+    assert f"--tokenizer {tmp_path}" in capsys.readouterr().err
+
+
+def test_who_can_not_be_reached_is_not_told_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.serve.client.CONNECT_TIMEOUT_S", 0.05)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        taken = [socket.socket() for _ in range(3)]
+        try:
+            for one in taken:  # more than wait to be accepted: the next one gets no answer
+                one.setblocking(False)
+                one.connect_ex(address)
+            run = send(f"http://127.0.0.1:{address[1]}", "--num-prompts", "1")
+        finally:
+            for one in taken:
+                one.close()
+    assert run.outcomes[0].error_kind == "connect"
+    assert "0.05 s" in run.outcomes[0].error
