@@ -142,6 +142,7 @@ class ScriptedScheduler:
     """Runs in a thread of its own between `with` and its end. Public methods are for the test.
 
     seen: every message of the frontend, in order. held: submits that wait for `release`.
+    is_stalled: no step is taken between two looks, although requests are said to run.
     """
 
     def __init__(self, path: Path, answer: Answer = count_up, info: ServerInfo = INFO) -> None:
@@ -157,6 +158,7 @@ class ScriptedScheduler:
         self.peers = [PEER]
         self.page_groups = [PAGES]
         self.step_count = 0
+        self.is_stalled = False
         self.flush_answer = (True, "the cache is empty")
         self._server = LocalServer(str(path))
         self._orders: SimpleQueue[bytes] = SimpleQueue()
@@ -254,6 +256,7 @@ class ScriptedScheduler:
                 return [self._state(call_id)]
 
     def _state(self, call_id: int) -> State:
+        self.step_count += not self.is_stalled
         return State(
             call_id=call_id,
             is_ready=self.is_ready,

@@ -156,7 +156,8 @@ def search(tmp_path: Path, fuzz: Callable[[Ask], None]) -> None:
             return asyncio.run_coroutine_threadsafe(asked, loop).result(TIMEOUT_S)
 
         await asyncio.to_thread(fuzz, ask)
-        assert (await rig.http.get("/ping")).status_code == 200
+        for path in ("/ping", "/health"):
+            assert (await rig.http.get(path)).status_code == 200
 
     run_generate(tmp_path, story, timeout_s=TIMEOUT_S + EXAMPLE_COUNT)
 

@@ -66,6 +66,9 @@ def test_health_is_503_when_the_scheduler_is_silent(tmp_path: Path, path: str) -
 def test_health_is_503_when_the_engine_stands_still_with_work(tmp_path: Path) -> None:
     clock = ManualClock(100.0)
 
+    def stall(scheduler: ScriptedScheduler) -> None:
+        scheduler.is_stalled = True
+
     async def story(rig: Rig) -> None:
         clock.advance(STALL_MAX_S + 1)
         await rig.context.scheduler.get_state()
@@ -74,6 +77,19 @@ def test_health_is_503_when_the_engine_stands_still_with_work(tmp_path: Path) ->
         await rig.context.scheduler.get_state()
         reply = await rig.http.get("/health")
         assert (reply.status_code, reply.json()["step_count"]) == (200, 1)
+
+    run_with_rig(tmp_path, story, clock=clock, prepare=stall)
+
+
+def test_health_stays_while_the_engine_takes_steps(tmp_path: Path) -> None:
+    """What long searches stand on: a server that is given up answers everything alike."""
+    clock = ManualClock(100.0)
+
+    async def story(rig: Rig) -> None:
+        for _ in range(3):
+            clock.advance(STALL_MAX_S - 1)
+            await rig.context.scheduler.get_state()
+            assert (await rig.http.get("/health")).status_code == 200
 
     run_with_rig(tmp_path, story, clock=clock)
 
