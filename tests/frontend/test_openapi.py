@@ -14,7 +14,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.core import NotSet
 from schemathesis.specs.openapi.checks import negative_data_rejection, response_schema_conformance
 
-from common.frontend import openapi
+from common.frontend import body_schemas, openapi
 from common.frontend.dial_rules import DialRules
 from common.frontend.fields import Fields, JsonObject, JsonValue
 from common.frontend.info import rid_to_abort
@@ -163,7 +163,7 @@ def test_the_document_has_every_field_that_is_read_and_no_other(
 
 
 def test_sampling_params_are_those_that_are_known() -> None:
-    assert names_in(openapi.SGLANG_SAMPLING) == KNOWN_KEYS
+    assert names_in(body_schemas.SGLANG_SAMPLING) == KNOWN_KEYS
 
 
 def test_the_document_is_served_and_tells_bodies_and_errors(tmp_path: Path) -> None:
