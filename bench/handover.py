@@ -13,12 +13,20 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from bench.handover_peers import Contender, mooncake_pair, nixl_pair, perftest_gbps
-from bench.report import Row, at_least, row_of_medians
+from bench.handover_peers import (
+    Contender,
+    ContenderFailed,
+    default_nixl_pair,
+    mooncake_pair,
+    nixl_pair,
+    perftest_gbps,
+)
+from bench.report import NotRun, Row, at_least, row_of_medians
 from common.planner.copy_plan import CopyPlan
 from common.transport.transport import PeerConnected, TargetDescriptor, TransferSettled
 from common.transport.ucx import UcxSettings, UcxTransport
@@ -30,6 +38,16 @@ SAMPLE_COUNT = 9
 # What a hand-over has to reach of a memcpy by KiB of a run, and of ucx_perftest.
 MEMCPY_RATIO_MIN = {4: 0.8, 16: 0.8, 64: 0.95, 256: 0.95}
 PERFTEST_RATIO_MIN = 0.6
+# And of what others reach with the same runs.
+CONTENDERS: dict[str, Callable[[str, int], Contender]] = {
+    "NIXL": nixl_pair,
+    "NIXL default": default_nixl_pair,
+    "Mooncake": mooncake_pair,
+}
+RATIO_MIN = {
+    "shm": {"NIXL": 1.0, "NIXL default": 2.0, "Mooncake": 3.0},
+    "tcp": {"NIXL": 1.0, "NIXL default": 1.0, "Mooncake": 1.0},
+}
 PATIENCE_S = 60.0
 
 Samples = dict[str, list[float]]
@@ -110,11 +128,11 @@ def sample_memcpy(target: np.ndarray, source: np.ndarray, plan: CopyPlan) -> flo
     return plan.total_nbytes / (time.perf_counter() - start) / 1e9
 
 
-def run() -> list[Row]:
+def run() -> list[Row | NotRun]:
     return run_shared_memory() + run_tcp()
 
 
-def run_shared_memory() -> list[Row]:
+def run_shared_memory() -> list[Row | NotRun]:
     pair = Pair("posix,tcp")
     reference = pair.allocate_reference()
     ours: Samples = defaultdict(list)
@@ -133,10 +151,10 @@ def run_shared_memory() -> list[Row]:
         row_of_medians(n, "GB/s", ours[n], "memcpy", memcpy[n], at_least(MEMCPY_RATIO_MIN[kib]))
         for n, kib in zip(ours, RUN_KIB, strict=True)
     ]
-    return rows + contenders.rows(ours)
+    return [*rows, *contenders.results(ours)]
 
 
-def run_tcp() -> list[Row]:
+def run_tcp() -> list[Row | NotRun]:
     pair = Pair("tcp")
     library_directory = str(pair.transport.describe()["ucx_directory"])
     ours: Samples = defaultdict(list)
@@ -154,22 +172,25 @@ def run_tcp() -> list[Row]:
     pair.close()
     target = at_least(PERFTEST_RATIO_MIN)
     rows = [row_of_medians(n, "GB/s", ours[n], "ucx_perftest", perftest[n], target) for n in ours]
-    return rows + contenders.rows(ours)
+    return [*rows, *contenders.results(ours)]
 
 
 class Contenders:
-    """The other transfer engines that are installed, sampled beside ours on the same plans."""
+    """The other transfer engines that are installed, sampled beside ours on the same plans.
+
+    One that fails is left out from there on, and is reported as not run.
+    """
 
     def __init__(self, link: str) -> None:
-        makers = {"nixl": nixl_pair, "mooncake": mooncake_pair}
+        self._link = link
         self._contenders: dict[str, Contender] = {}
         self._samples: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for name, maker in makers.items():
-            contender = maker(link, POOL_NBYTES)
-            if isinstance(contender, str):
-                print(f"skipped handover_{link}_*_{name}: {contender}", flush=True)
-            else:
-                self._contenders[name] = contender
+        self._failures: dict[str, str] = {}
+        for name, maker in CONTENDERS.items():
+            try:
+                self._contenders[name] = maker(link, POOL_NBYTES)
+            except ContenderFailed as exc:
+                self._failures[name] = str(exc)
 
     def __enter__(self) -> Contenders:
         return self
@@ -179,13 +200,32 @@ class Contenders:
             contender.close()
 
     def sample(self, row: str, plan: CopyPlan, warmup: CopyPlan | None = None) -> None:
-        for name, contender in self._contenders.items():
-            if warmup is not None:
-                contender.sample(warmup)
-            self._samples[row, name].append(contender.sample(plan))
+        for name, contender in list(self._contenders.items()):
+            try:
+                if warmup is not None:
+                    contender.sample(warmup)
+                self._samples[row, name].append(contender.sample(plan))
+            except ContenderFailed as exc:
+                self._failures[name] = str(exc)
+                self._contenders.pop(name).close()
 
-    def rows(self, ours: Samples) -> list[Row]:
-        return [
-            row_of_medians(f"{row}_{name}", "GB/s", samples, "ours", ours[row])
+    def results(self, ours: Samples) -> list[Row | NotRun]:
+        """Rows of ours held against theirs."""
+        rows = [
+            row_of_medians(
+                f"{row}_over_{name.lower().replace(' ', '_')}",
+                *("GB/s", ours[row], name, samples),
+                target=at_least(RATIO_MIN[self._link][name]),
+            )
             for (row, name), samples in self._samples.items()
+            if name not in self._failures
         ]
+        missing = [
+            NotRun(
+                f"handover_{self._link}_*_over_{name.lower().replace(' ', '_')}",
+                reason,
+                f"{at_least(RATIO_MIN[self._link][name])} of {name}",
+            )
+            for name, reason in self._failures.items()
+        ]
+        return [*rows, *missing]

@@ -1,8 +1,9 @@
 """Other ways to move the same bytes: ucx_perftest, NIXL and Mooncake, each in its own processes.
 
-They are measured at their best: what NIXL prepares before a transfer is not counted, and its two
-processes run as they were fastest (progress thread at the target only). A contender is stopped
-while it is not sampled, so that none pays for the threads of another.
+What NIXL prepares before a transfer is not counted. It is measured as it comes, with a progress
+thread at either end, and as it was fastest here, with one at the target only. Mooncake has no
+shared memory for pools that it does not own: on one host it goes over tcp, whatever the others do.
+A contender is stopped while it is not sampled, so that none pays for the threads of another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -25,21 +26,34 @@ import numpy as np
 
 from common.planner.copy_plan import CopyPlan
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # a machine that others use as well can be slow
 PERFTEST_NBYTES = 128 << 20
 
+# Of one end, over "shm" or "tcp", with a pool of so many bytes.
 Serve = Callable[[str, int, Connection], None]
 
 
+class ContenderFailed(Exception):
+    """It can't be loaded, ended, or does not answer."""
+
+
 class Contender:
-    """Two stopped processes, woken for each sample."""
+    """Two stopped processes, woken for each sample. Raises: ContenderFailed, wherever it asks."""
 
     def __init__(self, serve_target: Serve, serve_writer: Serve, link: str, nbytes: int) -> None:
         self._target, self._target_pipe = start_process(serve_target, link, nbytes)
         self._writer, self._pipe = start_process(serve_writer, link, nbytes)
-        self._pipe.send(self._target_pipe.recv())
-        assert self._pipe.recv() == "ready"
+        try:
+            self._ask_writer(receive(self._target_pipe, self._target))
+        except ContenderFailed:
+            self.close()
+            raise
         self._pause()
+
+    def _ask_writer(self, message: object) -> object:
+        with suppress(BrokenPipeError):  # it has ended: what is received says how
+            self._pipe.send(message)
+        return receive(self._pipe, self._writer)
 
     def _pause(self) -> None:
         for process in (self._writer, self._target):
@@ -52,9 +66,8 @@ class Contender:
     def sample(self, plan: CopyPlan) -> float:
         """GB/s of one transfer."""
         self._resume()
-        self._pipe.send(plan)
-        assert self._pipe.poll(PATIENCE_S), "the contender does not answer"
-        seconds: float = self._pipe.recv()
+        seconds = self._ask_writer(plan)
+        assert isinstance(seconds, float), seconds
         self._pause()
         return plan.total_nbytes / seconds / 1e9
 
@@ -71,7 +84,19 @@ def start_process(
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(link, nbytes, there), daemon=True)
     process.start()
+    there.close()  # so that the end of the process is the end of the pipe
     return process, here
+
+
+def receive(pipe: Connection, process: multiprocessing.context.SpawnProcess) -> object:
+    if not pipe.poll(PATIENCE_S):
+        raise ContenderFailed(f"it was silent for {PATIENCE_S:.0f} s")
+    try:
+        message: object = pipe.recv()
+    except (EOFError, OSError) as exc:
+        process.join(PATIENCE_S)
+        raise ContenderFailed(f"its process ended with code {process.exitcode}") from exc
+    return message
 
 
 # ucx_perftest -------------------------------------------------------------------------------------
@@ -122,10 +147,20 @@ def is_listening(port: int) -> bool:
 # NIXL ---------------------------------------------------------------------------------------------
 
 
-def nixl_pair(link: str, nbytes: int) -> Contender | str:
+def nixl_pair(link: str, nbytes: int) -> Contender:
+    """As it was fastest here."""
+    return start_nixl(serve_nixl_writer, link, nbytes)
+
+
+def default_nixl_pair(link: str, nbytes: int) -> Contender:
+    """As it comes, only over tcp held to that."""
+    return start_nixl(serve_default_nixl_writer, link, nbytes)
+
+
+def start_nixl(serve_writer: Serve, link: str, nbytes: int) -> Contender:
     if importlib.util.find_spec("nixl_cu12") is None:
-        return "nixl-cu12 is not installed"
-    return Contender(serve_nixl_target, serve_nixl_writer, link, nbytes)
+        raise ContenderFailed("nixl-cu12 is not installed")
+    return Contender(serve_nixl_target, serve_writer, link, nbytes)
 
 
 def import_nixl(link: str) -> ModuleType:
@@ -144,8 +179,16 @@ def serve_nixl_target(link: str, nbytes: int, pipe: Connection) -> None:
 
 
 def serve_nixl_writer(link: str, nbytes: int, pipe: Connection) -> None:
+    write_by_nixl(link, nbytes, pipe, has_thread=False)
+
+
+def serve_default_nixl_writer(link: str, nbytes: int, pipe: Connection) -> None:
+    write_by_nixl(link, nbytes, pipe, has_thread=True)
+
+
+def write_by_nixl(link: str, nbytes: int, pipe: Connection, *, has_thread: bool) -> None:
     api = import_nixl(link)
-    agent = api.nixl_agent("writer", api.nixl_agent_config(enable_prog_thread=False))
+    agent = api.nixl_agent("writer", api.nixl_agent_config(enable_prog_thread=has_thread))
     pool = np.ones(nbytes, dtype=np.uint8)
     agent.register_memory([(pool.ctypes.data, nbytes, 0, "")], "DRAM")
     metadata, target_address = pipe.recv()
@@ -172,15 +215,13 @@ def serve_nixl_writer(link: str, nbytes: int, pipe: Connection) -> None:
 # Mooncake -----------------------------------------------------------------------------------------
 
 
-def mooncake_pair(link: str, nbytes: int) -> Contender | str:
-    if link != "tcp":
-        return "Mooncake has no shared-memory transport for pools it does not own"
+def mooncake_pair(link: str, nbytes: int) -> Contender:
     if importlib.util.find_spec("mooncake") is None:
-        return "mooncake-transfer-engine is not installed"
+        raise ContenderFailed("mooncake-transfer-engine is not installed")
     try:
         importlib.import_module("mooncake.engine")
     except ImportError as exc:
-        return f"mooncake can't be loaded: {exc}"
+        raise ContenderFailed(f"it can't be loaded: {exc}") from exc
     return Contender(serve_mooncake_target, serve_mooncake_writer, link, nbytes)
 
 
