@@ -47,7 +47,7 @@ sim: $(STAMP) ## many thousand generated layouts and simulated schedules
 faults: $(STAMP) ## real processes, killed, frozen and restarted under load
 	@$(PY) -m tests.faults --faults $(FAULTS)
 
-bench: $(STAMP) ## measure against memcpy and ucx_perftest; writes bench/out/report.json
+bench: $(STAMP) ## measure everything beside its target; writes bench/out/report.html and .json
 	@$(PY) -m bench
 
 run-prefill: $(STAMP) ## a prefill server in the foreground (MODEL=DIR ARGS=...)

@@ -16,7 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.machine import describe_commit, describe_machine
-from bench.record import SectionRecord, UnreadableRecord, add_section, read_record
+from bench.record import (
+    Record,
+    SectionRecord,
+    UnreadableRecord,
+    add_section,
+    read_record,
+    replace_text,
+)
 from bench.report import NotRun, Row, print_table
 
 SECTIONS = {
@@ -31,8 +38,10 @@ SECTIONS = {
     "latent_reads": "bench.latent_reads",
     "verify": "bench.verify",
     "frontend": "bench.frontend",
+    "gpu": "bench.gpu",
 }
 JSON_PATH = Path(__file__).parent / "out" / "report.json"
+PAGE_NAME = "report.html"  # beside it
 
 
 def main(arguments: list[str]) -> int:
@@ -48,13 +57,15 @@ def main(arguments: list[str]) -> int:
     except UnreadableRecord as exc:
         print(f"{exc}: can't be read and will be replaced; sections of earlier runs are lost")
     failed: list[str] = []
+    record = Record()
     for name in arguments or SECTIONS:
         section = run_section(name)
         # At once: what was measured is kept even if a later section ends the process.
-        add_section(JSON_PATH, name, section)
+        record = add_section(JSON_PATH, name, section)
         if section.error:
             failed.append(name)
     print(f"written to {JSON_PATH}")
+    write_page(record)
     if failed:
         print(f"did not come to their end: {', '.join(failed)}")
     return 1 if failed else 0
@@ -85,6 +96,17 @@ def run_section(name: str) -> SectionRecord:
         not_run=[result for result in results if isinstance(result, NotRun)],
         error=error,
     )
+
+
+def write_page(record: Record) -> None:
+    try:
+        page = importlib.import_module("bench.page")
+    except ModuleNotFoundError as exc:
+        print(f"no page: {exc.name} is not installed; it needs: pip install 'baton[bench]'")
+        return
+    path = JSON_PATH.with_name(PAGE_NAME)
+    replace_text(path, page.render(record, list(SECTIONS)))
+    print(f"written to {path}")
 
 
 def serve(arguments: list[str] | None = None) -> int:

@@ -21,6 +21,10 @@ class Target:
     def __str__(self) -> str:
         return f"{self.sense} {self.bound:g}"
 
+    @property
+    def sign(self) -> str:
+        return "≥" if self.sense == "at least" else "≤"
+
     def is_met_by(self, number: float) -> bool:
         return number >= self.bound if self.sense == "at least" else number <= self.bound
 

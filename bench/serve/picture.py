@@ -8,10 +8,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
+from bench.axes import make_logarithmic
 from bench.serve.client import Outcome, Run
 from bench.serve.summary import Latencies, concurrency_steps, measure
 
@@ -43,7 +42,7 @@ def _draw_spread(axes: Axes, name: str, values_ms: Sequence[float]) -> None:
         return
     ordered = np.maximum(np.sort(np.asarray(values_ms)), 1e-3)
     axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post")
-    _make_logarithmic(axes.xaxis)
+    make_logarithmic(axes.xaxis)
     for rank in MARKED_PERCENTILES:
         at_ms = float(np.percentile(values_ms, rank))
         axes.axvline(at_ms, linestyle=":", color="gray")
@@ -65,7 +64,7 @@ def _draw_requests(axes: Axes, outcomes: Sequence[Outcome], measured: Sequence[L
             [outcome.sent_s for outcome in bad], took_ms, marker="x", color="red", label="failed"
         )
     if measured or bad:
-        _make_logarithmic(axes.yaxis)
+        make_logarithmic(axes.yaxis)
     axes.legend(loc="best", fontsize=8)
 
 
@@ -84,14 +83,6 @@ def _draw_load(axes: Axes, run: Run) -> None:
     rate_axes.stairs(counts / np.diff(edges), edges, color="tab:orange", alpha=0.7)
     rate_axes.set_ylim(bottom=0)
     rate_axes.set_ylabel("output tokens per second", color="tab:orange")
-
-
-def _make_logarithmic(axis: XAxis | YAxis) -> None:
-    """With numbers as people write them, at 1, 2 and 5."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _token_times(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
