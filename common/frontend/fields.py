@@ -76,7 +76,8 @@ def _find_not_finite(body: bytes) -> str | None:
     while pending:
         path, value = pending.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            return path.removeprefix("body.")
+            # This reader also takes names with lone surrogates, which no answer could spell.
+            return path.removeprefix("body.").encode("utf-8", "replace").decode()
         if isinstance(value, dict):
             pending.extend((f"{path}.{key}", item) for key, item in reversed(value.items()))
         elif isinstance(value, list):

@@ -121,12 +121,14 @@ PATHS = st.sampled_from(
     ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/flush_cache",
      "/v1/models/x", "/health", "/metrics", "/state", "/", "/nothing"]
 )  # fmt: skip
+NAMELESS = b'{"text": {"\\ud800": Infinity}}'  # a field whose name no answer can spell
 RAW = st.one_of(
     st.binary(max_size=60),
     st.sampled_from(
         [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"a": ' * 50_000, b"[" * 90_000,
          b'{"text": "\\ud800"}', b'{"text": "\xed\xa0\x80"}', b'{"rid": ' + b"9" * 9000 + b"}",
-         b'{"text": NaN}', b'{"input_ids": [1e999]}', b'{"text": "a", "text": "b"}']
+         b'{"text": NaN}', b'{"input_ids": [1e999]}', b'{"text": "a", "text": "b"}',
+         NAMELESS]
     ),
 )  # fmt: skip
 HEADERS = st.dictionaries(
@@ -216,6 +218,17 @@ def test_no_nesting_breaks_a_route(depth: int, tmp_path: Path) -> None:
                     reply = await rig.http.post(path, content=content.encode())
                     check(reply)
                     assert depth < NESTING_MAX or reply.status_code == 400, content
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_name_that_can_not_be_told_breaks_no_route(path: str, tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await rig.http.post(path, content=NAMELESS)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (
+            400, "text.?: must be a finite number"
+        )  # fmt: skip
 
     run_generate(tmp_path, story)
 
