@@ -129,7 +129,7 @@ def _read_address(given: Fields, limits: Limits) -> tuple[str, int, str]:
             host = limits.dial_rules.check(host, port).bracketed_host
         except RequestError as error:
             if error.status != FORBIDDEN:
-                raise
+                raise given.error("remote_host", "the prefill server's host") from error
             host = ""
     return host, port, engine
 
