@@ -37,7 +37,7 @@ def parse_object(body: bytes, what: str = "the body") -> JsonObject:
         value: JsonValue = msgspec.json.decode(body)
     except RecursionError as exc:
         raise RequestError(too_deep) from exc
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         where = _find_not_finite(body)
         if where is not None:
             raise RequestError(f"{where}: must be a finite number", field=where) from exc

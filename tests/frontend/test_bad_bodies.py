@@ -207,7 +207,10 @@ def test_a_text_whose_tokens_the_model_lacks_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"nope", b"{'text': 1}", b'{"text": "a"} x', b"\xff\xfe", b'{"a": "\\ud800"}'],
+    [
+        *(b"", b"{", b"nope", b"{'text': 1}", b'{"text": "a"} x', b"\xff\xfe", b'{"a": "\\ud800"}'),
+        *(b'{"a": "\x80"}', b'{"\x80": 1}', b'{"a": "\xed\xa0\x80"}'),
+    ],
 )
 def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match="not JSON"):
