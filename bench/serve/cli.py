@@ -141,7 +141,7 @@ async def _get(settings: Settings, path: str, kind: type[T], flag: str) -> T:
         return msgspec.json.decode(await _ask(settings, "GET", path), type=kind)
     except ConfigError as exc:
         raise ConfigError(f"{exc}: give {flag}") from exc
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(
             f"{settings.url}{path} gave an answer that can't be read ({exc}): give {flag}"
         ) from exc

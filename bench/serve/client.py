@@ -132,7 +132,7 @@ class LoadClient:
             outcome.error_kind, outcome.error = "connect", str(error)
         except (aiohttp.ClientError, ConnectionError) as error:
             outcome.error_kind, outcome.error = "cut off", f"{type(error).__name__}: {error}"
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             outcome.error_kind, outcome.error = "unreadable", str(error)
         finally:
             outcome.ended_s = self._now()

@@ -39,7 +39,7 @@ class Dialect(Protocol):
     def body(self, ask: Ask) -> dict[str, object]: ...
 
     def hear(self, event: bytes) -> Heard:
-        """Raises: msgspec.DecodeError if an event is not of this API."""
+        """Raises: msgspec.DecodeError or UnicodeDecodeError if an event is not of this API."""
 
 
 class _Error(msgspec.Struct):

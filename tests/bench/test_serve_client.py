@@ -159,6 +159,12 @@ async def babble(request: web.Request) -> web.StreamResponse:
     return await end_stream(response)
 
 
+async def mumble(request: web.Request) -> web.StreamResponse:
+    response = await begin_stream(request)
+    await response.write(b'data: {"error": {"message": "\x80"}}\n\n')
+    return await end_stream(response)
+
+
 async def hang(request: web.Request) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError
@@ -174,6 +180,7 @@ async def hang(request: web.Request) -> web.StreamResponse:
         (end_early, "cut off", "without [DONE]"),
         (say_nothing, "no tokens", "no token"),
         (babble, "unreadable", ""),
+        (mumble, "unreadable", ""),
         (hang, "timeout", "0.05 s"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -304,6 +311,7 @@ def test_a_server_that_refuses_the_first_request_is_not_measured(
         ("/server_info", b"{}", (), "give --vocab-size or --tokenizer"),
         ("/v1/models", b"<html>", ("--backend", "openai"), "give --model"),
         ("/v1/models", b'{"data": []}', ("--backend", "openai"), "give --model"),
+        ("/v1/models", b'{"data": [{"id": "\x80"}]}', ("--backend", "openai"), "give --model"),
     ],
 )
 def test_an_answer_that_can_not_be_read_names_the_flag_that_spares_it(
