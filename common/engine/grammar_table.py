@@ -51,7 +51,9 @@ class GrammarTable:
         self._starting[slot] = self._thread.submit(self._compiler.start, grammar, output_ids)
 
     def remove(self, slot: int) -> None:
-        self._starting.pop(slot, None)
+        starting = self._starting.pop(slot, None)
+        if starting is not None:
+            starting.cancel()  # else those behind it wait for what nobody needs
         self._states.pop(slot, None)
         self._broken.pop(slot, None)
 

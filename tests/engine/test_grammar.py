@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.grammar import GrammarCompiler, lark_of
+from common.engine.grammar_table import GrammarTable
 from common.engine.sampler import Sampled, Sampler
 from common.errors import GrammarError
 from common.frontend.tokenizer import load_tokenizer
@@ -234,6 +235,18 @@ def test_gbnf_and_lark_are_both_read(compiler: GrammarCompiler) -> None:
         assert re.fullmatch(r"(hi|hello) [a-z]{3}", TOKENIZER.decode(output))
     with pytest.raises(GrammarError):
         lark_of('root ::= "never closed')
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+    compiler = GrammarCompiler(str(CHECKPOINT), VOCAB, [EOS, OTHER_EOS], 1)
+    table = GrammarTable(compiler, VOCAB, CPU)
+    with compiler._lock:  # the thread that compiles waits for it
+        table.add(0, PHONE, ())
+        table.add(1, FLAGS, ())
+        table.remove(1)
+        table.add(1, PERSON, ())
+    assert not table.is_complete(1)
+    assert list(compiler._compiled) == [PHONE, PERSON]
 
 
 def test_a_tokenizer_that_cant_be_read_is_a_typed_error(tmp_path: Path) -> None:
