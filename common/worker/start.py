@@ -108,7 +108,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     pool = allocate_pool(transport, layout, page_counts, device)
     landing = start_landing(config, transport, layout, pool)
     staging = start_staging(config, transport, layout, pool, clock)
-    runner = ModelRunner(model, pool, clock, _grammars(config, model_config))
+    grammars = _grammars(config, model_config) if model.head is not None else None
+    runner = ModelRunner(model, pool, clock, grammars)
     warm_up(runner, layout, model_config.vocab_size)
     ready = WorkerReady(
         rank=rank,
