@@ -101,7 +101,7 @@ async def soak(
         print(f"{client_count} clients for {duration_s / 60:g} minutes, {len(goldens)} goldens")
         load.start()
         if has_faults:
-            async with Troubles(pair, log, fault_interval_s, seed) as troubles:
+            async with Troubles(pair, fault_interval_s, seed) as troubles:
                 await _watch(pair, load, log, duration_s, may_end=True)
             print(f"{troubles.freeze_count} freezes, {troubles.kill_count} kills")
         else:

@@ -57,11 +57,6 @@ class UseLog:
                     self.samples[name] = []
                 self.samples[name].append(Sample(now, use, is_at_rest))
 
-    def forget(self, server: Server) -> None:
-        """Its processes were ended; those that follow are others."""
-        for name in [name for name in self.samples if name.startswith(f"{server.role} ")]:
-            del self.samples[name]
-
     def total_rss_mb(self) -> float:
         """Of the last sample; pages that processes share count in each."""
         return sum(series[-1].use.rss_nbytes for series in self.samples.values()) / MB

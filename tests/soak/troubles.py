@@ -13,7 +13,6 @@ import signal
 from dataclasses import dataclass
 
 from tests.faults.keeper import Keeper
-from tests.soak.growth import UseLog
 from tests.soak.servers import Part, Server, ServerPair, send_signal
 
 FREEZE_S = (2.0, 6.0)
@@ -23,10 +22,9 @@ FREEZES_PER_KILL = 4
 
 @dataclass(slots=True)
 class Troubles:
-    """interval_s: from one fault to the next, on average. log: forgets processes that ended."""
+    """interval_s: from one fault to the next, on average."""
 
     pair: ServerPair
-    log: UseLog
     interval_s: float
     seed: int
     freeze_count: int = 0
@@ -78,5 +76,4 @@ class Troubles:
         if pid is None:
             return
         self.kill_count += 1
-        self.log.forget(server)
         send_signal(pid, signal.SIGKILL)
