@@ -169,7 +169,7 @@ async def run_on(
                         report = await stage.run(queue.pop(0))
                         report.name = f"{transport} {report.name}"
                         reports.append(report)
-                        uses.sample(pair.servers, is_at_rest=True)
+                        uses.sample(pair.servers)
                         _tell(report)
                         if report.problems:
                             break

@@ -16,7 +16,7 @@ from tests.faults.strikes import LASTS_S, Striker
 from tests.soak.clients import Answer, Load, Target
 from tests.soak.golden import Golden
 from tests.soak.plans import Side
-from tests.soak.servers import Server, ServerPair
+from tests.soak.servers import ServerPair
 from tests.soak.verdicts import SEVERITY, Verdict
 
 # Beyond the servers' own timeout: a freeze, and what a crowded machine adds.
@@ -80,9 +80,8 @@ class Stage:
         rng = random.Random(f"{case.name} {self.settings.seed} {self._case_count}")
         log_sizes = {s.role: s.log_path.stat().st_size for s in self.pair.servers}
         self.keeper.forget()
-        urls = {Side.PREFILL: self.pair.prefill.url, Side.DECODE: self.pair.decode.url}
         hang_after_s = self.settings.request_timeout_s + HANG_GRACE_S
-        target = Target(urls, self.pair.bootstrap, hang_after_s, keeps_connections=False)
+        target = Target(self.pair.urls, self.pair.bootstrap, hang_after_s, keeps_connections=False)
         # Each case has clients of its own: a router uses a room once.
         self._case_count += 1
         load_seed = self.settings.seed * 1000 + self._case_count
@@ -118,9 +117,6 @@ class Stage:
             load.check()
             await asyncio.sleep(LOOK_INTERVAL_S)
 
-    def _server(self, side: Side) -> Server:
-        return self.pair.prefill if side is Side.PREFILL else self.pair.decode
-
     async def _wait_healed(self, load: Load, ended_at: float) -> bool:
         """Until requests sent after the last trouble have all been right for a while."""
         while time.monotonic() < ended_at + HEAL_TIMEOUT_S:
@@ -140,7 +136,7 @@ class Stage:
         """What no fault excuses: servers that died by themselves, crashes, processes left."""
         problems = [f"left behind: {name}" for name in self.keeper.left_behind]
         for side in Side:
-            server = self._server(side)
+            server = self.pair.server(side)
             count, expected = self.keeper.restart_counts.get(side, 0), case.restart_count(side)
             if count != expected and not (case.starts_in_vain and count > expected > 0):
                 codes = self.keeper.exit_codes.get(side, [])

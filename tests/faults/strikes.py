@@ -89,7 +89,7 @@ class Striker:
         self, fault: Fault, load: Load, rng: random.Random, lasts_s: float
     ) -> None:
         worker = await self._catch(fault, load, rng)
-        pids = _pids(self._server(fault.side), fault.parts)
+        pids = _pids(self.pair.server(fault.side), fault.parts)
         try:
             if fault.act is not Act.RESTART:
                 _signal_all(pids, signal.SIGSTOP)
@@ -124,7 +124,7 @@ class Striker:
         )
         end_at = time.monotonic() + AIM_TIMEOUTS_S.get(aim, AIM_TIMEOUT_S)
         while True:
-            server = self._server(fault.side)
+            server = self.pair.server(fault.side)
             pids = server.pids()
             if all(part in pids for part in (Part.WORKER, *fault.parts)):
                 send_signal(pids[Part.WORKER], signal.SIGSTOP)
@@ -137,12 +137,9 @@ class Striker:
                 raise AssertionError(f"{server.role} has only {pids}")
             await asyncio.sleep(rng.uniform(*AIM_PAUSE_S))
 
-    def _server(self, side: Side) -> Server:
-        return self.pair.prefill if side is Side.PREFILL else self.pair.decode
-
     async def _look(self, load: Load) -> Counter[Phase]:
         """How many are in each phase."""
-        looks = await asyncio.gather(*(self._ask(self._server(side)) for side in Side))
+        looks = await asyncio.gather(*(self._ask(self.pair.server(side)) for side in Side))
         moment: Counter[Phase] = Counter({Phase.SETTLED: load.begun_count})
         for side, look in zip(Side, looks, strict=True):
             if look is None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from tests.soak.clients import Load, Target
 from tests.soak.golden import draw_prompts, take_goldens
 from tests.soak.growth import Growth, UseLog
-from tests.soak.plans import Side
 from tests.soak.servers import ServerPair, start_lone
 from tests.soak.troubles import Troubles
 from tests.soak.verdicts import Verdict
@@ -87,10 +86,9 @@ async def soak(
             )
         finally:
             lone.kill()
-        urls = {Side.PREFILL: pair.prefill.url, Side.DECODE: pair.decode.url}
         has_faults = fault_interval_s > 0
         target = Target(
-            urls,
+            pair.urls,
             pair.bootstrap,
             REQUEST_TIMEOUT_S + HANG_GRACE_S,
             keeps_connections=not has_faults,
@@ -108,7 +106,7 @@ async def soak(
             await _watch(pair, load, log, duration_s)
         await load.stop()
         held_count = await pair.wait_at_rest(REST_TIMEOUT_S)
-        log.sample(pair.servers, is_at_rest=True)
+        log.sample(pair.servers)
         problems = _summarize(load, log.growths(), held_count, has_faults=has_faults)
         for server in pair.servers:
             look = await server.look()

@@ -21,7 +21,6 @@ MB = 1e6
 class Sample:
     at: float
     use: ProcessUse
-    is_at_rest: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class UseLog:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
 
-    def sample(self, servers: Sequence[Server], *, is_at_rest: bool = False) -> None:
+    def sample(self, servers: Sequence[Server]) -> None:
         now = time.monotonic()
         for server in servers:
             for part, pid in server.pids().items():
@@ -55,7 +54,7 @@ class UseLog:
                 if self._pids.get(name) != pid:
                     self._pids[name] = pid
                     self.samples[name] = []
-                self.samples[name].append(Sample(now, use, is_at_rest))
+                self.samples[name].append(Sample(now, use))
 
     def total_rss_mb(self) -> float:
         """Of the last sample; pages that processes share count in each."""

@@ -22,6 +22,7 @@ import httpx
 import msgspec
 
 from demo.servers import free_ports
+from tests.soak.plans import Side
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "demo" / "checkpoint"
@@ -228,6 +229,13 @@ class ServerPair:
     @property
     def decode(self) -> Server:
         return self.servers[1]
+
+    def server(self, side: Side) -> Server:
+        return self.prefill if side is Side.PREFILL else self.decode
+
+    @property
+    def urls(self) -> dict[Side, str]:
+        return {side: self.server(side).url for side in Side}
 
     @property
     def bootstrap(self) -> tuple[str, int]:
