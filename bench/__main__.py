@@ -38,6 +38,7 @@ SECTIONS = {
     "latent_reads": "bench.latent_reads",
     "verify": "bench.verify",
     "frontend": "bench.frontend",
+    "tails": "bench.tails",
     "gpu": "bench.gpu",
 }
 JSON_PATH = Path(__file__).parent / "out" / "report.json"
