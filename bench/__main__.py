@@ -39,6 +39,7 @@ SECTIONS = {
     "verify": "bench.verify",
     "frontend": "bench.frontend",
     "tails": "bench.tails",
+    "goodput": "bench.goodput",
     "gpu": "bench.gpu",
 }
 JSON_PATH = Path(__file__).parent / "out" / "report.json"
