@@ -22,6 +22,7 @@ import pytest
 
 from bench.__main__ import serve
 from bench.serve.settings import parse_settings
+from bench.simulator.__main__ import main as simulate
 from demo.servers import free_ports, start_server, stop_servers, wait_ready
 from tests.deploy.commands import PARSERS
 from tests.docs.blocks import PAGES, ROOT, Block, all_blocks, blocks_of
@@ -103,6 +104,8 @@ def words_of(command: str) -> list[str]:
 def program_of(command: str) -> str:
     if re.match(r"\S+ -m bench serve ", command):
         return "bench"
+    if re.match(r"\S+ -m bench.simulator ", command):
+        return "simulator"
     if re.match(r"\S+ -m sglang_router", command):
         return "router"
     if command.startswith("make "):
@@ -135,6 +138,18 @@ def run_load(command: str) -> None:
     if "--random-output-len" not in argv:
         argv += ["--random-output-len", str(LENGTH_MAX)]
     assert serve([*argv, "--disable-tqdm"]) == 0
+
+
+def run_simulator(command: str) -> None:
+    """As it is written, but small. That nothing keeps its promise is an answer too."""
+    argv = words_of(command)[3:]
+    if argv[0] == "profile":
+        assert simulate([*argv, "--input-lens", "16,64", "--streams", "1,2", "--rounds", "1"]) == 0
+        return
+    assert simulate([*argv, "--input-len", "16", "--requests", "20", "--max-servers", "4"]) in (
+        0,
+        1,
+    )
 
 
 def run_shell(script: str, cwd: Path) -> None:
@@ -178,6 +193,7 @@ def run_block(block: Block, pair: Pair, cwd: Path, stack: ExitStack) -> None:
         "make": check_make,
         "server": check_server,
         "bench": run_load,
+        "simulator": run_simulator,
         "router": lambda command: run_router(command, stack, cwd / "router.log"),
     }
     script: list[str] = []

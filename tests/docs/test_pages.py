@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.serve import settings as bench_settings
+from bench.simulator import __main__ as simulator
 from common.layout import families
 from common.layout.reference import EXAMPLES
 from common.layout.reference import reference as caches
@@ -73,8 +74,8 @@ def test_flags_that_pages_name_are_there() -> None:
 
 
 def bench_flags() -> set[str]:
-    source = Path(bench_settings.__file__).read_text()
-    return set(re.findall(r"\"--([a-z-]+)\"", source))
+    sources = [Path(module.__file__).read_text() for module in (bench_settings, simulator)]
+    return set(re.findall(r"\"--([a-z-]+)\"", "".join(sources)))
 
 
 def test_metrics_that_pages_name_are_there() -> None:
