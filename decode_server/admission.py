@@ -89,10 +89,11 @@ class Admission:
     def admit_remote(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
         """Requests for which a prefill server has just been asked."""
         admitted: list[DecodeRequest] = []
-        room = self._room()
+        room: list[int] = []  # not known yet; there is always a page group
         for request in queue:
             if self.active_count >= self._running_max:
                 break
+            room = room or self._room()
             needs = self._account.needs_of_prompt(len(request.token_ids))
             fits = all(map(le, needs, room))
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
@@ -104,7 +105,7 @@ class Admission:
             if fits:
                 self._reserve(request, peer, now)
                 admitted.append(request)
-                room = self._room()
+                room = []
             elif is_late:
                 break
         return admitted

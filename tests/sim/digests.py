@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
-
-import numpy as np
 
 from common.layout.cache_layout import ServerLayout
 from common.planner.digests import bucket_count, bucket_of_item, digested_planes
@@ -26,22 +25,20 @@ def digest_pages(
     count = bucket_count(target)
 
     @cache
-    def sums(group: int) -> list[int]:
+    def sums(group: int) -> bytes:
         """By bucket; all planes of a group hold the same."""
         items = own.groups[group].live.items(job.token_count)
         sums = [0] * count
         for item, bucket in zip(items, bucket_of_item(len(items), count).tolist(), strict=True):
             sums[bucket] += zlib.crc32(b"%d %d" % (item, value(group, item)))
-        return sums
+        return array("q", sums).tobytes()
 
     for rank in own.ranks:
         digests: list[bytes] = []
         for other in target.ranks if job.is_source else (rank,):
             planes = digested_planes(other, job.verify, job.transfer_id)
-            rows = np.zeros((len(planes), count), dtype=np.int64)
-            if planes and not rank.index:
-                rows[:] = [sums(plane.group) for plane in planes]
-            digests.append(rows.tobytes())
+            nothing = bytes(8 * count)
+            digests.append(b"".join(nothing if rank.index else sums(p.group) for p in planes))
         yield rank.index, digests
 
 
