@@ -11,6 +11,7 @@ import os
 import stat
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -232,12 +233,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def shown_settings(config: ServerConfig) -> dict[str, object]:
-    """Everything but secrets, of which only the number is told."""
+    """Everything but secrets: the number of keys, and of a collector's URL where it leads."""
     settings = msgspec.structs.asdict(config)
-    return {
-        name: f"{len(value)} set" if name in SECRET_FIELDS else value
-        for name, value in settings.items()
-    }
+    url = urlsplit(config.otlp_traces_endpoint)
+    where = url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="")
+    counts = {name: f"{len(settings[name])} set" for name in SECRET_FIELDS}
+    return {**settings, **counts, "otlp_traces_endpoint": where.geturl()}
 
 
 def with_api_keys(config: ServerConfig) -> ServerConfig:
