@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import HandOver, MetricsNames, Verify
+from common.config import DEFAULT_TRACE_ENDPOINT, HandOver, MetricsNames, Verify
 from common.flag_values import (
     DTYPES,
     OR_DTYPES,
@@ -141,7 +141,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "otlp_traces_endpoint",
         ("otlp-traces-endpoint",),
         trace_endpoint,
-        "send them to this collector, OTLP over HTTP [http://127.0.0.1:4318/v1/traces]",
+        f"send them to this collector, OTLP over HTTP [{DEFAULT_TRACE_ENDPOINT}]",
     ),
     Flag("random_seed", ("random-seed",), integer(0, 2**63 - 1), "seed of dummy weights"),
     Flag(
