@@ -46,21 +46,15 @@ class Arrivals:
 
     def handle_failed(self, link: str, failed: TransferFailed, now: float) -> None:
         """It brought nothing; pages of an abandoned one come back."""
-        if not self._is_from_writer(link, failed.transfer_id, failed.peer_incarnation):
-            return
-        transfer = self._receiver.take(failed.transfer_id)
-        if transfer is None:
-            self._receiver.apply_quiet(failed.transfer_id)
-            return
-        self._recovery.handle_failed(transfer, failed, now)
+        transfer = self._ended(link, failed)
+        if transfer is not None:
+            self._receiver.take(failed.transfer_id)
+            self._recovery.handle_failed(transfer, failed, now)
 
     def handle_done(self, link: str, done: TransferDone, now: float) -> None:
         """The cache is there: compared first if it has to be, then decoded from."""
-        if not self._is_from_writer(link, done.transfer_id, done.peer_incarnation):
-            return
-        transfer = self._receiver.get(done.transfer_id)
+        transfer = self._ended(link, done)
         if transfer is None:
-            self._receiver.apply_quiet(done.transfer_id)
             return
         is_as_asked = (done.writers, done.token_count) == (transfer.writers, transfer.token_count)
         if is_as_asked and self._verifier.begin(transfer, done):
@@ -70,6 +64,16 @@ class Arrivals:
             self._adopt(link, transfer, done, now)
         else:
             self._refuse(link, transfer, done, now)
+
+    def _ended(self, link: str, message: TransferDone | TransferFailed) -> Transfer | None:
+        """The transfer under way that a terminal message is of; that of an abandoned one proves its
+        writer quiet, and nothing more."""
+        if not self._is_from_writer(link, message.transfer_id, message.peer_incarnation):
+            return None
+        transfer = self._receiver.get(message.transfer_id)
+        if transfer is None:
+            self._receiver.apply_quiet(message.transfer_id)
+        return transfer
 
     def _is_from_writer(self, link: str, transfer_id: int, peer_incarnation: str) -> bool:
         """Whether a terminal message may be taken for proof: it is meant for this process and came
