@@ -30,8 +30,9 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
 	@$(PY) -m demo
 
+# One thread for each test process: there are as many processes as cores.
 test: $(STAMP) ## all tests that run on any machine (under 10 minutes on 2 cores)
-	@$(PY) -m pytest -m "not soak and not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m "not soak and not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) ## ruff, mypy and the rules of the house
 	@$(VENV)/bin/ruff check .

@@ -20,6 +20,7 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits
 from common.scheduling.peers import REFUSED_RETRY_S
+from common.scheduling.sparing import BURST
 from decode_server.recovery import PEER_WAIT_S
 from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
@@ -85,7 +86,8 @@ def test_addresses_that_clients_name_fill_no_log(world: World) -> None:
         world.submit(node, PROMPT, 4, Bootstrap(f"host-{index}", 1, index))
         effects = node.core.handle(LinkRefused(f"host-{index}:1", "no way to it"), world.now)
         told += [effect.text for effect in effects if isinstance(effect, Report)]
-    assert told == ["can't connect to prefill server host-0:1: no way to it"]
+    line = "can't connect to prefill server host-{}:1: no way to it"
+    assert told == [line.format(index) for index in range(BURST)]
 
 
 def test_a_routed_request_is_told_of_the_server_that_its_body_names(world: World) -> None:

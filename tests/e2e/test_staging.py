@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from demo.facts import make_question
@@ -25,42 +27,55 @@ def hand_overs(node: Node) -> list[str]:
     return [note for peer in node.get("/server_info").json()["peers"] for note in peer["hand_over"]]
 
 
-@pytest.mark.parametrize(
-    ("prefill_flags", "decode_flags"),
-    [
-        (("--page-size", "16"), ("--page-size", "64", "--hand-over", "landing")),
-        (
-            ("--page-size", "64", "--hand-over", "landing"),
-            ("--page-size", "8", "--transport", "tcp"),
-        ),
-    ],
-    ids=["16-64", "64-8"],
-)
-def test_staged_pages_of_another_size_give_what_one_server_gives(
-    fleet: Fleet, prefill_flags: tuple[str, ...], decode_flags: tuple[str, ...]
-) -> None:
-    exact = ("--dtype", "float32")
-    prefill = fleet.prefill(*exact, *prefill_flags, "--chunked-prefill-size", "128")
-    decode = fleet.decode([prefill], *exact, *decode_flags)
-    alone = fleet.decode([], *exact, name="alone")
-    for node in (prefill, decode, alone):
-        node.wait_ready()
+FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "64")
+PAIRS = {
+    "16-64": (("--page-size", "16"), ("--page-size", "64", "--hand-over", "landing")),
+    "64-8": (
+        ("--page-size", "64", "--hand-over", "landing"),
+        ("--page-size", "8", "--transport", "tcp"),
+    ),
+}
+
+
+@dataclass
+class Town:
+    """Pairs by what their page sizes are, and one server that computes everything itself."""
+
+    pairs: dict[str, tuple[Node, Node]]
+    alone: Node
+
+
+@pytest.fixture(scope="module")
+def town(fleet: Fleet) -> Town:
+    pairs: dict[str, tuple[Node, Node]] = {}
+    for name, (prefill_flags, decode_flags) in PAIRS.items():
+        prefill = fleet.prefill(*FLAGS, *prefill_flags, name=f"prefill {name}")
+        decode = fleet.decode([prefill], *FLAGS, *decode_flags, name=f"decode {name}")
+        pairs[name] = (prefill, decode)
+    alone = fleet.decode([], *FLAGS, name="alone")
+    fleet.wait_ready()
+    return Town(pairs, alone)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_staged_pages_of_another_size_give_what_one_server_gives(town: Town, name: str) -> None:
+    prefill, decode = town.pairs[name]
     (note,) = hand_overs(prefill)
     assert note.startswith("staged (") and "us per put" in note
     assert hand_overs(decode) == ["landing"]
     for prompt, _ in questions(8):
         body: Body = {"text": prompt, "sampling_params": GREEDY}
-        assert decode.generate(body).output_ids == alone.generate(body).output_ids
+        assert decode.generate(body).output_ids == town.alone.generate(body).output_ids
     for node in (prefill, decode):
         node.wait_at_rest()
 
 
-def test_aborted_staged_hand_overs_give_every_page_back(fleet: Fleet) -> None:
-    prefill = fleet.prefill("--hand-over", "landing", "--chunked-prefill-size", "16")
-    decode = fleet.decode([prefill], "--page-size", "64")
-    for node in (prefill, decode):
-        node.wait_ready()
-    prompts = questions(8)
+@pytest.mark.parametrize("name", PAIRS)
+def test_aborted_staged_hand_overs_give_every_page_back(
+    fleet: Fleet, town: Town, name: str
+) -> None:
+    prefill, decode = town.pairs[name]
+    prompts = questions(8, first_seed=9100)
     for prompt, _ in prompts:
         reply = fleet.in_background(decode, {"text": prompt, "sampling_params": GREEDY})
         decode.post("/abort_request", {"abort_all": True})
@@ -88,6 +103,7 @@ def test_facts_are_recalled_from_a_cache_of_fp8(fleet: Fleet) -> None:
         node.wait_at_rest()
 
 
+@pytest.mark.soak
 def test_a_direct_server_refuses_what_it_would_have_to_convert(fleet: Fleet) -> None:
     prefill = fleet.prefill("--dtype", "bfloat16", "--hand-over", "direct")
     decode = fleet.decode([prefill], "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")

@@ -111,7 +111,7 @@ def oracle(checkpoint: Path) -> Reference:
     [
         ("shm", {"page_size": 16}, {"page_size": 64}),
         pytest.param("tcp", {"page_size": 16}, {"page_size": 64}, marks=pytest.mark.soak),
-        ("tcp", {"page_size": 64}, {"page_size": 8}),
+        pytest.param("tcp", {"page_size": 64}, {"page_size": 8}, marks=pytest.mark.soak),
         pytest.param("shm", {"tp_size": 2, "layer_group_count": 2}, {}, marks=pytest.mark.soak),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_staged_prompt_continues_as_transformers_would(
     [
         ("shm", "float32", "bfloat16", 20),
         ("tcp", "bfloat16", "float8_e4m3fn", 8),
-        ("shm", "float8_e4m3fn", "bfloat16", 8),
+        pytest.param("shm", "float8_e4m3fn", "bfloat16", 8, marks=pytest.mark.soak),
     ],
 )
 def test_element_types_are_converted_on_the_way(
