@@ -194,7 +194,7 @@ class PrefillScheduler:
         """Peers are not told: each knows its own, and who gave this server up could not try it."""
         before, self._trouble = self._trouble, self._outgoing.look(self._peers.connected_ones, now)
         if bool(before) != bool(self._trouble):
-            text = self._trouble or "a hand-over went well again"
+            text = self._trouble or "hand-overs are not known to fail any more"
             self._outbox.report(text, is_warning=bool(self._trouble))
 
     def next_wakeup(self, now: float) -> float:

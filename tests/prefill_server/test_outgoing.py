@@ -6,7 +6,7 @@ import pytest
 
 from common.protocol.frontend import GetState, State
 from common.protocol.worker import Send
-from common.scheduling.events import FromFrontend, ToFrontend
+from common.scheduling.events import Effect, FromFrontend, Report, ToFrontend
 from prefill_server.outgoing import FAILURE_COUNT_MAX, LATELY_S, RECORD_COUNT_MAX, Outgoing
 from tests.sim.sim_hand_over import HandOvers
 from tests.sim.world import World
@@ -46,16 +46,8 @@ def test_what_is_remembered_of_peers_is_bounded() -> None:
     assert outgoing.look(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
 
 
-def trouble(world: World) -> str:
-    node = world.nodes["p0"]
-    (effect,) = node.core.handle(FromFrontend(GetState(1)), world.now)
-    assert isinstance(effect, ToFrontend) and isinstance(effect.message, State)
-    return effect.message.trouble
-
-
-def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def make_world() -> World:
+    """A pair that is connected."""
     world = World(seed=1)
     world.add("p0", "prefill", 4, 64)
     world.add("d0", "decode", 4, 64).links = ["p0:1"]
@@ -63,6 +55,38 @@ def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
         node.boot()
     world.start_ticks()
     world.run(3.0)
+    return world
+
+
+def reports(effects: list[Effect]) -> list[str]:
+    return [effect.text for effect in effects if isinstance(effect, Report)]
+
+
+def trouble(world: World) -> str:
+    node = world.nodes["p0"]
+    (effect,) = node.core.handle(FromFrontend(GetState(1)), world.now)
+    assert isinstance(effect, ToFrontend) and isinstance(effect.message, State)
+    return effect.message.trouble
+
+
+@pytest.mark.parametrize("later_s", [0.1, LATELY_S])
+def test_the_log_claims_no_success_that_nobody_saw(later_s: float) -> None:
+    world = make_world()
+    core, outgoing = world.nodes["p0"].core, world.nodes["p0"].core._outgoing
+    (peer,) = core._peers.connected_ones
+    failed(outgoing, peer, world.now)
+    told = reports(core.schedule(world.now))
+    assert len(told) == 1 and told[0].startswith(f"the last {FAILURE_COUNT_MAX} hand-overs")
+    if later_s < LATELY_S:
+        outgoing.note_success(peer)
+    told = reports(core.schedule(world.now + later_s))
+    assert told[-1] == "hand-overs are not known to fail any more"
+
+
+def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world()
     settle = HandOvers._settle
 
     def fail(self: HandOvers, send: Send, error: str) -> None:
