@@ -165,4 +165,6 @@ def _seen_by_target(request: PrefillRequest, trace: HandOverTrace) -> HandOverTr
     """What a decode server waited for: not for what was computed before it asked."""
     if not request.is_ahead:
         return trace
-    return msgspec.structs.replace(trace, queue_s=0.0, prefill_s=0.0, chunk_ends_s=[])
+    return msgspec.structs.replace(
+        trace, queue_s=0.0, prefill_s=0.0, chunk_count=0, chunk_ends_s=[]
+    )

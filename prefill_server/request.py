@@ -95,6 +95,7 @@ class PrefillRequest:
 
     def note_chunk(self, now: float) -> None:
         """A chunk of the prompt is computed."""
+        self.chunk_count += 1
         if len(self.chunk_ends_s) < CHUNK_MARK_COUNT_MAX:
             self.chunk_ends_s.append(now - self.scheduled_at)
 

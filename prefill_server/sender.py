@@ -31,7 +31,6 @@ class Sender:
         """Hand over what a step makes final, as its layer groups are computed: one Send for all
         ranks. The first one also takes along what a cached prefix had ready."""
         self._send(request, chunk.stop, step_id, is_final=chunk.is_last)
-        request.chunk_count += 1
 
     def send_held(self, request: PrefillRequest) -> None:
         """Hand over a cache that was computed before anybody asked for it: all in one Send."""
