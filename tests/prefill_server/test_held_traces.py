@@ -15,15 +15,9 @@ PROMPT = list(range(20, 60))
 
 
 def test_its_chunks_are_told_to_its_client_and_not_to_who_did_not_wait_for_them(
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(seed=1)
-    world.add("p0", "prefill", 4, 64)
-    world.add("d0", "decode", 4, 64).links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
     told: list[object] = []
     to_frontend, to_peer = Outbox.to_frontend, Outbox.to_peer
 

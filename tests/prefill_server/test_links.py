@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from common.protocol.frontend import GetState, State
 from common.protocol.peer import Detached, Heartbeat, Hello, Refuse
 from common.protocol.worker import WorkerBeat
@@ -20,19 +18,6 @@ from common.scheduling.events import ToFrontend as Told
 from common.scheduling.sparing import BURST
 from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, shown_link
 from tests.sim.world import Node, World
-
-
-@pytest.fixture
-def world() -> World:
-    """A connected pair at rest, at time 3."""
-    world = World(seed=1)
-    world.add("p0", "prefill", 4, 64)
-    world.add("d0", "decode", 4, 64).links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
-    return world
 
 
 def hear(world: World, link: str, message: Hello | Heartbeat | Detached) -> list[Effect]:

@@ -46,18 +46,6 @@ def test_what_is_remembered_of_peers_is_bounded() -> None:
     assert outgoing.look(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
 
 
-def make_world() -> World:
-    """A pair that is connected."""
-    world = World(seed=1)
-    world.add("p0", "prefill", 4, 64)
-    world.add("d0", "decode", 4, 64).links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
-    return world
-
-
 def reports(effects: list[Effect]) -> list[str]:
     return [effect.text for effect in effects if isinstance(effect, Report)]
 
@@ -70,8 +58,7 @@ def trouble(world: World) -> str:
 
 
 @pytest.mark.parametrize("later_s", [0.1, LATELY_S])
-def test_the_log_claims_no_success_that_nobody_saw(later_s: float) -> None:
-    world = make_world()
+def test_the_log_claims_no_success_that_nobody_saw(world: World, later_s: float) -> None:
     core, outgoing = world.nodes["p0"].core, world.nodes["p0"].core._outgoing
     (peer,) = core._peers.connected_ones
     failed(outgoing, peer, world.now)
@@ -84,9 +71,9 @@ def test_the_log_claims_no_success_that_nobody_saw(later_s: float) -> None:
 
 
 def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = make_world()
     settle = HandOvers._settle
 
     def fail(self: HandOvers, send: Send, error: str) -> None:

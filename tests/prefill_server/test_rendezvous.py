@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from common.protocol.peer import TransferRequest
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer
@@ -13,19 +11,6 @@ from tests.sim.world import Node, World
 
 PROMPT = list(range(20, 60))
 ROOM = Bootstrap("p0", 1, 77)
-
-
-@pytest.fixture
-def world() -> World:
-    """A connected pair at rest, at time 3."""
-    world = World(seed=1)
-    world.add("p0", "prefill", 4, 64)
-    world.add("d0", "decode", 4, 64).links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
-    return world
 
 
 def prefill(world: World) -> Node:
