@@ -58,7 +58,7 @@ def read_record(path: Path) -> Record:
         return Record()
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise UnreadableRecord(f"{path}: {exc}") from exc
 
 

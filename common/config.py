@@ -373,7 +373,7 @@ def _check_model(directory: Path) -> None:
             f"--model-path {directory}: must be a local directory with a readable config.json "
             f"({exc.strerror})"
         ) from exc
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--model-path {directory}: config.json is not JSON: {exc}") from exc
     if not isinstance(document, dict):
         raise ConfigError(f"--model-path {directory}: config.json must hold a JSON object")
@@ -392,5 +392,5 @@ def read_config(path: str) -> ServerConfig:
         return msgspec.json.decode(Path(path).read_bytes(), type=ServerConfig)
     except OSError as exc:
         raise ConfigError(f"config file {path!r} can't be read: {exc.strerror}") from exc
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"config file {path!r} is not a server's settings: {exc}") from exc

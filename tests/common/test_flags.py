@@ -244,9 +244,10 @@ def test_a_checkpoint_that_can_not_be_used_is_named(model: Path, tmp_path: Path)
     (model / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):
         prefill(model)
-    (model / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
-        prefill(model)
+    for content in (b"{", b'{"model_type": "\xff"}'):
+        (model / "config.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+            prefill(model)
 
 
 def test_a_relative_model_path_becomes_absolute(
@@ -359,7 +360,9 @@ def test_the_record_survives_the_way_through_its_file(model: Path, tmp_path: Pat
     assert config.scheduler_ipc == f"ipc://{tmp_path}/scheduler.sock"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"role": "judge"}', b'{"port": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"role": "judge"}', b'{"port": 1}', b"\xff", b'{"role": "\xff"}']
+)
 def test_a_record_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match="not a server's settings"):
