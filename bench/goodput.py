@@ -4,6 +4,8 @@ Arrivals are a Poisson process, drawn with the same seed for every rate and shap
 live on one core, decode and single servers on the other, as if these were two machines of one core:
 two servers of a kind share theirs, so that the four shapes need two cores. The client lives on the
 prefill servers' core. A single server leaves the other one idle: compare it by the core.
+
+What the simulator predicts is of a profile that is measured in between, before each shape.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from bench.report import NotRun, Row, at_most
 from bench.sending import load_settings
 from bench.serve.client import Run
 from bench.serve.workload import Ask, make_workload
-from bench.simulator.calibrate import Ranges, calibrate
+from bench.simulator.calibrate import Calibration, Ranges
 from bench.simulator.comparison import ERROR_MAX, Measured, Probe, goodput_of, relative_error
 from bench.simulator.profile import Profile, write_profile
 from bench.simulator.servers import Place
@@ -47,19 +49,17 @@ HALVING_COUNT = 5
 RUN_S = 8.0
 REQUESTS_MIN = 30
 PROMPT_LENGTHS = (64, 256, 512)  # of the profile: around those of the load
-ROUND_COUNT = 3
 STREAM_COUNTS = (1, 2, 4, 8, 16)
 RESULT_PATH = Path(__file__).parent / "out" / "goodput.json"
 PROFILE_PATH = Path(__file__).parent / "out" / "profile.json"
 
 
 def run() -> list[Row | NotRun]:
-    """Rows of what was measured, and of what the simulator makes of a profile of the same hour."""
+    """Rows of what was measured, and of what the simulator makes of the profile."""
     if missing := missing_cores():
         return [NotRun("goodput", missing, f"predicted within {ERROR_MAX:.0%}")]
-    profile = measure_profile()
+    measured, profile = sweep()
     write_profile(profile, PROFILE_PATH)
-    measured = sweep()
     write_measured(measured)
     predicted = predict(profile)
     single = measured.shapes["single"]
@@ -87,13 +87,6 @@ def _row(name: str, value: float, reference: str, reference_value: float) -> Row
     return Row(f"goodput_{name}", value, "req/s", reference, reference_value, ratio)
 
 
-def measure_profile() -> Profile:
-    """Of the servers of 1P1D, on their cores."""
-    ranges = Ranges(PROMPT_LENGTHS, STREAM_COUNTS, ROUND_COUNT)
-    with Deployment(PAIR, FLAGS) as servers:
-        return calibrate(servers.decodes[0].url, servers.send, ranges)
-
-
 def predict(profile: Profile) -> Measured:
     """What a sweep of the simulated servers finds."""
     probes = {shape.name: search(partial(simulate, profile, plan_of(shape))) for shape in SHAPES}
@@ -110,18 +103,25 @@ def plan_of(shape: Shape) -> Plan:
     )
 
 
-def sweep() -> Measured:
-    """Measure every shape, one after the other."""
+def sweep() -> tuple[Measured, Profile]:
+    """Measure every shape, one after the other, and before each of them what 1P1D's work costs."""
     shapes: dict[str, float] = {}
     probes: dict[str, list[Probe]] = {}
-    for shape in SHAPES:
-        with Deployment(shape, FLAGS) as servers:
-            servers.send(workload(2.0)[:8])  # warms every server of the shape
-            found = search(servers.send)
-        probes[shape.name] = found
-        shapes[shape.name] = goodput_of(found)
-        print(f"  {shape.name}: {shapes[shape.name]:.2f} requests per second", flush=True)
-    return Measured(shapes, probes)
+    with Deployment(PAIR, FLAGS) as pair:
+        ranges = Ranges(PROMPT_LENGTHS, STREAM_COUNTS)
+        calibration = Calibration(pair.decodes[0].url, pair.send, ranges)
+        for shape in SHAPES:
+            calibration.run_round()
+            if shape is PAIR:
+                found = search(pair.send)
+            else:
+                with Deployment(shape, FLAGS) as servers:
+                    servers.send(workload(RATE_LOW)[:8])  # warms every server of the shape
+                    found = search(servers.send)
+            probes[shape.name] = found
+            shapes[shape.name] = goodput_of(found)
+            print(f"  {shape.name}: {shapes[shape.name]:.2f} requests per second", flush=True)
+        return Measured(shapes, probes), calibration.profile()
 
 
 def search(send: Callable[[list[Ask]], Run]) -> list[Probe]:

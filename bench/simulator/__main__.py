@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.sending import load_settings, send_to
 from bench.serve.workload import Ask, make_workload
-from bench.simulator.calibrate import Ranges, calibrate
+from bench.simulator.calibrate import Calibration, Ranges
 from bench.simulator.comparison import print_comparison
 from bench.simulator.profile import Profile, read_profile, write_profile
 from bench.simulator.sizing import Answer, Size, Sizing
@@ -96,12 +96,14 @@ def _profile(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}: must be 1 or more")
     url = options.url.rstrip("/")
-    ranges = Ranges(options.input_lens, options.streams, options.rounds)
+    ranges = Ranges(options.input_lens, options.streams)
     try:
-        profile = calibrate(url, partial(send_to, [url]), ranges)
+        calibration = Calibration(url, partial(send_to, [url]), ranges)
+        for _ in range(options.rounds):
+            calibration.run_round()
     except (OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"--url {url}: could not be measured: {exc}") from exc
-    write_profile(profile, options.out)
+    write_profile(calibration.profile(), options.out)
     print(f"written to {options.out}")
     return 0
 

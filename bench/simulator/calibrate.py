@@ -40,11 +40,10 @@ LEAST_S = 1e-9  # what can't be seen takes so long
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """What is tried, rising: lengths of prompts, and how many streams together; and how often."""
+    """What a round tries, rising: lengths of prompts, and how many streams together."""
 
     prompt_lengths: tuple[int, ...]
     stream_counts: tuple[int, ...]
-    round_count: int
 
 
 class _Span(msgspec.Struct):
@@ -93,30 +92,49 @@ class _Info(msgspec.Struct):
     max_running_requests: int
 
 
-def calibrate(url: str, send: Send, ranges: Ranges) -> Profile:
-    """A profile of the pair whose decode server is at `url`.
+class Calibration:
+    """Of the pair whose decode server is at `url`: rounds of samples, and what they come to.
 
-    send: sends a workload to it.
-    Raises: ConfigError if it is not one, OSError, RuntimeError if a server fails.
+    send: sends a workload to it. Rounds may lie between other measurements, so that a slow minute
+    of the machine hits both.
+    Raises: ConfigError if it is none, OSError, RuntimeError if a server fails.
     """
-    info = msgspec.json.decode(_get(url, "/server_info"), type=_Info)
-    if info.disaggregation_mode != "decode":
-        raise ConfigError(f"--url {url}: must be the decode server of a pair")
-    draw = _Drawer(np.random.default_rng(1), info.vocab_size)
-    send([draw.ask(0, 0.0, SHORT_PROMPT, 8)])  # warms both servers
-    stages: list[_Stages] = []
-    steps: list[StepSample] = []
-    longest = ranges.prompt_lengths[-1]
-    few = max(1, ranges.stream_counts[-1] // 2)
-    for _ in range(ranges.round_count):  # so that a slow minute of the machine hits everything
+
+    def __init__(self, url: str, send: Send, ranges: Ranges) -> None:
+        self._url = url
+        self._send = send
+        self._ranges = ranges
+        self._info = msgspec.json.decode(_get(url, "/server_info"), type=_Info)
+        if self._info.disaggregation_mode != "decode":
+            raise ConfigError(f"--url {url}: must be the decode server of a pair")
+        self._draw = _Drawer(np.random.default_rng(1), self._info.vocab_size)
+        self._stages: list[_Stages] = []
+        self._steps: list[StepSample] = []
+        self._queues_s: list[float] = []
+        send([self._draw.ask(0, 0.0, SHORT_PROMPT, 8)])  # warms both servers
+
+    @property
+    def _queue_length(self) -> int:
+        lengths = self._ranges.prompt_lengths
+        return lengths[len(lengths) // 2]
+
+    def run_round(self) -> None:
+        ranges, send, draw = self._ranges, self._send, self._draw
         for length in ranges.prompt_lengths:
-            stages += [_one_alone(url, send, draw, length) for _ in range(PROMPTS_EACH)]
-        steps += [_together(send, draw, count, SHORT_PROMPT) for count in ranges.stream_counts]
-        steps.append(_together(send, draw, few, longest))
-    profile = _fit(stages, steps, info)
-    middle = ranges.prompt_lengths[len(ranges.prompt_lengths) // 2]
-    found_s = [_dispatch_s(send, draw, middle, profile) for _ in range(ranges.round_count)]
-    return msgspec.structs.replace(profile, dispatch_s=max(0.0, float(np.median(found_s))))
+            for _ in range(PROMPTS_EACH):
+                self._stages.append(_one_alone(self._url, send, draw, length))
+        for count in ranges.stream_counts:
+            self._steps.append(_together(send, draw, count, SHORT_PROMPT))
+        few = max(1, ranges.stream_counts[-1] // 2)
+        self._steps.append(_together(send, draw, few, ranges.prompt_lengths[-1]))
+        queue = [draw.ask(i, 0.0, self._queue_length, 1) for i in range(QUEUE_COUNT)]
+        self._queues_s.append(send(queue).duration_s)
+
+    def profile(self) -> Profile:
+        """After one round or more."""
+        profile = _fit(self._stages, self._steps, self._info)
+        found_s = [_dispatch_s(queue_s, self._queue_length, profile) for queue_s in self._queues_s]
+        return msgspec.structs.replace(profile, dispatch_s=max(0.0, float(np.median(found_s))))
 
 
 def _fit(stages: Sequence[_Stages], steps: Sequence[StepSample], info: _Info) -> Profile:
@@ -249,15 +267,14 @@ def step_sample(
     return StepSample(len(streams), context_count, float(np.mean(periods_s)), client_token_s)
 
 
-def _dispatch_s(send: Send, draw: _Drawer, length: int, profile: Profile) -> float:
-    """What a prompt of a queue takes beyond its share of the steps."""
-    run = send([draw.ask(i, 0.0, length, 1) for i in range(QUEUE_COUNT)])
+def _dispatch_s(queue_s: float, length: int, profile: Profile) -> float:
+    """What a prompt of a queue takes beyond its share of the steps. queue_s: until all are done."""
     each_step = max(1, profile.chunk_token_max // length)
     step_count = -(-QUEUE_COUNT // each_step)
     variable_s = profile.step_s([(0, length)], 0, 0) - profile.prefill_fixed_s
     computed_s = step_count * profile.prefill_fixed_s + QUEUE_COUNT * variable_s
     edges_s = profile.frontend_s + profile.message_s + profile.hand_over_s(length)
-    return (run.duration_s - edges_s - computed_s) / QUEUE_COUNT
+    return (queue_s - edges_s - computed_s) / QUEUE_COUNT
 
 
 def _get(url: str, path: str) -> bytes:
