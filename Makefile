@@ -16,7 +16,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything, native part included
 
-$(STAMP): pyproject.toml constraints.txt common/CMakeLists.txt $(wildcard common/*/native/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed (Debian: apt-get install g++)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
 	@echo "making $(VENV) (a few minutes the first time)"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.cast import CACHE_DTYPES, DTYPES, cast, raw
 from common.layout.cache_layout import Cell, GroupLayout, RankLayout
 
@@ -49,16 +48,6 @@ class Plane:
     geometry: Geometry
     items: Tensor | None
     pages: Tensor | None
-
-    @property
-    def is_written_by_index(self) -> bool:
-        """Whether `write` is the way; else `write_items` is."""
-        return not (cpu_kernels.ARE_BUILT and self.view.is_cpu)
-
-    def write_items(self, pages: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Put values[T, unit, element] at row rows[t] of page pages[t], both int64[T]."""
-        values = raw(cast(values, self.view.dtype))
-        cpu_kernels.write_items(raw(self.view), pages, rows, values)
 
     def write(self, index: WriteIndex, values: Tensor) -> None:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""

@@ -15,7 +15,6 @@ import torch
 
 from common.clock import Clock
 from common.config import ServerConfig, shared_memory_dir
-from common.engine import cpu_kernels
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cast import CACHE_DTYPES
 from common.engine.checkpoint.fingerprint import model_fingerprint
@@ -282,7 +281,6 @@ def _describe(
         "device": str(device),
         "dtype": model_config.dtype,
         "attention": f"{choice.attention.name} ({choice.reason})",
-        "cpu kernels": cpu_kernels.describe(),
         "pages": ", ".join(pages),
         "torch": str(torch.__version__),
         **{key: str(value) for key, value in transport.describe().items() if key in STATIC_KEYS},

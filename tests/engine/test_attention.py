@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.buckets import PADDING_PAGES_FREE, bucket_by_pages
 from common.engine.attention.choose import (
@@ -87,12 +86,11 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("decodes_paged", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_sdpa_over_pages_equals_plain_attention(name: str, decodes_paged: bool) -> None:
+def test_sdpa_over_pages_equals_plain_attention(name: str) -> None:
     pool, batch = deal(BATCHES[name], seed=2)
     generator = torch.Generator().manual_seed(1)
-    attention = SdpaAttention(decodes_paged=decodes_paged).start(batch, pool)
+    attention = SdpaAttention().start(batch, pool)
     for layer in range(2):
         query, key, value = (
             torch.randn(batch.token_count, heads, DIM, generator=generator)
@@ -114,11 +112,8 @@ POISONED_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("decodes_paged", [False, True])
 @pytest.mark.parametrize("name", POISONED_BATCHES)
-def test_nothing_but_a_sequences_own_tokens_is_ever_multiplied(
-    name: str, decodes_paged: bool
-) -> None:
+def test_nothing_but_a_sequences_own_tokens_is_ever_multiplied(name: str) -> None:
     """NaN in scratch, behind the last token of every sequence and in one sequence's tokens."""
     results = []
     for is_poisoned in (False, True):
@@ -136,8 +131,7 @@ def test_nothing_but_a_sequences_own_tokens_is_ever_multiplied(
         )
         if is_poisoned and batch.sequence_count > 1:
             value[-1] = float("nan")
-        attention = SdpaAttention(decodes_paged=decodes_paged)
-        results.append(attention.start(batch, pool).attend(0, query, key, value))
+        results.append(SdpaAttention().start(batch, pool).attend(0, query, key, value))
     expected, actual = results
     rows = slice(None, -1) if len(expected) > 1 else slice(None)
     assert torch.equal(actual[rows], expected[rows])
@@ -227,18 +221,9 @@ def test_the_check_sees_a_wrong_backend(mistake: str) -> None:
     assert not difference <= max(TOLERANCE.values())
 
 
-def test_cpu_decodes_over_pages_after_a_comparison() -> None:
+def test_cpu_uses_sdpa() -> None:
     choice = choose_attention(SHAPE)
-    assert choice.attention.name == "sdpa+paged"
-    assert choice.reason.startswith("differs from sdpa by"), choice.reason
-
-
-def test_cpu_without_the_kernel_uses_sdpa_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "ARE_BUILT", False)
-    monkeypatch.setattr(cpu_kernels, "WHY_MISSING", "undefined symbol: GOMP_parallel")
-    choice = choose_attention(SHAPE)
-    assert choice.attention.name == "sdpa"
-    assert "undefined symbol: GOMP_parallel" in choice.reason
+    assert choice.attention.name == "sdpa" and "cpu" in choice.reason
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.bfloat16, 80)])

@@ -106,11 +106,10 @@ RULES = {
 LENGTHS = [(0, 1), (0, 7), (0, 23), (5, 3), (16, 9), (40, 17), (3, 1), (8, 1), (15, 1), (70, 1)]
 
 
-@pytest.mark.parametrize("decodes_paged", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("page_size", "width"), [(4, 8), (4, 9), (16, 5), (1, 3), (8, 1), (8, 64)])
 def test_windows_equal_plain_attention_and_see_nothing_else(
-    rule: str, page_size: int, width: int, decodes_paged: bool
+    rule: str, page_size: int, width: int
 ) -> None:
     pool = window_pool((0, width), page_size)
     order = random.Random(page_size)
@@ -129,7 +128,7 @@ def test_windows_equal_plain_attention_and_see_nothing_else(
             groups=pool.groups,
             device="cpu",
         )
-        attention = SdpaAttention(decodes_paged=decodes_paged).start(batch, pool)
+        attention = SdpaAttention().start(batch, pool)
         for layer in (0, 1):
             query, key, value = (
                 torch.cat(

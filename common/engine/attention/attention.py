@@ -52,11 +52,6 @@ class CacheWriter:
     def write(self, component: str, layer: int, values: Tensor) -> None:
         """values: [T, unit, element], rows in the order of the batch's tokens."""
         plane = self._pool.plane(component, layer)
-        if not plane.is_written_by_index:
-            group = plane.geometry.group
-            pages, rows = self._batch.token_pages[group], self._batch.token_rows[group]
-            plane.write_items(pages, rows, values)
-            return
         index = self._indexes.get(plane.geometry)
         if index is None:
             group = plane.geometry.group

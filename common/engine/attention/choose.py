@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.attention.attention import Attention
 from common.engine.attention.compressed import CompressedAttention
 from common.engine.attention.flashinfer import (
@@ -65,8 +63,7 @@ class AttentionChoice:
 
 
 def choose_attention(shape: AttentionShape) -> AttentionChoice:
-    """SDPA; on a CPU with a kernel over pages, on CUDA FlashInfer instead, each if it is there and
-    agrees with SDPA."""
+    """FlashInfer on CUDA if it is there and agrees with SDPA, SDPA otherwise."""
     if shape.is_latent:
         return AttentionChoice(LatentAttention(), "the path of latent rows on every device")
     if shape.is_compressed:
@@ -74,11 +71,6 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
             CompressedAttention(), "the path of windows beside blocks on every device"
         )
     sdpa: Attention = SdpaAttention()
-    tolerance = TOLERANCE[shape.dtype]
-    if shape.device.type == "cpu":
-        return AttentionChoice(
-            *try_kernels("the kernel over pages", _paged(shape), tolerance, sdpa)
-        )
     if shape.device.type != "cuda":
         return AttentionChoice(sdpa, f"the path of {shape.device.type}")
     if shape.needs_sdpa:
@@ -102,17 +94,8 @@ def choose_attention(shape: AttentionShape) -> AttentionChoice:
         )
         return candidate, check_attention(candidate, shape)
 
+    tolerance = TOLERANCE[shape.dtype]
     return AttentionChoice(*try_kernels("flashinfer", build_and_check, tolerance, sdpa))
-
-
-def _paged(shape: AttentionShape) -> Callable[[], tuple[Attention, float]]:
-    def build_and_check() -> tuple[Attention, float]:
-        if not cpu_kernels.ARE_BUILT:
-            raise ImportError(cpu_kernels.WHY_MISSING)
-        candidate = SdpaAttention(decodes_paged=True)
-        return candidate, check_attention(candidate, shape)
-
-    return build_and_check
 
 
 @torch.inference_mode()

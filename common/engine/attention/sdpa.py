@@ -1,22 +1,19 @@
 """Attention by torch's scaled_dot_product_attention over gathered pages; runs on every device.
 
 The path of CPU servers and the reference that other backends are checked against. Sequences with
-one new token are attended together, in buckets of similar length, or on a CPU by a kernel that
-gathers nothing (`paged_decode.py`); the others one by one. A layer whose cache is a window gathers
-and sees the window only; its width is the cache's live rule.
+one new token are attended together, in buckets of similar length; the others one by one. A layer
+whose cache is a window gathers and sees the window only; its width is the cache's live rule.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
-from common.engine.attention.paged_decode import PagedDecode, is_taken
 from common.engine.attention.scores import PLAIN, ScoreRule, attend_scores
 from common.engine.forward_batch import ForwardBatch
 from common.engine.kv_pool import (
@@ -31,15 +28,15 @@ from common.layout.component import LiveKind
 
 
 class SdpaAttention:
-    """See `Attention`. decodes_paged: single tokens go to `PagedDecode` where it takes them."""
+    """See `Attention`."""
 
-    def __init__(self, *, decodes_paged: bool = False) -> None:
-        self.name = "sdpa+paged" if decodes_paged else "sdpa"
-        self._decodes_paged = decodes_paged
+    name = "sdpa"
+
+    def __init__(self) -> None:
         self._scratch = (Scratch(), Scratch())
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> SdpaPass:
-        return SdpaPass(batch, pool, self._scratch, self._decodes_paged)
+        return SdpaPass(batch, pool, self._scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +131,8 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _GroupPlan:
-    """What the layers of one page group gather and mask. paged: instead of `decodes`."""
+    """What the layers of one page group gather and mask."""
 
-    paged: PagedDecode | None = None
     decodes: list[_DecodeBucket] = field(default_factory=list)
     chunks: list[_Chunk] = field(default_factory=list)
 
@@ -144,19 +140,12 @@ class _GroupPlan:
 class SdpaPass:
     """See `AttentionPass`."""
 
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        pool: KvPool,
-        scratch: tuple[Scratch, Scratch],
-        decodes_paged: bool,
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, pool: KvPool, scratch: tuple[Scratch, Scratch]) -> None:
         self._batch = batch
         self._pool = pool
         self._scratch = scratch
-        self._decodes_paged = decodes_paged
         self._writer = CacheWriter(batch, pool)
-        self._plans: dict[tuple[int, bool], _GroupPlan] = {}
+        self._plans: dict[int, _GroupPlan] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule = PLAIN
@@ -180,16 +169,12 @@ class SdpaPass:
         )
         group = cache.keys.geometry.group
         assert cache.values.geometry.group == group
-        is_paged = self._decodes_paged and is_taken(query, cache.keys, cache.values, rule)
-        plan = self._plans.get((group, is_paged))
+        plan = self._plans.get(group)
         if plan is None:
-            plan = _Planner(self._batch, self._pool, group).plan(is_paged)
-            self._plans[group, is_paged] = plan
+            plan = self._plans[group] = _Planner(self._batch, self._pool, group).plan()
         if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             return _attend_decode(plan.decodes[0], query, cache, rule)
-        output = query.new_empty(query.shape)
-        if plan.paged is not None:
-            plan.paged.attend(output, query, cache.keys, cache.values, rule)
+        output = torch.empty_like(query)
         for bucket in plan.decodes:
             assert bucket.rows is not None
             output[bucket.rows] = _attend_decode(bucket, query[bucket.rows], cache, rule)
@@ -209,14 +194,10 @@ class _Planner:
         self._width = live.size
         self._batch = batch
         self._page_items = pool.page_items[group]
-        self._group = group
+        self._page_table = batch.page_tables[group].to(torch.int64)
 
-    def plan(self, is_paged: bool) -> _GroupPlan:
-        """is_paged: the kernel over pages takes single tokens."""
+    def plan(self) -> _GroupPlan:
         batch, plan = self._batch, _GroupPlan()
-        if is_paged and batch.is_decode_only:
-            plan.paged = PagedDecode.of_all(batch, self._group, self._width)
-            return plan
         device = batch.token_ids.device
         first = 0
         decodes: list[int] = []
@@ -232,9 +213,6 @@ class _Planner:
             first += length
         if not decodes:
             return plan
-        if is_paged:
-            plan.paged = PagedDecode.of_some(batch, decodes, decode_rows, self._group, self._width)
-            return plan
         spans = [self._visible(batch.kv_length_list[index], 1) for index in decodes]
         page_counts = [-(-span.stop // self._page_items) - self._page_of(span) for span in spans]
         buckets = bucket_by_pages(page_counts)
@@ -248,10 +226,6 @@ class _Planner:
                 self._plan_bucket(None if is_all else rows, table, [spans[i] for i in bucket])
             )
         return plan
-
-    @cached_property
-    def _page_table(self) -> Tensor:
-        return self._batch.page_tables[self._group].to(torch.int64)
 
     def _visible(self, kv_length: int, new_count: int) -> range:
         """Positions that the last `new_count` of kv_length tokens see between them."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.checkpoint.weights import Weight
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
@@ -21,8 +20,6 @@ Activation = Callable[[Tensor], Tensor]
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [.., 2 n], the gate in the first half: [.., n]."""
-    if gate_up.dim() == 2 and cpu_kernels.fit(gate_up):
-        return cpu_kernels.gated_silu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

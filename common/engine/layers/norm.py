@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.layers.layer_context import LayerContext
 
@@ -17,16 +16,9 @@ from common.engine.layers.layer_context import LayerContext
 def normalize(hidden: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) over the last dimension, computed in fp32, in the dtype of `hidden`."""
     if hidden.dtype == torch.float32:
-        return _normalize_wide(hidden, None, epsilon)
+        return F.rms_norm(hidden, (hidden.shape[-1],), None, epsilon)
     wide = hidden.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
-
-
-def _normalize_wide(hidden: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """x / rms(x) * weight of fp32; weight: fp32[dim]."""
-    if cpu_kernels.fit(hidden):
-        return cpu_kernels.rms_norm(hidden, weight, epsilon)
-    return F.rms_norm(hidden, (hidden.shape[-1],), weight, epsilon)
 
 
 class RmsNorm:
@@ -37,7 +29,7 @@ class RmsNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == torch.float32:
-            return _normalize_wide(hidden, self.weight, self.epsilon)
+            return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.epsilon)
         return self.weight * normalize(hidden, self.epsilon)
 
     def weights(self) -> Iterator[Weight]:
@@ -52,7 +44,8 @@ class WideNorm(RmsNorm):
         self.weight = context.empty_fp32(size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return _normalize_wide(hidden.float(), self.weight, self.epsilon).to(hidden.dtype)
+        wide = F.rms_norm(hidden.float(), (hidden.shape[-1],), self.weight, self.epsilon)
+        return wide.to(hidden.dtype)
 
 
 class OffsetNorm(RmsNorm):
@@ -120,8 +113,6 @@ class QkNorm:
         self.weight = context.empty(head_count + kv_head_count, head_dim)
 
     def __call__(self, heads: Tensor) -> Tensor:
-        if cpu_kernels.fit(heads):
-            return cpu_kernels.rms_norm(heads, self.weight, self.epsilon)
         return self.weight * normalize(heads, self.epsilon)
 
     def weights(self) -> Iterator[Weight]:

@@ -14,7 +14,6 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.config.rope import RopeConfig, RopeKind
 
 
@@ -36,8 +35,6 @@ class Rotation:
         if heads.shape[-1] > rotated_dim:
             passed = heads[..., rotated_dim:]
             return torch.cat((self.apply(heads[..., :rotated_dim]), passed), dim=-1)
-        if not self.is_interleaved and cpu_kernels.fit(heads):
-            return cpu_kernels.rotate(heads, self.cos, self.sin)
         if self.is_interleaved:
             swapped = heads.reshape(*heads.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:

@@ -11,7 +11,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from common.engine import cpu_kernels
 from common.engine.attention.choose import AttentionChoice
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
@@ -165,7 +164,6 @@ class CausalLm:
             "dtype": self.config.dtype,
             "device": str(self.context.device),
             "attention": f"{self.attention.name}: {self.attention_reason}",
-            "cpu kernels": cpu_kernels.describe(),
             "layers": f"{self.layer_ids.start}..{self.layer_ids.stop - 1}",
             "tp": f"{parallel.tp_rank} of {parallel.tp_size}",
             "pp": f"{parallel.pp_rank} of {parallel.pp_size}",
