@@ -11,6 +11,7 @@ goes wrong here that is not a peer's doing ends the process with one line in the
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -65,6 +66,9 @@ def run_worker(config: ServerConfig, rank: int) -> int:
         started.ready.describe["attention"],
         started.ready.describe["pages"],
     )
+    # Model and pools stay: no step has to wait while the collector looks through them.
+    gc.collect()
+    gc.freeze()
     return _Worker(started, client, config.heartbeat_interval_s).run()
 
 
