@@ -20,13 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 # The checkpoint has 2 KV heads, so that TP 4 replicates them. test_more_layouts.py has the rest.
 PREFILLS = {
     "tp1": (),
-    "tp2 page32": ("--tp-size", "2", "--page-size", "32"),
     "pp2 tp2 page64": ("--pp-size", "2", "--tp-size", "2", "--page-size", "64"),
 }
 DECODES = {
     "tp1": (),
     "tp4": ("--tp-size", "4"),
-    "pp2": ("--pp-size", "2"),
     "page8": ("--page-size", "8"),
 }
 PAIRS = list(product(PREFILLS, DECODES))

@@ -17,10 +17,15 @@ from tests.engine.tiny_checkpoints import Recipe, Reference, build_checkpoint, r
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
 MORE_PREFILLS = {
+    "tp2 page32": ("--tp-size", "2", "--page-size", "32"),
     "tp4": ("--tp-size", "4"),
     "pp2": ("--pp-size", "2", "--layer-group-count", "2"),
 }
-MORE_DECODES = {"tp2": ("--tp-size", "2"), "page64": ("--page-size", "64")}
+MORE_DECODES = {
+    "pp2": ("--pp-size", "2"),
+    "tp2": ("--tp-size", "2"),
+    "page64": ("--page-size", "64"),
+}
 ALL_PREFILLS = PREFILLS | MORE_PREFILLS
 ALL_DECODES = DECODES | MORE_DECODES
 PAIRS = [

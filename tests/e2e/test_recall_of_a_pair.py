@@ -28,7 +28,7 @@ from demo.score import PAGE_TOKEN_COUNT, pages_of_fact
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet
 from tests.worker.worker_processes import WorkerProcesses
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
 QUESTION_COUNT = 32
 RIGHT_SHARE_MIN = 0.95

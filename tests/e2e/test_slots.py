@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
 from tests.engine.tiny_checkpoints import Reference, random_prompt
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--page-size", "8")
 SLOT_COUNT = 2

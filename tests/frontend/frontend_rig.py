@@ -30,6 +30,8 @@ from common.metrics.server import ServerMetrics
 from tests.frontend.scripted_scheduler import ScriptedScheduler
 from tests.frontend.tiny_tokenizers import write_tokenizer
 
+STORY_PATIENCE_S = 60.0  # only a failing test waits this long
+
 BuildRouter = Callable[[FrontendContext], APIRouter]
 BASE_PARTS: tuple[BuildRouter, ...] = (
     info.build_router,
@@ -92,7 +94,7 @@ def run_with_rig(
         async with open_rig(config, parts, clock or SystemClock(), prepare) as rig:
             await story(rig)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), STORY_PATIENCE_S))
 
 
 @asynccontextmanager

@@ -177,14 +177,17 @@ def test_a_closed_channel_answers_every_open_request_and_takes_no_more(tmp_path:
 
 
 def test_a_frozen_scheduler_is_unhealthy_then_given_up_and_stopped_when_it_thaws(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The client's own looks would be answers of a scheduler that the clock calls frozen.
+    monkeypatch.setattr("common.frontend.scheduler_client.WATCH_INTERVAL_S", 1e6)
     clock = ManualClock(100.0)
 
     async def story(rig: Rig) -> None:
         client = rig.context.scheduler
         handle = submit(rig)
         await rig.until(lambda s: bool(s.held))
+        await client.get_state()  # the last thing that it says
         rig.scheduler.is_silent = True
         clock.advance(SILENCE_MAX_S + 1)
         assert "not answered" in client.trouble()

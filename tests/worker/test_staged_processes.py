@@ -109,7 +109,7 @@ def oracle(checkpoint: Path) -> Reference:
 @pytest.mark.parametrize(
     ("transport", "prefill_changes", "decode_changes"),
     [
-        ("shm", {"page_size": 16}, {"page_size": 64}),
+        pytest.param("shm", {"page_size": 16}, {"page_size": 64}, marks=pytest.mark.soak),
         pytest.param("tcp", {"page_size": 16}, {"page_size": 64}, marks=pytest.mark.soak),
         pytest.param("tcp", {"page_size": 64}, {"page_size": 8}, marks=pytest.mark.soak),
         pytest.param("shm", {"tp_size": 2, "layer_group_count": 2}, {}, marks=pytest.mark.soak),
@@ -142,7 +142,7 @@ def test_a_staged_prompt_continues_as_transformers_would(
     ("transport", "prefill_dtype", "decode_dtype", "agreeing_min"),
     [
         ("shm", "float32", "bfloat16", 20),
-        ("tcp", "bfloat16", "float8_e4m3fn", 8),
+        pytest.param("tcp", "bfloat16", "float8_e4m3fn", 8, marks=pytest.mark.soak),
         pytest.param("shm", "float8_e4m3fn", "bfloat16", 8, marks=pytest.mark.soak),
     ],
 )

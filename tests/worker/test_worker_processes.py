@@ -235,7 +235,7 @@ def test_a_send_to_a_peer_that_is_not_connected_is_answered(pair: Pair) -> None:
         pytest.param(
             {"page_size": 4, "layer_group_count": 3}, {"tp_size": 2}, marks=pytest.mark.soak
         ),
-        ({"tp_size": 2}, {"page_size": 16}),
+        pytest.param({"tp_size": 2}, {"page_size": 16}, marks=pytest.mark.soak),
     ],
     ids=["page 16 to 8", "page 4 to tp 2", "tp 2 to page 16"],
 )
