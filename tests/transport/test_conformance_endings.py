@@ -146,6 +146,7 @@ def test_transfer_cancelled_while_its_peer_never_answers_settles(
     peer = f"peer{next(unique)}"
     descriptor = doomed.open_target(peer)
     os.kill(doomed.pid, signal.SIGSTOP)
+    wait_thread_state(doomed.pid, "T")  # a signal takes a while, in which it would answer
     pair.transport.connect(peer, descriptor)
     tag = next(unique)
     pair.transport.submit(peer, plan_volume(1 << 20), tag)
