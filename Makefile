@@ -5,6 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= demo/checkpoint
 FAULTS ?= 200
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 LONG_TESTS := tests/sim tests/worker tests/e2e tests/faults tests/families
 OTHER_TESTS := $(filter-out $(LONG_TESTS) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # Tests and benchmarks start many processes, and each would compile every module again.
@@ -32,12 +33,12 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
 	@$(PY) -m demo
 
-# One thread for each test process. What starts servers or simulates comes first: the short rest
-# keeps all processes busy to the end.
+# One thread for each test process. What starts servers waits now and then, so that there is one
+# process more than cores, and comes first: the short rest keeps all of them busy to the end.
 # tests/test_tidy.py is part of `make check`.
 test: $(STAMP) ## all tests that run on any machine (under 10 minutes on 2 cores)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(LONG_TESTS) $(OTHER_TESTS) -m "not soak and not gpu" \
-		--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+		--numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) ## ruff, mypy and the rules of the house
 	@$(VENV)/bin/ruff check .

@@ -150,7 +150,9 @@ def test_the_stages_of_the_hand_over_add_up_to_the_time_to_first_token(measured:
     assert total(samples, f"{name}_count", peer=measured.prefill.bootstrap) == 6 * REQUEST_COUNT
     assert ttft_s == pytest.approx(measured.ttft_s)
     assert total(samples, f"{name}_sum", stage="prefill") > 0
-    assert total(samples, f"{name}_sum", stage="transfer") > 0
+    # Bytes that left while the rest was computed cost no time of their own, but some on the wire.
+    assert total(samples, f"{name}_sum", stage="transfer") >= 0
+    assert total(scrape(measured.prefill), "sglang:kv_transfer_latency_ms_sum") > 0
 
 
 def test_requests_and_tokens_are_counted(measured: Measured) -> None:

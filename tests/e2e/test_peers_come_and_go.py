@@ -27,7 +27,7 @@ class Pair:
     transport: str
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:

@@ -29,6 +29,7 @@ def reports() -> dict[str, Report]:
     return {report.name.removeprefix("shm "): report for report in told}
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
