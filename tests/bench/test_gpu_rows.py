@@ -7,8 +7,10 @@ import torch
 
 from bench import gpu
 from bench.report import NotRun, Row
-from tests.gpu.pair_section import LLAMA_8B, Running, measure
+from tests.gpu.model_shapes import LLAMA_8B
+from tests.gpu.pair_section import measure
 from tests.gpu.report import Section
+from tests.gpu.servers import Running
 
 
 class PacedServer(Running):

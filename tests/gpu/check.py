@@ -73,7 +73,8 @@ def run_sections(report: Report, args: argparse.Namespace, device: torch.device)
     """Imports what needs the native part only now that it is there."""
     from tests.gpu.attention_section import check_attention_section
     from tests.gpu.handover_section import check_handover_section
-    from tests.gpu.pair_section import LLAMA_8B, TINY, check_pair_section
+    from tests.gpu.model_shapes import LLAMA_8B, TINY
+    from tests.gpu.pair_section import check_pair_section
     from tests.gpu.recurrence_section import check_recurrence_section
 
     if "attention" in args.only:

@@ -9,125 +9,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import msgspec
-
-from demo.servers import Server, free_ports, start_server, stop_servers
+from tests.gpu.model_shapes import ModelShape, write_model
 from tests.gpu.report import Section
+from tests.gpu.servers import CONCURRENT_COUNT, Running, servers
 
-TOKENIZER = Path(__file__).parents[2] / "demo" / "checkpoint"
-# The first start on a machine compiles attention kernels, and both servers load at once.
-READY_TIMEOUT_S = 420.0
-REQUEST_TIMEOUT_S = 300.0
 GREEDY_TOKENS = 64
 ITL_TOKENS = 256
 TTFT_REPEATS = 5
-CONCURRENT_COUNT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A model with random weights. compared: prompt lengths whose answers must be equal.
-
-    timed: prompt lengths whose first token is timed. itl_prompt: prompt of the timed decode.
-    """
-
-    name: str
-    config: dict[str, object]
-    pool_tokens: int
-    compared: tuple[int, ...]
-    timed: tuple[int, ...]
-    itl_prompt: int
-
-    @property
-    def vocab_size(self) -> int:
-        return int(str(self.config["vocab_size"]))
-
-
-LLAMA_8B = ModelShape(
-    "Llama-3.1-8B",
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    pool_tokens=65536,
-    compared=(1, 15, 16, 17, 300, 2148),
-    timed=(128, 2048, 8192),
-    itl_prompt=512,
-)
-# For a rehearsal of this script where there is no GPU.
-TINY = ModelShape(
-    "tiny",
-    LLAMA_8B.config
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 4096,
-    },
-    pool_tokens=8192,
-    compared=(1, 15, 16, 17, 300, 2148),
-    timed=(128,),
-    itl_prompt=64,
-)
-
-
-class HandOver(msgspec.Struct):
-    transfer_s: float
-    nbytes: int
-    run_count: int
-
-
-class Timeline(msgspec.Struct):
-    hand_over: HandOver
-    ttft_s: float
-
-
-class Meta(msgspec.Struct):
-    completion_tokens: int
-    timeline: Timeline | None = None
-
-
-class Reply(msgspec.Struct):
-    """What is read of an answer of /generate, or of one event of its stream."""
-
-    output_ids: list[int]
-    meta_info: Meta
 
 
 def check_pair_section(section: Section, device: str, shape: ModelShape) -> None:
@@ -155,101 +49,7 @@ def check_pair_section(section: Section, device: str, shape: ModelShape) -> None
             measure_hand_over(section, pair, shape)
 
 
-# Servers ------------------------------------------------------------------------------------------
-
-
-def write_model(directory: Path, shape: ModelShape) -> Path:
-    """A checkpoint without weights: its config, and the demo's tokenizer."""
-    (directory / "config.json").write_text(json.dumps(shape.config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, directory / name)
-    return directory
-
-
-@dataclass(slots=True)
-class Running:
-    """Servers that are up; the last one answers."""
-
-    servers: list[Server]
-    client: httpx.Client = field(
-        default_factory=lambda: httpx.Client(
-            timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=CONCURRENT_COUNT)
-        )
-    )
-
-    @property
-    def url(self) -> str:
-        return self.servers[-1].url
-
-    def generate(self, prompt: list[int], token_count: int) -> Reply:
-        response = self.client.post(f"{self.url}/generate", json=body_of(prompt, token_count))
-        assert response.status_code == 200, response.text
-        return msgspec.json.decode(response.content, type=Reply)
-
-    def stream_times(self, prompt: list[int], token_count: int) -> list[float]:
-        """Seconds from sending to each event that brought new tokens."""
-        times: list[float] = []
-        body = body_of(prompt, token_count) | {"stream": True}
-        started_at = time.perf_counter()
-        with self.client.stream("POST", f"{self.url}/generate", json=body) as response:
-            assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line.startswith("data: ") and not line.endswith("[DONE]"):
-                    times.append(time.perf_counter() - started_at)
-        return times
-
-
-@contextmanager
-def servers(model: Path, device: str, shape: ModelShape, *, is_pair: bool) -> Iterator[Running]:
-    decode_port, prefill_port, bootstrap_port = free_ports(3)
-    flags = ["--device", device, "--load-format", "dummy", "--dtype", "bfloat16"]
-    flags += ["--max-total-tokens", str(shape.pool_tokens), "--context-length", "16384"]
-    # A cached prefix would change the shapes of a pass, and so the last bits.
-    flags += ["--disable-radix-cache"]
-    log_dir = Path(tempfile.mkdtemp(prefix="baton-gpu-logs-"))
-    started: list[Server] = []
-
-    def start(role: str, port: int, *args: str) -> None:
-        started.append(start_server(role, port, *args, *flags, model_path=model, log_dir=log_dir))
-
-    try:
-        if is_pair:
-            start("prefill", prefill_port, "--bootstrap-port", str(bootstrap_port))
-        dial = f"127.0.0.1:{bootstrap_port}" if is_pair else "none"
-        start("decode", decode_port, "--prefill", dial)
-        running = Running(started)
-        for server in started:
-            wait_ready(server)
-        yield running
-        running.client.close()
-    except Exception as error:
-        words = "\n".join(f"{s.name}: {s.last_words()}" for s in started)
-        raise RuntimeError(f"{error}\n{words}") from error
-    finally:
-        stop_servers(started)
-
-
-def wait_ready(server: Server) -> None:
-    """Raises: RuntimeError if the server ends or takes too long."""
-    end_at = time.monotonic() + READY_TIMEOUT_S
-    while server.process.poll() is None and time.monotonic() < end_at:
-        try:
-            if httpx.get(f"{server.url}/health", timeout=5.0).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(0.2)
-    code = server.process.returncode
-    what = f"is not ready after {READY_TIMEOUT_S:.0f} s" if code is None else f"ended with {code}"
-    raise RuntimeError(f"the {server.name} server {what}")
-
-
 # Asking -------------------------------------------------------------------------------------------
-
-
-def body_of(prompt: list[int], token_count: int) -> dict[str, object]:
-    sampling = {"temperature": 0.0, "max_new_tokens": token_count, "ignore_eos": True}
-    return {"input_ids": prompt, "sampling_params": sampling}
 
 
 def prompt_of(length: int, shape: ModelShape, seed: int = 0) -> list[int]:

@@ -15,7 +15,8 @@ from tests.gpu.handover_section import (
     words_of,
     wrong_pages,
 )
-from tests.gpu.pair_section import LLAMA_8B, first_difference, prompt_of
+from tests.gpu.model_shapes import LLAMA_8B
+from tests.gpu.pair_section import first_difference, prompt_of
 from tests.gpu.report import Report, Section
 
 LAYOUT = layout_of(1)
