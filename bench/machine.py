@@ -15,7 +15,10 @@ UCX_WHEELS = ("libucx-cu12", "libucx-cu13")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """memory_gib: all there is. cores: those that this process may use. ucx: of the wheel."""
+    """memory_gib: all there is. cores: those that this process may use. ucx: of the wheel.
+
+    card: the first GPU, driver: its; both empty without one. flashinfer: empty if it is not there.
+    """
 
     cpu: str
     cores: int
@@ -23,17 +26,24 @@ class Machine:
     python: str
     torch: str
     ucx: str
+    card: str = ""
+    driver: str = ""
+    flashinfer: str = ""
 
     def __str__(self) -> str:
-        return (
+        told = (
             f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, Python {self.python}, "
             f"torch {self.torch}, UCX {self.ucx}"
         )
+        flashinfer = self.flashinfer or "not installed"
+        on_card = f"{self.card}, driver {self.driver}, FlashInfer {flashinfer}"
+        return f"{on_card}; {told}" if self.card else told
 
 
 def describe_machine() -> Machine:
     memory_nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ucx = [f"{found} ({name})" for name in UCX_WHEELS if (found := version_of(name))]
+    card, driver = card_of(ask_driver())
     return Machine(
         cpu=cpu_model(Path("/proc/cpuinfo").read_text()) or platform.machine(),
         cores=len(os.sched_getaffinity(0)),
@@ -41,6 +51,9 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         torch=version_of("torch") or "not installed",
         ucx=" and ".join(ucx) or "not from a wheel",
+        card=card,
+        driver=driver,
+        flashinfer=version_of("flashinfer-python"),
     )
 
 
@@ -58,6 +71,24 @@ def cpu_model(cpuinfo: str) -> str:
         if name.strip() == "model name":
             return value.strip()
     return ""
+
+
+def ask_driver() -> str:
+    """What the driver's own tool says of the GPUs; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout
+
+
+def card_of(told: str) -> tuple[str, str]:
+    """(name, driver) of the first GPU, from what `ask_driver` returns."""
+    for line in told.splitlines():
+        name, _, driver = line.rpartition(",")
+        return name.strip(), driver.strip()
+    return "", ""
 
 
 def describe_commit(directory: Path = ROOT) -> str | None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from bench.gpu_report import CheckedSection, CheckReport, read_check_report
+from bench.machine import describe_machine
+from tests.gpu.check import note_end
 from tests.gpu.handover_section import (
     POISON,
     Ask,
@@ -68,19 +74,40 @@ def test_a_hand_over_between_two_processes_is_found_right_on_the_cpu() -> None:
     assert section.figures["pages: lanes"] == "posix"
 
 
-def test_an_error_in_a_section_fails_it_and_the_others_still_run() -> None:
-    report = Report()
+BEGUN = CheckReport("2026-01-01T00:00:00+00:00", "abc", describe_machine(), 0.5)
+
+
+def test_an_error_in_a_section_fails_it_and_the_others_still_run(tmp_path: Path) -> None:
+    report = Report(BEGUN, tmp_path / "report.json")
     with report.section("first"):
         raise ValueError("no such thing")
     with report.section("second") as second:
         second.check("fine", True)
         second.skip("more", "no device")
     assert report.has_failed
-    parts = report.as_dict()["sections"]
-    assert isinstance(parts, dict)
-    assert parts["first"]["checks"] == {"runs to its end": "ValueError: no such thing"}
-    assert parts["second"]["checks"] == {"fine": "ok"}
-    assert parts["second"]["skipped"] == {"more": "no device"}
+    found = read_check_report(tmp_path / "report.json").sections
+    assert found["first"].checks == {"runs to its end": "ValueError: no such thing"}
+    assert found["second"].checks == {"fine": "ok"}
+    assert found["second"].skipped == {"more": "no device"}
+
+
+def test_what_was_found_is_kept_when_the_process_ends_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    earlier = replace(BEGUN, sections={"earlier": CheckedSection(figures={"a": 1.5})})
+    with pytest.raises(SystemExit), Report(earlier, path).section("cut off") as section:
+        section.figure("b", 2)
+        raise SystemExit(143)
+    report = note_end(read_check_report(path), "cut off", 143)
+    assert report.sections["earlier"].figures == {"a": 1.5}
+    cut_off = report.sections["cut off"]
+    assert (cut_off.figures, cut_off.has_ended) == ({"b": 2}, False)
+    assert cut_off.failed == ["its process: ended with code 143"]
+    assert not report.is_good
+
+
+def test_a_process_that_found_nothing_has_failed() -> None:
+    report = note_end(BEGUN, "crashed", -11)
+    assert report.sections["crashed"].failed == ["its process: ended with code -11"]
 
 
 def test_prompts_of_the_pair_section_share_no_prefix() -> None:

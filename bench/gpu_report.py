@@ -1,0 +1,86 @@
+"""The GPU check's report as a file: what was checked, the figures, on which card, at which commit.
+
+Knows nothing of what is checked, nor of what a figure has to reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from bench.machine import Machine
+from bench.record import UnreadableRecord, replace_text
+
+Figure = float | int | str
+OK = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSection:
+    """checks: name -> "ok", or what is wrong. skipped: name -> why nobody looked.
+
+    has_ended: false if the section was ended from outside; its figures up to then are here.
+    """
+
+    checks: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    has_ended: bool = False
+
+    @property
+    def failed(self) -> list[str]:
+        """What is wrong, a line for each check that failed."""
+        return [f"{name}: {told}" for name, told in self.checks.items() if told != OK]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """One run of the check, or several of one machine and commit.
+
+    started_at: UTC, ISO 8601. load: of the machine over the minute before.
+    """
+
+    started_at: str
+    commit: str | None
+    machine: Machine
+    load: float
+    sections: dict[str, CheckedSection] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every section came to its end and nothing failed."""
+        return all(one.has_ended and not one.failed for one in self.sections.values())
+
+
+def read_check_report(path: Path) -> CheckReport:
+    """Raises: UnreadableRecord."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CheckReport)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise UnreadableRecord(f"{path}: {exc}") from exc
+
+
+def write_check_report(path: Path, report: CheckReport) -> None:
+    """Whoever reads it meanwhile sees the old one or the new one."""
+    replace_text(path, msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+
+
+def join_check_reports(reports: Sequence[CheckReport]) -> CheckReport:
+    """Calls of one machine as one report; of a section that is in several, the last one counts.
+
+    Raises: UnreadableRecord if they are of different machines or commits.
+    """
+    first = reports[0]
+    sections: dict[str, CheckedSection] = {}
+    for report in reports:
+        if (report.machine, report.commit) != (first.machine, first.commit):
+            raise UnreadableRecord(
+                f"reports of one run must be of one machine and commit: {first.machine} at "
+                f"{first.commit}, and {report.machine} at {report.commit}"
+            )
+        sections |= report.sections
+    return replace(first, sections=sections)
