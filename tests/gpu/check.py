@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 # What compiles kernels comes first, and servers last: they find everything compiled.
-SECTIONS = ("attention", "handover", "pair")
+SECTIONS = ("attention", "engine", "handover", "pair", "load_single", "load_pair")
 HANDOVER_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 EXIT_FAILED = 1
 EXIT_NO_DEVICE = 2
@@ -161,6 +161,17 @@ def section_of(args: argparse.Namespace) -> Callable[[Section, torch.device], No
             from tests.gpu.pair_section import check_pair_section
 
             return lambda section, device: check_pair_section(section, device.type, shape)
+        case "load_single" | "load_pair":
+            from tests.gpu.load_section import check_load_section
+
+            is_pair = args.section == "load_pair"
+            return lambda section, device: check_load_section(
+                section, device.type, shape, is_pair=is_pair
+            )
+        case "engine":
+            from tests.gpu.engine_section import check_engine_section
+
+            return lambda section, device: check_engine_section(section, device, shape)
     raise AssertionError(args.section)
 
 

@@ -10,7 +10,20 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.load_cases import LoadCase
+
 TOKENIZER = Path(__file__).parents[2] / "demo" / "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the engine alone computes. tokens, short_tokens: in the cache of each stream that
+    decodes, which are compared. prompts: lengths that are computed in one chunk."""
+
+    streams: int
+    tokens: int
+    short_tokens: int
+    prompts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +31,7 @@ class ModelShape:
     """A model with random weights. compared: prompt lengths whose answers must be equal.
 
     timed: prompt lengths whose first token is timed. itl_prompt: prompt of the timed decode.
+    pool_tokens: of a server, unless a load needs more.
     """
 
     name: str
@@ -26,6 +40,8 @@ class ModelShape:
     compared: tuple[int, ...]
     timed: tuple[int, ...]
     itl_prompt: int
+    loads: tuple[LoadCase, ...]
+    engine: EngineLoad
 
     @property
     def vocab_size(self) -> int:
@@ -64,6 +80,12 @@ LLAMA_8B = ModelShape(
     compared=(1, 15, 16, 17, 300, 2148),
     timed=(128, 2048, 8192),
     itl_prompt=512,
+    loads=(
+        LoadCase(512, 256, 32, 128),
+        LoadCase(512, 256, 128, 512),
+        LoadCase(4096, 256, 32, 96),
+    ),
+    engine=EngineLoad(streams=64, tokens=4096, short_tokens=128, prompts=(2048, 8192)),
 )
 # For a rehearsal of this script where there is no GPU.
 TINY = ModelShape(
@@ -82,6 +104,8 @@ TINY = ModelShape(
     compared=(1, 15, 16, 17, 300, 2148),
     timed=(128,),
     itl_prompt=64,
+    loads=(LoadCase(64, 8, 4, 8), LoadCase(64, 8, 8, 16), LoadCase(256, 8, 4, 8)),
+    engine=EngineLoad(streams=8, tokens=2048, short_tokens=16, prompts=(128, 512)),
 )
 
 

@@ -81,23 +81,29 @@ class Running:
 
 
 @contextmanager
-def servers(model: Path, device: str, shape: ModelShape, *, is_pair: bool) -> Iterator[Running]:
+def servers(
+    model: Path, device: str, shape: ModelShape, *, is_pair: bool, pool_tokens: int | None = None
+) -> Iterator[Running]:
+    """pool_tokens: of the server that decodes; a prefill server's pages are free again soon."""
     decode_port, prefill_port, bootstrap_port = free_ports(3)
     flags = ["--device", device, "--load-format", "dummy", "--dtype", "bfloat16"]
-    flags += ["--max-total-tokens", str(shape.pool_tokens), "--context-length", "16384"]
+    flags += ["--context-length", "16384"]
     # A cached prefix would change the shapes of a pass, and so the last bits.
     flags += ["--disable-radix-cache"]
     log_dir = Path(tempfile.mkdtemp(prefix="baton-gpu-logs-"))
     started: list[Server] = []
 
-    def start(role: str, port: int, *args: str) -> None:
+    def start(role: str, port: int, token_count: int, *args: str) -> None:
+        args = (*args, "--max-total-tokens", str(token_count))
         started.append(start_server(role, port, *args, *flags, model_path=model, log_dir=log_dir))
 
     try:
         if is_pair:
-            start("prefill", prefill_port, "--bootstrap-port", str(bootstrap_port))
+            start(
+                "prefill", prefill_port, shape.pool_tokens, "--bootstrap-port", str(bootstrap_port)
+            )
         dial = f"127.0.0.1:{bootstrap_port}" if is_pair else "none"
-        start("decode", decode_port, "--prefill", dial)
+        start("decode", decode_port, pool_tokens or shape.pool_tokens, "--prefill", dial)
         running = Running(started)
         for server in started:
             wait_ready(server)
