@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.host_copy import upload
 from common.layout.cache_layout import PageGroup
 from common.layout.component import LiveKind
 
@@ -138,16 +140,17 @@ class ForwardBatch:
         sequence_count = len(query_lengths)
         assert len(kv_lengths) == sequence_count, (len(kv_lengths), sequence_count)
         assert sum(query_lengths) == token_ids.shape[0] == positions.shape[0], query_lengths
-        lengths = torch.tensor(query_lengths, dtype=torch.int64)
-        query_starts = torch.zeros(sequence_count + 1, dtype=torch.int32)
-        query_starts[1:] = torch.cumsum(lengths, 0)
-        if token_ids.shape[0] == sequence_count:
-            sequence_of_token = torch.arange(sequence_count, device=device)
-        else:
-            sequence_of_token = torch.repeat_interleave(torch.arange(sequence_count), lengths)
-            sequence_of_token = sequence_of_token.to(device)
-        starts = torch.tensor(kv_lengths, dtype=torch.int64) - lengths
-        kv_length_tensor = torch.tensor(kv_lengths, dtype=torch.int32, device=device)
+        lengths = np.array(query_lengths, dtype=np.int64)
+        starts = np.array(kv_lengths, dtype=np.int64) - lengths
+        query_starts = np.zeros(sequence_count + 1, dtype=np.int32)
+        query_starts[1:] = np.cumsum(lengths)
+        start_tensor, kv_length_tensor, query_start_tensor, sequence_of_token = upload(
+            device,
+            starts.astype(np.int32),
+            np.array(kv_lengths, dtype=np.int32),
+            query_starts,
+            np.repeat(np.arange(sequence_count), lengths),
+        )
         places: list[tuple[Tensor, Tensor]] = []
         for table, group in zip(page_tables, groups, strict=True):
             assert table.shape[0] == sequence_count and table.dtype == torch.int32, table.shape
@@ -157,8 +160,8 @@ class ForwardBatch:
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
-            query_starts=query_starts.to(device),
-            starts=starts.to(device, torch.int32),
+            query_starts=query_start_tensor,
+            starts=start_tensor,
             kv_lengths=kv_length_tensor,
             page_tables=tuple(page_tables),
             token_pages=tuple(pages for pages, _ in places),
@@ -185,8 +188,8 @@ def _token_places(
             return pages, positions - page_index * group.page_items
         case LiveKind.TAIL:
             # Two tokens of one pass must not race for a row: the later one has it.
-            is_kept = positions >= kv_lengths[sequence_of_token] - group.page_items
-            pages = torch.where(is_kept, table[sequence_of_token, 0], 0).to(torch.int64)
+            is_lost = positions < kv_lengths[sequence_of_token] - group.page_items
+            pages = table[sequence_of_token, 0].to(torch.int64).masked_fill(is_lost, 0)
             return pages, positions % group.page_items
         case LiveKind.SLOT | LiveKind.BLOCK:
             nowhere = positions.new_empty(0)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.grammar import GrammarCompiler, GrammarState
+from common.engine.host_copy import upload
 from common.errors import GrammarError
 from common.request import Grammar
 
@@ -111,10 +112,10 @@ class GrammarTable:
 
     def _fill(self, logits: Tensor, rows: list[int], masks: NDArray[np.int32]) -> None:
         """Masks travel packed and are spread on the device."""
-        packed = torch.from_numpy(masks.view(np.uint8)).to(self._device, non_blocking=True)
+        (packed,) = upload(self._device, masks.view(np.uint8))
         is_forbidden = ((packed.unsqueeze(-1) & self._bits) == 0).flatten(1)[:, : self._vocab_size]
         if rows[-1] - rows[0] + 1 == len(rows):  # neighbours need no copy
             logits[rows[0] : rows[-1] + 1].masked_fill_(is_forbidden, -torch.inf)
         else:
-            index = torch.tensor(rows, device=self._device)
+            (index,) = upload(self._device, np.array(rows, dtype=np.int64))
             logits[index] = logits[index].masked_fill_(is_forbidden, -torch.inf)

@@ -6,24 +6,62 @@ reported says what the model believes, not how a token was drawn. Knows nothing 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.host_copy import upload
 from common.request import TokenLogprobs
 
 ROW_BLOCK_ELEMENTS = 1 << 24
 """Logits that are normalised at a time: bounds the extra memory to 64 MiB whatever the prompt."""
 
 
-def token_logprobs(
+@dataclass(frozen=True, slots=True)
+class LaunchedLogprobs:
+    """One entry per row, as tensors; `entries` spells them out once they are on the host.
+
+    tensors: int64[R] token ids, float32[R] of them, int64[R, K] the most likely ids, float32[R, K]
+        of them, float32[A] of the asked ids, row after row.
+    """
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    top_counts: NDArray[np.int64]
+    asked_ids: Mapping[int, NDArray[np.int64]]
+
+    def entries(self, host: Sequence[Tensor]) -> list[TokenLogprobs]:
+        """host: `tensors`, copied."""
+        token_ids, chosen, top_ids, top_values, asked_values = (t.tolist() for t in host)
+        asked: dict[int, list[tuple[int, float]]] = {}
+        first = 0
+        for row in sorted(self.asked_ids):
+            ids = self.asked_ids[row].tolist()
+            asked[row] = list(zip(ids, asked_values[first : first + len(ids)], strict=True))
+            first += len(ids)
+        return [
+            TokenLogprobs(
+                token_id=token_id,
+                logprob=chosen[row],
+                top=list(zip(top_ids[row], top_values[row], strict=True))[:count],
+                asked=asked.get(row, []),
+            )
+            for row, (token_id, count) in enumerate(
+                zip(token_ids, self.top_counts.tolist(), strict=True)
+            )
+        ]
+
+
+def launch_logprobs(
     logits: Tensor,
     token_ids: Tensor,
     top_counts: NDArray[np.int64],
-    asked_ids: dict[int, NDArray[np.int64]],
-) -> list[TokenLogprobs]:
-    """One entry per row.
+    asked_ids: Mapping[int, NDArray[np.int64]],
+) -> LaunchedLogprobs:
+    """One entry per row; the device is not waited for.
 
     Args:
         logits: float32[R, vocab], not changed.
@@ -32,41 +70,28 @@ def token_logprobs(
         asked_ids: row -> ids whose log-probability is wanted.
     """
     row_count, vocab_size = logits.shape
+    top_max = int(top_counts.max(initial=0))
     block = max(1, ROW_BLOCK_ELEMENTS // vocab_size)
-    entries: list[TokenLogprobs] = []
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for first in range(0, row_count, block):
         rows = slice(first, first + block)
+        logprobs = torch.log_softmax(logits[rows], dim=-1)
+        chosen = logprobs.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
+        top = logprobs.topk(top_max, dim=-1)
         asked = {row - first: asked_ids[row] for row in asked_ids if first <= row < first + block}
-        entries.extend(_block_logprobs(logits[rows], token_ids[rows], top_counts[rows], asked))
-    return entries
+        parts.append((chosen, top.indices, top.values, _asked(logprobs, asked)))
+    chosen, top_ids, top_values, asked_values = (
+        torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)
+    )
+    return LaunchedLogprobs(
+        (token_ids, chosen, top_ids, top_values, asked_values), top_counts, asked_ids
+    )
 
 
-def _block_logprobs(
-    logits: Tensor,
-    token_ids: Tensor,
-    top_counts: NDArray[np.int64],
-    asked_ids: dict[int, NDArray[np.int64]],
-) -> list[TokenLogprobs]:
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
-    top_max = int(top_counts.max(initial=0))
-    top = [[] for _ in chosen] if top_max == 0 else _top_pairs(logprobs, top_max)
-    asked: dict[int, list[tuple[int, float]]] = {}
-    for row, ids in asked_ids.items():
-        values = logprobs[row, torch.from_numpy(ids).to(logits.device)].tolist()
-        asked[row] = list(zip(ids.tolist(), values, strict=True))
-    return [
-        TokenLogprobs(
-            token_id=token_id,
-            logprob=chosen[row],
-            top=top[row][: int(top_counts[row])],
-            asked=asked.get(row, []),
-        )
-        for row, token_id in enumerate(token_ids.tolist())
-    ]
-
-
-def _top_pairs(logprobs: Tensor, top_max: int) -> list[list[tuple[int, float]]]:
-    top = logprobs.topk(top_max, dim=-1)
-    rows = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return [list(zip(ids, values, strict=True)) for ids, values in rows]
+def _asked(logprobs: Tensor, asked_ids: Mapping[int, NDArray[np.int64]]) -> Tensor:
+    if not asked_ids:
+        return logprobs.new_empty(0)
+    rows = np.concatenate([np.full(len(asked_ids[row]), row) for row in sorted(asked_ids)])
+    ids = np.concatenate([asked_ids[row] for row in sorted(asked_ids)])
+    row_index, id_index = upload(logprobs.device, rows, ids)
+    return logprobs[row_index, id_index]

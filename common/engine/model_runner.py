@@ -1,7 +1,9 @@
 """Runs one step of the scheduler on one rank: which tokens to compute, the forward pass, the draw.
 
 A `Step` carries only what changed; the rest of what a running sequence is lies here, as arrays.
-Knows nothing of sockets, peers or the reasons for a step.
+A step is launched without a look at what the one before it drew: those tokens are on the device,
+where they are needed, and how long every sequence is by then is known. So on CUDA a step can be
+launched while another one runs. Knows nothing of sockets, peers or the reasons for a step.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.clock import Clock
+from common.engine.draw import Draw
 from common.engine.forward_batch import ForwardBatch
 from common.engine.grammar import GrammarCompiler
+from common.engine.host_copy import upload
 from common.engine.kv_pool import KvPool
+from common.engine.logprobs import LaunchedLogprobs
 from common.engine.models.causal_lm import CausalLm
-from common.engine.sampler import Sampled, Sampler
+from common.engine.pending_step import PendingStep, ScoredPrompt
+from common.engine.sampler import Sampler
 from common.engine.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable, Slots
-from common.protocol.codec import encode_logprobs
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 
 OnLayer = Callable[[int], None]
 
-NO_TOKEN = 0
-"""Stands in `StepDone.token_ids` for the token of a failed sequence; nobody reads it."""
+NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,23 @@ class _Work:
     prompt_rows: list[tuple[PrefillChunk, int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a forward pass is given, int64 on the device; `_Work` has the order.
+
+    token_ids, positions: of the batch's tokens. slots: of its sequences. sampled_slots: [R].
+    logits_rows: rows of the tokens whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    sampled_slots: Tensor
+    logits_rows: Tensor
+
+
 class ModelRunner:
-    """Model, pool and sequences of one rank. One writer: the thread that calls `run`.
+    """Model, pool and sequences of one rank. One writer: the thread that calls `launch`.
 
     grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
     """
@@ -84,16 +103,22 @@ class ModelRunner:
     def sequence_count(self) -> int:
         return len(self._sequences)
 
-    @torch.inference_mode()
     def run(self, step: Step, on_layer: OnLayer | None = None) -> StepDone:
-        """Apply what changed, compute, draw. on_layer: told each layer whose cache is complete.
+        """`launch`, and wait for it."""
+        return self.launch(step, on_layer).finish()
 
+    @torch.inference_mode()
+    def launch(self, step: Step, on_layer: OnLayer | None = None) -> PendingStep:
+        """Apply what changed, compute, draw; on a CPU that is done when it returns.
+
+        on_layer: told each layer behind whose last kernel its cache is complete.
         Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
         the others are not affected. A sequence that can't be run (a token outside the vocabulary,
-        sampling values out of range) fails when its first token is due. A pipeline stage without
-        the head draws nothing: its answer names no request.
+        sampling values out of range) fails when its first token is due. A sequence that fails in
+        the draw may be in the next step already: it draws whatever it draws, and nobody is told. A
+        pipeline stage without the head draws nothing: its answer names no request.
         """
-        started = self._clock.now()
+        started_at = self._clock.now()
         self._retire(step.retired)
         for new in step.new:
             self._introduce(new)
@@ -101,30 +126,27 @@ class ModelRunner:
         if not self._draws_tokens:
             self._hear_tokens(step)
         due = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
-        failed = {r: self._refused[r] for r in due if r in self._refused}
+        refused = {r: self._refused[r] for r in due if r in self._refused}
         work = self._plan(step)
-        drawn: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        prompt_logprobs: dict[int, bytes] = {}
+        draw: Draw | None = None
+        scored: list[ScoredPrompt] = []
         if len(work.chunk_slots) or len(work.decode_slots):
-            logits = self._forward(work, on_layer)
+            inputs = self._upload(work)
+            logits = self._forward(work, inputs, on_layer)
             if logits is None:
-                return StepDone(step.step_id, [], [], seconds=self._clock.now() - started)
+                return PendingStep(step.step_id, self._clock, started_at)
             row_count = len(work.sampled_slots)
-            prompt_logprobs = self._score_prompts(work, logits[row_count:])
-            ran = [request_id for request_id in due if request_id not in failed]
-            sampled = self._draw(work, logits[:row_count])
-            drawn = dict(zip(ran, sampled.token_ids, strict=True))
-            failed |= {ran[row]: reason for row, reason in sampled.failed.items()}
-            logprobs = {ran[row]: entry for row, entry in sampled.logprobs.items()}
-        return StepDone(
+            scored = self._score_prompts(work, logits[row_count:])
+            draw = self._draw(work, inputs, logits[:row_count])
+        return PendingStep(
             step_id=step.step_id,
-            request_ids=due,
-            token_ids=[NO_TOKEN if r in failed else drawn[r] for r in due],
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            failed=failed,
-            seconds=self._clock.now() - started,
+            clock=self._clock,
+            started_at=started_at,
+            due=due,
+            refused=refused,
+            ran=[request_id for request_id in due if request_id not in refused],
+            draw=draw,
+            scored=scored,
         )
 
     # ---- what changed ----------------------------------------------------------------------------
@@ -171,7 +193,8 @@ class ModelRunner:
             if request_id not in new
         ]
         slots = np.array([slot for slot, _ in told], dtype=np.int64)
-        self._sequences.append(slots, np.array([token for _, token in told], dtype=np.int64))
+        tokens = np.array([token for _, token in told], dtype=np.int64)
+        self._sequences.append(slots, *upload(self._device, slots, tokens))
 
     # ---- the forward pass ------------------------------------------------------------------------
 
@@ -214,69 +237,80 @@ class ModelRunner:
         has_first_token = first == 0 and chunk.start == 0
         return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
 
-    def _forward(self, work: _Work, on_layer: OnLayer | None) -> Tensor | None:
-        """float32 logits of the rows that `_Work` lists; None without the model's head."""
+    def _upload(self, work: _Work) -> _Inputs:
+        """The tokens of prompts from the host, those of decodes from where they were drawn."""
         table = self._sequences
-        decode_lengths = table.lengths[work.decode_slots]
-        chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
-        kv_lengths = np.concatenate((chunk_stops, decode_lengths))
-        token_ids = table.latest[work.decode_slots]
-        positions = decode_lengths - 1
-        query_lengths = [chunk.stop - chunk.start for chunk in work.chunks]
-        query_lengths += [1] * len(work.decode_slots)
+        positions = table.lengths[work.decode_slots] - 1
+        prompt = NO_TOKENS
         if work.chunks:
             spans = zip(work.chunks, work.chunk_slots.tolist(), strict=True)
-            prompt = [table.tokens(slot)[c.start : c.stop].numpy() for c, slot in spans]
-            token_ids = np.concatenate((*prompt, token_ids))
+            prompt = np.concatenate(
+                [table.tokens(slot)[c.start : c.stop].numpy() for c, slot in spans]
+            )
             ranges = [np.arange(chunk.start, chunk.stop) for chunk in work.chunks]
             positions = np.concatenate((*ranges, positions))
+        uploaded = upload(
+            self._device,
+            prompt,
+            positions,
+            np.concatenate((work.chunk_slots, work.decode_slots)),
+            work.sampled_slots,
+            _logits_rows(work),
+        )
+        token_ids, device_positions, slots, sampled_slots, logits_rows = uploaded
+        latest = table.latest.index_select(0, slots[len(work.chunks) :])
+        if work.chunks:
+            latest = torch.cat((token_ids, latest))
+        return _Inputs(latest, device_positions, slots, sampled_slots, logits_rows)
+
+    def _forward(self, work: _Work, inputs: _Inputs, on_layer: OnLayer | None) -> Tensor | None:
+        """float32 logits of the rows that `_Work` lists; None without the model's head."""
+        table = self._sequences
+        chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
+        kv_lengths = np.concatenate((chunk_stops, table.lengths[work.decode_slots]))
+        query_lengths = [chunk.stop - chunk.start for chunk in work.chunks]
+        query_lengths += [1] * len(work.decode_slots)
         slots = np.concatenate((work.chunk_slots, work.decode_slots))
         batch = ForwardBatch.from_tensors(
-            token_ids=self._to_device(token_ids),
-            positions=self._to_device(positions),
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
             query_lengths=query_lengths,
             kv_lengths=kv_lengths.tolist(),
             page_tables=[
-                table.page_table(group, slots, kv_lengths)
+                table.page_table(group, slots, inputs.slots, kv_lengths)
                 for group in range(len(self._pool.groups))
             ],
             groups=self._pool.groups,
-            logits_rows=self._to_device(_logits_rows(work)),
+            logits_rows=inputs.logits_rows,
         )
         return self._model.forward(batch, self._pool, on_layer)
 
     # ---- the draw --------------------------------------------------------------------------------
 
-    def _draw(self, work: _Work, logits: Tensor) -> Sampled:
+    def _draw(self, work: _Work, inputs: _Inputs, logits: Tensor) -> Draw:
         slots = work.sampled_slots
-        sampled = self._sampler.sample(logits, slots, self._sequences.lengths[slots])
-        is_drawn = np.ones(len(slots), dtype=np.bool_)
-        is_drawn[list(sampled.failed)] = False
-        token_ids = np.array(sampled.token_ids, dtype=np.int64)
-        self._sequences.append(slots[is_drawn], token_ids[is_drawn])
-        return sampled
+        draw = self._sampler.draw(logits, slots, self._sequences.lengths[slots])
+        self._sequences.append(slots, inputs.sampled_slots, draw.tokens)
+        return draw
 
-    def _score_prompts(self, work: _Work, logits: Tensor) -> dict[int, bytes]:
-        """Log-probabilities of prompt tokens, by request, encoded; logits of all prompt rows in
-        order."""
-        scored: dict[int, bytes] = {}
+    def _score_prompts(self, work: _Work, logits: Tensor) -> list[ScoredPrompt]:
+        """Log-probabilities of prompt tokens; logits of all prompt rows in order."""
+        scored: list[ScoredPrompt] = []
         first_row = 0
         for chunk, start, stop in work.prompt_rows:
             slot = self._sequences.slot(chunk.request_id)
             tokens = self._sequences.tokens(slot)
             rows = logits[first_row : first_row + stop - start]
             first_row += stop - start
-            entries: list[TokenLogprobs] = []
+            first: TokenLogprobs | None = None
+            rest: LaunchedLogprobs | None = None
             if chunk.start == 0 and self._prompt_wants[slot][0] == 0:
-                entries.append(TokenLogprobs(token_id=int(tokens[0]), logprob=None))
+                first = TokenLogprobs(token_id=int(tokens[0]), logprob=None)
             if start < stop:
-                targets = tokens[start + 1 : stop + 1].to(self._device)
-                entries += self._sampler.prompt_logprobs(rows, slot, targets)
-            scored[chunk.request_id] = encode_logprobs(entries)
+                (targets,) = upload(self._device, tokens[start + 1 : stop + 1].numpy())
+                rest = self._sampler.prompt_logprobs(rows, slot, targets)
+            scored.append(ScoredPrompt(chunk.request_id, first, rest))
         return scored
-
-    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def _logits_rows(work: _Work) -> NDArray[np.int64]:

@@ -6,25 +6,31 @@ temperature, top_k, top_p among the kept, min_p, and a Gumbel draw. Filters run 
 each on what the one before left. Log-probabilities are those of the raw logits. Rows that need
 nothing of all this pay an argmax only.
 
+A draw is launched and not waited for, with two exceptions: a grammar has to know the last token
+before it can say what may follow, and a nucleus (top_p without a top_k) may need more candidates
+than were sorted at first. The one waits for the draw before it, the other for this one's logits.
+
 Knows nothing of pages, models or messages; the noise of a row depends on its request's seed and
 its position alone (`noise.py`), and no computation of a row depends on what the others ask for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.draw import Draw, Sampled
 from common.engine.grammar import GrammarCompiler
 from common.engine.grammar_table import GrammarTable
-from common.engine.logprobs import token_logprobs
+from common.engine.host_copy import upload
+from common.engine.logprobs import LaunchedLogprobs, launch_logprobs
 from common.engine.noise import gumbel, row_keys
 from common.engine.sampling_table import Feature, SamplingTable
-from common.request import SamplingParams, TokenLogprobs
+from common.request import SamplingParams
 
 CANDIDATE_COUNTS = (64, 1024)
 """Tokens sorted for top_k and top_p, in attempts. Most nuclei end within the first; sorting a large
@@ -33,25 +39,17 @@ vocabulary in full, the last resort, costs a hundred times as much."""
 NOISE_BLOCK_ELEMENTS = 1 << 22
 """Noise made at a time; bounds the extra memory to 64 MiB at any batch and vocabulary."""
 
-NOT_FINITE = "the model's logits are not finite"
-ALL_MASKED = "every token is masked"
-
 Slots = NDArray[np.int64]
 NO_ROWS: Slots = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What one call drew. Row r of everything is row r of the logits.
+class _Unfollowed:
+    """A draw whose tokens the grammars of some rows have not been told: int64[n] rows and slots."""
 
-    tokens: int64[R] on the device; token_ids: the same on the host. A failed row's token is
-    meaningless. logprobs: by row, for rows whose request wants them.
-    """
-
-    tokens: Tensor
-    token_ids: list[int]
-    failed: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    draw: Draw
+    rows: Slots
+    slots: Slots
 
 
 class Sampler:
@@ -72,6 +70,9 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        # On the device: a number from the host would be copied there, with a wait.
+        self._impossible = torch.full((), -torch.inf, device=device)
+        self._unfollowed: _Unfollowed | None = None
 
     def add(self, slot: int, params: SamplingParams, token_ids: Tensor, prompt_count: int) -> None:
         """Start a request: int64[n] token ids so far on the host, `prompt_count` of them prompt."""
@@ -80,11 +81,17 @@ class Sampler:
             self._grammars.add(slot, params.grammar, token_ids[prompt_count:].tolist())
 
     def remove(self, slot: int) -> None:
+        if self._unfollowed is not None and slot in self._unfollowed.slots:
+            self._follow()  # the slot's next owner must not take its token
         self._table.remove(slot)
         self._grammars.remove(slot)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Slots, positions: NDArray[np.int64]) -> Sampled:
+        """`draw`, and wait for it."""
+        return self.draw(logits, slots, positions).finish()
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, slots: Slots, positions: NDArray[np.int64]) -> Draw:
         """Draw the token at `positions[r]` of the request in `slots[r]` from `logits[r]`.
 
         Args:
@@ -98,9 +105,11 @@ class Sampler:
         is_usable = torch.isfinite(low) & torch.isfinite(high)
         features = self._table.features[slots]
         union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
-        raw = _raw_copy(logits, features, union)
-        self._shape(logits, slots, positions, features, union)
+        raw = self._raw_copy(logits, features, union)
         bound = _rows_with(features, Feature.BOUND) if union & Feature.BOUND else NO_ROWS
+        if len(bound):
+            self._follow()
+        self._shape(logits, slots, positions, features, union)
         unbound = self._grammars.forbid(logits, bound, slots[bound]) if len(bound) else {}
         tokens = _largest(logits)
         if union & (Feature.BIASED | Feature.HELD | Feature.BOUND):
@@ -109,29 +118,40 @@ class Sampler:
             is_open = torch.ones_like(is_usable)
         if union & Feature.SAMPLED:
             self._draw(logits, slots, positions, features, tokens)
-        # One copy to the host per step.
-        host = torch.stack((tokens, is_usable.long(), is_open.long())).cpu().numpy()
-        failed = {int(row): ALL_MASKED for row in np.flatnonzero(host[2] == 0)}
-        failed |= {int(row): NOT_FINITE for row in np.flatnonzero(host[1] == 0)} | unbound
         if union & Feature.PENALISED:
             self._count(tokens, slots, features)
+        draw = Draw(
+            tokens,
+            torch.stack((tokens, is_usable.long(), is_open.long())),
+            unbound,
+            _rows_with(features, Feature.LOGPROBS),
+            None if raw is None else self._logprobs(raw, tokens, slots, features),
+        )
         if len(bound):
-            drawn = [int(row) for row in bound if int(row) not in failed]
-            self._grammars.advance(slots[drawn], host[0][drawn].tolist())
-        logprobs = {} if raw is None else self._logprobs(raw, tokens, slots, features, failed)
-        return Sampled(tokens, host[0].tolist(), failed, logprobs)
+            self._unfollowed = _Unfollowed(draw, bound, slots[bound])
+        return draw
 
-    def prompt_logprobs(self, logits: Tensor, slot: int, token_ids: Tensor) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, logits: Tensor, slot: int, token_ids: Tensor) -> LaunchedLogprobs:
         """Of prompt tokens int64[R] on the device; raw `logits[r]` predicts `token_ids[r]`."""
         top_count = self._table.top_logprobs.values[slot]
         asked = self._table.asked_ids.get(slot)
         row_count = len(token_ids)
-        return token_logprobs(
+        return launch_logprobs(
             logits,
             token_ids,
             np.full(row_count, top_count),
             {} if asked is None else dict.fromkeys(range(row_count), asked),
         )
+
+    def _follow(self) -> None:
+        """Let grammars take what was drawn for them last; waits for that draw."""
+        if self._unfollowed is None:
+            return
+        last, self._unfollowed = self._unfollowed, None
+        sampled = last.draw.finish()
+        drawn = [i for i, row in enumerate(last.rows.tolist()) if row not in sampled.failed]
+        token_ids = [sampled.token_ids[row] for row in last.rows[drawn]]
+        self._grammars.advance(last.slots[drawn], token_ids)
 
     def _shape(
         self,
@@ -150,22 +170,23 @@ class Sampler:
             rows = np.concatenate([np.full(len(ids), row) for row, ids, _ in entries])
             ids = np.concatenate([ids for _, ids, _ in entries])
             values = np.concatenate([values for _, _, values in entries])
-            index = (self._to_device(rows), self._to_device(ids))
-            logits.index_put_(index, torch.from_numpy(values).to(self._device), accumulate=True)
+            row_index, id_index, bias = upload(self._device, rows, ids, values)
+            logits.index_put_((row_index, id_index), bias, accumulate=True)
         if union & Feature.HELD:
             until = self._table.held_until.values[slots]
             held = np.flatnonzero((features & Feature.HELD != 0) & (positions < until))
             # A grammar that is at its end leaves nothing else to draw.
             is_open = [not self._grammars.is_complete(int(slots[row])) for row in held]
             held = held[np.array(is_open, dtype=np.bool_)]
-            stops = [(int(row), self._table.stop_ids[int(slots[row])]) for row in held]
-            for row, ids in stops:
-                logits[row, self._to_device(ids)] = -torch.inf
+            if len(held):
+                stops = [self._table.stop_ids[slot] for slot in slots[held].tolist()]
+                rows = np.repeat(held, [len(ids) for ids in stops])
+                row_index, id_index = upload(self._device, rows, np.concatenate(stops))
+                logits.index_put_((row_index, id_index), self._impossible)
 
     def _penalise(self, logits: Tensor, slots: Slots, rows: NDArray[np.int64]) -> None:
         table, own = self._table, slots[rows]
-        index = self._to_device(rows)
-        penalty_rows = self._to_device(table.penalty_row.values[own])
+        index, penalty_rows = upload(self._device, rows, table.penalty_row.values[own])
         x = logits[index]
         repetition = table.repetition.rows(own, self._device)
         punished = torch.where(x < 0, x * repetition, x / repetition)
@@ -177,10 +198,9 @@ class Sampler:
 
     def _count(self, tokens: Tensor, slots: Slots, features: NDArray[np.uint8]) -> None:
         rows = _rows_with(features, Feature.PENALISED)
-        penalty_rows = self._to_device(self._table.penalty_row.values[slots[rows]])
-        drawn = tokens[self._to_device(rows)]
-        self._table.counts[penalty_rows, drawn] += 1
-        self._table.seen[penalty_rows, drawn] = True
+        own = self._table.penalty_row.values[slots[rows]]
+        index, penalty_rows = upload(self._device, rows, own)
+        self._table.count(penalty_rows, tokens[index])
 
     def _draw(
         self,
@@ -198,10 +218,12 @@ class Sampler:
         ):
             if len(rows) == 0:
                 continue
-            own, index = slots[rows], self._to_device(rows)
+            own = slots[rows]
+            index, seeds, places = upload(
+                self._device, rows, self._table.seed.values[own], positions[rows]
+            )
             x = logits[index] / self._table.temperature.rows(own, self._device)
-            seeds = self._to_device(self._table.seed.values[own])
-            keys = row_keys(seeds, self._to_device(positions[rows]))
+            keys = row_keys(seeds, places)
             tokens[index] = draw(x, own, keys)
 
     def _draw_from_all(self, x: Tensor, slots: Slots, keys: Tensor) -> Tensor:
@@ -231,7 +253,7 @@ class Sampler:
             rows = np.flatnonzero(~is_drawn & (is_open | (top_k <= count)))
             if len(rows) == 0:
                 continue
-            index = self._to_device(rows)
+            (index,) = upload(self._device, rows)
             drawn, is_contained = self._draw_from_top(x[index], slots[rows], keys[index], count)
             tokens[index] = drawn
             is_drawn[rows] = True
@@ -271,26 +293,26 @@ class Sampler:
         return tokens, (cumulative[:, -1:] >= top_p).squeeze(1)
 
     def _logprobs(
-        self,
-        raw: Tensor,
-        tokens: Tensor,
-        slots: Slots,
-        features: NDArray[np.uint8],
-        failed: dict[int, str],
-    ) -> dict[int, TokenLogprobs]:
+        self, raw: Tensor, tokens: Tensor, slots: Slots, features: NDArray[np.uint8]
+    ) -> LaunchedLogprobs:
         rows = _rows_with(features, Feature.LOGPROBS)
         asked = self._table.asked_ids
-        entries = token_logprobs(
+        (index,) = upload(self._device, rows)
+        return launch_logprobs(
             raw,
-            tokens[self._to_device(rows)],
+            tokens[index],
             self._table.top_logprobs.values[slots[rows]],
             {i: asked[int(s)] for i, s in enumerate(slots[rows]) if int(s) in asked},
         )
-        pairs = zip(rows.tolist(), entries, strict=True)
-        return {row: entry for row, entry in pairs if row not in failed}
 
-    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+    def _raw_copy(
+        self, logits: Tensor, features: NDArray[np.uint8], union: Feature
+    ) -> Tensor | None:
+        """The rows whose log-probabilities are wanted, before anything changes them."""
+        if not union & Feature.LOGPROBS:
+            return None
+        (index,) = upload(self._device, _rows_with(features, Feature.LOGPROBS))
+        return logits[index]
 
 
 def _largest(logits: Tensor) -> Tensor:
@@ -298,14 +320,6 @@ def _largest(logits: Tensor) -> Tensor:
     if logits.is_cpu:  # numpy's is vectorized (16 rows of 1280: 3 us against 48)
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
-
-
-def _raw_copy(logits: Tensor, features: NDArray[np.uint8], union: Feature) -> Tensor | None:
-    """The rows whose log-probabilities are wanted, before anything changes them."""
-    if not union & Feature.LOGPROBS:
-        return None
-    rows = _rows_with(features, Feature.LOGPROBS)
-    return logits[torch.from_numpy(rows).to(logits.device)]
 
 
 def _rows_with(

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.host_copy import upload
 from common.engine.noise import wrap_seed
 from common.request import SamplingParams
 
@@ -101,6 +102,8 @@ class SamplingTable:
         self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self.seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         self._free_penalty_rows: list[int] = []
+        # On the device: a number from the host would be copied there, with a wait.
+        self._yes = torch.ones((), dtype=torch.bool, device=device)
 
     def add(self, slot: int, params: SamplingParams, token_ids: Tensor, prompt_count: int) -> None:
         """Start a request in a slot.
@@ -144,16 +147,22 @@ class SamplingTable:
         self.stop_ids.pop(slot, None)
         self.asked_ids.pop(slot, None)
 
+    def count(self, penalty_rows: Tensor, token_ids: Tensor) -> None:
+        """One more token of the output of each of these distinct rows; int64[R] both."""
+        self.counts[penalty_rows, token_ids] += 1
+        self.seen.index_put_((penalty_rows, token_ids), self._yes)
+
     def _count_tokens(self, slot: int, token_ids: Tensor, prompt_count: int) -> None:
         if not self._free_penalty_rows:
             self._grow_penalty_rows()
         row = self._free_penalty_rows.pop()
         self.penalty_row.values[slot] = row
-        ids = token_ids.to(self.device)
+        (ids,) = upload(self.device, token_ids.numpy())
         self.seen[row] = False
-        self.seen[row, ids] = True
-        output = torch.bincount(ids[prompt_count:], minlength=self.vocab_size)
-        self.counts[row] = output.to(torch.int32)
+        self.seen[row].index_fill_(0, ids, True)
+        output = ids[prompt_count:]
+        self.counts[row] = 0
+        self.counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _grow_penalty_rows(self) -> None:
         old = len(self.counts)
@@ -189,7 +198,8 @@ class _Column(Generic[Number]):
 
     def rows(self, slots: NDArray[np.int64], device: torch.device) -> Tensor:
         """The column at these slots, as a device tensor [len(slots), 1]."""
-        return torch.from_numpy(self.values[slots]).to(device, non_blocking=True).unsqueeze(1)
+        (rows,) = upload(device, self.values[slots])
+        return rows.unsqueeze(1)
 
 
 def _features_of(params: SamplingParams, vocab_size: int) -> Feature:

@@ -1,8 +1,9 @@
 """The sequences a worker runs, as arrays by slot: lengths, latest tokens and page tables.
 
 A step for 256 running sequences reads them with a few gathers instead of 256 small Python objects.
-Lengths and tokens lie on the host, page tables on the model's device. Knows nothing of models,
-sampling or messages. Slot numbers are reused; the smallest free one is taken first.
+Lengths lie on the host, latest tokens and page tables on the model's device: how long a sequence is
+is known before it is known what was drawn for it. Knows nothing of models, sampling or messages.
+Slot numbers are reused; the smallest free one is taken first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.host_copy import upload
 from common.layout.cache_layout import PageGroup
 from common.layout.component import LiveKind
 
@@ -28,7 +30,8 @@ Slots = NDArray[np.int64]
 class SequenceTable:
     """One writer: the thread that runs the model.
 
-    lengths: int64[S], tokens known of each slot. latest: int64[S], the last of them.
+    lengths: int64[S], tokens of each slot, those included that are launched and not drawn yet.
+    latest: int64[S], the last of them, on the device, as soon as what is launched has run.
     page_tables: one int32[S, pages] per page group; 0 is the scratch page.
     """
 
@@ -36,7 +39,7 @@ class SequenceTable:
         self._groups = groups
         self._device = device
         self.lengths: Slots = np.zeros(0, dtype=np.int64)
-        self.latest: Slots = np.zeros(0, dtype=np.int64)
+        self.latest = torch.zeros(0, dtype=torch.int64, device=device)
         self.page_tables = [torch.zeros((0, 0), dtype=torch.int32, device=device)] * len(groups)
         # Logical page index behind the last granted page, per group and slot.
         self._granted: list[Slots] = [np.zeros(0, dtype=np.int64) for _ in groups]
@@ -92,30 +95,37 @@ class SequenceTable:
         rows = np.repeat([slot for slot, _, _ in grants], counts)
         columns = np.concatenate([np.arange(first, first + len(ids)) for _, first, ids in grants])
         pages = np.concatenate([np.asarray(ids, dtype=np.int32) for _, _, ids in grants])
-        self.page_tables[group][self._to_device(rows), self._to_device(columns)] = torch.from_numpy(
-            pages
-        ).to(self._device)
+        row_index, column_index, page_ids = upload(self._device, rows, columns, pages)
+        self.page_tables[group][row_index, column_index] = page_ids
         granted = self._granted[group]
         for (slot, _, _), end in zip(grants, ends, strict=True):
             granted[slot] = max(granted[slot], end)
 
-    def append(self, slots: Slots, token_ids: NDArray[np.int64]) -> None:
-        """One sampled token to each of these distinct slots."""
-        self.latest[slots] = token_ids
+    def append(self, slots: Slots, index: Tensor, token_ids: Tensor) -> None:
+        """One sampled token to each of these distinct slots.
+
+        index: `slots` on the device. token_ids: int64[len(slots)] there.
+        """
+        self.latest.index_copy_(0, index, token_ids)
         self.lengths[slots] += 1
 
-    def page_table(self, group: int, slots: Slots, kv_lengths: NDArray[np.int64]) -> Tensor:
-        """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens."""
+    def page_table(
+        self, group: int, slots: Slots, index: Tensor, kv_lengths: NDArray[np.int64]
+    ) -> Tensor:
+        """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens.
+
+        index: `slots` on the device.
+        """
         needed = _page_ends(self._groups[group], kv_lengths)
         assert (needed <= self._granted[group][slots]).all(), "a token has no page to go to"
         width = int(needed.max())
-        return self.page_tables[group][self._to_device(slots), :width]
+        return self.page_tables[group][index, :width]
 
     def _grow_slots(self) -> None:
         old = len(self.lengths)
         new = max(2 * old, SLOT_COUNT_START)
         self.lengths = np.pad(self.lengths, (0, new - old))
-        self.latest = np.pad(self.latest, (0, new - old))
+        self.latest = torch.cat((self.latest, self.latest.new_zeros(new - old)))
         self._granted = [np.pad(granted, (0, new - old)) for granted in self._granted]
         self.page_tables = [_enlarged(t, new, t.shape[1]) for t in self.page_tables]
         self._free = list(range(old, new))
@@ -125,9 +135,6 @@ class SequenceTable:
         if page_count > table.shape[1]:
             width = max(page_count, 2 * table.shape[1], PAGE_WIDTH_START)
             self.page_tables[group] = _enlarged(table, table.shape[0], width)
-
-    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def _page_ends(group: PageGroup, kv_lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.draw import Sampled
 from common.engine.grammar import GrammarCompiler, lark_of
 from common.engine.grammar_table import GrammarTable
-from common.engine.sampler import Sampled, Sampler
+from common.engine.sampler import Sampler
 from common.errors import GrammarError
 from common.frontend.tokenizer import load_tokenizer
 from common.request import GRAMMAR_LENGTH_MAX, Grammar, GrammarKind, SamplingParams
@@ -150,6 +151,34 @@ def test_a_grammar_leaves_its_neighbours_alone(compiler: GrammarCompiler) -> Non
     first, second = mixed.pop(0), mixed.pop(1)
     assert mixed == step(apart, [0, 1, 2], len(PROMPT)).token_ids
     assert TOKENIZER.decode([first, second]) == "++"
+
+
+def test_draws_that_are_launched_ahead_follow_the_grammar(compiler: GrammarCompiler) -> None:
+    requests = [params(1, PHONE), params(2, PERSON), params(3, None)]
+    sampler = Sampler(VOCAB, [EOS, OTHER_EOS], CPU, compiler)
+    for slot, request in enumerate(requests):
+        sampler.add(slot, request, torch.tensor(PROMPT), len(PROMPT))
+    slots = np.arange(3)
+    places = [np.full(3, len(PROMPT) + count) for count in range(12)]
+    draws = [sampler.draw(logits_at(int(at[0]), 3), slots, at) for at in places]
+    rows = list(zip(*(draw.finish().token_ids for draw in draws), strict=True))
+    for row, expected in zip(rows, run(compiler, requests[:2]), strict=False):
+        assert list(row[: len(expected)]) == expected[:12]
+
+
+def test_the_next_owner_of_a_slot_does_not_take_a_token_that_was_not_looked_at(
+    compiler: GrammarCompiler,
+) -> None:
+    sampler = Sampler(VOCAB, [EOS], CPU, compiler)
+    sampler.add(0, params(0, PHONE), torch.tensor(PROMPT), len(PROMPT))
+    place = np.full(1, len(PROMPT))
+    launched = sampler.draw(logits_at(1, 1), np.array([0]), place)
+    sampler.remove(0)
+    sampler.add(0, params(0, FLAGS), torch.tensor(PROMPT), len(PROMPT))
+    second = sampler.draw(logits_at(2, 1), np.array([0]), place).finish()
+    assert not second.failed
+    texts = [TOKENIZER.decode(one.token_ids) for one in (launched.finish(), second)]
+    assert texts[0] == "+" and texts[1].startswith("{")
 
 
 def test_an_output_that_was_begun_elsewhere_goes_on_as_it_would_have(

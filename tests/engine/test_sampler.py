@@ -18,8 +18,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from common.engine.draw import ALL_MASKED, NOT_FINITE, Sampled
+from common.engine.host_copy import HostCopy
 from common.engine.noise import gumbel, row_keys
-from common.engine.sampler import ALL_MASKED, CANDIDATE_COUNTS, NOT_FINITE, Sampled, Sampler
+from common.engine.sampler import CANDIDATE_COUNTS, Sampler
 from common.engine.sampling_table import check_sampling
 from common.request import SamplingParams
 
@@ -381,7 +383,8 @@ def test_prompt_logprobs_in_blocks_equal_one_softmax(monkeypatch: pytest.MonkeyP
     sampler = sampler_of(params(return_logprob=True, top_logprobs_num=2, token_ids_logprob=(7,)))
     logits = random_logits(10)
     tokens = torch.arange(10) * 3
-    entries = sampler.prompt_logprobs(logits, 0, tokens)
+    launched = sampler.prompt_logprobs(logits, 0, tokens)
+    entries = launched.entries(HostCopy(launched.tensors).wait())
     expected = logits.double().log_softmax(-1)
     assert [entry.token_id for entry in entries] == tokens.tolist()
     for row, entry in enumerate(entries):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from common.engine.sequence_table import SequenceTable
 from common.layout.cache_layout import PageGroup
@@ -28,11 +29,11 @@ def test_tables_hold_the_pages_that_the_tokens_need(group: int) -> None:
         pages = list(range(1, page_end + 1))
         table.grant(group, [(slots[0], 0, pages)])
         table.grant(group, [(slots[1], 0, [9] if not GROUPS[group].live.is_paged else [])])
-        found = table.page_table(group, np.array(slots[:1]), np.array([token_count]))
+        found = page_table(table, group, slots[:1], [token_count])
         assert found.tolist() == [pages]
         if GROUPS[group].live.is_paged and page_end:
             with pytest.raises(AssertionError):
-                table.page_table(group, np.array(slots), np.array([1, token_count]) + token_count)
+                page_table(table, group, slots, [1 + token_count, 2 * token_count])
 
 
 def test_a_slot_that_is_given_back_leaves_no_page_behind() -> None:
@@ -42,4 +43,8 @@ def test_a_slot_that_is_given_back_leaves_no_page_behind() -> None:
     table.remove(7)
     assert table.add(8, torch.zeros(1)) == slot
     with pytest.raises(AssertionError):
-        table.page_table(4, np.array([slot]), np.array([10]))
+        page_table(table, 4, [slot], [10])
+
+
+def page_table(table: SequenceTable, group: int, slots: list[int], lengths: list[int]) -> Tensor:
+    return table.page_table(group, np.array(slots), torch.tensor(slots), np.array(lengths))
