@@ -6,6 +6,7 @@ Every rank routes alike and computes a slice of every expert's inner features.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,47 @@ from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.config.model import MoeConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, gated_silu
+
+GROUP_ALIGNMENT_NBYTES = 16
+"""What torch.nn.functional.grouped_mm asks of strides on CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """n rows in the order of their experts.
+
+    experts: int64[n], ascending. ends: int32[experts], behind the last row of each.
+    """
+
+    experts: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(experts: Tensor, expert_count: int) -> ExpertGroups:
+        # Not bincount: on a GPU the host waits for it.
+        counts = experts.new_zeros(expert_count).scatter_add_(0, experts, torch.ones_like(experts))
+        return ExpertGroups(experts, counts.cumsum(0).to(torch.int32))
+
+    def multiply(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [n, in] times each one's expert of weights [experts, out, in]: [n, out]."""
+        if _takes_groups(rows, weights):
+            return F.grouped_mm(rows, weights.transpose(1, 2), offs=self.ends)
+        outputs = rows.new_empty(len(rows), weights.shape[1])
+        first = 0
+        for expert, end in enumerate(self.ends.tolist()):
+            if first < end:
+                torch.mm(rows[first:end], weights[expert].t(), out=outputs[first:end])
+            first = end
+        return outputs
+
+
+def _takes_groups(rows: Tensor, weights: Tensor) -> bool:
+    """Whether torch has one kernel for all experts. On CUDA that is for bfloat16 only, and for rows
+    of whole 16 bytes; on a CPU it is the same products in a loop of its own."""
+    if not rows.is_cuda:
+        return True
+    row_nbytes = [size * rows.element_size() for size in weights.shape[1:]]
+    return rows.dtype == torch.bfloat16 and all(n % GROUP_ALIGNMENT_NBYTES == 0 for n in row_nbytes)
 
 
 class MoeMlp:
@@ -56,26 +98,20 @@ class MoeMlp:
         """What each token's experts make of it, summed by their shares; both [T, k]."""
         # Tokens are brought into expert order, so that each expert is one product; the way back
         # sums a token's experts in the order of its own top-k, whatever else is in the batch.
-        order = experts.flatten().argsort(stable=True)
-        by_expert = hidden[order // self.experts_per_token]
-        counts = torch.bincount(experts.flatten(), minlength=self.expert_count).tolist()
-        outputs = torch.empty_like(by_expert)
-        first = 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = slice(first, first + count)
-                inner = self.activation(self.expand(by_expert[rows], expert))
-                torch.mm(inner, self.down[expert].t(), out=outputs[rows])
-                first = rows.stop
+        by_choice = experts.flatten()
+        order = by_choice.argsort(stable=True)
+        groups = ExpertGroups.of(by_choice[order], self.expert_count)
+        given = hidden[order // self.experts_per_token]
+        outputs = groups.multiply(self.activation(self.expand(given, groups)), self.down)
         by_token = torch.empty_like(outputs)
         by_token[order] = outputs
         by_token = by_token.view(*experts.shape, -1)
         summed = (by_token * shares[:, :, None]).sum(dim=1).to(hidden.dtype)
         return self.parallel.all_reduce(summed)
 
-    def expand(self, hidden: Tensor, expert: int) -> Tensor:
-        """Gates and ups [n, 2 inner] of an expert."""
-        return F.linear(hidden, self.gate_up[expert])
+    def expand(self, hidden: Tensor, groups: ExpertGroups) -> Tensor:
+        """Gates and ups [n, 2 inner] of rows in expert order."""
+        return groups.multiply(hidden, self.gate_up)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(shares [T, k] in the model's dtype or fp32, expert ids int64[T, k]) of every token."""

@@ -17,7 +17,7 @@ from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation
-from common.engine.layers.moe import MoeMlp
+from common.engine.layers.moe import ExpertGroups, MoeMlp
 from common.engine.layers.norm import WideNorm
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family, gqa_cache
@@ -69,8 +69,8 @@ class BiasedMoeMlp(MoeMlp):
         spread = hidden.new_zeros(len(hidden), self.expert_count).scatter_(1, experts, shares)
         return mixed + spread @ self.down_bias
 
-    def expand(self, hidden: Tensor, expert: int) -> Tensor:
-        return F.linear(hidden, self.gate_up[expert], self.gate_up_bias[expert])
+    def expand(self, hidden: Tensor, groups: ExpertGroups) -> Tensor:
+        return super().expand(hidden, groups) + self.gate_up_bias[groups.experts]
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(shares [T, k] in the model's dtype, expert ids int64[T, k]) of every token."""
