@@ -155,7 +155,7 @@ class ForwardBatch:
         for table, group in zip(page_tables, groups, strict=True):
             assert table.shape[0] == sequence_count and table.dtype == torch.int32, table.shape
             places.append(
-                _token_places(table, group, positions, sequence_of_token, kv_length_tensor)
+                token_places(table, group, positions, sequence_of_token, kv_length_tensor)
             )
         return ForwardBatch(
             token_ids=token_ids,
@@ -173,7 +173,7 @@ class ForwardBatch:
         )
 
 
-def _token_places(
+def token_places(
     table: Tensor,
     group: PageGroup,
     positions: Tensor,

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from common.engine.attention.attention import AttentionPass
 from common.engine.attention.choose import AttentionChoice
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
@@ -135,6 +136,16 @@ class CausalLm:
         Returns: logits float32[R, vocabulary] of batch.logits_rows, on every rank of the last
             pipeline stage; None on the others.
         """
+        return self.compute(batch, pool, self.attention.start(batch, pool), on_layer)
+
+    def compute(
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        attention: AttentionPass,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor | None:
+        """As `forward`; attention: the pass of this batch."""
         parallel = self.context.parallel
         if self.embedding is not None:
             hidden = self.embed(self.embedding, batch)
@@ -142,7 +153,7 @@ class CausalLm:
             hidden = parallel.receive_from_previous_stage(self.stage_input(batch.token_count))
         layer_pass = LayerPass(
             batch=batch,
-            attention=self.attention.start(batch, pool),
+            attention=attention,
             slots=SlotPass(batch, pool),
             rows=SequenceRows(batch.query_lengths, self.context.device),
             rotations=self.rotate(batch),

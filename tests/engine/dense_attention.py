@@ -1,0 +1,59 @@
+"""Attention that can be recorded anywhere: every row reads all of its page table, by mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.attention.attention import KEY, VALUE, CacheWriter
+from common.engine.attention.sdpa import SdpaAttention
+from common.engine.forward_batch import ForwardBatch
+from common.engine.kv_pool import KvPool
+
+
+class DenseAttention(SdpaAttention):
+    """See `RecordableAttention`. planned: kv lengths of each plan, as the host knew them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reserved: tuple[list[int], int] = ([], 0)
+        self.planned: list[tuple[int, ...]] = []
+
+    def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
+        self.reserved = (list(batch_sizes), page_max)
+
+    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
+        self.planned.append(batch.kv_length_list)
+
+    def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> DensePass:
+        return DensePass(batch, pool)
+
+
+class DensePass:
+    """See `AttentionPass`; one new token a sequence."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool) -> None:
+        self._batch = batch
+        self._pool = pool
+        self._writer = CacheWriter(batch, pool)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._writer.write(KEY, layer, key)
+        self._writer.write(VALUE, layer, value)
+        group = self._pool.group_of(KEY)
+        table = self._batch.page_tables[group].long()
+        item = torch.arange(table.shape[1] * self._pool.page_items[group])
+        mask = (item < self._batch.kv_lengths[:, None])[:, None, None]
+        keys, values = (
+            self._pool.view(part, layer)[table].transpose(1, 2).flatten(2, 3)
+            for part in (KEY, VALUE)
+        )
+        # What lies behind a sequence's end may be anything, and 0 times NaN is NaN.
+        values = values.masked_fill(~mask.transpose(-1, -2), 0.0)
+        grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(
+            query.shape
+        )

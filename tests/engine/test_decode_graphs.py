@@ -1,0 +1,100 @@
+"""A replayed decode pass computes what the same pass computes when it is not recorded.
+
+What CUDA records is the kernels with their addresses and arguments. Here torch's tracer records the
+same: operations on the very tensors of the first run, whatever Python computed baked in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from common.engine.cuda_graphs import recorded_sizes
+from common.engine.decode_graphs import DecodeGraphs
+from common.engine.forward_batch import SequenceChunk
+from common.engine.kv_pool import KvPool
+from common.engine.loader import load_model
+from common.engine.models.causal_lm import CausalLm
+from tests.engine.dense_attention import DenseAttention
+from tests.engine.paged_decoding import PAGE_SIZE, make_batch, make_pool
+
+Checkpoints = Callable[[str], Path]
+TOKEN_MAX = 5 * PAGE_SIZE
+# Groups of one page a sequence have a slot for each of these pages, so that they are enough.
+PAGE_COUNT = 40
+SIZES = [1, 2, 4, 8]
+
+
+class Traced:
+    """See `Recording`."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        compute()
+        self._operations = make_fx(compute)()
+        self.output = torch.empty_like(compute())
+
+    def replay(self) -> None:
+        self.output.copy_(self._operations())
+
+
+def make_graphs(model: CausalLm, pool: KvPool) -> tuple[DecodeGraphs, DenseAttention]:
+    attention = DenseAttention()
+    graphs = DecodeGraphs(model, pool, attention, Traced, batch_sizes=SIZES, token_max=TOKEN_MAX)
+    return graphs, attention
+
+
+def decoding(lengths: list[int], seed: int) -> list[SequenceChunk]:
+    """The next token of sequences with so many tokens, in random pages of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = (torch.randperm(PAGE_COUNT, generator=generator) + 1).tolist()
+    tokens = torch.randint(3, 90, (len(lengths),), generator=generator).tolist()
+    return [
+        SequenceChunk(
+            [token], length, ([pages.pop() for _ in range(length // PAGE_SIZE + 1)],), [0]
+        )
+        for token, length in zip(tokens, lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["llama", "qwen3_moe", "qwen3_next"])
+def test_a_replay_is_the_pass_itself(tiny_checkpoint: Checkpoints, recipe: str) -> None:
+    model = load_model(tiny_checkpoint(recipe), dtype="float32")
+    replayed, plain = make_pool(model, PAGE_COUNT), make_pool(model, PAGE_COUNT)
+    graphs, attention = make_graphs(model, replayed)
+    assert attention.reserved == (SIZES, 5)
+    for buffers in zip(replayed.buffers, plain.buffers, strict=True):
+        buffers[0].copy_(buffers[1])  # as if nothing had been recorded
+    # Sizes between those recorded, and a smaller batch after a larger one.
+    for seed, lengths in enumerate([[1, 40, 79], [16], [15, 17, 1, 2, 30, 31, 64], [63, 5]]):
+        batch = make_batch(plain, decoding(lengths, seed))
+        expected = model.forward(batch, plain)
+        actual = graphs.run(make_batch(replayed, decoding(lengths, seed)))
+        assert expected is not None and actual is not None
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        assert attention.planned[-1][: len(lengths)] == batch.kv_length_list
+        for group, buffers in enumerate(zip(replayed.buffers, plain.buffers, strict=True)):
+            page_nbytes = replayed.layout.groups[group].page_nbytes
+            after = [buffer[page_nbytes:].view(torch.float32) for buffer in buffers]
+            torch.testing.assert_close(after[0], after[1], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_a_batch_above_the_largest_recording_is_left_alone(tiny_checkpoint: Checkpoints) -> None:
+    model = load_model(tiny_checkpoint("llama"), dtype="float32")
+    pool = make_pool(model, PAGE_COUNT)
+    graphs, attention = make_graphs(model, pool)
+    before, plan_count = pool.buffers[0].clone(), len(attention.planned)
+    assert graphs.run(make_batch(pool, decoding([1] * 9, 0))) is None
+    assert torch.equal(pool.buffers[0], before)
+    assert len(attention.planned) == plan_count
+
+
+def test_recorded_sizes_end_with_the_largest() -> None:
+    assert recorded_sizes(1) == [1]
+    assert recorded_sizes(3) == [1, 2, 3]
+    assert recorded_sizes(8) == [1, 2, 4, 8]
+    assert recorded_sizes(20) == [1, 2, 4, 8, 16, 20]
