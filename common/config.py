@@ -79,6 +79,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_running_requests: None: as many as a pool without states allows, or as have room for theirs.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
+    disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
+        batch whose decode passes are recorded.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport, net_devices: which transports and network devices UCX may use. ucx: which libucp is
@@ -150,6 +152,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layer_group_count: int = 1
     cpu_thread_count: int | None = None
     disable_radix_cache: bool = False
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int = 160
     transport: str = "auto"
     net_devices: str = "all"
     hand_over: HandOver = HandOver.AUTO

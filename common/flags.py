@@ -184,6 +184,19 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         is_switch=True,
     ),
     Flag(
+        "disable_cuda_graph",
+        ("disable-cuda-graph",),
+        switch,
+        "on a GPU: do not record decode passes",
+        is_switch=True,
+    ),
+    Flag(
+        "cuda_graph_max_bs",
+        ("cuda-graph-max-bs",),
+        integer(1, 4096),
+        "on a GPU: largest batch whose decode passes are recorded",
+    ),
+    Flag(
         "transport",
         ("transport",),
         choice("auto", "shm", "tcp"),

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import Attention, AttentionPass
+from common.engine.attention.attention import RecordableAttention
 from common.engine.forward_batch import ForwardBatch, token_places
 from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
@@ -29,26 +29,6 @@ FILL_TOKEN = 0
 FILL_LENGTH = 2
 """Rows that belong to nobody are a sequence's second token: it has a past, as every row of a decode
 pass has, so that no state is taken for that of a new sequence."""
-
-
-class RecordableAttention(Attention, Protocol):
-    """A backend that can decode in a recording."""
-
-    def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
-        """Memory for recordings of these sizes; page_max: pages of a sequence at most."""
-        ...
-
-    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
-        """Prepare on the host what the recording of this size is to do next.
-
-        batch: only decodes, and has one of the sizes reserved.
-        """
-        ...
-
-    def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
-        """As `start`, after `plan_recorded` and while it is recorded: what depends on the lengths
-        that the host knows is in memory that stays."""
-        ...
 
 
 class Recording(Protocol):

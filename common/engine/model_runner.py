@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.clock import Clock
+from common.engine.decode_graphs import DecodeGraphs
 from common.engine.draw import Draw
 from common.engine.forward_batch import ForwardBatch
 from common.engine.grammar import GrammarCompiler
@@ -72,6 +73,7 @@ class ModelRunner:
     """Model, pool and sequences of one rank. One writer: the thread that calls `launch`.
 
     grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
+    graphs: recorded passes of this model over this pool, for steps that only decode.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class ModelRunner:
         pool: KvPool,
         clock: Clock,
         grammars: GrammarCompiler | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
+        self._graphs = graphs
         self._pool = pool
         self._clock = clock
         self._vocab_size = model.config.vocab_size
@@ -283,6 +287,13 @@ class ModelRunner:
             groups=self._pool.groups,
             logits_rows=inputs.logits_rows,
         )
+        if self._graphs is not None and not work.chunks:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                if on_layer is not None:
+                    for layer in self._model.layer_ids:
+                        on_layer(layer)
+                return logits
         return self._model.forward(batch, self._pool, on_layer)
 
     # ---- the draw --------------------------------------------------------------------------------

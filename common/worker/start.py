@@ -41,6 +41,7 @@ from common.worker.pools import (
     free_nbytes,
 )
 from common.worker.staging import Staging
+from common.worker.start_graphs import start_graphs
 from common.worker.start_staging import start_landing, start_staging
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     landing = start_landing(config, transport, layout, pool)
     staging = start_staging(config, transport, layout, pool, clock)
     grammars = _grammars(config, model_config) if model.head is not None else None
-    runner = ModelRunner(model, pool, clock, grammars)
+    graphs, graphs_told = start_graphs(config, model, pool, choice, context_length)
+    runner = ModelRunner(model, pool, clock, grammars, graphs)
     warm_up(runner, layout, model_config.vocab_size)
     ready = WorkerReady(
         rank=rank,
@@ -126,7 +128,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
-        describe=_describe(rank, device, model_config, layout, page_counts, choice, transport),
+        describe=_describe(rank, device, model_config, layout, page_counts, choice, transport)
+        | {"cuda_graphs": graphs_told},
         host_id=host_id(),
         pid=os.getpid(),
     )

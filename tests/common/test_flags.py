@@ -91,6 +91,8 @@ VALID = [
     (("--tensor-parallel-size=4",), "tp_size", 4),
     (("--random-seed", str(2**63 - 1)), "random_seed", 2**63 - 1),
     (("--disable-radix-cache",), "disable_radix_cache", True),
+    (("--disable-cuda-graph",), "disable_cuda_graph", True),
+    (("--cuda-graph-max-bs", "64"), "cuda_graph_max_bs", 64),
     (("--transport", "tcp"), "transport", "tcp"),
     (("--net-devices", "lo"), "net_devices", "lo"),
     (("--ucx", "/"), "ucx", "/"),
@@ -281,7 +283,8 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         "kv-cache-dtype": "auto",
         "load-format": "auto",
     }
-    values |= {"log-level": "info", "log-requests": "true", "disable-radix-cache": "true"}
+    switches = ("log-requests", "disable-radix-cache", "disable-cuda-graph")
+    values |= {"log-level": "info"} | dict.fromkeys(switches, "true")
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
     values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}

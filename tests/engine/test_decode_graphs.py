@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from common.clock import ManualClock
 from common.engine.cuda_graphs import recorded_sizes
 from common.engine.decode_graphs import DecodeGraphs
 from common.engine.forward_batch import SequenceChunk
 from common.engine.kv_pool import KvPool
 from common.engine.loader import load_model
+from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from tests.engine.dense_attention import DenseAttention
 from tests.engine.paged_decoding import PAGE_SIZE, make_batch, make_pool
+from tests.engine.runner_driver import Driver, random_prompt, track
 
 Checkpoints = Callable[[str], Path]
 TOKEN_MAX = 5 * PAGE_SIZE
@@ -91,6 +94,29 @@ def test_a_batch_above_the_largest_recording_is_left_alone(tiny_checkpoint: Chec
     assert graphs.run(make_batch(pool, decoding([1] * 9, 0))) is None
     assert torch.equal(pool.buffers[0], before)
     assert len(attention.planned) == plan_count
+
+
+def test_a_runner_draws_the_same_tokens_with_recordings(tiny_checkpoint: Checkpoints) -> None:
+    checkpoint = tiny_checkpoint("qwen3")
+    model = load_model(checkpoint, dtype="float32")
+    plain, replaying = Driver(checkpoint), Driver(checkpoint)
+    graphs, attention = make_graphs(model, replaying.pool)
+    replaying.runner = ModelRunner(model, replaying.pool, ManualClock(), graphs=graphs)
+    outputs: list[list[list[int]]] = []
+    for driver in (plain, replaying):
+        tracked = [
+            track(i, random_prompt(n, model.config.vocab_size, i))
+            for i, n in enumerate((9, 1, 24, 17))
+        ]
+        driver.prefill(tracked[0])
+        for newcomer in tracked[1:]:  # a prompt beside a decode is no pass that only decodes
+            driver.step(chunks=[(newcomer, len(newcomer.tokens))], decode=[tracked[0]])
+        driver.decode(tracked, 5)
+        driver.step(retired=[tracked[2]])
+        driver.decode([tracked[0], tracked[3]], 5)
+        outputs.append([one.output for one in tracked])
+    assert outputs[0] == outputs[1]
+    assert len(attention.planned) == len(SIZES) + 10
 
 
 def test_recorded_sizes_end_with_the_largest() -> None:

@@ -5,6 +5,7 @@ Knows nothing of models: a layer is a number, heads are whatever the rank holds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +39,26 @@ class Attention(Protocol):
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
         """Prepare one forward pass over `batch`, whose cache lies in `pool`."""
+        ...
+
+
+class RecordableAttention(Attention, Protocol):
+    """A backend that can decode in a recording (`decode_graphs.py`)."""
+
+    def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
+        """Memory for recordings of these sizes; page_max: pages of a sequence at most."""
+        ...
+
+    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
+        """Prepare on the host what the recording of this size is to do next.
+
+        batch: only decodes, and has one of the sizes reserved.
+        """
+        ...
+
+    def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
+        """As `start`, after `plan_recorded` and while it is recorded: what depends on the lengths
+        that the host knows is in memory that stays."""
         ...
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import Attention
+from common.engine.attention.attention import Attention, RecordableAttention
 from common.engine.attention.compressed import CompressedAttention
 from common.engine.attention.flashinfer import (
     SUPPORTED_DTYPES,
@@ -56,10 +56,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The backend, and why it is this one; for the log and /server_info."""
+    """The backend, and why it is this one; for the log and /server_info.
+
+    recordable: the backend again, if its decode passes can be recorded.
+    """
 
     attention: Attention
     reason: str
+    recordable: RecordableAttention | None = None
 
 
 def choose_attention(shape: AttentionShape) -> AttentionChoice:
