@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.channel.poller import Poller
 from common.clock import SystemClock
@@ -40,15 +42,26 @@ from common.worker.start_staging import start_landing, start_staging
 
 PATIENCE_S = 120.0
 TRANSFER = 1
+CPU = torch.device("cpu")
+
+Look = Callable[[Tensor, object], object]
+"""(the target's pages, a question) -> the answer; sent to the other process, so of a module."""
 
 
 class RankIo:
     """What the I/O thread of one rank owns."""
 
-    def __init__(self, layout: RankLayout, role: Role, tls: str, page_count: int) -> None:
+    def __init__(
+        self,
+        layout: RankLayout,
+        role: Role,
+        tls: str,
+        page_count: int,
+        device: torch.device = CPU,
+    ) -> None:
         self.layout = layout
-        self.transport = UcxTransport(UcxSettings(tls=tls))
-        device = torch.device("cpu")
+        cuda_device = (device.index or 0) if device.type == "cuda" else None
+        self.transport = UcxTransport(UcxSettings(tls=tls, cuda_device=cuda_device))
         self.pool: KvPool = allocate_pool(self.transport, layout, [page_count], device)
         config = ServerConfig(
             role=role,
@@ -100,18 +113,28 @@ class StagedPair:
     """A source rank here and a target rank in a child, connected with one way of handing over."""
 
     def __init__(
-        self, source: ServerLayout, target: ServerLayout, tls: str, hand_over: HandOver, tokens: int
+        self,
+        source: ServerLayout,
+        target: ServerLayout,
+        tls: str,
+        hand_over: HandOver,
+        tokens: int,
+        *,
+        device: torch.device = CPU,
+        look: Look | None = None,
     ) -> None:
-        """tokens: that both pools hold."""
+        """tokens: that both pools hold. look: answers what `ask_target` asks."""
         self.target = target
         self.page_counts = (tokens // source.page_size, tokens // target.page_size)
-        self.source = RankIo(source.ranks[0], Role.PREFILL, tls, self.page_counts[0])
+        self.source = RankIo(source.ranks[0], Role.PREFILL, tls, self.page_counts[0], device)
         # Small numbers of any element type: what is moved is converted, not only copied.
         self.source.pool.buffers[0].random_(0, 0x3C)
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe = context.Pipe()
         arguments = (encode_layout(source), encode_layout(target), tls, hand_over, tokens, pipe)
-        self._process = context.Process(target=serve_target, args=arguments, daemon=True)
+        self._process = context.Process(
+            target=serve_target, args=(*arguments, str(device), look), daemon=True
+        )
         self._process.start()
         opened = self._pipe.recv()
         assert isinstance(opened, PeerOpened), opened
@@ -130,12 +153,18 @@ class StagedPair:
                 self.page_counts, (self.source.layout.server, self.target), strict=True
             )
         ]
-        self._pipe.send(Expect(TRANSFER, "source", token_count, [(0, lists[1])]))
+        return self.send(lists[0], lists[1], token_count)
+
+    def send(
+        self, source_pages: list[int], target_pages: list[int], token_count: int
+    ) -> tuple[float, int]:
+        """Seconds of one hand-over between these pages, and its number of puts."""
+        self._pipe.send(Expect(TRANSFER, "source", token_count, [(0, target_pages)]))
         assert self._pipe.recv() == "expected"
         self._send_id += 1
         send = Send(
-            self._send_id, 0, TRANSFER, "target", 0, token_count, True, [(0, lists[0])],
-            [(0, lists[1])],
+            self._send_id, 0, TRANSFER, "target", 0, token_count, True, [(0, source_pages)],
+            [(0, target_pages)],
         )  # fmt: skip
         start = time.perf_counter()
         self.source.told += self.source.sends.send(send)
@@ -144,6 +173,12 @@ class StagedPair:
         assert isinstance(settled, SendSettled) and not settled.error, settled
         return seconds, settled.run_count
 
+    def ask_target(self, question: object) -> object:
+        """What the other process's `look` says of its pages."""
+        self._pipe.send(question)
+        answer: object = self._pipe.recv()
+        return answer
+
     def close(self) -> None:
         self._pipe.send(None)
         self._process.join()
@@ -151,11 +186,19 @@ class StagedPair:
 
 
 def serve_target(
-    source: bytes, target: bytes, tls: str, hand_over: HandOver, tokens: int, pipe: Connection
+    source: bytes,
+    target: bytes,
+    tls: str,
+    hand_over: HandOver,
+    tokens: int,
+    pipe: Connection,
+    device: str,
+    look: Look | None,
 ) -> None:
     torch.set_num_threads(1)
     layout = decode_layout(target)
-    rank = RankIo(layout.ranks[0], Role.DECODE, tls, tokens // layout.page_size)
+    page_count = tokens // layout.page_size
+    rank = RankIo(layout.ranks[0], Role.DECODE, tls, page_count, torch.device(device))
     opened = rank.links.open("source", layout=source, hand_over=hand_over)
     pipe.send(msgspec.structs.replace(opened) if isinstance(opened, PeerOpened) else opened)
     rank._poller.register(pipe.fileno())
@@ -166,6 +209,10 @@ def serve_target(
         message = pipe.recv()
         if message is None:
             break
+        if not isinstance(message, Expect):
+            assert look is not None
+            pipe.send(look(rank.pool.buffers[0], message))
+            continue
         assert rank.landing is not None
         rank.landing.expect(message)
         pipe.send("expected")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 # What compiles kernels comes first, and servers last: they find everything compiled.
-SECTIONS = ("attention", "engine", "handover", "pair", "load_single", "load_pair")
+SECTIONS = ("attention", "engine", "handover", "sizes", "pair", "load_single", "load_pair")
 HANDOVER_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 EXIT_FAILED = 1
 EXIT_NO_DEVICE = 2
@@ -157,6 +157,10 @@ def section_of(args: argparse.Namespace) -> Callable[[Section, torch.device], No
             return lambda section, device: check_handover_section(
                 section, device, HANDOVER_NBYTES[device.type]
             )
+        case "sizes":
+            from tests.gpu.sizes_section import check_sizes_section
+
+            return check_sizes_section
         case "pair":
             from tests.gpu.pair_section import check_pair_section
 

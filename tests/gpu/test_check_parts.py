@@ -24,6 +24,7 @@ from tests.gpu.handover_section import (
 from tests.gpu.model_shapes import LLAMA_8B
 from tests.gpu.pair_section import first_difference, prompt_of
 from tests.gpu.report import Report, Section
+from tests.gpu.sizes_section import WAYS, time_size
 
 LAYOUT = layout_of(1)
 ASK = Ask(np.array([4, 2, 9]), np.array([3, 6, 1]))
@@ -72,6 +73,15 @@ def test_a_hand_over_between_two_processes_is_found_right_on_the_cpu() -> None:
     hand_over(section, "pages", torch.device("cpu"), LAYOUT, page_count=64, spin_us=0)
     assert len(section.checks) == 2 and not section.has_failed, section.checks
     assert section.figures["pages: lanes"] == "posix"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hand_over_between_two_ranks_is_found_right_on_the_cpu(way: str) -> None:
+    section = Section("sizes")
+    time_size(section, way, torch.device("cpu"), LAYOUT, 64, WAYS[way])
+    assert section.checks == {f"{way}: every page arrives, no other changes": "ok"}
+    assert section.figures[f"{way}: GB/s"] > 0
 
 
 BEGUN = CheckReport("2026-01-01T00:00:00+00:00", "abc", describe_machine(), 0.5)

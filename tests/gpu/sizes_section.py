@@ -1,0 +1,124 @@
+"""Hand-overs of growing size between two ranks, direct and staged: every page compared, then timed.
+
+The parts are those of the workers, plans, landing slots and credits included; only schedulers and
+models are missing. Pages are those of Llama-3.1-8B, 2 MiB of 16 tokens, at random places of both
+pools.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.staging_ranks import StagedPair
+from common.config import HandOver, shared_memory_dir
+from common.layout.cache_layout import RankLayout, ServerLayout
+from tests.gpu.handover_section import (
+    LAYER_COUNTS,
+    PAGE_SIZE,
+    POISON,
+    Ask,
+    content_of,
+    layout_of,
+    slices,
+    synchronize,
+    words_of,
+    wrong_pages,
+)
+from tests.gpu.report import Section
+
+SIZES_MIB = {"cuda": (256, 1024, 4096), "cpu": (16, 64)}
+WAYS = {"direct": HandOver.DIRECT, "staged": HandOver.LANDING}
+SPARE_PAGES = 8
+REPEATS = 5
+# Beside both pools: contexts, staging and landing slots, and what comparing takes.
+OVERHEAD_NBYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+POISONED = "poison your pages"
+
+
+def check_sizes_section(section: Section, device: torch.device) -> None:
+    layout = layout_of(LAYER_COUNTS[-1])
+    for size_mib in SIZES_MIB[device.type]:
+        needed = 2 * (size_mib << 20) + OVERHEAD_NBYTES[device.type]
+        free = free_nbytes(device)
+        for way, hand_over in WAYS.items():
+            name = f"{size_mib} MiB {way}"
+            if needed > free:
+                section.skip(name, f"needs {needed >> 20} MiB, {free >> 20} MiB are free")
+            else:
+                page_count = (size_mib << 20) // layout.groups[0].page_nbytes
+                time_size(section, name, device, layout, page_count, hand_over)
+
+
+def time_size(
+    section: Section,
+    name: str,
+    device: torch.device,
+    layout: RankLayout,
+    page_count: int,
+    hand_over: HandOver,
+) -> None:
+    """page_count: of each hand-over. Every one is checked, all but the first are timed."""
+    server: ServerLayout = layout.server
+    pool_pages = page_count + SPARE_PAGES
+    pair = StagedPair(
+        server,
+        server,
+        "auto" if device.type == "cuda" else "posix,tcp",
+        hand_over,
+        pool_pages * PAGE_SIZE,
+        device=device,
+        look=partial(look_at, layout),
+    )
+    try:
+        fill(pair.source.pool.buffers[0], layout, device)
+        generator = np.random.default_rng(7)
+        rates: list[float] = []
+        wrong: list[int] = []
+        put_count = 0
+        for index in range(1 + REPEATS):
+            pair.ask_target(POISONED)
+            pages = [generator.permutation(pool_pages)[:page_count] + 1 for _ in range(2)]
+            seconds, put_count = pair.send(
+                pages[0].tolist(), pages[1].tolist(), page_count * PAGE_SIZE
+            )
+            found = pair.ask_target(Ask(pages[0], pages[1]))
+            assert isinstance(found, list), found
+            wrong += found
+            if index:  # the first one opens the mapping
+                rates.append(page_count * layout.groups[0].page_nbytes / seconds / 1e9)
+    finally:
+        pair.close()
+    section.figure(f"{name}: GB/s", statistics.median(rates))
+    section.figure(f"{name}: puts", put_count)
+    what = f"{name}: every page arrives, no other changes"
+    section.check(what, not wrong, f"wrong: {wrong[:8]}")
+
+
+def fill(buffer: Tensor, layout: RankLayout, device: torch.device) -> None:
+    rows = words_of(buffer, layout)
+    ids = torch.arange(len(rows), device=device)
+    for part in slices(rows):
+        rows[part] = content_of(ids[part], rows.shape[1])
+    synchronize(device)
+
+
+def look_at(layout: RankLayout, buffer: Tensor, question: object) -> object:
+    """In the target's process: poison for what nobody writes, or the pages that are wrong."""
+    if isinstance(question, Ask):
+        return wrong_pages(buffer, layout, question)
+    assert question == POISONED, question
+    buffer.fill_(POISON)
+    synchronize(buffer.device)
+    return "poisoned"
+
+
+def free_nbytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return shutil.disk_usage(shared_memory_dir()).free
