@@ -1,11 +1,17 @@
 """python -m bench [section ...]: runs the named sections, by default all, and writes the report.
 
-`python -m bench serve [flag ...]` sends a load to a running server instead. A section is a module
-of this package with `run() -> Sequence[Row | NotRun]`. Adding one is one line below.
+    --record            keeps the run in bench/results as well
+    --gpu-report FILE   what the GPU check wrote elsewhere stands for running the GPU sections
+    --beside FILE       the page shows what that record of bench/results has beside
+
+`python -m bench page` writes the page again and runs nothing; `python -m bench serve [flag ...]`
+sends a load to a running server instead. A section is a module of this package with
+`run() -> Sequence[Row | NotRun]`. Adding one is one line below.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -23,6 +29,7 @@ from bench.record import (
     add_section,
     read_record,
     replace_text,
+    result_path,
 )
 from bench.report import NotRun, Row, print_table
 
@@ -41,8 +48,11 @@ SECTIONS = {
     "tails": "bench.tails",
     "goodput": "bench.goodput",
     "gpu": "bench.gpu",
+    "gpu_peers": "bench.gpu_peers",  # of what gpu found
 }
 JSON_PATH = Path(__file__).parent / "out" / "report.json"
+RESULTS = Path(__file__).parent / "results"
+PAGE = "page"
 PAGE_NAME = "report.html"  # beside it
 
 
@@ -50,27 +60,66 @@ def main(arguments: list[str]) -> int:
     """0 if every section came to its end, whether its targets were met or not."""
     if arguments[:1] == ["serve"]:
         return serve(arguments[1:])
-    unknown = [name for name in arguments if name not in SECTIONS]
+    args = parse(arguments)
+    unknown = [name for name in args.sections if name not in (*SECTIONS, PAGE)]
     if unknown:
-        print(f"unknown section {', '.join(unknown)}: must be one of {', '.join(SECTIONS)}")
+        print(f"unknown section {', '.join(unknown)}: must be one of {', '.join(SECTIONS)}, {PAGE}")
         return 2
     try:
-        read_record(JSON_PATH)
+        beside = read_record(args.beside) if args.beside else None
+        given = read_given(args.gpu_report or [])
+    except UnreadableRecord as exc:
+        print(f"can't be read: {exc}")
+        return 2
+    try:
+        record = read_record(JSON_PATH)
     except UnreadableRecord as exc:
         print(f"{exc}: can't be read and will be replaced; sections of earlier runs are lost")
+        record = Record()
+    named = args.sections or ([] if given else list(SECTIONS))
     failed: list[str] = []
-    record = Record()
-    for name in arguments or SECTIONS:
-        section = run_section(name)
+    for name in [*given, *(name for name in named if name != PAGE and name not in given)]:
+        section = given[name] if name in given else run_section(name)
         # At once: what was measured is kept even if a later section ends the process.
         record = add_section(JSON_PATH, name, section)
+        if args.record:
+            path = result_path(RESULTS, section)
+            add_section(path, name, section)
+            print(f"kept in {path}")
         if section.error:
             failed.append(name)
     print(f"written to {JSON_PATH}")
-    write_page(record)
+    write_page(record, args.beside.stem if args.beside else "", beside)
     if failed:
         print(f"did not come to their end: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; or {PAGE}")
+    parser.add_argument("--record", action="store_true", help=f"keep the run in {RESULTS.name}/")
+    parser.add_argument(
+        "--gpu-report", type=Path, action="append", help="of tests/gpu/check.py; may be repeated"
+    )
+    parser.add_argument("--beside", type=existing, help="a record that the page shows beside")
+    return parser.parse_args(arguments)
+
+
+def existing(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: must be a file")
+    return path
+
+
+def read_given(paths: Sequence[Path]) -> dict[str, SectionRecord]:
+    """Sections that were measured elsewhere. Raises: UnreadableRecord."""
+    if not paths:
+        return {}
+    from bench.gpu_records import read_sections  # only now: it loads torch
+
+    return read_sections(paths)
 
 
 def run_section(name: str) -> SectionRecord:
@@ -100,14 +149,14 @@ def run_section(name: str) -> SectionRecord:
     )
 
 
-def write_page(record: Record) -> None:
+def write_page(record: Record, beside_name: str = "", beside: Record | None = None) -> None:
     try:
         page = importlib.import_module("bench.page")
     except ModuleNotFoundError as exc:
         print(f"no page: {exc.name} is not installed; it needs: pip install 'baton[bench]'")
         return
     path = JSON_PATH.with_name(PAGE_NAME)
-    replace_text(path, page.render(record, list(SECTIONS)))
+    replace_text(path, page.render(record, list(SECTIONS), beside_name, beside))
     print(f"written to {path}")
 
 

@@ -56,8 +56,18 @@ def summarize(sections: Mapping[str, SectionRecord], names: Sequence[str]) -> Su
     )
 
 
-def render(record: Record, names: Sequence[str]) -> str:
-    """names: of all sections there are, in their order."""
+def values_of(record: Record) -> dict[tuple[str, str], Row]:
+    """(section name, row name) -> row."""
+    return {
+        (name, row.name): row for name, section in record.sections.items() for row in section.rows
+    }
+
+
+def render(
+    record: Record, names: Sequence[str], beside_name: str = "", beside: Record | None = None
+) -> str:
+    """names: of all sections there are, in their order. beside: a record whose rows of the same
+    name are shown beside, and what it is called."""
     sections = record.ordered(names)
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -71,5 +81,8 @@ def render(record: Record, names: Sequence[str]) -> str:
         summary=summarize(sections, names),
         sections=sections,
         pictures={name: Markup(draw(one.rows, name)) for name, one in sections.items()},
+        beside_name=beside_name,
+        beside=values_of(beside) if beside is not None else {},
+        beside_of=beside.sections if beside is not None else {},
         css=Markup((HERE / "page.css").read_text()),
     )

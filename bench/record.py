@@ -4,12 +4,14 @@
                          "rows", "not_run", "error"}}}
 
 A run replaces the sections that it ran and keeps the others, so that each tells its own date,
-commit and machine.
+commit and machine. A file of bench/results is the same, with the sections of one day, machine and
+commit only.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +75,15 @@ def add_section(path: Path, name: str, section: SectionRecord) -> Record:
     record = Record(sections)
     replace_text(path, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n")
     return record
+
+
+def result_path(directory: Path, section: SectionRecord) -> Path:
+    """Where a run is kept: by its date, by the card or else the CPU, and by its commit."""
+    machine = section.machine
+    where = machine.card or f"{machine.cpu} {machine.cores} cores"
+    name = re.sub(r"[^a-z0-9]+", "-", where.lower()).strip("-")
+    commit = (section.commit or "unknown").replace("+", "-changed")
+    return directory / f"{section.started_at[:10]}-{name}-{commit}.json"
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -148,6 +148,19 @@ def test_the_target_is_drawn_on_the_axis_of_the_value() -> None:
     assert bound_of(Row("a", 3.0, "GB/s")) is None
 
 
+def test_a_record_is_shown_beside_with_its_date_and_machine() -> None:
+    later = Row("slow", 2.25, "ms", target=at_most(3))
+    record = Record({"one": section_of(later, MET), "two": section_of(MET)})
+    beside = Record({"one": section_of(MISSED, machine=THERE), "gone": section_of(MET)})
+    page = Text(render(record, ["one", "two"], "2026-01-01-here", beside))
+    assert "Beside each: 2026-01-01-here" in page.text
+    row = page.text[page.text.index("slow 2.25 ms") :]
+    assert row.startswith("slow 2.25 ms 3.25 ms ✓ met")
+    assert page.text.count("another CPU, 64 cores") == 1
+    assert page.text.count("measured beside reference") == 1, "of the section that it has"
+    assert "measured beside" not in Text(render(record, ["one", "two"])).text
+
+
 def test_a_run_writes_the_page_beside_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,24 @@ def test_a_section_that_breaks_is_told_and_the_next_one_runs(
     assert sections["latent_reads"].rows and not sections["latent_reads"].error
 
 
+def test_a_record_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["page", "--beside", "no/such.json"])
+    assert "no/such.json: must be a file" in capsys.readouterr().err
+
+
+def test_the_page_alone_runs_nothing_and_changes_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    monkeypatch.setattr(bench, "JSON_PATH", path)
+    add_section(path, "planner", section_of(Row("told", 5.0, "MiB")))
+    before = path.read_bytes()
+    assert bench.main(["page", "--beside", str(path)]) == 0
+    assert path.read_bytes() == before
+    assert "Beside each: report" in (tmp_path / "report.html").read_text()
+
+
 def test_an_unknown_section_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["planer"]) == 2
     assert "unknown section planer: must be one of handover" in capsys.readouterr().out
