@@ -1,8 +1,8 @@
 """Moves pieces between the pages of a pool and staging slots, converting element types on the way.
 
 On the CPU by the transport's native list of copies, without the interpreter lock; on CUDA by
-torch's index operations, on a stream of their own. Both are complete when a call returns. Knows
-nothing of peers or messages.
+torch's index operations, on a stream of their own. Both are complete when a call returns, for what
+is told of them next lets others read. Knows nothing of peers or messages.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Copier:
         self._device = buffers[0].device
         self._copy_runs = copy_runs
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._device)
+        # Before the engine's kernels where both could run: the I/O thread waits for these copies.
         self._stream = (
-            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             if self._device.type == "cuda"
             else None
         )

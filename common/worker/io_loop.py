@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 BEAT_INTERVAL_S = 0.2
 
 Steps = SimpleQueue[Step | None]
-"""From the I/O thread to the engine; None ends it. Bounded by the scheduler, which has one step in
-flight at a time."""
+"""From the I/O thread to the engine; None ends it. Bounded by the scheduler: two steps at most are
+with a worker."""
 
 
 class SchedulerStuck(BatonError):
@@ -63,7 +63,8 @@ CPU_TICKS_PER_S = 20
 
 @dataclass(slots=True)
 class Progress:
-    """How far the engine has come: it counts layers, the I/O thread reads.
+    """How far the engine has come: whoever tells what is computed counts layers, the I/O thread
+    reads.
 
     One writer and one integer, so there is nothing to lock. cpu_clock: of the engine's thread,
     where computing is progress; None on a GPU, for which its host thread may spin for ever.

@@ -1,12 +1,18 @@
 """A worker: one rank's engine on the main thread, its sockets and hand-overs on another.
 
     scheduler --Step--> I/O thread --steps--> engine thread
-    scheduler <-StepDone- I/O thread <-outbox- engine thread
+    scheduler <-StepDone- I/O thread <-outbox- engine thread, on CUDA through one that waits for it
 
-A third one digests what was handed over, where that is to be verified.
+Another one digests what was handed over, where that is to be verified.
 
 The engine thread only computes; hand-overs progress and settle while a forward pass runs. Whatever
 goes wrong here that is not a peer's doing ends the process with one line in the log.
+
+On CUDA peers, staging and digests touch the pool beside the stream that computes, and no event
+orders them: the host does. A put has returned, and what is staged is scattered to its last byte,
+before the message is sent that lets a scheduler send the first step that reads it. What a step has
+written leaves, or is digested, after the host has seen that it is computed; its pages get another
+owner after its `StepDone`.
 """
 
 from __future__ import annotations
@@ -17,8 +23,6 @@ import signal
 import sys
 import threading
 from queue import SimpleQueue
-
-import torch
 
 from common.channel.keys import load_own_curve
 from common.channel.local import LocalClient
@@ -32,6 +36,7 @@ from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staged_io import StagedIo
 from common.worker.start import StartedRank, start_rank
+from common.worker.telling import start_telling
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +88,9 @@ class _Worker:
         self._steps: Steps = SimpleQueue()
         self._outbox = Outbox()
         self._progress = Progress()
+        self._telling = start_telling(
+            started.device, self._outbox, self._progress, self._fail_thread
+        )
         self._has_thread_failed = False
         # One rank speaks for all: no token is drawn before every rank has written its share of the
         # cache, because each layer's sum waits for all of its stage and each stage for the one
@@ -90,14 +98,14 @@ class _Worker:
         layout = started.layout
         last_stage = len(layout.server.stages) - 1
         self._is_speaker = (layout.pp_rank, layout.tp_rank) == (last_stage, 0)
-        # Last layer of each layer group -> layer groups that are complete with it.
+        # Last layer of each layer group -> layer groups that are complete with it, and its layers.
         self._last_layers = {
-            layers[-1]: index + 1 for index, layers in enumerate(layout.layer_groups)
+            layers[-1]: (index + 1, len(layers)) for index, layers in enumerate(layout.layer_groups)
         }
         links = PeerLinks(started.transport, layout, started.landing, started.staging)
         sends = Sends(started.transport, links, layout, started.page_counts, started.staging)
         self._staged = StagedIo(sends, links, started.landing, started.staging, SystemClock())
-        self._digests = DigestThread(started.digester, self._outbox.put, self._fail_digests)
+        self._digests = DigestThread(started.digester, self._outbox.put, self._fail_thread)
         self._loop = IoLoop(
             client,
             started.transport,
@@ -120,12 +128,14 @@ class _Worker:
         io_thread = threading.Thread(target=self._run_io, name="io", daemon=True)
         io_thread.start()
         self._digests.start()
+        self._telling.start()
         code = 0
         try:
             self._compute()
         except Exception:
             log.error("the engine failed", exc_info=True)
             code = EXIT_FAILED
+        self._telling.end()
         self._digests.end()
         self._outbox.end()
         io_thread.join()
@@ -136,30 +146,30 @@ class _Worker:
         return EXIT_FAILED if self._has_thread_failed else code
 
     def _compute(self) -> None:
-        """The engine thread, until it is told to end."""
-        on_layer: OnLayer | None = None
+        """The engine thread, until it is told to end; then what is launched is still told.
+
+        On CUDA a step is launched while the one before it runs, as soon as the scheduler sends it.
+        """
         if self._device.type == "cpu":
             self._progress.follow_cpu()
         while (step := self._steps.get()) is not None:
-            if self._device.type == "cpu":
-                on_layer = self._tell_layers(step.step_id)
-            done = self._runner.run(step, on_layer)
-            if self._device.type == "cuda":
-                # Kernels only were launched so far: nothing may leave before they have finished.
-                torch.cuda.synchronize(self._device)
-            self._progress.layer_count += 1
-            self._outbox.put(Computed(step.step_id, len(self._last_layers)))
+            # Without a chunk there is nothing that a hand-over waits for.
+            on_layer = self._tell_layers(step.step_id) if step.chunks else None
+            pending = self._runner.launch(step, on_layer)
+            computed = Computed(step.step_id, len(self._last_layers))
             if self._is_speaker:
-                self._outbox.put(done)
+                self._telling.put(1, computed, pending)
+            else:
+                self._telling.put(1, computed)
 
     def _tell_layers(self, step_id: int) -> OnLayer:
         """What the model calls after each layer: a finished layer group may leave at once."""
 
         def on_layer(layer: int) -> None:
-            self._progress.layer_count += 1
-            group_count = self._last_layers.get(layer)
-            if group_count is not None:
-                self._outbox.put(Computed(step_id, group_count))
+            group = self._last_layers.get(layer)
+            if group is not None:
+                group_count, layer_count = group
+                self._telling.put(layer_count, Computed(step_id, group_count))
 
         return on_layer
 
@@ -171,6 +181,6 @@ class _Worker:
             self._has_thread_failed = True
             self._steps.put(None)
 
-    def _fail_digests(self) -> None:
+    def _fail_thread(self) -> None:
         self._has_thread_failed = True
         self._steps.put(None)
