@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bench.engine_bound import Products
 from bench.report import Row, at_least, row_of_medians
 from common.clock import SystemClock
 from common.engine.kv_pool import KvPool
@@ -48,21 +49,29 @@ def run() -> list[Row]:
 def _measure() -> list[Row]:
     reference = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     engine = Engine(max(BATCHES))
-    return [_measure_batch(engine, reference, batch) for batch in BATCHES]
+    return [row for batch in BATCHES for row in _measure_batch(engine, reference, batch)]
 
 
-def _measure_batch(engine: Engine, reference: PreTrainedModel, batch: int) -> Row:
+def _measure_batch(engine: Engine, reference: PreTrainedModel, batch: int) -> list[Row]:
+    """The engine's row, and one of what could be reached with torch's kernels at most."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(10, 1000, (batch, PROMPT_LENGTH), generator=generator)
     assert engine.generate(prompts.tolist()) == _generate(reference, prompts)
     ours: list[float] = []
     theirs: list[float] = []
+    bound: list[float] = []
+    products = Products(engine.config, batch, PROMPT_LENGTH, OUTPUT_LENGTH)
+    products.run()
     for _ in range(ROUND_COUNT):
         ours.append(_rate(batch, lambda: engine.generate(prompts.tolist())))
         theirs.append(_rate(batch, lambda: _generate(reference, prompts)))
+        bound.append(_rate(batch, products.run))
     target = at_least(GENERATE_RATIO_MIN) if batch == TARGET_BATCH else None
-    theirs_is = "transformers generate"
-    return row_of_medians(f"engine_batch_{batch}", "tokens/s", ours, theirs_is, theirs, target)
+    name, theirs_is = f"engine_batch_{batch}", "transformers generate"
+    return [
+        row_of_medians(name, "tokens/s", ours, theirs_is, theirs, target),
+        row_of_medians(f"{name}_products_alone", "tokens/s", bound, theirs_is, theirs),
+    ]
 
 
 def _rate(batch: int, generate: Callable[[], object]) -> float:
@@ -76,6 +85,7 @@ class Engine:
 
     def __init__(self, batch_max: int) -> None:
         model = load_model(CHECKPOINT, dtype="float32")
+        self.config = model.config
         layout = ServerLayout(
             components=cache_components(model.config, "auto"),
             tp_size=1,
