@@ -50,7 +50,7 @@ def test_the_engine_multiplies_as_much_as_is_counted(tmp_path: Path) -> None:
     causal, is left out of both."""
     engine = Engine(write_model(tmp_path, TINY), torch.device("cpu"), TINY.engine)
     with FlopCounterMode(display=False) as counter:
-        engine.prefill_once(64)
+        engine.prefill_once(64, 64)
     products = sum(
         count
         for operation, count in counter.get_flop_counts()["Global"].items()

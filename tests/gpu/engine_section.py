@@ -16,14 +16,19 @@ import torch
 
 from bench.flops import count_flops
 from common.clock import SystemClock
+from common.config import Role, ServerConfig
+from common.engine.attention.choose import choose_attention
+from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES, KvPool
-from common.engine.loader import load_model
+from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
+from common.engine.pending_step import PendingStep
 from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step
 from common.request import SamplingParams
+from common.worker.start_graphs import start_graphs
 from tests.gpu.model_shapes import EngineLoad, ModelShape, write_model
 from tests.gpu.report import Section
 
@@ -43,13 +48,16 @@ def check_engine_section(section: Section, device: torch.device, shape: ModelSha
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as directory:
         engine = Engine(write_model(Path(directory), shape), device, shape.engine)
     section.figure("attention", engine.attention)
+    section.figure("recorded decode passes", engine.recorded)
     measure_decode(section, engine, shape.engine, copy_rate)
-    for length in shape.engine.prompts:
-        seconds = engine.prefill_seconds(length)
+    longest = max(shape.engine.prompts)
+    for length, chunk in (*((n, n) for n in shape.engine.prompts), (longest, shape.engine.chunk)):
+        name = f"prefill {length}" + (f" in chunks of {chunk}" if chunk < length else "")
+        seconds = engine.prefill_seconds(length, chunk)
         rate = count_flops(engine.config, 0, length) / seconds
-        section.figure(f"prefill {length}: ms", seconds * 1e3)
-        section.figure(f"prefill {length}: model TFLOP/s", rate / 1e12)
-        section.figure(f"prefill {length}: of matmul", rate / matmul_rate)
+        section.figure(f"{name}: ms", seconds * 1e3)
+        section.figure(f"{name}: model TFLOP/s", rate / 1e12)
+        section.figure(f"{name}: of matmul", rate / matmul_rate)
 
 
 def measure_decode(section: Section, engine: Engine, load: EngineLoad, copy_rate: float) -> None:
@@ -70,11 +78,18 @@ class Engine:
     """A runner over a pool that holds what a load needs, full of random keys and values."""
 
     def __init__(self, model_path: Path, device: torch.device, load: EngineLoad) -> None:
+        config = read_served_config(model_path, dtype="bfloat16")
+        choice = choose_attention(attention_shape(config, ParallelContext(), device, PAGE_SIZE))
         model = load_model(
-            model_path, dtype="bfloat16", device=device, load_format="dummy", page_size=PAGE_SIZE
+            model_path,
+            dtype="bfloat16",
+            device=device,
+            load_format="dummy",
+            page_size=PAGE_SIZE,
+            attention=choice.attention,
         )
         self.config = model.config
-        self.attention = f"{model.attention.name} ({model.attention_reason})"
+        self.attention = f"{choice.attention.name} ({choice.reason})"
         layout = ServerLayout(
             components=cache_components(model.config, "auto"),
             tp_size=1,
@@ -83,39 +98,70 @@ class Engine:
         )
         rank = layout.rank(0, 0)
         self.token_nbytes = rank.groups[0].page_nbytes // PAGE_SIZE
+        token_max = load.tokens + WARM_UP_STEPS + TIMED_STEPS
         page_count = max(
-            load.streams * pages_of(load.tokens + WARM_UP_STEPS + TIMED_STEPS),
-            *(pages_of(length + 1) for length in load.prompts),
+            load.streams * pages_of(token_max), *(pages_of(length + 1) for length in load.prompts)
         )
         pool = KvPool.allocate(rank, [page_count], device)
         pool.buffers[0].view(DTYPES["bfloat16"]).normal_()
         order = torch.randperm(page_count, generator=torch.Generator().manual_seed(1)) + 1
         self._page_ids: list[int] = order.tolist()
-        self._runner = ModelRunner(model, pool, SystemClock())
-        self._next_step = 1
+        flags = ServerConfig(
+            role=Role.DECODE,
+            model_path=str(model_path),
+            tokenizer_path="",
+            served_model_name="",
+            port=1,
+            device=device.type,
+            cuda_graph_max_bs=load.streams,
+        )
+        graphs, self.recorded = start_graphs(flags, model, pool, choice, token_max)
+        self._runner = ModelRunner(model, pool, SystemClock(), graphs=graphs)
+        self._step_id = 0
 
     def decode_seconds(self, stream_count: int, token_count: int) -> float:
-        """The median step of so many sequences, whose tokens but the last are in the cache."""
+        """The median step of so many sequences, whose tokens but the last are in the cache.
+
+        As in a worker, a step is launched before the one in front of it is finished.
+        """
         ids = list(range(1, stream_count + 1))
         step_count = WARM_UP_STEPS + TIMED_STEPS
         each = pages_of(token_count + step_count)
         grants = [PageGrant(i, 0, 0, self._page_ids[(i - 1) * each : i * each]) for i in ids]
-        self._run(new=[self._new(i, token_count, step_count) for i in ids], grants=grants)
-        seconds = [self._run(decode=ids) for _ in range(step_count)][WARM_UP_STEPS:]
-        self._run(retired=ids)
-        return statistics.median(seconds)
+        new = [self._new(i, token_count, step_count) for i in ids]
+        pending = self._runner.launch(Step(self._next(), new=new, grants=grants, decode=ids))
+        seconds: list[float] = []
+        for _ in range(step_count - 1):
+            started_at = time.perf_counter()
+            following = self._runner.launch(Step(self._next(), decode=ids))
+            finish(pending)
+            pending = following
+            seconds.append(time.perf_counter() - started_at)
+        finish(pending)
+        finish(self._runner.launch(Step(self._next(), retired=ids)))
+        return statistics.median(seconds[WARM_UP_STEPS:])
 
-    def prefill_seconds(self, token_count: int) -> float:
-        """The median of computing a whole prompt in one chunk, and its first token."""
-        return statistics.median([self.prefill_once(token_count) for _ in range(1 + REPEATS)][1:])
+    def prefill_seconds(self, token_count: int, chunk_size: int) -> float:
+        """The median of computing a whole prompt, and its first token."""
+        rounds = [self.prefill_once(token_count, chunk_size) for _ in range(1 + REPEATS)]
+        return statistics.median(rounds[1:])
 
-    def prefill_once(self, token_count: int) -> float:
-        seconds = self._run(
-            new=[self._new(1, token_count, 2)],
-            grants=[PageGrant(1, 0, 0, self._page_ids[: pages_of(token_count)])],
-            chunks=[PrefillChunk(1, 0, token_count, is_last=True)],
-        )
-        self._run(retired=[1])
+    def prefill_once(self, token_count: int, chunk_size: int) -> float:
+        new = [self._new(1, token_count, 2)]
+        grants = [PageGrant(1, 0, 0, self._page_ids[: pages_of(token_count)])]
+        started_at = time.perf_counter()
+        pending: list[PendingStep] = []
+        for start in range(0, token_count, chunk_size):
+            stop = min(start + chunk_size, token_count)
+            chunk = PrefillChunk(1, start, stop, is_last=stop == token_count)
+            pending.append(
+                self._runner.launch(Step(self._next(), new=new, grants=grants, chunks=[chunk]))
+            )
+            new, grants = [], []
+        for step in pending:
+            finish(step)
+        seconds = time.perf_counter() - started_at
+        finish(self._runner.launch(Step(self._next(), retired=[1])))
         return seconds
 
     def _new(self, request_id: int, token_count: int, output_count: int) -> NewSequence:
@@ -126,31 +172,15 @@ class Engine:
         )
         return NewSequence(request_id, tokens.tolist(), token_count, sampling)
 
-    def _run(
-        self,
-        *,
-        new: list[NewSequence] | None = None,
-        grants: list[PageGrant] | None = None,
-        chunks: list[PrefillChunk] | None = None,
-        decode: list[int] | None = None,
-        retired: list[int] | None = None,
-    ) -> float:
-        """Seconds of one step. Raises: RuntimeError if a sequence failed in it."""
-        step = Step(
-            step_id=self._next_step,
-            new=new or [],
-            grants=grants or [],
-            chunks=chunks or [],
-            decode=decode or [],
-            retired=retired or [],
-        )
-        self._next_step += 1
-        started_at = time.perf_counter()
-        done = self._runner.run(step)
-        seconds = time.perf_counter() - started_at
-        if done.failed:
-            raise RuntimeError(f"a sequence failed: {next(iter(done.failed.values()))}")
-        return seconds
+    def _next(self) -> int:
+        self._step_id += 1
+        return self._step_id
+
+
+def finish(step: PendingStep) -> None:
+    """Raises: RuntimeError if a sequence failed in it."""
+    if failed := step.finish().failed:
+        raise RuntimeError(f"a sequence failed: {next(iter(failed.values()))}")
 
 
 def pages_of(token_count: int) -> int:

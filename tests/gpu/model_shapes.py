@@ -18,12 +18,14 @@ TOKENIZER = Path(__file__).parents[2] / "demo" / "checkpoint"
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """What the engine alone computes. tokens, short_tokens: in the cache of each stream that
-    decodes, which are compared. prompts: lengths that are computed in one chunk."""
+    decodes, which are compared. prompts: lengths that are computed in one chunk, and the longest of
+    them in chunks of `chunk` as well."""
 
     streams: int
     tokens: int
     short_tokens: int
     prompts: tuple[int, ...]
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ LLAMA_8B = ModelShape(
         LoadCase(512, 256, 128, 512),
         LoadCase(4096, 256, 32, 96),
     ),
-    engine=EngineLoad(streams=64, tokens=4096, short_tokens=128, prompts=(2048, 8192)),
+    engine=EngineLoad(streams=64, tokens=4096, short_tokens=128, prompts=(2048, 8192), chunk=2048),
 )
 # For a rehearsal of this script where there is no GPU.
 TINY = ModelShape(
@@ -105,7 +107,7 @@ TINY = ModelShape(
     timed=(128,),
     itl_prompt=64,
     loads=(LoadCase(64, 8, 4, 8), LoadCase(64, 8, 8, 16), LoadCase(256, 8, 4, 8)),
-    engine=EngineLoad(streams=8, tokens=2048, short_tokens=16, prompts=(128, 512)),
+    engine=EngineLoad(streams=8, tokens=2048, short_tokens=16, prompts=(128, 512), chunk=128),
 )
 
 
