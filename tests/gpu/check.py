@@ -36,7 +36,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 # What compiles kernels comes first, and servers last: they find everything compiled.
-SECTIONS = ("attention", "engine", "handover", "sizes", "pair", "load_single", "load_pair")
+SECTIONS = (
+    "attention",
+    "engine",
+    "launch",
+    "handover",
+    "sizes",
+    "pair",
+    "load_single",
+    "load_pair",
+)
 HANDOVER_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 EXIT_FAILED = 1
 EXIT_NO_DEVICE = 2
@@ -176,6 +185,10 @@ def section_of(args: argparse.Namespace) -> Callable[[Section, torch.device], No
             from tests.gpu.engine_section import check_engine_section
 
             return lambda section, device: check_engine_section(section, device, shape)
+        case "launch":
+            from tests.gpu.launch_section import check_launch_section
+
+            return lambda section, device: check_launch_section(section, device, shape)
     raise AssertionError(args.section)
 
 
