@@ -81,6 +81,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         weights and pool may take where max_total_tokens is not given.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
         batch whose decode passes are recorded.
+    disable_overlap_schedule: send no step before the last one has returned; so it is with more than
+        one pipeline stage, of which all but the last learn drawn tokens with the next step.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport, net_devices: which transports and network devices UCX may use. ucx: which libucp is
@@ -154,6 +156,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_radix_cache: bool = False
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int = 160
+    disable_overlap_schedule: bool = False
     transport: str = "auto"
     net_devices: str = "all"
     hand_over: HandOver = HandOver.AUTO

@@ -101,6 +101,8 @@ def to_config(settings: Settings) -> ServerConfig:
         "tokenizer_path": str(Path(tokenizer_path).absolute()),
         "served_model_name": settings.get("served_model_name") or Path(model_path).name,
     }
+    if settings.get("pp_size", 1) != 1:
+        complete["disable_overlap_schedule"] = True
     config = with_api_keys(msgspec.convert(complete, ServerConfig))
     check_config(config)
     return config

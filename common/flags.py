@@ -197,6 +197,13 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "on a GPU: largest batch whose decode passes are recorded",
     ),
     Flag(
+        "disable_overlap_schedule",
+        ("disable-overlap-schedule",),
+        switch,
+        "plan a step only when the last one has returned, as always with --pp-size above 1",
+        is_switch=True,
+    ),
+    Flag(
         "transport",
         ("transport",),
         choice("auto", "shm", "tcp"),

@@ -42,7 +42,7 @@ from common.protocol.worker import (
     WorkerReady,
     WorkerToScheduler,
 )
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
     Effect,
     Event,
@@ -105,10 +105,7 @@ class DecodeScheduler:
             chunk_token_max=limits.chunk_token_max,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        batch_limits = BatchLimits(
-            limits.chunk_token_max, limits.running_max, self.request_token_max, facts.eos_token_ids
-        )
-        self._batcher = Batcher(self.account, batch_limits)
+        self._batcher = Batcher(self.account, limits.of_batch(facts, self.request_token_max))
         self._receiver = Receiver(facts, self.account, self._outbox)
         self._verifier = Verifier(facts, self._receiver, self._outbox)
         self._endings = Endings(
@@ -188,7 +185,7 @@ class DecodeScheduler:
         return self._outbox.take()
 
     def schedule(self, now: float) -> list[Effect]:
-        """Look at the time, admit what fits, and start the next step if none runs."""
+        """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._recovery.expire(now)
         self._self_tests.look(now, may_begin=self._starvation.since is None)
         self._receiver.repeat_aborts(now)
@@ -202,17 +199,22 @@ class DecodeScheduler:
         for request in admitted:
             del self._endings.queue[request.request_id]
         self._starvation.look(self._endings.queue.values(), now)
-        planned = self._batcher.plan_step()
-        for sequence in planned.retracted:
-            self._retract(sequence, now)
-        if planned.step is not None:
-            self._outbox.to_workers(planned.step)
+        self._send_steps(now)
         is_busy = self._batcher.is_computing
         trouble = self._pulse.look(now, is_busy=is_busy)
         running_count = self._batcher.running_count
         condition = Condition(self._pulse.progress, is_busy, running_count, trouble)
         self._peers.send_due(now, condition)
         return self._outbox.take()
+
+    def _send_steps(self, now: float) -> None:
+        while True:
+            planned = self._batcher.plan_step()
+            for sequence in planned.retracted:
+                self._retract(sequence, now)
+            if planned.step is None:
+                return
+            self._outbox.to_workers(planned.step)
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""

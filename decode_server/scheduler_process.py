@@ -9,6 +9,7 @@ from common.config import ServerConfig
 from common.runtime import scheduler_loop
 from common.runtime.start import read_process_config
 from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 from decode_server.scheduler import DecodeScheduler
 
 
@@ -18,6 +19,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
+        in_flight_max=1 if config.disable_overlap_schedule else IN_FLIGHT_MAX,
         self_test_interval_s=config.self_test_interval_s,
         pace=Pace(
             config.heartbeat_interval_s,

@@ -39,7 +39,7 @@ from common.protocol.worker import (
     WorkerReady,
     WorkerToScheduler,
 )
-from common.scheduling.batcher import Batcher, BatchLimits, ChunkDone, TokenDone
+from common.scheduling.batcher import Batcher, ChunkDone, TokenDone
 from common.scheduling.events import (
     Effect,
     Event,
@@ -93,12 +93,7 @@ class PrefillScheduler:
             chunk_token_max=limits.chunk_token_max,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        batch_limits = BatchLimits(
-            limits.chunk_token_max,
-            limits.running_max,
-            self.request_token_max + 1,
-            facts.eos_token_ids,
-        )
+        batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
         self._batcher = Batcher(self.account, batch_limits)
         self._endings = Endings(
             self._table,
@@ -165,18 +160,10 @@ class PrefillScheduler:
         return self._outbox.take()
 
     def schedule(self, now: float) -> list[Effect]:
-        """Look at the time, admit what fits, and start the next step if none runs."""
+        """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._expire(now)
         self._admission.admit(now)
-        planned = self._batcher.plan_step()
-        assert not planned.retracted, "a prompt's pages are all there before it is computed"
-        if planned.step is not None:
-            self._outbox.to_workers(planned.step)
-            for chunk in planned.step.chunks:
-                request = self._table.get(chunk.request_id)
-                assert request is not None
-                if not request.is_ahead:
-                    self._sender.send_chunk(request, chunk, planned.step.step_id)
+        self._send_steps()
         is_busy = self._batcher.is_computing
         trouble = self._pulse.look(now, is_busy=is_busy)
         condition = Condition(
@@ -189,6 +176,19 @@ class PrefillScheduler:
         self._peers.send_heartbeats(now, condition)
         self._look_at_hand_overs(now)
         return self._outbox.take()
+
+    def _send_steps(self) -> None:
+        while True:
+            planned = self._batcher.plan_step()
+            assert not planned.retracted, "a prompt's pages are all there before it is computed"
+            if planned.step is None:
+                return
+            self._outbox.to_workers(planned.step)
+            for chunk in planned.step.chunks:
+                request = self._table.get(chunk.request_id)
+                assert request is not None
+                if not request.is_ahead:
+                    self._sender.send_chunk(request, chunk, planned.step.step_id)
 
     def _look_at_hand_overs(self, now: float) -> None:
         """Peers are not told: each knows its own, and who gave this server up could not try it."""

@@ -8,6 +8,7 @@ from common.config import ServerConfig
 from common.runtime import scheduler_loop
 from common.runtime.start import read_process_config
 from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 from prefill_server.scheduler import PrefillScheduler
 
 
@@ -17,6 +18,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
         running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
+        in_flight_max=1 if config.disable_overlap_schedule else IN_FLIGHT_MAX,
         pace=Pace(
             config.heartbeat_interval_s,
             config.peer_timeout_s,

@@ -57,8 +57,8 @@ class Step(_Message, frozen=True):
 
     decode: sequences that compute the KV of their latest token and sample the next one.
     retired: sequences to forget before anything else is applied.
-    decode_tokens: the latest token of each of `decode`; a pipeline stage that draws no tokens
-        learns them from here.
+    decode_tokens: the latest token of each of `decode`, where a pipeline stage that draws no tokens
+        learns them from here. None where steps are sent before those tokens are known.
     """
 
     step_id: int

@@ -1,8 +1,12 @@
 """Which sequences compute in the next step, and what a finished step means. Continuous batching.
 
-Knows nothing of clients or peers: the two schedulers add sequences and take outcomes. One step is
-in flight at a time. A step holds every sequence that decodes and, within a token budget, chunks of
-prompts that are still being computed.
+Knows nothing of clients or peers: the two schedulers add sequences and take outcomes. A step holds
+every sequence that decodes and, within a token budget, chunks of prompts that are still being
+computed. While one is in flight, the next may be sent, so that workers need not wait for it:
+
+    step N       a  b  c            draws a token of each; nobody knows it yet
+    step N + 1      b  c  d         a reaches its length with N. If N ends b, what is drawn here
+                                    for b is dropped, and its pages come back after N + 1
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from common.request import (
     TokenLogprobs,
     logprobs_nbytes,
 )
+from common.scheduling.in_flight import Flight, InFlight
 from common.scheduling.sequence import PageAccount, Sequence
 
 # What a step may tell of prompts: far below what a worker's message may have, and as much as a
@@ -29,12 +34,16 @@ STEP_LOGPROBS_NBYTES_MAX = 16 << 20
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
-    sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less)."""
+    sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less).
+    in_flight_max: steps that may be with the workers. is_prompt_only: sequences leave with the
+    token after their prompt."""
 
     chunk_token_max: int
     running_max: int
     sequence_token_max: int
     eos_token_ids: frozenset[int]
+    in_flight_max: int = 1
+    is_prompt_only: bool = False
 
 
 class ChunkDone(msgspec.Struct, frozen=True):
@@ -82,7 +91,7 @@ class Batcher:
         self._running: dict[int, Sequence] = {}
         self._retired: list[int] = []
         self._leaving: list[Sequence] = []
-        self._in_flight: Step | None = None
+        self._in_flight = InFlight()
         self._next_step_id = 1
         self.step_count = 0
 
@@ -96,7 +105,7 @@ class Batcher:
 
     @property
     def is_computing(self) -> bool:
-        return self._in_flight is not None
+        return len(self._in_flight) > 0
 
     @property
     def has_room(self) -> bool:
@@ -105,7 +114,7 @@ class Batcher:
 
     @property
     def uncomputed_token_count(self) -> int:
-        """Prompt tokens that are waiting for their chunk."""
+        """Prompt tokens whose chunk has not returned."""
         return sum(len(s.token_ids) - s.computed_count for s in self._prompts.values())
 
     def add(self, sequence: Sequence) -> None:
@@ -120,6 +129,9 @@ class Batcher:
     def remove(self, sequence: Sequence) -> None:
         """Stop computing and close the sequence once no step can touch its pages any more."""
         self.stop(sequence)
+        self._close_or_wait(sequence)
+
+    def _close_or_wait(self, sequence: Sequence) -> None:
         if self.is_in_flight(sequence):
             self._leaving.append(sequence)
         else:
@@ -134,27 +146,61 @@ class Batcher:
             self._retired.append(sequence.request_id)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step that is running may still write this sequence's pages."""
-        step = self._in_flight
-        if step is None:
-            return False
-        request_id = sequence.request_id
-        return request_id in step.decode or any(c.request_id == request_id for c in step.chunks)
+        """Whether a step that has not returned may still touch this sequence's pages."""
+        return self._in_flight.touches(sequence)
 
     # ---- planning --------------------------------------------------------------------------------
 
     def plan_step(self) -> PlannedStep:
-        """The next step; none while one is in flight or if nobody has anything to compute."""
-        if self._in_flight is not None:
+        """The next step; none if nobody has anything to compute, or as many are in flight as may
+        be. To be called until there is none."""
+        if len(self._in_flight) >= self.limits.in_flight_max:
             return PlannedStep(None)
+        if len(self._in_flight):
+            return PlannedStep(self._plan_ahead())
         planned = PlannedStep(None)
         self._make_room(planned)
-        chunks = self._plan_chunks()
-        decode = list(self._running)
-        if not chunks and not decode:
-            return planned
-        computing = [self._prompts[chunk.request_id] for chunk in chunks]
-        computing += self._running.values()
+        decoding = list(self._running.values())
+        planned.step = self._begin(self._plan_chunks(len(decoding)), decoding)
+        return planned
+
+    def _plan_ahead(self) -> Step | None:
+        """The step behind the one that is in flight, if waiting would not make a better one.
+
+        Nobody is retracted for it, and no prompt gets a smaller chunk or a later place: where pages
+        are short, those that a sequence gives back when it ends now may do. A step of prompts alone
+        is full, for whoever comes meanwhile would have joined it.
+        """
+        decoding = self._decoding_ahead()
+        for sequence in (*decoding, *self._prompts.values()):
+            self._account.recycle(sequence)
+        if any(map(self._lacks_window, self._prompts.values())):
+            return None
+        chunks = self._plan_chunks(len(decoding))
+        prompt_token_count = sum(chunk.stop - chunk.start for chunk in chunks)
+        if not decoding and prompt_token_count < self.limits.chunk_token_max:
+            return None
+        if not self._account.grow_all(decoding):
+            return None
+        return self._begin(chunks, decoding)
+
+    def _decoding_ahead(self) -> list[Sequence]:
+        """Who decodes once the step in flight has returned, unless that draws its end."""
+        candidates = list(self._running.values())
+        if not self.limits.is_prompt_only:
+            candidates += [s for s in self._prompts.values() if s.pending_count]
+        return [s for s in candidates if not self._is_at_end(s, s.token_count)]
+
+    def _lacks_window(self, sequence: Sequence) -> bool:
+        """Whether a prompt's next chunk waits for pages that its last one still reads."""
+        stop = min(len(sequence.token_ids), sequence.chunk_start + self.limits.chunk_token_max)
+        return self._account.chunk_stop_max(sequence) < stop
+
+    def _begin(self, chunks: list[PrefillChunk], decoding: list[Sequence]) -> Step | None:
+        """The step of these, which is in flight from now on; None if there is nothing in it."""
+        computing = [self._prompts[chunk.request_id] for chunk in chunks] + decoding
+        if not computing:
+            return None
         new: list[NewSequence] = []
         grants = []
         for sequence in computing:
@@ -163,12 +209,14 @@ class Batcher:
                 new.append(_introduce(sequence))
             grants += sequence.take_grants()
         retired, self._retired = self._retired, []
-        latest = [sequence.token_ids[-1] for sequence in self._running.values()]
+        decode = [sequence.request_id for sequence in decoding]
+        # Ahead of the step that draws them they are not known, so then nobody may need them.
+        is_told = self.limits.in_flight_max == 1
+        latest = [sequence.token_ids[-1] for sequence in decoding] if is_told else []
         step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest)
         self._next_step_id += 1
-        self._in_flight = step
-        planned.step = step
-        return planned
+        self._in_flight.begin(step, computing)
+        return step
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Give every decoding sequence the page of its next token; retract the cheapest until all
@@ -190,17 +238,19 @@ class Batcher:
         candidates = [*self._running.values(), *self._prompts.values()]
         return min(candidates, key=lambda s: (len(s.token_ids), -s.request_id))
 
-    def _plan_chunks(self) -> list[PrefillChunk]:
+    def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
         """First come, first served, within the token budget that the decodes leave, the window
         pages that a prompt has, and what a step may tell."""
-        budget = max(1, self.limits.chunk_token_max - len(self._running))
+        budget = max(1, self.limits.chunk_token_max - decode_count)
         told_budget = STEP_LOGPROBS_NBYTES_MAX
         chunks: list[PrefillChunk] = []
         for sequence in self._prompts.values():
             if budget == 0:
                 break
+            start = sequence.chunk_start
+            if start == len(sequence.token_ids):  # all of it is in flight
+                continue
             self._account.recycle(sequence)
-            start = sequence.computed_count
             token_nbytes = _told_nbytes(sequence)
             room = told_budget // token_nbytes if token_nbytes else budget
             if room == 0 and chunks:
@@ -216,24 +266,23 @@ class Batcher:
     # ---- a finished step -------------------------------------------------------------------------
 
     def apply_done(self, done: StepDone) -> StepOutcome:
-        """Take a finished step in. Sequences that left meanwhile give their pages back now."""
-        step = self._in_flight
-        assert step is not None and step.step_id == done.step_id
-        self._in_flight = None
+        """Take a finished step in. Sequences that left meanwhile give their pages back now, and
+        what was drawn for them is dropped."""
+        flight = self._in_flight.end(done)
         self.step_count += 1
-        for sequence in self._leaving:
-            self._account.close(sequence)
-        self._leaving = []
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            self._close_or_wait(sequence)
 
         outcome = StepOutcome()
-        for chunk in step.chunks:
-            self._finish_chunk(chunk, done, outcome)
-        for request_id in step.decode:
-            decoding = self._running.get(request_id)
+        for chunk in flight.step.chunks:
+            self._finish_chunk(flight, chunk, done, outcome)
+        for request_id in flight.step.decode:
+            decoding = self._still_running(flight, request_id)
             if decoding is not None:
                 decoding.computed_count = len(decoding.token_ids)
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
-            sampled = self._running.get(request_id)
+            sampled = self._still_running(flight, request_id)
             if sampled is None:
                 continue
             if request_id in done.failed:
@@ -245,9 +294,16 @@ class Batcher:
             outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
         return outcome
 
-    def _finish_chunk(self, chunk: PrefillChunk, done: StepDone, outcome: StepOutcome) -> None:
-        sequence = self._prompts.get(chunk.request_id)
-        if sequence is None:
+    def _still_running(self, flight: Flight, request_id: int) -> Sequence | None:
+        """The sequence that a step computed, unless it has left since."""
+        sequence = flight.sequences[request_id]
+        return sequence if self._running.get(request_id) is sequence else None
+
+    def _finish_chunk(
+        self, flight: Flight, chunk: PrefillChunk, done: StepDone, outcome: StepOutcome
+    ) -> None:
+        sequence = flight.sequences[chunk.request_id]
+        if self._prompts.get(chunk.request_id) is not sequence:
             return
         sequence.computed_count = chunk.stop
         if chunk.is_last:
@@ -267,11 +323,15 @@ class Batcher:
         is_long = sequence.output_count > sampling.min_new_tokens or sampling.min_new_tokens == 0
         if is_long and self._is_stop(sampling, token_id):
             return FinishReason(FinishKind.STOP, matched=token_id)
-        if sequence.output_count >= sampling.max_new_tokens:
-            return FinishReason(FinishKind.LENGTH)
-        if len(sequence.token_ids) >= self.limits.sequence_token_max:
+        if self._is_at_end(sequence, len(sequence.token_ids)):
             return FinishReason(FinishKind.LENGTH)
         return None
+
+    def _is_at_end(self, sequence: Sequence, token_count: int) -> bool:
+        """Whether a sequence ends with so many tokens, whatever they are."""
+        output_count = token_count - sequence.prompt_count
+        is_long = token_count >= self.limits.sequence_token_max
+        return is_long or output_count >= sequence.sampling.max_new_tokens
 
     def ends_too_early(self, sampling: SamplingParams, first_token: int) -> bool:
         """Whether a first token, drawn elsewhere, would have been held back here."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, HandOver, Verify
 from common.layout.cache_layout import ServerLayout
+from common.scheduling.batcher import BatchLimits
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Pace:
 class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
     queue_max: requests that may wait; more are answered 503 at once.
+    in_flight_max: steps that may be with the workers; 1 where pipeline stages learn from a step
+        what the one before it drew.
     self_test_interval_s: time without a hand-over until one is tried, as one is when a peer has
         been connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
@@ -78,3 +82,17 @@ class SchedulerLimits:
     bootstrap_timeout_s: float = 30.0
     pace: Pace = Pace()
     self_test_interval_s: float = 30.0
+    in_flight_max: int = IN_FLIGHT_MAX
+
+    def of_batch(
+        self, facts: ServerFacts, sequence_token_max: int, *, is_prompt_only: bool = False
+    ) -> BatchLimits:
+        """As the batcher wants them."""
+        return BatchLimits(
+            self.chunk_token_max,
+            self.running_max,
+            sequence_token_max,
+            facts.eos_token_ids,
+            self.in_flight_max,
+            is_prompt_only,
+        )

@@ -4,6 +4,7 @@ Knows nothing of HTTP or peers. Tokens and pages of a sequence, page size 4:
 
     tokens     a b c d | e f g h | i j            10 known
     computed   ------------------------           9: cache of tokens 0..8 is in pages
+    pending                            ?          1: drawn by a step in flight, after token 9
     pages      [ 7 ]     [ 3 ]     [ 12 ]         logical page indices 0, 1, 2
 
 Pages of a window group go once no later token can see into them, mostly by taking the next logical
@@ -62,6 +63,8 @@ class Sequence:
 
     computed_count: tokens whose cache is in the pages; cached_count of them came from the prefix
     cache. nodes: pages at the head of group 0 that belong to it and are only read.
+    planned_count: tokens of the prompt up to the end of the last chunk that was sent.
+    pending_count: tokens that steps in flight draw, not known yet.
     """
 
     request_id: int
@@ -71,12 +74,24 @@ class Sequence:
     spans: list[PageSpan]
     computed_count: int = 0
     cached_count: int = 0
+    planned_count: int = 0
+    pending_count: int = 0
     nodes: list[CacheNode] = field(default_factory=list)
     is_known: bool = False
 
     @property
     def output_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that there are once every step in flight has returned."""
+        return len(self.token_ids) + self.pending_count
+
+    @property
+    def chunk_start(self) -> int:
+        """The first token of the prompt's next chunk."""
+        return max(self.computed_count, self.planned_count)
 
     def take_grants(self) -> list[PageGrant]:
         """What the workers have not been told of the pages yet."""
@@ -191,6 +206,25 @@ class PageAccount:
             span.page_ids.extend(pages)
         return True
 
+    def grow_all(self, sequences: List[Sequence]) -> bool:
+        """Add the pages of all tokens to come, to every sequence or to none; False if there are not
+        enough, or if a window would hold more of them than one step alone needs.
+
+        A cached prefix may go for them. That is no loss: one token later it would have to.
+        """
+        growing = [(s, n) for s in sequences if any(n := self.needs(s.spans, s.token_count))]
+        total = [sum(column) for column in zip(*(needs for _, needs in growing), strict=True)]
+        if not self.can_allocate(total):
+            return False
+        for index in self._windows:
+            page_max = self.decode_page_max(index)
+            for sequence, needs in growing:
+                if needs[index] and len(sequence.spans[index].page_ids) + needs[index] > page_max:
+                    return False
+        for sequence, _ in growing:
+            self.grow(sequence, sequence.token_count)
+        return True
+
     def spans_for_prompt(self, token_count: int) -> list[PageSpan]:
         """Empty spans that start at the first live page of each group."""
         return [PageSpan(group.page_first(token_count), []) for group in self.groups]
@@ -218,13 +252,14 @@ class PageAccount:
 
     def recycle(self, sequence: Sequence) -> None:
         """Window pages that no later token reads go to where the next tokens do, or back to the
-        pool. No step of the sequence may be in flight. A hand-over needs no others either: only
-        the window of the whole prompt leaves, after the last chunk."""
+        pool. A step in flight reads no others either: it computes tokens behind those that steps
+        which have returned did. Nor does a hand-over: only the window of the whole prompt leaves,
+        after the last chunk."""
         for index in self._windows:
             group, span = self.groups[index], sequence.spans[index]
             dropped = span.drop_before(group.page_first(sequence.computed_count))
             if dropped:
-                wanted = max(0, group.page_end(len(sequence.token_ids)) - span.end_index)
+                wanted = max(0, group.page_end(sequence.token_count) - span.end_index)
                 span.page_ids += dropped[:wanted]
                 self.pool.release(index, dropped[wanted:])
 

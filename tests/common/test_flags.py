@@ -93,6 +93,9 @@ VALID = [
     (("--disable-radix-cache",), "disable_radix_cache", True),
     (("--disable-cuda-graph",), "disable_cuda_graph", True),
     (("--cuda-graph-max-bs", "64"), "cuda_graph_max_bs", 64),
+    ((), "disable_overlap_schedule", False),
+    (("--disable-overlap-schedule",), "disable_overlap_schedule", True),
+    (("--pp-size", "2"), "disable_overlap_schedule", True),
     (("--transport", "tcp"), "transport", "tcp"),
     (("--net-devices", "lo"), "net_devices", "lo"),
     (("--ucx", "/"), "ucx", "/"),
@@ -290,6 +293,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
     values |= {"tool-call-parser": "hermes"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
+    values |= {"disable-overlap-schedule": "true"}
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000"}
     keys = tmp_path / "keys"

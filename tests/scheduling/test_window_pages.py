@@ -8,6 +8,7 @@ place or shared by two sequences reads a token that is not there.
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,6 +18,7 @@ from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segmen
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.sequence import PageAccount, PageSpan, Sequence, touched_page_max
 
 
@@ -126,10 +128,14 @@ def test_every_token_reads_its_own_window_whatever_is_computed_beside_it(seed: i
     chunk_max = rng.randint(1, 40)
     account = PageAccount(groups, counts, has_prefix_cache=True, chunk_token_max=chunk_max)
     assert account.cache is None
-    limits = BatchLimits(chunk_max, 8, min(60, account.token_capacity), frozenset())
+    in_flight_max = 1 + seed % IN_FLIGHT_MAX
+    token_max = min(60, account.token_capacity)
+    limits = BatchLimits(chunk_max, 8, token_max, frozenset(), in_flight_max)
     batcher = Batcher(account, limits)
     reader = Reader(groups)
     live: dict[int, Sequence] = {}
+    sent: deque[Step] = deque()
+    left: list[Sequence] = []
     ended = 0
     for request_id in range(1, 400):
         if rng.random() < 0.7:
@@ -152,20 +158,26 @@ def test_every_token_reads_its_own_window_whatever_is_computed_beside_it(seed: i
             if sequence is not None:
                 live[request_id] = sequence
                 batcher.add(sequence)
-        planned = batcher.plan_step()
-        for sequence in planned.retracted:
-            del live[sequence.request_id]
-        check_held(account, list(live.values()))
-        if planned.step is None:
+        while (planned := batcher.plan_step()).step is not None or planned.retracted:
+            for sequence in planned.retracted:
+                del live[sequence.request_id]
+            if planned.step is not None:
+                sent.append(planned.step)
+        check_held(account, [*live.values(), *left])
+        if not sent:
             continue
-        for token in batcher.apply_done(reader.run(planned.step)).tokens:
+        for token in batcher.apply_done(reader.run(sent.popleft())).tokens:
             if token.finish is not None or rng.random() < 0.02:
-                batcher.remove(live.pop(token.sequence.request_id))
+                left.append(live.pop(token.sequence.request_id))
+                batcher.remove(left[-1])
                 ended += 1
-        check_held(account, list(live.values()))
+        left = [sequence for sequence in left if batcher.is_in_flight(sequence)]
+        check_held(account, [*live.values(), *left])
     assert ended > 20
     for sequence in live.values():
         batcher.remove(sequence)
+    for step in sent:
+        batcher.apply_done(reader.run(step))
     assert [account.pool.free_count(group) for group in range(len(counts))] == counts
 
 

@@ -127,11 +127,13 @@ class HandOvers:
         else:
             self._begin(send)
 
-    def apply_step(self) -> None:
-        """Another step has ended, which is the one that all waiting sends waited for."""
+    def apply_step(self, finished_step: int) -> None:
+        """Another step has ended; others that sends wait for may be behind it."""
         waiting, self._waiting = self._waiting, []
         for send in waiting:
-            if send.send_id in self._sends_open:
+            if send.step_id > finished_step:
+                self._waiting.append(send)
+            elif send.send_id in self._sends_open:
                 self._begin(send)
 
     def cancel(self, transfer_id: int) -> None:

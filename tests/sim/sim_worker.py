@@ -1,8 +1,8 @@
 """A worker whose cache is arrays of token ids: a wrong or missing page changes the output.
 
-It keeps the real worker's contract: steps run one after the other and write their pages when they
-end. The next token is a digest of what is read through the page table, so the oracle needs no pages
-at all. What it hands over is `sim_hand_over`'s.
+It keeps the real worker's contract: steps run one after the other, as they were sent, and write
+their pages when they end. The next token is a digest of what is read through the page table, so the
+oracle needs no pages at all. What it hands over is `sim_hand_over`'s.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class SimWorker:
 
         match message:
             case Step():
+                self._tally["steps sent ahead"] += self._is_computing
                 self._steps.append(message)
                 self._compute_next()
             case Send():
@@ -129,7 +130,7 @@ class SimWorker:
             self._known[request_id].tokens.append(token)
         self._is_computing = False
         self._finished_step = step.step_id
-        self.hand_overs.apply_step()
+        self.hand_overs.apply_step(step.step_id)
         self.process.say(StepDone(step.step_id, list(sampled), list(sampled.values())))
         self._compute_next()
 

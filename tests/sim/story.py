@@ -8,6 +8,7 @@ from collections.abc import Callable
 from common.config import HandOver, Verify
 from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.accidents import plan_accident, repair
 from tests.sim.client import BUDGET_S, Client
@@ -96,6 +97,9 @@ def run_story(
     self_test_interval_s = modes.choice(SELF_TEST_INTERVALS_S)
     for node in world.nodes.values():
         node.self_test_interval_s = self_test_interval_s
+    ahead = random.Random(seed ^ 0xA4EAD)
+    for node in world.nodes.values():
+        node.in_flight_max = ahead.choice((1, IN_FLIGHT_MAX, IN_FLIGHT_MAX))
     fallback = random.Random(seed ^ 0xFA11)
     for decode in decodes:
         decode.may_fall_back = fallback.random() < 0.3
@@ -133,6 +137,8 @@ def _count_traits(world: World) -> None:
     traits = {f"over {world.transport}"}
     traits |= {f"with a {live.kind}" for live in world.lives}
     traits |= {f"by {node.hand_over}" for node in nodes}
+    is_ahead = {node.in_flight_max > 1 for node in nodes}
+    traits |= {"with steps sent ahead" if one else "with one step at a time" for one in is_ahead}
     traits |= {f"verified {node.verify}" for node in nodes if node.role == "decode"}
     traits |= {"with a bare stage" for node in nodes if node.has_bare_stage}
     if len({node.page_size for node in nodes}) > 1:

@@ -15,11 +15,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("over posix", "over tcp", "by direct", "by landing", "by auto"),
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
+        *("with steps sent ahead", "with one step at a time"),
     ),
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
         *("crashes", "crashes that leave a worker", "restarts", "drains", "frozen schedulers"),
         *("stopped workers", "slow steps", "pools that ran full"),
+        *("steps sent ahead", "tokens of who had left"),
     ),
     "messages": (
         *("messages lost in a cut", "messages lost with a process", "messages late"),

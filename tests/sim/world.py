@@ -21,7 +21,7 @@ from common.layout.component import FULL, CacheComponent, Live, Segment, Shard
 from common.protocol.codec import encode_layout
 from common.protocol.frontend import Cancel, Drain, Failed, GetState, State, Submit, Tokens
 from common.protocol.peer import TransferRequest
-from common.protocol.worker import Step, WorkerToScheduler
+from common.protocol.worker import Step, StepDone, WorkerToScheduler
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import (
     Dial,
@@ -40,6 +40,7 @@ from common.scheduling.events import (
     WatchProcesses,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.client import BUDGET_S, EOS, Client
@@ -63,6 +64,7 @@ class Node:
         self.links: list[str] = []
         self.is_local = False
         self.may_fall_back = False
+        self.in_flight_max = IN_FLIGHT_MAX
         self.self_test_interval_s = 30.0
         self.given_up = ""
         self.has_bare_stage = False
@@ -116,6 +118,7 @@ class Node:
             queue_max=64,
             self_test_interval_s=self.self_test_interval_s,
             bootstrap_timeout_s=self.world.hold_s,
+            in_flight_max=self.in_flight_max,
         )
         self.core: PrefillScheduler | DecodeScheduler
         if self.role == "prefill":
@@ -235,6 +238,10 @@ class Node:
             self.world.tell(self.name, event)
         if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
             self.world.clients[event.message.request_id].submitted_at = now
+        if isinstance(event, FromWorker) and isinstance(event.message, StepDone):
+            batcher = self.core._batcher
+            left = set(event.message.request_ids) - {*batcher._running, *batcher._prompts}
+            self.world.tally["tokens of who had left"] += len(left)
         self.carry_out(self.core.handle(event, now))
 
     def schedule(self, *, must_check: bool) -> None:
