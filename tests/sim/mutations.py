@@ -30,6 +30,7 @@ from prefill_server.request import PrefillRequest
 from prefill_server.reservations import Reservations
 from prefill_server.scheduler import PrefillScheduler
 from prefill_server.sender import Sender
+from tests.sim import mutations_ahead as ahead
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -316,27 +317,34 @@ def _close_but_one(close: Callable[[Sequence], None], sequence: Sequence) -> Non
 
 
 MUTATIONS = (
-    Mutation("no-quarantine", no_quarantine, 0),
-    Mutation("quarantine-by-timer", quarantine_by_timer, 0),
+    Mutation("no-quarantine", no_quarantine, 15),
+    Mutation("quarantine-by-timer", quarantine_by_timer, 4),
     Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 4),
-    Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 0),
+    Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 4),
     Mutation("word-of-a-broken-connection", word_of_a_broken_connection, 15),
-    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 0),
+    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 20),
     Mutation("done-frees-another-transfer", done_frees_another_transfer, 4),
     Mutation("slot-not-forgotten", slot_not_forgotten, 17),
-    Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 32),
-    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 32),
+    Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 73),
+    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 115),
     Mutation("done-before-the-flush", done_before_the_flush, 0),
-    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 79),
+    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 99),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),
     Mutation("lost-reply", lost_reply, 0),
     Mutation("double-answer", double_answer, 0),
     Mutation("deadline-ignored", deadline_ignored, 1),
     Mutation("drain-drops-its-last-message", drain_drops_its_last_message, 0),
-    Mutation("failure-lost-on-the-way", failure_lost_on_the_way, 0),
+    Mutation("failure-lost-on-the-way", failure_lost_on_the_way, 4),
     Mutation("window-page-one-token-early", window_page_one_token_early, 0),
     Mutation("pages-of-a-running-step-are-free", pages_of_a_running_step_are_free, 0),
     Mutation("wrong-page-released", wrong_page_released, 0),
     Mutation("retracted-request-loses-a-token", retracted_request_loses_a_token, 23),
     Mutation("retracted-request-keeps-its-pages", retracted_request_keeps_its_pages, 23),
+    Mutation("pages-back-with-the-first-step", ahead.pages_come_back_with_the_first_step, 0),
+    Mutation("a-dropped-token-is-told", ahead.a_dropped_token_is_told, 0),
+    Mutation("pending-tokens-get-no-page", ahead.pending_tokens_get_no_page, 0),
+    Mutation("pending-tokens-count-as-computed", ahead.pending_tokens_count_as_computed, 0),
+    Mutation("a-chunk-is-sent-again", ahead.a_chunk_is_sent_again, 1),
+    Mutation("a-chunk-leaves-a-step-early", ahead.a_chunk_leaves_with_the_step_before, 5),
+    Mutation("a-step-is-planned-as-if-alone", ahead.a_step_is_planned_as_if_alone, 0),
 )
