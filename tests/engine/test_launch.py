@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.clock import ManualClock
 from common.engine.host_copy import pack, unpack, upload
 from common.engine.kv_pool import KvPool
+from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
@@ -132,21 +133,31 @@ DEVICE_ONLY = [kind for kind in KINDS if kind.top_p == 1.0 and kind.grammar is N
 
 
 @pytest.mark.parametrize(
-    ("kinds", "upload_max"), [([greedy()] * 4, 2), (DEVICE_ONLY, 30)], ids=["greedy", "all"]
+    ("kinds", "number", "upload_max"),
+    [([greedy()] * 4, 4, 2), ([greedy()] * 4, 1, 2), (DEVICE_ONLY, 4, 30), (DEVICE_ONLY, 1, 30)],
+    ids=["greedy decode", "greedy chunks", "decode of all kinds", "chunks of all kinds"],
 )
-def test_a_decode_is_launched_without_a_look_at_the_device(
-    checkpoint: Path, kinds: list[SamplingParams], upload_max: int
+def test_a_step_is_launched_without_a_look_at_the_device(
+    checkpoint: Path, kinds: list[SamplingParams], number: int, upload_max: int
 ) -> None:
     runner = runner_on(checkpoint, "meta")
     steps = story(kinds)
-    for step in steps[:4]:
+    for step in steps[:number]:
         runner.launch(step)
     with Waits() as waits:
-        pending = runner.launch(steps[4])
+        pending = runner.launch(steps[number])
     assert waits.found == []
     assert 0 < waits.upload_count <= upload_max
     with pytest.raises(TypeError, match="meta"):  # there is nothing to be read on this device
         pending.finish()
+
+
+def test_rows_of_a_ragged_batch_are_found_without_a_look_at_the_device() -> None:
+    with Waits() as waits:
+        rows = SequenceRows([3, 1, 9], torch.device("meta"))
+        made = (rows.starts, rows.singles, rows.longer, rows.padded(3), rows.chunks(4))
+    assert all(part is not None for part in made)
+    assert waits.found == [] and waits.upload_count == len(made)
 
 
 def test_packed_arrays_come_out_as_they_went_in() -> None:

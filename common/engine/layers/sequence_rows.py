@@ -15,6 +15,8 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from common.engine.host_copy import upload
+
 
 class SequenceRows:
     """Sequences that lie one after the other: lengths[b] rows of sequence b."""
@@ -34,7 +36,7 @@ class SequenceRows:
     @cached_property
     def starts(self) -> Tensor:
         """int64[B + 1], rows of each sequence: starts[b] .. starts[b + 1]."""
-        return self._starts.to(self.device)
+        return upload(self.device, self._starts.numpy())[0]
 
     @cached_property
     def singles(self) -> SequencePart | None:
@@ -84,7 +86,7 @@ class SequenceRows:
         is_chosen[sequences] = True
         rows = is_chosen[self._sequence_of_row].nonzero()[:, 0]
         inner = SequenceRows([self.lengths[b] for b in chosen], self.device)
-        return SequencePart(inner, sequences.to(self.device), rows.to(self.device))
+        return SequencePart(inner, *upload(self.device, sequences.numpy(), rows.numpy()))
 
     def _pad(self, front: int) -> PaddedRows:
         # length 3 and 1, front 2:   f f r r r | f f r        the last two are the back
@@ -92,12 +94,9 @@ class SequenceRows:
         firsts = self._starts[:-1] + torch.arange(len(self.lengths)) * front
         ends = firsts + torch.tensor(self.lengths) + front
         step = torch.arange(front)
-        return PaddedRows(
-            count=self._row_count + front * len(self.lengths),
-            rows=rows.to(self.device),
-            fronts=(firsts[:, None] + step).to(self.device),
-            backs=(ends[:, None] - front + step).to(self.device),
-        )
+        fronts, backs = firsts[:, None] + step, ends[:, None] - front + step
+        uploaded = upload(self.device, rows.numpy(), fronts.numpy(), backs.numpy())
+        return PaddedRows(self._row_count + front * len(self.lengths), *uploaded)
 
     def _cut(self, size: int) -> RowChunks:
         # lengths 5, 9, 2 in chunks of 4, the longest first:
@@ -113,10 +112,13 @@ class SequenceRows:
         wave = offsets // size
         chunk = firsts[wave] + place_of_sequence[self._sequence_of_row]
         bounds = firsts.tolist()
+        places, device_order = upload(
+            self.device, (chunk * size + offsets % size).numpy(), order.numpy()
+        )
         return RowChunks(
             size=size,
-            places=(chunk * size + offsets % size).to(self.device),
-            order=order.to(self.device),
+            places=places,
+            order=device_order,
             waves=tuple(slice(*pair) for pair in pairwise(bounds)),
         )
 
