@@ -329,6 +329,11 @@ def check_config(config: ServerConfig) -> None:
             f"--chunked-prefill-size {config.chunked_prefill_size}: must be a multiple of "
             f"--page-size {config.page_size}"
         )
+    if config.device == "cuda" and config.transport != "auto":
+        raise ConfigError(
+            f"--transport {config.transport}: must be auto with --device cuda: neither shared "
+            "memory nor tcp alone can carry what is in a GPU's memory"
+        )
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens}: must be at least one page, "

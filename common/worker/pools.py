@@ -32,6 +32,9 @@ STATE_FRACTION_MAX = 0.5
 """Share of a pool that slots and tails take without being told. Too few bound the requests and too
 many their tokens; half of each wastes at most half, whatever the requests are like."""
 
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF"
+"""What torch's allocator is set up by: the new name and the old one."""
+
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -91,6 +94,8 @@ def decide_page_counts(
             high = middle - 1
     if low == 0:
         _check_slots(layout, config, budget, page_size)
+        if config.device == "cuda":
+            raise ConfigError(_why_no_page_on_cuda(config, free))
         least = sum(
             KvPool.buffer_nbytes(layout, _counts_of(layout, config, page_size, request_count))
         )
@@ -198,7 +203,7 @@ def check_cuda_allocator() -> None:
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ConfigError(
-            f"PYTORCH_CUDA_ALLOC_CONF: backend:{backend}: must be native, so that another process "
+            f"{ALLOCATOR_VARIABLES}: backend:{backend}: must be native, so that another process "
             "can open the KV pool"
         )
 
@@ -216,7 +221,7 @@ def check_cuda_segment(address: int, segments: Sequence[Mapping[str, object]]) -
         )
         if is_ours and segment.get("is_expandable"):
             raise ConfigError(
-                "PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True: must be False, so that another "
+                f"{ALLOCATOR_VARIABLES}: expandable_segments:True: must be False, so that another "
                 "process can open the KV pool"
             )
 
@@ -247,6 +252,17 @@ def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:
     if free.shared_nbytes is not None:
         budget = min(budget, int(free.shared_nbytes * HOST_FRACTION_MAX))
     return budget
+
+
+def _why_no_page_on_cuda(config: ServerConfig, free: FreeMemory) -> str:
+    """Names the flag that shares a GPU's memory out, which weights come off first."""
+    weights = free.before_nbytes - free.now_nbytes
+    allowed = int(free.before_nbytes * config.mem_fraction_static)
+    return (
+        f"no memory for a KV pool: weights take {weights} bytes of the {allowed} that "
+        f"--mem-fraction-static {config.mem_fraction_static:g} allows of what was free; raise it, "
+        "or --tp-size, or end what else uses the GPU"
+    )
 
 
 def _where(free: FreeMemory) -> str:

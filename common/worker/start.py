@@ -41,6 +41,7 @@ from common.worker.pools import (
     free_nbytes,
 )
 from common.worker.staging import Staging
+from common.worker.start_device import device_of, enough_memory
 from common.worker.start_graphs import start_graphs
 from common.worker.start_staging import start_landing, start_staging
 
@@ -51,6 +52,9 @@ RANKS_MEET_TIMEOUT_S = 120.0
 
 STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls")
 """What of a transport's description stays true after the start."""
+
+MORE_ROOM_FOR_WEIGHTS = "raise --tp-size or --pp-size, or end what else uses the memory"
+MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static or --max-total-tokens"
 
 WARM_UP_REQUEST = 0
 """Request id of the pass before the first real one; it is retired again, so the id stays free."""
@@ -76,7 +80,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
 
     Raises: ConfigError naming what can't be used.
     """
-    device = _device(config, rank)
+    device = device_of(config, rank)
     torch.set_num_threads(_thread_count(config))
     model_config = read_served_config(config.model_path, dtype=config.dtype)
     context_length = _context_length(config, model_config)
@@ -94,15 +98,16 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     choice = choose_attention(
         attention_shape(model_config, parallel, device, config.page_size, cache_dtype)
     )
-    model = load_model(
-        config.model_path,
-        dtype=config.dtype,
-        device=device,
-        parallel=parallel,
-        load_format=config.load_format,
-        seed=config.random_seed,
-        attention=choice.attention,
-    )
+    with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
+        model = load_model(
+            config.model_path,
+            dtype=config.dtype,
+            device=device,
+            parallel=parallel,
+            load_format=config.load_format,
+            seed=config.random_seed,
+            attention=choice.attention,
+        )
     free = FreeMemory(before_nbytes, free_nbytes(device), _shared_nbytes(config, device))
     page_counts = decide_page_counts(layout, config, context_length, free)
     transport = _start_transport(config, device)
@@ -112,7 +117,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     grammars = _grammars(config, model_config) if model.head is not None else None
     graphs, graphs_told = start_graphs(config, model, pool, choice, context_length)
     runner = ModelRunner(model, pool, clock, grammars, graphs)
-    warm_up(runner, layout, model_config.vocab_size)
+    with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
+        warm_up(runner, layout, model_config.vocab_size)
     ready = WorkerReady(
         rank=rank,
         page_counts=page_counts,
@@ -201,21 +207,6 @@ def _meeting_place(config: ServerConfig) -> str:
     if config.nnodes > 1:
         return f"tcp://{config.dist_init_addr}"
     return f"file://{config.runtime_dir}/ranks"
-
-
-def _device(config: ServerConfig, rank: int) -> torch.device:
-    if config.device != "cuda":
-        return torch.device(config.device)
-    if not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here; must be cpu")
-    count = torch.cuda.device_count()
-    local_count = len(config.local_ranks)
-    if local_count > count:
-        raise ConfigError(f"{local_count} ranks here: must be at most {count}, the CUDA devices")
-    device = torch.device("cuda", rank - config.local_ranks.start)
-    # NCCL and FlashInfer use the current device of the thread that calls them: this one.
-    torch.cuda.set_device(device)
-    return device
 
 
 def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:

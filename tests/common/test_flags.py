@@ -228,6 +228,8 @@ def test_required_flags_are_named(model: Path) -> None:
         (["--chunked-prefill-size", "100"], "--chunked-prefill-size 100: must be a multiple of"),
         (["--max-total-tokens", "15"], "--max-total-tokens 15: must be at least one page"),
         (["--port", "8998"], "--bootstrap-port 8998: must differ from --port 8998"),
+        (["--device", "cuda", "--transport", "tcp"], "--transport tcp: must be auto with --device"),
+        (["--transport", "shm", "--device", "cuda"], "--transport shm: must be auto with --device"),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(

@@ -90,6 +90,18 @@ def test_on_a_gpu_weights_and_pool_share_the_fraction_of_what_was_free() -> None
     assert 350 * MIB - 65536 < nbytes <= 350 * MIB
 
 
+@pytest.mark.parametrize("now", [300, 249, 100])
+def test_weights_that_leave_a_gpu_no_page_say_which_flag_gives_room(now: int) -> None:
+    config = config_of(device="cuda", mem_fraction_static=0.7)
+    free = FreeMemory(1000 * MIB, now * MIB, None)
+    said = (
+        rf"no memory for a KV pool: weights take {(1000 - now) * MIB} bytes of the "
+        rf"{int(1000 * MIB * 0.7)} that --mem-fraction-static 0\.7 allows .*raise it"
+    )
+    with pytest.raises(ConfigError, match=said):
+        decide_page_counts(gqa_layout(), config, 4096, free)
+
+
 def test_no_more_pages_than_all_running_requests_could_fill() -> None:
     config = config_of(max_running_requests=3)
     assert decide_page_counts(gqa_layout(), config, 160, PLENTY) == [30]
@@ -200,7 +212,9 @@ def segment_of(start: int, **more: object) -> dict[str, object]:
 
 def test_a_pool_in_expandable_segments_is_refused() -> None:
     segments = [segment_of(0), segment_of(100, is_expandable=True)]
-    with pytest.raises(ConfigError, match="expandable_segments:True: must be False"):
+    with pytest.raises(
+        ConfigError, match=r"PYTORCH_ALLOC_CONF, .*: expandable_segments:True: must be"
+    ):
         check_cuda_segment(150, segments)
 
 

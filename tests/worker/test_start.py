@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.component import SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.protocol.codec import decode_layout
 from common.worker.start import host_id, start_rank, warm_up
+from common.worker.start_device import enough_memory, why_no_cuda
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +71,37 @@ def test_a_setting_that_can_not_work_is_named(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_a_device_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="--device cuda"):
+    with pytest.raises(ConfigError, match=r"--device cuda: torch .*(install|nvidia-smi)"):
         start_rank(config_of(checkpoint, device="cuda"), 0, ManualClock())
+
+
+def test_what_cuda_lacks_is_told_apart() -> None:
+    """A torch that can't know any device is replaced; else the driver is looked at."""
+    assert "was built without CUDA: install one with it" in why_no_cuda("2.11.0+cpu", None)
+    assert "torch 2.11.0+cu130 finds no CUDA device: `nvidia-smi`" in why_no_cuda(
+        "2.11.0+cu130", "13.0"
+    )
+
+
+def test_weights_that_no_memory_is_there_for_end_the_start_in_words(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """More than any machine can address."""
+    settings = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 1 << 50}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    asked = config_of(tmp_path, load_format="dummy")
+    with pytest.raises(ConfigError, match=r"no memory for the weights: .*; raise --tp-size"):
+        start_rank(asked, 0, ManualClock())
+
+
+def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^size mismatch$"), enough_memory("weights", "pray"):
+        raise RuntimeError("size mismatch")
+    told = "no memory for weights: CUDA out of memory. Tried to allocate 2.00 GiB; pray"
+    with pytest.raises(ConfigError, match=f"^{told}$"), enough_memory("weights", "pray"):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80 GiB"
+        )
 
 
 def test_a_checkpoint_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:

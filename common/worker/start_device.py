@@ -1,0 +1,60 @@
+"""The device that a rank computes on, and what to say where it lacks something.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from common.config import ServerConfig
+from common.errors import ConfigError
+
+HOST_REFUSAL = "can't allocate memory"
+"""What torch's RuntimeError says on a CPU; on CUDA the error has a type of its own."""
+
+
+def device_of(config: ServerConfig, rank: int) -> torch.device:
+    """Raises: ConfigError that says what to install or to change."""
+    if config.device != "cuda":
+        return torch.device(config.device)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"--device cuda: {why_no_cuda(torch.__version__, torch.version.cuda)}")
+    count = torch.cuda.device_count()
+    local_count = len(config.local_ranks)
+    if local_count > count:
+        raise ConfigError(f"{local_count} ranks here: must be at most {count}, the CUDA devices")
+    device = torch.device("cuda", rank - config.local_ranks.start)
+    # NCCL and FlashInfer use the current device of the thread that calls them: this one.
+    torch.cuda.set_device(device)
+    return device
+
+
+def why_no_cuda(torch_version: str, cuda_version: str | None) -> str:
+    """cuda_version: that torch was built for; None if for no CUDA at all."""
+    if cuda_version is None:
+        return (
+            f"torch {torch_version} was built without CUDA: install one with it, "
+            "or use --device cpu"
+        )
+    return (
+        f"torch {torch_version} finds no CUDA device: `nvidia-smi` must list one, of a driver for "
+        f"CUDA {cuda_version}, and CUDA_VISIBLE_DEVICES must not hide it; or use --device cpu"
+    )
+
+
+@contextmanager
+def enough_memory(what: str, remedy: str) -> Iterator[None]:
+    """Raises: ConfigError where memory for `what` ran out inside, with what to do about it."""
+    try:
+        yield
+    except RuntimeError as exc:
+        is_refusal = isinstance(exc, torch.OutOfMemoryError) or HOST_REFUSAL in str(exc)
+        if not is_refusal:
+            raise
+        # What follows is an account of the allocator, lines long.
+        told = ". ".join(str(exc).replace("\n", " ").split(". ")[:2]).rstrip(".")
+        raise ConfigError(f"no memory for {what}: {told}; {remedy}") from exc
