@@ -34,7 +34,7 @@ def rows_of(report: CheckReport, peers: Sequence[Peer] = PEERS) -> list[Row | No
             if found is None or found.failed or ours is None or isinstance(ours, str):
                 continue
             ratio = ours / theirs if is_same_card else None
-            told = f"{peer.name} on an {CARD}"
+            told = f"{peer.name} ({CARD})"
             rows.append(Row(f"gpu_{name}_to_{peer.key}", ours, unit, told, theirs, ratio))
     if not rows:
         return [NotRun("gpu_peers", "the GPU check found nothing that others were measured by")]

@@ -16,6 +16,7 @@ from bench.record import UnreadableRecord, replace_text
 
 Figure = float | int | str
 OK = "ok"
+DEVICE, SHAPE = "cuda", "llama"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,22 @@ class CheckedSection:
 class CheckReport:
     """One run of the check, or several of one machine and commit.
 
-    started_at: UTC, ISO 8601. load: of the machine over the minute before.
+    started_at: UTC, ISO 8601. load: of the machine over the minute before. device, shape: as the
+    check was asked for them; all but DEVICE and SHAPE is a rehearsal.
     """
 
     started_at: str
     commit: str | None
     machine: Machine
     load: float
+    device: str
+    shape: str
     sections: dict[str, CheckedSection] = field(default_factory=dict)
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether its figures are of another device or model than they are named after."""
+        return (self.device, self.shape) != (DEVICE, SHAPE)
 
     @property
     def is_good(self) -> bool:
@@ -72,11 +81,14 @@ def write_check_report(path: Path, report: CheckReport) -> None:
 def join_check_reports(reports: Sequence[CheckReport]) -> CheckReport:
     """Calls of one machine as one report; of a section that is in several, the last one counts.
 
-    Raises: UnreadableRecord if they are of different machines or commits.
+    Raises: UnreadableRecord if they are of different machines or commits, or of a rehearsal.
     """
     first = reports[0]
     sections: dict[str, CheckedSection] = {}
     for report in reports:
+        if report.is_rehearsal:
+            told = f"--device {report.device} --shape {report.shape}"
+            raise UnreadableRecord(f"the report of {report.started_at} is a rehearsal: {told}")
         if (report.machine, report.commit) != (first.machine, first.commit):
             raise UnreadableRecord(
                 f"reports of one run must be of one machine and commit: {first.machine} at "

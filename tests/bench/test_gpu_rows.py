@@ -60,6 +60,8 @@ def report_of(*sections: Section, machine: Machine = MACHINE) -> CheckReport:
         "abc",
         machine,
         0.5,
+        "cuda",
+        "llama",
         {section.name: replace(section.as_checked(), has_ended=True) for section in sections},
     )
 
@@ -172,7 +174,7 @@ def test_a_ratio_needs_the_same_card(
         rows = {row.name: row for row in gpu_peers.rows_of(report) if isinstance(row, Row)}
         row = rows["gpu_ttft_128_pair_to_vllm_tuned"]
         assert (row.value, row.reference_value, row.ratio) == (14.5, 33.9, ratio)
-        assert row.reference == "vLLM 0.24.0 + NIXL 1.5.1 pair, tuned on an NVIDIA H200"
+        assert row.reference == "vLLM 0.24.0 + NIXL 1.5.1 pair, tuned (NVIDIA H200)"
     assert "this is NVIDIA H100 80GB HBM3: no ratios" in capsys.readouterr().out
 
 
@@ -198,6 +200,12 @@ def test_reports_of_two_machines_are_not_joined(whole: CheckReport) -> None:
     for other in (replace(whole, commit="def"), replace(whole, machine=replace(MACHINE, card="x"))):
         with pytest.raises(UnreadableRecord, match="must be of one machine and commit"):
             join_check_reports([whole, other])
+
+
+@pytest.mark.parametrize("rehearsal", [{"device": "cpu"}, {"shape": "tiny"}])
+def test_a_rehearsal_is_no_measurement(whole: CheckReport, rehearsal: dict[str, str]) -> None:
+    with pytest.raises(UnreadableRecord, match="is a rehearsal: --device"):
+        join_check_reports([whole, replace(whole, **rehearsal)])
 
 
 def test_a_check_of_another_machine_is_kept_with_its_own_date_and_card(

@@ -79,6 +79,8 @@ def run_sections(args: argparse.Namespace, path: Path) -> int:
             commit=args.commit or describe_commit(),
             machine=describe_machine(),
             load=round(os.getloadavg()[0], 2),
+            device=args.device,
+            shape=args.shape,
         ),
     )
     for name in ("machine", *args.only):

@@ -84,7 +84,7 @@ def test_a_hand_over_between_two_ranks_is_found_right_on_the_cpu(way: str) -> No
     assert section.figures[f"{way}: GB/s"] > 0
 
 
-BEGUN = CheckReport("2026-01-01T00:00:00+00:00", "abc", describe_machine(), 0.5)
+BEGUN = CheckReport("2026-01-01T00:00:00+00:00", "abc", describe_machine(), 0.5, "cpu", "tiny")
 
 
 def test_an_error_in_a_section_fails_it_and_the_others_still_run(tmp_path: Path) -> None:
