@@ -13,7 +13,8 @@ def count_flops(config: ModelConfig, start: int, stop: int, logits_row_count: in
     Attention is causal: a token reads itself and what is before it. For models of dense layers
     with grouped queries and a gated MLP, all layers alike.
     """
-    assert config.moe is None and config.mla is None and not config.needs_sdpa, config.architecture
+    assert config.moe is None and config.mla is None, config.architecture
+    assert config.has_plain_attention, config.architecture
     token_count = stop - start
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.head_count * head_dim, config.kv_head_count * head_dim

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 KERNEL_FAILURES = (
@@ -47,11 +48,19 @@ def try_kernels(
     """
     try:
         candidate, difference = build_and_check()
+    except ImportError as exc:
+        return plain, f"{name} can't be imported ({exc}); install {gpu_extra()}"[:300]
     except KERNEL_FAILURES as exc:
         return plain, f"{name} can't be used: {type(exc).__name__}: {exc}"[:300]
     if not difference <= tolerance:
         return plain, f"{name} differs from {plain.name} by {difference:.3g}"
     return candidate, f"differs from {plain.name} by {difference:.3g} at most"
+
+
+def gpu_extra() -> str:
+    """What of this package brings the kernel libraries, as pip spells it."""
+    version = torch.version.cuda
+    return f"baton[cuda{version.partition('.')[0]}]" if version else "baton[cuda12] or [cuda13]"
 
 
 def largest_difference(expected: Tensor, actual: Tensor) -> float:

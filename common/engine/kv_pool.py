@@ -197,10 +197,13 @@ class KvPool:
         """The strided zero-copy view [page, unit, item, element] of a plane."""
         return self._planes[component, layer, segment].view
 
-    def first_layer(self, component: str) -> int | None:
-        """The first layer of this rank that owns a component; None if none does."""
-        layers = [layer for name, layer, _ in self._planes if name == component]
-        return min(layers, default=None)
+    def planes(self, component: str) -> list[Plane]:
+        """Of all layers of this rank that own a component of one segment."""
+        return [
+            plane
+            for (name, _, segment), plane in self._planes.items()
+            if name == component and segment is None
+        ]
 
     def group_of(self, component: str) -> int:
         """Index of the page group, and so of the page table, that a component uses."""

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import torch
 
-from common.engine.attention.attention import Attention
-from common.engine.attention.choose import AttentionChoice, AttentionShape, choose_attention
+from common.engine.attention.attention import KEY, Attention
+from common.engine.attention.choose import AttentionChoice, choose_attention
+from common.engine.attention.kinds import AttentionKind, LatentKind
+from common.engine.attention.sparse import INDEX_KEY
+from common.engine.attention.trial import AttentionShape
 from common.engine.checkpoint.weights import fill_with_noise, load_weights
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
 from common.engine.layers.layer_context import LayerContext
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.registry import FAMILIES, read_model_config
+from common.engine.models.registry import FAMILIES, cache_components, read_model_config
 from common.errors import ConfigError
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank
@@ -86,16 +89,48 @@ def attention_shape(
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionShape:
     """What a rank's attention has to be able to. cache_dtype: None for the model's own."""
-    kv_heads = units_of_rank(config.kv_head_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
     return AttentionShape(
-        head_count=config.head_count // parallel.tp_size,
-        kv_head_count=len(kv_heads),
-        head_dim=config.head_dim,
+        kinds=_attention_kinds(config, parallel),
         dtype=DTYPES[config.dtype],
         device=device,
         page_size=page_size,
         cache_dtype=cache_dtype,
-        is_latent=config.mla is not None,
+        latent=_latent_kind(config, parallel),
         is_compressed=config.is_compressed,
-        needs_sdpa=config.needs_sdpa,
+    )
+
+
+def _attention_kinds(config: ModelConfig, parallel: ParallelContext) -> tuple[AttentionKind, ...]:
+    """Of the model's layers over keys and values, each once."""
+    kinds: list[AttentionKind] = []
+    for component in cache_components(config, config.dtype):
+        if component.name != KEY:
+            continue
+        (heads,) = component.segments
+        owned = units_of_rank(heads.unit_count, Shard.SPLIT, parallel.tp_size, parallel.tp_rank)
+        kinds.append(
+            AttentionKind(
+                head_count=config.head_count // parallel.tp_size,
+                kv_head_count=len(owned),
+                head_dim=heads.unit_nbytes // component.element_nbytes,
+                window=component.live.size,
+                scale=config.scores.scale,
+                softcap=config.scores.softcap,
+                has_sinks=config.scores.has_sinks,
+            )
+        )
+    return tuple(kinds)
+
+
+def _latent_kind(config: ModelConfig, parallel: ParallelContext) -> LatentKind | None:
+    mla = config.mla
+    if mla is None:
+        return None
+    return LatentKind(
+        head_count=config.head_count // parallel.tp_size,
+        latent_dim=mla.latent_dim,
+        rope_dim=mla.rope_dim,
+        nope_dim=mla.nope_dim,
+        value_dim=mla.value_dim,
+        has_selection=any(c.name == INDEX_KEY for c in cache_components(config, config.dtype)),
     )

@@ -10,16 +10,13 @@ from torch import Tensor
 
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.buckets import PADDING_PAGES_FREE, bucket_by_pages
-from common.engine.attention.choose import (
-    TOLERANCE,
-    AttentionShape,
-    check_attention,
-    choose_attention,
-)
-from common.engine.attention.flashinfer import csr_page_table
+from common.engine.attention.choose import choose_attention
+from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.sdpa import SdpaAttention
+from common.engine.attention.trial import TOLERANCE, AttentionShape, check_attention
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kv_pool import KvPool
+from common.errors import ConfigError
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from tests.engine.paged_decoding import shuffled_pages
@@ -155,11 +152,14 @@ def test_buckets_hold_every_sequence_once_with_little_padding(counts: list[int])
         assert padded - useful <= max(PADDING_PAGES_FREE, useful // 4)
 
 
-SHAPE = AttentionShape(8, 2, 64, torch.float32, torch.device("cpu"), 16)
+KIND = AttentionKind(8, 2, 64)
+SHAPE = AttentionShape((KIND,), torch.float32, torch.device("cpu"), 16)
+RULED = AttentionKind(8, 2, 64, window=40, scale=0.2, softcap=5.0, has_sinks=True)
 
 
-def test_the_reference_passes_its_own_check() -> None:
-    assert check_attention(SdpaAttention(), SHAPE) == 0.0
+@pytest.mark.parametrize("kind", [KIND, RULED])
+def test_the_reference_passes_its_own_check(kind: AttentionKind) -> None:
+    assert check_attention(SdpaAttention(), kind, SHAPE) == 0.0
 
 
 class Broken:
@@ -216,9 +216,36 @@ class BrokenPass:
     ],
 )
 def test_the_check_sees_a_wrong_backend(mistake: str) -> None:
-    difference = check_attention(Broken(mistake), SHAPE)
+    difference = check_attention(Broken(mistake), KIND, SHAPE)
     # Also beyond the widest tolerance, that of bfloat16.
     assert not difference <= max(TOLERANCE.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "allowed"),
+    [
+        (SHAPE, "the path of cpu"),
+        (AttentionShape((KIND,), torch.float32, torch.device("cuda"), 16), "bfloat16 or float16"),
+        (
+            AttentionShape((KIND,), torch.bfloat16, torch.device("cuda"), 16, is_compressed=True),
+            "windows beside blocks",
+        ),
+    ],
+)
+def test_flashinfer_that_is_asked_for_and_can_not_run_is_an_error(
+    shape: AttentionShape, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: .*{allowed}"):
+        choose_attention(shape, "flashinfer")
+
+
+def test_sdpa_that_is_asked_for_is_no_shortfall(caplog: pytest.LogCaptureFixture) -> None:
+    shape = AttentionShape((KIND,), torch.float32, torch.device("cuda"), 16)
+    assert choose_attention(shape).shortfall in caplog.text
+    caplog.clear()
+    choice = choose_attention(shape, "sdpa")
+    assert (choice.attention.name, choice.reason, choice.shortfall) == ("sdpa", "asked for", "")
+    assert not caplog.records
 
 
 def test_cpu_uses_sdpa() -> None:
@@ -228,14 +255,15 @@ def test_cpu_uses_sdpa() -> None:
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.bfloat16, 80)])
 def test_shapes_without_a_kernel_use_sdpa_on_cuda(dtype: torch.dtype, head_dim: int) -> None:
-    shape = AttentionShape(8, 2, head_dim, dtype, torch.device("cuda"), 16)
-    choice = choose_attention(shape)
+    kinds = (AttentionKind(8, 2, head_dim),)
+    choice = choose_attention(AttentionShape(kinds, dtype, torch.device("cuda"), 16))
     assert choice.attention.name == "sdpa" and "no kernel" in choice.reason
+    assert f"head dim {head_dim}" in choice.shortfall and "64, 128, 256, 512" in choice.shortfall
 
 
 def test_a_cache_of_another_dtype_uses_sdpa_on_cuda() -> None:
     shape = AttentionShape(
-        8, 2, 64, torch.bfloat16, torch.device("cuda"), 16, cache_dtype=torch.float16
+        (KIND,), torch.bfloat16, torch.device("cuda"), 16, cache_dtype=torch.float16
     )
     choice = choose_attention(shape)
     assert choice.attention.name == "sdpa" and "torch.float16" in choice.reason
@@ -260,19 +288,7 @@ class RoundedPass:
 
 
 def test_a_last_bit_of_a_large_value_is_within_the_tolerance() -> None:
-    shape = AttentionShape(32, 8, 128, torch.bfloat16, torch.device("cpu"), 16)
-    difference = check_attention(Rounded(), shape)
+    kind = AttentionKind(32, 8, 128)
+    shape = AttentionShape((kind,), torch.bfloat16, torch.device("cpu"), 16)
+    difference = check_attention(Rounded(), kind, shape)
     assert 0.0 < difference <= TOLERANCE[torch.bfloat16] / 2
-
-
-def test_page_table_in_rows_one_after_the_other() -> None:
-    pool, batch = deal([(3, 1), (0, 9), (11, 1)], seed=1)
-    table = csr_page_table(batch, pool)
-    assert table.starts.tolist() == [0, 1, 4, 7]
-    assert table.last_page_lengths.tolist() == [4, 1, 4]
-    expected = [
-        page
-        for row, count in zip(batch.page_tables[0].tolist(), (1, 3, 3), strict=True)
-        for page in row[:count]
-    ]
-    assert table.page_ids.tolist() == expected

@@ -172,4 +172,4 @@ def test_without_a_gpu_the_rule_is_torch_and_the_reason_is_said() -> None:
     choice = choose_delta_kernels(shape_of("cpu"))
     assert (choice.kernels.name, choice.reason) == ("torch", "the path of cpu")
     choice = choose_delta_kernels(shape_of("cuda"))
-    assert choice.kernels.name == "torch" and choice.reason.startswith("fla can't be used: ")
+    assert choice.kernels.name == "torch" and choice.reason.startswith("fla can't be imported")

@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.engine.attention import choose
-from common.engine.attention.choose import AttentionShape, choose_attention
-from common.engine.config.model import ModelConfig
+from common.engine.config.model import ModelConfig, ScoreConfig
 from common.engine.config.weight_format import Float4Groups
 from common.engine.distributed import ParallelContext
 from common.engine.layers.rotary import rotary_frequencies
@@ -91,7 +89,8 @@ def test_the_published_config_is_understood(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert config.windows == (128, 0) * 12
     assert config.dtype == "bfloat16" and config.context_length == 131072
-    assert config.has_qkv_bias and config.has_output_bias and config.needs_sdpa
+    assert config.has_qkv_bias and config.has_output_bias
+    assert config.scores == ScoreConfig(has_sinks=True)
     assert config.weight_format == Float4Groups(32)
     assert config.family == GptOssConfig(gate_gain=1.702, gate_limit=7.0)
     assert config.moe is not None
@@ -212,16 +211,6 @@ def test_a_sink_is_a_key_without_a_value(tiny_checkpoint: Checkpoints) -> None:
                     parameter.fill_(value)
         found = logits_of(model, prompt)
         torch.testing.assert_close(found, reference.logits(prompt), atol=1e-4, rtol=0.0)
-
-
-def test_sinks_are_left_to_sdpa_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read(tmp_path)
-    monkeypatch.setattr(choose, "FlashInferAttention", None)
-    choice = choose_attention(
-        AttentionShape(64, 8, 64, torch.bfloat16, torch.device("cuda"), 16,
-                       needs_sdpa=config.needs_sdpa)
-    )  # fmt: skip
-    assert choice.attention.name == "sdpa" and "sinks" in choice.reason
 
 
 # ---- packed experts ------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ def test_kernels_run_only_if_they_agree(difference: float, chosen: Kernels, reas
 @pytest.mark.parametrize(
     "failure",
     [
-        ModuleNotFoundError("No module named 'fast'"),
         subprocess.CalledProcessError(1, "nvcc"),
         torch.OutOfMemoryError("out of memory"),
     ],
@@ -47,6 +46,15 @@ def test_kernels_that_raise_do_not_stop_a_server(failure: Exception) -> None:
     kernels, reason = try_kernels("fast", build_and_check, 0.01, PLAIN)
     assert kernels is PLAIN
     assert reason == f"fast can't be used: {type(failure).__name__}: {failure}"
+
+
+def test_a_library_that_is_not_there_is_answered_with_what_to_install() -> None:
+    def build_and_check() -> tuple[Kernels, float]:
+        raise ModuleNotFoundError("No module named 'fast'")
+
+    kernels, reason = try_kernels("fast", build_and_check, 0.01, PLAIN)
+    assert kernels is PLAIN
+    assert "No module named 'fast'" in reason and "baton[cuda" in reason
 
 
 def test_differences_are_relative_above_one_and_absolute_below() -> None:

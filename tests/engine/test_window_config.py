@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.config.model import ModelConfig
+from common.engine.config.model import ModelConfig, ScoreConfig
 from common.engine.models.gemma import gemma_config
 from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError
@@ -82,16 +82,16 @@ def test_windows_of_every_layer(
 
 
 def test_gemma_constants_and_their_defaults(tmp_path: Path) -> None:
-    gemma2 = gemma_config(read(tmp_path, "Gemma2ForCausalLM"))
-    assert (gemma2.score_scale, gemma2.score_softcap, gemma2.logit_softcap) == (1 / 16, 50.0, 30.0)
-    assert gemma2.local_rope is None
+    gemma2 = read(tmp_path, "Gemma2ForCausalLM")
+    assert gemma2.scores == ScoreConfig(scale=1 / 16, softcap=50.0)
+    assert gemma_config(gemma2).logit_softcap == 30.0
+    assert gemma_config(gemma2).local_rope is None
     config = read(tmp_path, "Gemma2ForCausalLM", attn_logit_softcapping=None)
-    assert gemma_config(config).score_softcap == 0.0
+    assert config.scores.softcap == 0.0
     assert config.is_head_tied and config.head_dim == 256 and not config.has_qk_norm
     gemma3 = read(tmp_path, "Gemma3ForCausalLM", query_pre_attn_scalar=4)
     assert gemma3.has_qk_norm
-    constants = gemma_config(gemma3)
-    assert (constants.score_scale, constants.score_softcap) == (0.5, 0.0)
+    assert gemma3.scores == ScoreConfig(scale=0.5)
 
 
 def test_rotations_by_layer_type_in_both_spellings(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from common.engine.attention.attention import Attention
-from common.engine.attention.choose import AttentionShape, choose_attention
+from common.engine.attention.choose import choose_attention
+from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.sdpa import SdpaAttention
+from common.engine.attention.trial import AttentionShape
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kv_pool import KvPool
 from common.engine.noise import hash_bits, row_keys
@@ -20,15 +22,26 @@ from common.layout.families import gqa_components
 from common.request import SamplingParams
 from tests.gpu.report import Section
 
-# (query heads, KV heads, head dim, dtype, page size): Llama-3-8B, Qwen2.5-7B with its groups of 7,
-# heads that are not grouped, large pages, and one rank's share of a model cut eight times.
+# (kind, dtype, page size): Llama-3-8B, Qwen2.5-7B with its groups of 7, heads that are not grouped,
+# large pages, and one rank's share of a model cut eight times.
 SHAPES = (
-    (32, 8, 128, torch.bfloat16, 16),
-    (28, 4, 128, torch.bfloat16, 16),
-    (8, 8, 64, torch.float16, 16),
-    (32, 8, 128, torch.bfloat16, 64),
-    (4, 1, 256, torch.bfloat16, 16),
+    (AttentionKind(32, 8, 128), torch.bfloat16, 16),
+    (AttentionKind(28, 4, 128), torch.bfloat16, 16),
+    (AttentionKind(8, 8, 64), torch.float16, 16),
+    (AttentionKind(32, 8, 128), torch.bfloat16, 64),
+    (AttentionKind(4, 1, 256), torch.bfloat16, 16),
 )
+# Windows and caps as Gemma-2-9B and Gemma-3-12B have them, a head of 512 as Gemma 4, sinks with and
+# without a window as gpt-oss. Each is compiled on its own.
+RULED_SHAPES = (
+    (AttentionKind(16, 8, 256, scale=1 / 16, softcap=50.0), torch.bfloat16, 16),
+    (AttentionKind(16, 8, 256, window=4096, scale=1 / 16, softcap=50.0), torch.bfloat16, 16),
+    (AttentionKind(16, 8, 256, window=1024, scale=1 / 16), torch.bfloat16, 16),
+    (AttentionKind(16, 4, 512, scale=1.0), torch.bfloat16, 16),
+    (AttentionKind(64, 8, 64, window=128, has_sinks=True), torch.bfloat16, 16),
+    (AttentionKind(64, 8, 64, has_sinks=True), torch.bfloat16, 16),
+)
+TIMED = SHAPES[0]
 MIXED = ((0, 5), (31, 17), (300, 40), (64, 1), (15, 1))
 SDPA_TOLERANCE = 1e-4
 TIMED_LAYERS = 4
@@ -41,32 +54,53 @@ VOCAB = 1000
 def check_attention_section(section: Section, device: torch.device) -> None:
     _check_sdpa(section, device)
     _check_sampler(section, device)
+    if _has_flashinfer(section, device):
+        _check_flashinfer(section, device, SHAPES)
+        shape = AttentionShape((TIMED[0],), TIMED[1], device, TIMED[2])
+        _time(section, "sdpa", SdpaAttention(), shape)
+
+
+def check_kinds_section(section: Section, device: torch.device) -> None:
+    """What takes long to compile and no plain model needs."""
+    if _has_flashinfer(section, device):
+        _check_flashinfer(section, device, RULED_SHAPES)
+
+
+def _has_flashinfer(section: Section, device: torch.device) -> bool:
     if device.type != "cuda":
         section.skip("flashinfer", f"runs on CUDA only, this is {device}")
-        return
+        return False
     if importlib.util.find_spec("flashinfer") is None:
         section.skip("flashinfer", "is not installed; servers here use sdpa")
-        return
-    for heads, kv_heads, dim, dtype, page_size in SHAPES:
-        shape = AttentionShape(heads, kv_heads, dim, dtype, device, page_size)
-        choice = choose_attention(shape)
-        name = f"flashinfer {heads}/{kv_heads} x {dim} {dtype} page {page_size}"
-        section.check(name, choice.attention.name == "flashinfer", choice.reason)
-        if choice.attention.name == "flashinfer" and shape.head_count == SHAPES[0][0]:
-            section.figure(f"{name} difference", choice.reason)
-            if page_size == SHAPES[0][4]:
-                _time(section, "flashinfer", choice.attention, shape)
-    _time(section, "sdpa", SdpaAttention(), AttentionShape(*SHAPES[0][:4], device, SHAPES[0][4]))
+        return False
+    return True
 
 
 # Correctness --------------------------------------------------------------------------------------
+
+
+def _check_flashinfer(
+    section: Section,
+    device: torch.device,
+    shapes: tuple[tuple[AttentionKind, torch.dtype, int], ...],
+) -> None:
+    for kind, dtype, page_size in shapes:
+        shape = AttentionShape((kind,), dtype, device, page_size)
+        choice = choose_attention(shape)
+        heads = f"{kind.head_count}/{kind.kv_head_count}"
+        name = f"flashinfer {heads} x {kind} {dtype} page {page_size}"
+        section.check(name, choice.attention.name == "flashinfer", choice.reason)
+        if choice.attention.name == "flashinfer":
+            section.figure(f"{name} difference", choice.reason)
+            if (kind, dtype, page_size) == TIMED:
+                _time(section, "flashinfer", choice.attention, shape)
 
 
 def _check_sdpa(section: Section, device: torch.device) -> None:
     """The reference of every other check is itself checked: the CPU's fp32 numbers."""
     outputs = []
     for where in (torch.device("cpu"), device):
-        shape = AttentionShape(8, 2, 64, torch.float32, where, 16)
+        shape = AttentionShape((AttentionKind(8, 2, 64),), torch.float32, where, 16)
         pool, batch = _deal(MIXED, shape, layer_count=1)
         generator = torch.Generator().manual_seed(3)
         query, key, value = (
@@ -120,13 +154,14 @@ def _time(section: Section, name: str, attention: Attention, shape: AttentionSha
     """Kernels and the writing of new rows, planning left out."""
     decode = ((DECODE_TOKENS - 1, 1),) * DECODE_SEQUENCES
     seconds = _seconds_per_layer(attention, decode, shape)
-    per_token = 2 * shape.kv_head_count * shape.head_dim * shape.dtype.itemsize
+    (kind,) = shape.kinds
+    per_token = 2 * kind.kv_head_count * kind.head_dim * shape.dtype.itemsize
     nbytes = DECODE_SEQUENCES * DECODE_TOKENS * per_token
     section.figure(
         f"{name} decode {DECODE_SEQUENCES} x {DECODE_TOKENS} GB/s", nbytes / seconds / 1e9
     )
     seconds = _seconds_per_layer(attention, ((0, PREFILL_TOKENS),), shape)
-    operations = 2 * PREFILL_TOKENS**2 * shape.head_count * shape.head_dim
+    operations = 2 * PREFILL_TOKENS**2 * kind.head_count * kind.head_dim
     section.figure(f"{name} prefill {PREFILL_TOKENS} TFLOP/s", operations / seconds / 1e12)
 
 
@@ -134,13 +169,12 @@ def _time(section: Section, name: str, attention: Attention, shape: AttentionSha
 def _seconds_per_layer(
     attention: Attention, lengths: tuple[tuple[int, int], ...], shape: AttentionShape
 ) -> float:
+    (kind,) = shape.kinds
     pool, batch = _deal(lengths, shape, layer_count=TIMED_LAYERS)
     attention_pass = attention.start(batch, pool)
     query, key, value = (
-        torch.randn(
-            batch.token_count, heads, shape.head_dim, dtype=shape.dtype, device=shape.device
-        )
-        for heads in (shape.head_count, shape.kv_head_count, shape.kv_head_count)
+        torch.randn(batch.token_count, heads, kind.head_dim, dtype=shape.dtype, device=shape.device)
+        for heads in (kind.head_count, kind.kv_head_count, kind.kv_head_count)
     )
 
     def run() -> None:
@@ -166,11 +200,12 @@ def _deal(
     lengths: tuple[tuple[int, int], ...], shape: AttentionShape, *, layer_count: int
 ) -> tuple[KvPool, ForwardBatch]:
     """A batch of (cached, new) tokens per sequence on shuffled pages of random content."""
+    (kind,) = shape.kinds
     dtype_name = str(shape.dtype).removeprefix("torch.")
     components = gqa_components(
         layer_count=layer_count,
-        kv_head_count=shape.kv_head_count,
-        head_dim=shape.head_dim,
+        kv_head_count=kind.kv_head_count,
+        head_dim=kind.head_dim,
         dtype=dtype_name,
     )
     layout = ServerLayout(components, 1, ((0, layer_count),), shape.page_size)

@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 # What compiles kernels comes first, and servers last: they find everything compiled.
 SECTIONS = (
     "attention",
+    "kinds",
     "engine",
     "launch",
     "handover",
@@ -162,6 +163,10 @@ def section_of(args: argparse.Namespace) -> Callable[[Section, torch.device], No
                 check_recurrence_section(section, device)
 
             return check_kernels
+        case "kinds":
+            from tests.gpu.attention_section import check_kinds_section
+
+            return check_kinds_section
         case "handover":
             from tests.gpu.handover_section import check_handover_section
 

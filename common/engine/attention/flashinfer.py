@@ -1,182 +1,200 @@
 """Attention on CUDA by FlashInfer, straight over the strided envelopes [page, head, token, dim].
 
 Nothing is gathered or copied. The library is imported when the backend is made, never before;
-whoever makes it checks its numbers against SDPA first (`choose.py`). Written against the sources of
-FlashInfer 0.6.18 and 0.7.2, whose kernels ask that keys and values have equal strides: in an
+whoever makes it checks every kind of layer against SDPA first (`choose.py`), and kinds that it
+can't do are SDPA's in the same pass. Its kernels ask that keys and values have equal strides: in an
 envelope they do. It needs a CUDA device, and no machine that had one has run it yet: without one
-only the page table's conversion is tested; `tests/gpu/check.py` does the rest.
+only the page runs and the choice of plans are tested; `tests/gpu/check.py` does the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import KEY, VALUE, CacheWriter
+from common.engine.attention.attention import KEY, VALUE
+from common.engine.attention.flashinfer_kernels import FixedMemory, Kernel, Kernels, Shapes
+from common.engine.attention.kinds import AttentionKind
+from common.engine.attention.page_runs import PageRuns, page_runs
+from common.engine.attention.scores import ScoreRule
+from common.engine.attention.sdpa import SdpaPass
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool
+from common.engine.kv_pool import KvPool, Plane, Scratch
 
 # Scratch for the partial outputs of split keys. A plan that does not fit raises: FA2 may ask for
 # heads * (2 * SMs / KV heads) tiles of 128 rows in fp32, on an H200 with 64 heads, 8 KV heads and
 # dim 128 that is 138 MB, more than the 128 MiB that FlashInfer's documentation recommends.
 WORKSPACE_NBYTES = 384 * 1024 * 1024
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
-SUPPORTED_HEAD_DIMS = (64, 128, 256)
-# Query heads per KV head from which a decode fills a tensor core's tile better than a vector unit.
-TENSOR_CORE_GROUP_MIN = 4
-
-
-class _DecodeWrapper(Protocol):
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None: ...
-
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor: ...
-
-
-class _PrefillWrapper(Protocol):
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None: ...
-
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor: ...
+SUPPORTED_HEAD_DIMS = (64, 128, 256, 512)
 
 
 class FlashInferAttention:
     """See `Attention`. Raises ImportError if the library is not installed.
 
-    head_count, kv_head_count: of this rank.
+    kinds: of the layers that it may be used for. Passes can be recorded if those are all of the
+    model's; see `RecordableAttention`.
+
+    A pass plans once per page group and kind, when the first such layer attends. A plan is made on
+    the host and copied from pinned memory of the kernel; the next one waits for that copy alone,
+    which is done as soon as what was launched before it. Recordings are planned beforehand, all
+    kinds at once, into memory that they know: `reserve`, then `plan_recorded` before each replay.
     """
 
     name = "flashinfer"
 
     def __init__(
         self,
+        kinds: Collection[AttentionKind],
         *,
-        head_count: int,
-        kv_head_count: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        import flashinfer
-
-        self.head_count = head_count
-        self.kv_head_count = kv_head_count
-        self.head_dim = head_dim
-        self.dtype = dtype
         workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=device)
-        self.decode: _DecodeWrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "HND",
-            use_tensor_cores=head_count // kv_head_count >= TENSOR_CORE_GROUP_MIN,
-        )
-        self.prefill: _PrefillWrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "HND"
-        )
+        self.kinds = frozenset(kinds)
+        self._dtype = dtype
+        self._device = device
+        self._make = Kernels(workspace, dtype)
+        self._scratch = (Scratch(), Scratch())
+        self._decodes: dict[AttentionKind, _Planned] = {}
+        self._prefills: dict[AttentionKind, _Planned] = {}
+        self._recorded: dict[tuple[AttentionKind, int], _Planned] = {}
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
-        page_items = pool.page_items[pool.group_of(KEY)]
-        table = csr_page_table(batch, pool)
-        layer = pool.first_layer(KEY)
-        if layer is None:
-            # A pipeline stage whose layers all do something else; it never attends.
-            return FlashInferPass(batch, pool, self.decode)
-        key_dtype = pool.view(KEY, layer).dtype
-        if batch.is_decode_only:
-            self.decode.plan(
-                table.starts,
-                table.page_ids,
-                table.last_page_lengths,
-                self.head_count,
-                self.kv_head_count,
-                self.head_dim,
-                page_items,
-                q_data_type=self.dtype,
-                kv_data_type=key_dtype,
-            )
-            return FlashInferPass(batch, pool, self.decode)
-        self.prefill.plan(
-            torch.tensor([0, *batch.query_lengths], dtype=torch.int32).cumsum(0).int(),
-            table.starts,
-            table.page_ids,
-            table.last_page_lengths,
-            self.head_count,
-            self.kv_head_count,
-            self.head_dim,
-            page_items,
-            causal=True,
-            q_data_type=self.dtype,
-            kv_data_type=key_dtype,
+        planner = _Planner(batch, pool, self._dtype)
+        kernels, make = (
+            (self._decodes, self._make.decode)
+            if batch.is_decode_only
+            else (self._prefills, self._make.prefill)
         )
-        return FlashInferPass(batch, pool, self.prefill)
+        planned: dict[AttentionKind, Kernel] = {}
+
+        def kernel(kind: AttentionKind, group: int) -> Kernel | None:
+            if kind not in self.kinds:
+                return None
+            if kind not in planned:
+                if kind not in kernels:
+                    kernels[kind] = _Planned(make(kind))
+                planned[kind] = kernels[kind].plan(*planner.plan(kind, group))
+            return planned[kind]
+
+        return FlashInferPass(batch, pool, self._scratch, kernel)
+
+    def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
+        """See `RecordableAttention`."""
+        for kind in self.kinds:
+            largest = max(batch_sizes)
+            memory = FixedMemory.allocate(largest, largest * page_max, self._device)
+            for size in batch_sizes:
+                kernel = self._make.recorded_decode(kind, memory.of_size(size))
+                self._recorded[kind, size] = _Planned(kernel)
+
+    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
+        """See `RecordableAttention`."""
+        planner = _Planner(batch, pool, self._dtype)
+        for kind, group in kinds_of_pool(self.kinds, pool).items():
+            self._recorded[kind, batch.sequence_count].plan(*planner.plan(kind, group))
+
+    def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
+        """See `RecordableAttention`."""
+        return FlashInferPass(
+            batch,
+            pool,
+            self._scratch,
+            lambda kind, _: self._recorded[kind, batch.sequence_count].kernel,
+        )
 
 
-class FlashInferPass:
-    """See `AttentionPass`."""
+class FlashInferPass(SdpaPass):
+    """See `AttentionPass`. kernel: planned for a kind over a page group, None if SDPA does it."""
 
     def __init__(
-        self, batch: ForwardBatch, pool: KvPool, wrapper: _DecodeWrapper | _PrefillWrapper
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        scratch: tuple[Scratch, Scratch],
+        kernel: Callable[[AttentionKind, int], Kernel | None],
     ) -> None:
+        super().__init__(batch, pool, scratch)
+        self._kernel = kernel
+
+    def _attend(
+        self, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, rule: ScoreRule
+    ) -> Tensor:
+        keys, values = (self._pool.plane(part, layer) for part in (KEY, VALUE))
+        kind = kind_of(keys, self._pool, query.shape[1], rule)
+        kernel = self._kernel(kind, keys.geometry.group)
+        if kernel is None:
+            return super()._attend(layer, query, new, rule)
+        return kernel.run(query.contiguous(), (keys.view, values.view), rule.sinks)
+
+
+def kind_of(keys: Plane, pool: KvPool, head_count: int, rule: ScoreRule) -> AttentionKind:
+    """The kind of a layer, by its cache and what is done to its scores."""
+    return AttentionKind(
+        head_count=head_count,
+        kv_head_count=keys.geometry.unit_count,
+        head_dim=keys.view.shape[-1],
+        window=pool.groups[keys.geometry.group].live.size,
+        scale=rule.scale,
+        softcap=rule.softcap,
+        has_sinks=rule.sinks is not None,
+    )
+
+
+def kinds_of_pool(kinds: Collection[AttentionKind], pool: KvPool) -> dict[AttentionKind, int]:
+    """Those that layers of a pool may be of, and their page group."""
+    groups = {
+        (keys.geometry.unit_count, keys.view.shape[-1], pool.groups[group].live.size): group
+        for keys in pool.planes(KEY)
+        for group in (keys.geometry.group,)
+    }
+    return {
+        kind: groups[key]
+        for kind in kinds
+        for key in ((kind.kv_head_count, kind.head_dim, kind.window),)
+        if key in groups
+    }
+
+
+class _Planner:
+    """What plans of one pass need, by page group."""
+
+    def __init__(self, batch: ForwardBatch, pool: KvPool, dtype: torch.dtype) -> None:
+        self._batch = batch
         self._pool = pool
-        self._writer = CacheWriter(batch, pool)
-        self._wrapper = wrapper
+        self._dtype = dtype
+        self._runs: dict[int, PageRuns] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._writer.write(KEY, layer, key)
-        self._writer.write(VALUE, layer, value)
-        planes = (self._pool.view(KEY, layer), self._pool.view(VALUE, layer))
-        return self._wrapper.run(query.contiguous(), planes)
-
-
-@dataclass(frozen=True, slots=True)
-class CsrPageTable:
-    """The used part of a page table, sequence after sequence.
-
-    starts: int32[B + 1] and last_page_lengths: int32[B], on the CPU, where FlashInfer plans;
-    page_ids: int32[starts[-1]] on the device.
-    """
-
-    starts: Tensor
-    page_ids: Tensor
-    last_page_lengths: Tensor
+    def plan(self, kind: AttentionKind, group: int) -> tuple[PageRuns, Shapes]:
+        batch = self._batch
+        page_items = self._pool.page_items[group]
+        if group not in self._runs:
+            self._runs[group] = page_runs(
+                batch.page_tables[group],
+                page_items,
+                batch.kv_length_list,
+                batch.query_lengths,
+                window=kind.window,
+            )
+        query_starts = torch.tensor([0, *batch.query_lengths]).cumsum(0).to(torch.int32)
+        return self._runs[group], Shapes(query_starts, page_items, self._dtype)
 
 
-def csr_page_table(batch: ForwardBatch, pool: KvPool) -> CsrPageTable:
-    """The pages that hold kv_lengths tokens of each sequence; no wait for the device."""
-    group = pool.group_of(KEY)
-    items = pool.page_items[group]
-    table = batch.page_tables[group]
-    lengths = torch.tensor(batch.kv_length_list, dtype=torch.int32)
-    counts = (lengths + items - 1) // items
-    starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
-    starts[1:] = counts.cumsum(0)
-    rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    columns = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], counts)
-    page_ids = table[rows.to(table.device), columns.to(table.device)]
-    return CsrPageTable(starts, page_ids, lengths - (counts - 1) * items)
+class _Planned:
+    """A kernel, and whether its last plan has left the host."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._copied: torch.cuda.Event | None = None
+
+    def plan(self, runs: PageRuns, shapes: Shapes) -> Kernel:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.kernel.plan(runs, shapes)
+        if runs.page_ids.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        return self.kernel

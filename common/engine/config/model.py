@@ -52,6 +52,21 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreConfig:
+    """What a model does to its attention scores, in all layers alike; see `ScoreRule`.
+
+    scale: None for head dim ** -0.5. softcap: 0 for none. has_sinks: one per query head.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+
+PLAIN_SCORES = ScoreConfig()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder, whichever architecture it is published as.
 
@@ -65,7 +80,7 @@ class ModelConfig:
         at a time; they are not loaded.
     windows: tokens that each layer sees, itself included; 0 for all.
     is_compressed: whether layers see blocks of the past instead of all of it.
-    has_score_rule: whether some layer does more to its scores than scale and mask them.
+    scores: what is done to attention scores beside masking them.
     family: what only this family's layers have.
     """
 
@@ -93,7 +108,7 @@ class ModelConfig:
     weight_format: WeightFormat | None = None
     extra_layer_count: int = 0
     windows: tuple[int, ...] = ()
-    has_score_rule: bool = False
+    scores: ScoreConfig = PLAIN_SCORES
     is_compressed: bool = False
     family: FamilyConfig | None = None
 
@@ -102,9 +117,9 @@ class ModelConfig:
         return any(self.windows)
 
     @property
-    def needs_sdpa(self) -> bool:
-        """Whether attention is more than causal softmax over all of the past."""
-        return self.has_windows or self.has_score_rule
+    def has_plain_attention(self) -> bool:
+        """Whether attention is causal softmax over all of the past and no more."""
+        return not self.has_windows and self.scores == PLAIN_SCORES
 
     @property
     def rotary_dim(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,8 @@ from common.engine.layers.delta_rule import (
     apply_delta_rule,
 )
 from common.engine.layers.sequence_rows import SequenceRows
+
+log = logging.getLogger(__name__)
 
 # Relative to outputs and states of at least one. The kernels multiply in the dtype of the inputs,
 # or in TF32, and sum in fp32; a wrong head, decay or order of the state is off by the order of one.
@@ -61,7 +64,10 @@ def choose_delta_kernels(shape: DeltaShape) -> DeltaChoice:
         candidate = FlaDelta(is_per_channel=shape.is_per_channel)
         return candidate, check_delta_kernels(candidate, shape)
 
-    return DeltaChoice(*try_kernels("fla", build_and_check, TOLERANCE[shape.dtype], plain))
+    kernels, reason = try_kernels("fla", build_and_check, TOLERANCE[shape.dtype], plain)
+    if kernels is plain:
+        log.warning("delta rule: %s; plain torch is used, which is slower", reason)
+    return DeltaChoice(kernels, reason)
 
 
 @torch.inference_mode()

@@ -47,7 +47,7 @@ class GemmaAttention(GqaAttention):
             layer,
             norm=OffsetQkNorm,
             rotation=LOCAL if layer in gemma.local_layers else MAIN,
-            rule=ScoreRule(scale=gemma.score_scale, softcap=gemma.score_softcap),
+            rule=ScoreRule(scale=config.scores.scale, softcap=config.scores.softcap),
         )
 
 

@@ -35,7 +35,6 @@ from common.engine.models.layer_pass import LOCAL, MAIN, LayerPass
 from common.layout.component import CacheComponent
 from common.layout.families import CachedHeads, mixed_gqa_components
 
-UNSCALED = ScoreRule(scale=1.0)
 INPUT_NAMES = (
     "model.embed_tokens_per_layer",
     "model.per_layer_model_projection",
@@ -55,6 +54,7 @@ class Gemma4Attention:
         self.is_owner = self.owner == layer
         self.has_values = self.is_owner and layer not in family.valueless_layers
         self.rotation = LOCAL if layer in family.local_layers else MAIN
+        self.rule = ScoreRule(scale=config.scores.scale)
         self.epsilon = config.rms_norm_eps
         self.head_dim = dim
         self.head_count = len(heads)
@@ -97,9 +97,9 @@ class Gemma4Attention:
             key = rotation.apply(self.norms[1](cached[0]))
             # Without a projection of their own, values are made of the raw keys.
             value = normalize(cached[-1], self.epsilon)
-            attended = attention.attend(self.owner, query, key, value, UNSCALED)
+            attended = attention.attend(self.owner, query, key, value, self.rule)
         else:
-            attended = attention.attend_shared(self.owner, query, UNSCALED)
+            attended = attention.attend_shared(self.owner, query, self.rule)
         return self.output(attended.reshape(token_count, -1))
 
     def weights(self) -> Iterator[Weight]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from common.engine.config.json_fields import JsonFields
-from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig, ScoreConfig
 from common.engine.config.reading import CheckpointConfig, Heads, read_decoder, read_heads
 from common.engine.config.rope import RopeConfig
 from common.engine.config.window import WindowStyle, read_windows, window_layers
@@ -94,7 +94,7 @@ def read_gemma4(source: CheckpointConfig) -> ModelConfig:
         has_qk_norm=True,
         moe=_read_experts(fields, layer_count),
         windows=read_windows(fields, local, layer_count, context_length, width_default=WINDOW),
-        has_score_rule=True,
+        scores=ScoreConfig(scale=1.0),
         family=_read_family(fields, base, local),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.engine.config.json_fields import JsonFields
-from common.engine.config.model import FamilyConfig, ModelConfig
+from common.engine.config.model import FamilyConfig, ModelConfig, ScoreConfig
 from common.engine.config.reading import CheckpointConfig, read_decoder, read_heads
 from common.engine.config.rope import RopeConfig, extended_length, read_rope
 from common.engine.config.window import WindowStyle, read_windows, window_layers
@@ -24,14 +24,11 @@ TEXT_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class GemmaConfig(FamilyConfig):
-    """score_scale: on attention scores. score_softcap, logit_softcap: scores and logits become
-    c * tanh(x / c); 0 for none.
+    """logit_softcap: logits become c * tanh(x / c); 0 for none.
 
     local_rope: rotation of `local_layers`, global layer ids; None if all layers share one.
     """
 
-    score_scale: float
-    score_softcap: float
     logit_softcap: float
     local_rope: RopeConfig | None
     local_layers: tuple[int, ...]
@@ -93,10 +90,11 @@ def read_gemma(source: CheckpointConfig) -> ModelConfig:
         has_output_bias=has_bias,
         has_qk_norm=variant.has_qk_norm,
         windows=read_windows(fields, marked, base.layer_count, context_length),
-        has_score_rule=True,
+        scores=ScoreConfig(
+            scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            softcap=read_softcap(fields, "attn_logit_softcapping", variant.softcaps[0]),
+        ),
         family=GemmaConfig(
-            score_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            score_softcap=read_softcap(fields, "attn_logit_softcapping", variant.softcaps[0]),
             logit_softcap=read_softcap(fields, "final_logit_softcapping", variant.softcaps[1]),
             local_rope=_read_local_rope(fields, max_position)
             if variant.has_local_rope and marked

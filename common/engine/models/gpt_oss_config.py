@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.engine.config.json_fields import JsonFields
-from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig
+from common.engine.config.model import FamilyConfig, ModelConfig, MoeConfig, ScoreConfig
 from common.engine.config.reading import (
     CheckpointConfig,
     check_silu,
@@ -59,7 +59,7 @@ def read_gpt_oss(source: CheckpointConfig) -> ModelConfig:
         has_output_bias=has_bias,
         moe=_read_experts(fields, layers),
         windows=read_windows(fields, marked, layers, base.context_length, width_default=WINDOW),
-        has_score_rule=True,
+        scores=ScoreConfig(has_sinks=True),
         family=GptOssConfig(
             gate_gain=fields.number("swiglu_alpha", GATE_GAIN),
             gate_limit=fields.number("swiglu_limit", GATE_LIMIT),

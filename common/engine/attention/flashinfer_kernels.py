@@ -1,0 +1,284 @@
+"""FlashInfer's paged kernels, each planned for one batch and run by every layer of its kind.
+
+Written against the sources of FlashInfer 0.6.18 and 0.7.2; imported only where a backend is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.engine.attention.kinds import AttentionKind
+from common.engine.attention.page_runs import PageRuns
+
+LAYOUT = "HND"
+# Query heads per KV head from which a decode fills a tensor core's tile better than a vector unit.
+TENSOR_CORE_GROUP_MIN = 4
+PLAN_NBYTES = 8 * 1024 * 1024
+"""What FlashInfer itself gives a plan."""
+
+
+class DecodeWrapper(Protocol):
+    """flashinfer.BatchDecodeWithPagedKVCacheWrapper, as far as it is used."""
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        window_left: int,
+        logits_soft_cap: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None: ...
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor: ...
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None: ...
+
+
+class PrefillWrapper(Protocol):
+    """flashinfer.BatchPrefillWithPagedKVCacheWrapper, and its heir that knows sinks."""
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        logits_soft_cap: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None: ...
+
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *jit_args: Tensor | float
+    ) -> Tensor: ...
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What a plan asks of a batch beside its pages. query_starts: int32[B + 1] on the CPU."""
+
+    query_starts: Tensor
+    page_items: int
+    dtype: torch.dtype
+
+
+class DecodeKernel:
+    """One new token per sequence."""
+
+    def __init__(self, kind: AttentionKind, wrapper: DecodeWrapper) -> None:
+        self._kind = kind
+        self._wrapper = wrapper
+
+    def plan(self, runs: PageRuns, shapes: Shapes) -> None:
+        kind = self._kind
+        self._wrapper.plan(
+            runs.starts,
+            runs.page_ids,
+            runs.last_page_lengths,
+            kind.head_count,
+            kind.kv_head_count,
+            kind.head_dim,
+            shapes.page_items,
+            sm_scale=kind.score_scale,
+            window_left=window_left(kind),
+            logits_soft_cap=kind.softcap,
+            q_data_type=shapes.dtype,
+            kv_data_type=shapes.dtype,
+        )
+
+    def run(self, query: Tensor, planes: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
+        """query: [B, heads, head dim]; planes: keys and values [page, head, item, head dim]."""
+        assert sinks is None
+        return self._wrapper.run(query, planes)
+
+
+class PrefillKernel:
+    """Any number of new tokens per sequence; kinds with sinks decode by it too."""
+
+    def __init__(self, kind: AttentionKind, wrapper: PrefillWrapper) -> None:
+        self._kind = kind
+        self._wrapper = wrapper
+
+    def plan(self, runs: PageRuns, shapes: Shapes) -> None:
+        kind = self._kind
+        self._wrapper.plan(
+            shapes.query_starts,
+            runs.starts,
+            runs.page_ids,
+            runs.last_page_lengths,
+            kind.head_count,
+            kind.kv_head_count,
+            kind.head_dim,
+            shapes.page_items,
+            causal=True,
+            sm_scale=kind.score_scale,
+            window_left=window_left(kind),
+            logits_soft_cap=kind.softcap,
+            q_data_type=shapes.dtype,
+            kv_data_type=shapes.dtype,
+        )
+
+    def run(self, query: Tensor, planes: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
+        """query: [T, heads, head dim]; sinks: [heads], in any dtype."""
+        if sinks is None:
+            return self._wrapper.run(query, planes)
+        # The kernel reads fp32, whatever it is given.
+        return self._wrapper.run(query, planes, sinks.float(), self._kind.score_scale)
+
+
+Kernel = DecodeKernel | PrefillKernel
+
+
+@dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """What recorded decodes of one kind read, in memory that stays. One size at a time uses it.
+
+    plan: uint8, what the kernel's own plan says. query_starts: int32[B + 1], what it is for good.
+    starts: int32[B + 1], page_ids: int32[pages], last_page_lengths: int32[B] of its page runs.
+    """
+
+    plan: Tensor
+    query_starts: Tensor
+    starts: Tensor
+    page_ids: Tensor
+    last_page_lengths: Tensor
+
+    @staticmethod
+    def allocate(batch_size: int, page_count: int, device: torch.device) -> FixedMemory:
+        """For batches and page runs of these sizes at most."""
+
+        def numbers(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        return FixedMemory(
+            plan=torch.empty(PLAN_NBYTES, dtype=torch.uint8, device=device),
+            query_starts=torch.arange(batch_size + 1, dtype=torch.int32, device=device),
+            starts=numbers(batch_size + 1),
+            page_ids=numbers(page_count),
+            last_page_lengths=numbers(batch_size),
+        )
+
+    def of_size(self, batch_size: int) -> FixedMemory:
+        """The part that a batch of this size uses."""
+        return FixedMemory(
+            plan=self.plan,
+            query_starts=self.query_starts[: batch_size + 1],
+            starts=self.starts[: batch_size + 1],
+            page_ids=self.page_ids,
+            last_page_lengths=self.last_page_lengths[:batch_size],
+        )
+
+
+class Kernels:
+    """Makes the kernels of one device. Raises ImportError if the library is not installed.
+
+    workspace: uint8, for partial outputs; zeros at first. Kernels share it, for they run one after
+    the other.
+    """
+
+    def __init__(self, workspace: Tensor, dtype: torch.dtype) -> None:
+        import flashinfer
+
+        self._workspace = workspace
+        self._dtype = dtype
+        self._decode_type: Callable[..., DecodeWrapper] = (
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        )
+        self._prefill_type: Callable[..., PrefillWrapper] = (
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        )
+        self._sink_type: Callable[..., PrefillWrapper] = (
+            flashinfer.BatchAttentionWithAttentionSinkWrapper
+        )
+
+    def decode(self, kind: AttentionKind) -> Kernel:
+        return self._decode(kind, None)
+
+    def recorded_decode(self, kind: AttentionKind, memory: FixedMemory) -> Kernel:
+        """One that is planned into `memory`, outside of a recording, and runs inside it."""
+        return self._decode(kind, memory)
+
+    def prefill(self, kind: AttentionKind) -> Kernel:
+        if kind.has_sinks:
+            return PrefillKernel(kind, self._with_sinks(kind, "auto", None))
+        return PrefillKernel(kind, self._prefill_type(self._workspace, LAYOUT))
+
+    def _decode(self, kind: AttentionKind, memory: FixedMemory | None) -> Kernel:
+        if kind.has_sinks:
+            return PrefillKernel(kind, self._with_sinks(kind, "fa2", memory))
+        # By name: left to choose, later releases take kernels of others for some shapes, which
+        # copy what has strides.
+        options: dict[str, object] = {"backend": "fa2"}
+        if memory is not None:
+            options |= {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": memory.starts,
+                "paged_kv_indices_buffer": memory.page_ids,
+                "paged_kv_last_page_len_buffer": memory.last_page_lengths,
+            }
+        group = kind.head_count // kind.kv_head_count
+        wrapper = self._decode_type(
+            self._workspace, LAYOUT, use_tensor_cores=group >= TENSOR_CORE_GROUP_MIN, **options
+        )
+        if memory is not None:
+            wrapper.reset_workspace_buffer(self._workspace, memory.plan)
+        return DecodeKernel(kind, wrapper)
+
+    def _with_sinks(
+        self, kind: AttentionKind, backend: str, memory: FixedMemory | None
+    ) -> PrefillWrapper:
+        options: dict[str, object] = {}
+        if memory is not None:
+            options = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": memory.query_starts,
+                "paged_kv_indptr_buf": memory.starts,
+                "paged_kv_indices_buf": memory.page_ids,
+                "paged_kv_last_page_len_buf": memory.last_page_lengths,
+            }
+        wrapper = self._sink_type(
+            self._workspace,
+            LAYOUT,
+            backend=backend,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            head_dim_qk=kind.head_dim,
+            head_dim_vo=kind.head_dim,
+            window_left=window_left(kind),
+            **options,
+        )
+        if memory is not None:
+            wrapper.reset_workspace_buffer(self._workspace, memory.plan)
+        return wrapper
+
+
+def window_left(kind: AttentionKind) -> int:
+    """How far before itself a token sees, as the kernels spell it: -1 for all of the past."""
+    return kind.window - 1

@@ -1,0 +1,67 @@
+"""The pages that sequences read in one pass, one after the other, as paged kernels take them.
+
+A page table has a page for every logical index from 0 on; a window reads the last ones only, and
+those before may be another's by now. So a run begins with the first page that is read, and a
+sequence counts its tokens from there:
+
+    window of 4, pages of 2, 9 tokens, 2 of them new     positions   0 1|2 3|4 5|6 7|8
+    token 7 is the first new one and sees 4 .. 7         run                |4 5|6 7|8    length 5
+
+Masks compare distances from a sequence's end, which a shifted origin leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.host_copy import upload
+
+
+@dataclass(frozen=True, slots=True)
+class PageRuns:
+    """starts: int32[B + 1], lengths: int32[B] in tokens, last_page_lengths: int32[B], on the CPU,
+    where kernels plan. page_ids: int32[starts[-1]] on the device."""
+
+    starts: Tensor
+    lengths: Tensor
+    last_page_lengths: Tensor
+    page_ids: Tensor
+
+
+def page_runs(
+    table: Tensor,
+    page_items: int,
+    kv_lengths: Sequence[int],
+    new_counts: Sequence[int],
+    *,
+    window: int = 0,
+) -> PageRuns:
+    """What the last `new_counts` of kv_lengths tokens see between them; no wait for the device.
+
+    table: int32[B, pages]. window: in tokens, the token itself included; 0 for all of the past.
+    """
+    lengths = np.asarray(kv_lengths, dtype=np.int64)
+    first_pages = np.zeros_like(lengths)
+    if window:
+        first_seen = lengths - np.asarray(new_counts, dtype=np.int64) - window + 1
+        first_pages = np.maximum(first_seen, 0) // page_items
+    counts = -(-lengths // page_items) - first_pages
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    starts[1:] = counts.cumsum()
+    count = int(starts[-1])
+    on_device = upload(table.device, counts, first_pages - starts[:-1])
+    rows = torch.repeat_interleave(on_device[0], output_size=count)
+    columns = torch.arange(count, device=table.device) + on_device[1][rows]
+    return PageRuns(
+        starts=torch.from_numpy(starts),
+        lengths=torch.from_numpy((lengths - first_pages * page_items).astype(np.int32)),
+        last_page_lengths=torch.from_numpy(
+            (lengths - (first_pages + counts - 1) * page_items).astype(np.int32)
+        ),
+        page_ids=table[rows, columns],
+    )

@@ -1,0 +1,151 @@
+"""What FlashInfer's wrappers are documented to compute, key by key, on any device.
+
+Stands for the library where there is no GPU: plans are taken as the sources of 0.6.18 take them, a
+wrapper for recordings reads only the buffers that it was given, and masks are the kernels' own.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.attention import flashinfer, flashinfer_kernels
+
+
+class PagedAttention:
+    """Any number of new tokens per sequence."""
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        layout: str,
+        *,
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        **_: object,
+    ) -> None:
+        assert workspace.dtype == torch.uint8 and layout == "HND"
+        self.buffers: list[Tensor] | None = None
+        if use_cuda_graph:
+            buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+            self.buffers = [buffer for buffer in buffers if buffer is not None]
+            assert len(self.buffers) == 3
+
+    def reset_workspace_buffer(self, floats: Tensor, integers: Tensor) -> None:
+        assert floats.dtype == integers.dtype == torch.uint8
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        *table: Tensor | int,
+        sm_scale: float,
+        window_left: int,
+        logits_soft_cap: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        causal: bool,
+    ) -> None:
+        assert causal and q_data_type == kv_data_type and not qo_indptr.is_cuda
+        *tensors, self.head_count, self.kv_head_count, self.dim, self.page_size = table
+        pages: list[Tensor] = [t for t in tensors if isinstance(t, Tensor)]
+        assert all(t.dtype == torch.int32 for t in (qo_indptr, *pages))
+        if self.buffers is not None:
+            for buffer, tensor in zip(self.buffers, pages, strict=True):
+                buffer[: len(tensor)].copy_(tensor)
+            assert len(self.buffers[2]) == len(pages[2]), "one batch size for good"
+            pages = self.buffers
+        self.query_starts, self.pages = qo_indptr, pages
+        self.scale, self.window_left, self.softcap = sm_scale, window_left, logits_soft_cap
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *jit_args: Tensor | float) -> Tensor:
+        keys, values = kv
+        assert keys.stride() == values.stride() and q.is_contiguous()
+        assert q.shape[1:] == (self.head_count, self.dim) and len(q) == self.query_starts[-1]
+        assert keys.shape[1:] == (self.kv_head_count, self.page_size, self.dim)
+        sinks = None
+        if jit_args:
+            sinks, scale = jit_args
+            assert isinstance(sinks, Tensor) and sinks.dtype == torch.float32
+            assert scale == self.scale
+        return torch.cat(
+            [self.one(sequence, q, keys, values, sinks) for sequence in range(len(self.pages[2]))]
+        )
+
+    def one(
+        self, sequence: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        starts, ids, last = self.pages
+        pages = ids[starts[sequence] : starts[sequence + 1]].long()
+        length = (len(pages) - 1) * self.page_size + int(last[sequence])
+        rows = q[self.query_starts[sequence] : self.query_starts[sequence + 1]].float()
+        group = self.head_count // self.kv_head_count
+        key, value = (
+            part[pages]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :length]
+            .float()
+            .repeat_interleave(group, 0)
+            for part in (keys, values)
+        )
+        scores = torch.einsum("thd,hkd->thk", rows, key) * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        query_index = torch.arange(len(rows))[:, None]
+        key_index = torch.arange(length)[None]
+        seen = key_index + len(rows) <= length + query_index
+        if self.window_left >= 0:
+            seen &= key_index + len(rows) + self.window_left >= length + query_index
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        if sinks is not None:
+            column = sinks[None, :, None].expand(len(rows), -1, 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., :length]
+        return torch.einsum("thk,hkd->thd", weights, value).to(q.dtype)
+
+
+class Decode(PagedAttention):
+    """One new token per sequence."""
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        layout: str,
+        *,
+        use_tensor_cores: bool,
+        backend: str,
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            workspace,
+            layout,
+            use_cuda_graph=use_cuda_graph,
+            paged_kv_indptr_buf=paged_kv_indptr_buffer,
+            paged_kv_indices_buf=paged_kv_indices_buffer,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buffer,
+        )
+
+    def plan(self, indptr: Tensor, *table: Tensor | int, **options: object) -> None:
+        query_starts = torch.arange(len(indptr), dtype=torch.int32)
+        super().plan(query_starts, indptr, *table, causal=True, **options)  # type: ignore[arg-type]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import flashinfer` finds this, which needs no workspace."""
+    monkeypatch.setattr(flashinfer, "WORKSPACE_NBYTES", 16)
+    monkeypatch.setattr(flashinfer_kernels, "PLAN_NBYTES", 16)
+    module = ModuleType("flashinfer")
+    vars(module).update(
+        BatchDecodeWithPagedKVCacheWrapper=Decode,
+        BatchPrefillWithPagedKVCacheWrapper=PagedAttention,
+        BatchAttentionWithAttentionSinkWrapper=PagedAttention,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
