@@ -75,6 +75,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     nnodes, node_rank: machines that the ranks are spread over evenly, and which of them this is;
         machine 0 has the frontend and the scheduler. dist_init_addr: "host:port" of machine 0,
         where the ranks meet; its next port is where their workers find the scheduler.
+    attention_backend: "auto" is FlashInfer on CUDA for the kinds of layers that it is right about;
+        "sdpa" is torch whatever the layers are; "flashinfer" starts only if all layers can use it.
     chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
     max_running_requests: None: as many as a pool without states allows, or as have room for theirs.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
@@ -131,6 +133,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "cpu"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
     page_size: int = 16
     chunked_prefill_size: int = 2048
     max_running_requests: int | None = None

@@ -65,6 +65,12 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         cache_dtype,
         "of the cache: as --dtype, or fp8_e4m3 (scale 1.0); auto: the weights'",
     ),
+    Flag(
+        "attention_backend",
+        ("attention-backend",),
+        choice("auto", "sdpa", "flashinfer"),
+        "auto: flashinfer where it can; sdpa: torch's own; flashinfer: it or no start",
+    ),
     Flag("page_size", ("page-size",), page_size, "tokens per page, a power of two in 1..256"),
     Flag(
         "chunked_prefill_size",

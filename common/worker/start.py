@@ -96,7 +96,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     )
     cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
     choice = choose_attention(
-        attention_shape(model_config, parallel, device, config.page_size, cache_dtype)
+        attention_shape(model_config, parallel, device, config.page_size, cache_dtype),
+        config.attention_backend,
     )
     with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
         model = load_model(

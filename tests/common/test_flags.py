@@ -81,6 +81,7 @@ VALID = [
     (("--kv-cache-dtype", "float16"), "kv_cache_dtype", "float16"),
     (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype", "float8_e4m3fn"),
     (("--kv-cache-dtype", "float8_e4m3fn"), "kv_cache_dtype", "float8_e4m3fn"),
+    (("--attention-backend", "flashinfer"), "attention_backend", "flashinfer"),
     (("--hand-over", "landing"), "hand_over", "landing"),
     (("--landing-mb", "8"), "landing_mb", 8),
     (("--verify-transfer", "sample"), "verify_transfer", "sample"),
@@ -138,6 +139,7 @@ BAD = [
     ("--device", "tpu", "cpu, cuda"),
     ("--dtype", "fp32", "auto, float32, bfloat16, float16"),
     ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16, fp8_e4m3"),
+    ("--attention-backend", "fa3", "must be one of auto, sdpa, flashinfer"),
     ("--hand-over", "staged", "must be one of auto, direct, landing"),
     ("--landing-mb", "0", "must be an integer in 1..65536"),
     ("--verify-transfer", "on", "must be one of off, sample, full"),
@@ -286,6 +288,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         "net-devices": "all",
         "dtype": "auto",
         "kv-cache-dtype": "auto",
+        "attention-backend": "sdpa",
         "load-format": "auto",
     }
     switches = ("log-requests", "disable-radix-cache", "disable-cuda-graph")

@@ -58,6 +58,7 @@ def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
         ({"ucx": "/nowhere"}, "--ucx /nowhere"),
         ({"transport": "tcp", "net_devices": "nosuch0"}, "--net-devices nosuch0"),
         ({"page_size": 48}, "page_size=48"),
+        ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer: the path of cpu"),
         ({"dtype": "int8"}, "dtype=int8"),
         ({"load_format": "pickle"}, "load_format=pickle"),
     ],
