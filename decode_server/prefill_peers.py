@@ -11,6 +11,7 @@ Knows nothing of requests. What happened to a peer is told to the scheduler by r
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from common.config import HandOver
 from common.errors import ProtocolError
@@ -292,16 +293,25 @@ class PrefillPeers:
             peer.is_suspect = False
             peer.liveness.apply_heartbeat(beat)
 
-    def handle_break(self, link: str, *, is_refused: bool) -> str | None:
-        """Ask a peer whose connection broke for nothing until it is heard again; give it up if
-        nobody answers there. Returns the incarnation that must be closed, as `lose` does."""
+    def handle_break(
+        self, link: str, *, is_refused: bool, is_asked: Callable[[str], bool]
+    ) -> str | None:
+        """Ask a peer whose connection broke for nothing until it is heard again. Give it up if
+        nobody answers there, or if it was asked for something: what either side said meanwhile may
+        be lost, and whoever waits for it waits in vain.
+
+        is_asked: whether hand-overs of an incarnation are under way.
+        Returns the incarnation that must be closed, as `lose` does.
+        """
         peer = self._peers.get(link)
         if peer is None:
             return None
         peer.is_suspect = True
-        if not is_refused:
-            return None
-        return self.lose(link, "its connection broke, and nobody answers at its address")
+        if is_refused:
+            return self.lose(link, "its connection broke, and nobody answers at its address")
+        if is_asked(peer.incarnation):
+            return self.lose(link, "its connection broke while hand-overs were under way")
+        return None
 
     def handle_detached(self, link: str, message: Detached) -> str | None:
         if message.peer_incarnation != self._facts.incarnation:

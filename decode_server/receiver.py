@@ -118,6 +118,13 @@ class Receiver:
         self._take_away(transfer)
         self._outbox.to_peer(transfer.link, self._abort(transfer, reason))
 
+    def is_asked(self, incarnation: str) -> bool:
+        """Whether something of this peer is waited for."""
+        return any(
+            transfer.peer == incarnation and not transfer.is_quiet
+            for transfer in self._under_way.values()
+        )
+
     def abandon_peer(self, incarnation: str) -> list[DecodeRequest]:
         """The peer was lost: set its transfers aside; the requests that need another one.
 

@@ -177,7 +177,9 @@ class DecodeScheduler:
             case LinkRefused(link=link, reason=reason):
                 self._peers.handle_link_refused(link, reason, now)
             case LinkBroke(link=link, is_refused=is_refused):
-                self._recovery.lose(self._peers.handle_break(link, is_refused=is_refused), now)
+                is_asked = self._receiver.is_asked
+                lost = self._peers.handle_break(link, is_refused=is_refused, is_asked=is_asked)
+                self._recovery.lose(lost, now)
             case Tick():
                 pass
             case _:

@@ -116,6 +116,19 @@ def test_nothing_is_asked_of_a_peer_whose_connection_broke_until_it_is_heard(wor
     assert client.finals == ["finished"] and connected(world) == ["p0:1"]
 
 
+def test_what_was_asked_over_a_connection_that_broke_is_asked_again(world: World) -> None:
+    pair = frozenset(("p0", "d0"))
+    world.nodes["p1"].crash()
+    world.run(world.now + 0.5)
+    world.network.cut.add(pair)
+    (client,) = ask(world, 1)
+    world.run(world.now + 0.05)
+    world.network.cut.discard(pair)  # what was said is lost, and nobody was silent for long
+    world.nodes["d0"].feed(LinkBroke("p0:1", is_refused=False))
+    world.run(world.now + 3.0)
+    assert client.finals == ["finished"] and connected(world) == ["p0:1"]
+
+
 def test_a_peer_whose_address_answers_nobody_is_given_up_at_once(world: World) -> None:
     decode = world.nodes["d0"]
     clients = ask(world)

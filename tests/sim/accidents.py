@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 from functools import partial
 
+from common.scheduling.events import LinkBroke
 from tests.sim.world import Node, World
 
 ACCIDENTS = (
     *("crash", "crash", "linger", "linger", "linger", "drain"),
-    *("freeze", "stop worker", "stop server", "cut", "cut", "slow", "stall", "shaky", "echo"),
+    *("freeze", "stop worker", "stop server", "cut", "blink", "slow", "stall", "shaky", "echo"),
     *("abort storm", "frozen writer", "frozen writer", "frozen reader", "frozen reader"),
 )
 FIRST_AT = 1.0
@@ -28,6 +29,8 @@ def plan_accident(world: World, rng: random.Random) -> None:
     match kind:
         case "cut" | "slow" | "stall" | "shaky" | "echo":
             _plan_link(world, rng, kind, frozenset((node.name, other.name)), at)
+        case "blink":
+            _plan_blink(world, rng, at)
         case "frozen writer" | "frozen reader" | "abort storm":
             _plan_storm(world, rng, kind, node, at)
         case _:
@@ -69,7 +72,7 @@ def _plan_link(
     match kind:
         case "cut":
             world.after(at, lambda: network.cut.add(pair))
-            world.after(ends_at, lambda: network.cut.discard(pair))
+            world.after(ends_at, lambda: _mend(world, pair))
         case "slow":
             delay_s = rng.choice((0.05, 0.3, 1.0))
             world.after(at, lambda: network.slow.update({pair: delay_s}))
@@ -83,6 +86,27 @@ def _plan_link(
         case "echo":
             world.after(at, lambda: network.echoing.add(pair))
             world.after(ends_at, lambda: network.echoing.discard(pair))
+
+
+def _plan_blink(world: World, rng: random.Random, at: float) -> None:
+    """A busy server's connections break for less time than its silence takes to be noticed."""
+    node = _rush(world, rng, at)
+    ends_at = at + rng.uniform(0.01, 0.6)
+    for other in world.nodes.values():
+        if other.role != node.role:
+            pair = frozenset((node.name, other.name))
+            world.after(at, partial(world.network.cut.add, pair))
+            world.after(ends_at, partial(_mend, world, pair))
+
+
+def _mend(world: World, pair: frozenset[str]) -> None:
+    """The connection is made anew, and its dialler sees that."""
+    world.network.cut.discard(pair)
+    for name in pair:
+        node = world.nodes[name]
+        for other in pair - {name}:
+            if f"{other}:1" in node.links:
+                node.feed(LinkBroke(f"{other}:1", is_refused=False))
 
 
 def _plan_storm(world: World, rng: random.Random, kind: str, node: Node, at: float) -> None:

@@ -271,6 +271,11 @@ def pages_of_a_running_step_are_free(patch: Patch) -> None:
     patch.setattr(Batcher, "is_in_flight", lambda self, sequence: False)
 
 
+def broken_connection_loses_nothing(patch: Patch) -> None:
+    """Whoever is connected again is taken to have heard and said everything."""
+    patch.setattr(Receiver, "is_asked", lambda self, incarnation: False)
+
+
 def wrong_page_released(patch: Patch) -> None:
     """The page before the last is given back twice, the last one never."""
     release = PagePool.release
@@ -322,13 +327,13 @@ MUTATIONS = (
     Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 4),
     Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 4),
     Mutation("word-of-a-broken-connection", word_of_a_broken_connection, 15),
-    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 20),
+    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 262),
     Mutation("done-frees-another-transfer", done_frees_another_transfer, 4),
     Mutation("slot-not-forgotten", slot_not_forgotten, 17),
-    Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 73),
-    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 115),
+    Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 35),
+    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 46),
     Mutation("done-before-the-flush", done_before_the_flush, 0),
-    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 99),
+    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 72),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),
     Mutation("lost-reply", lost_reply, 0),
     Mutation("double-answer", double_answer, 0),
@@ -337,6 +342,7 @@ MUTATIONS = (
     Mutation("failure-lost-on-the-way", failure_lost_on_the_way, 4),
     Mutation("window-page-one-token-early", window_page_one_token_early, 0),
     Mutation("pages-of-a-running-step-are-free", pages_of_a_running_step_are_free, 0),
+    Mutation("broken-connection-loses-nothing", broken_connection_loses_nothing, 2),
     Mutation("wrong-page-released", wrong_page_released, 0),
     Mutation("retracted-request-loses-a-token", retracted_request_loses_a_token, 23),
     Mutation("retracted-request-keeps-its-pages", retracted_request_keeps_its_pages, 23),

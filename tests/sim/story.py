@@ -156,8 +156,7 @@ def _run_to_rest(world: World) -> None:
     while rest_s < REST_S and world.now < (END_AT if rest_s else END_AT + SELF_TEST_MAX_S):
         world.run(world.now + TICK_S)
         rest_s = rest_s + TICK_S if _is_at_rest(world) else 0.0
-        if not world.tally["messages lost in a cut"]:
-            _look_for_forgotten(world, waiting_since)
+        _look_for_forgotten(world, waiting_since)
 
 
 def _look_for_forgotten(world: World, waiting_since: dict[int, float]) -> None:
