@@ -57,7 +57,7 @@ from common.scheduling.events import (
     WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
-from common.scheduling.flush import answer_flush
+from common.scheduling.flush import Flushes
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.silence import Pulse
@@ -106,6 +106,7 @@ class DecodeScheduler:
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         self._batcher = Batcher(self.account, limits.of_batch(facts, self.request_token_max))
+        self._flushes = Flushes(self.account, self._batcher, self._outbox)
         self._receiver = Receiver(facts, self.account, self._outbox)
         self._verifier = Verifier(facts, self._receiver, self._outbox)
         self._endings = Endings(
@@ -188,6 +189,7 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
+        self._flushes.look(self._endings.client_count)
         self._recovery.expire(now)
         self._self_tests.look(now, may_begin=self._starvation.since is None)
         self._receiver.repeat_aborts(now)
@@ -237,8 +239,7 @@ class DecodeScheduler:
             case Drain():
                 pass  # the frontend lets nobody in, and nobody else brings work
             case FlushCache():
-                done = answer_flush(message, self.account, self._endings.client_count)
-                self._outbox.to_frontend(done)
+                self._flushes.handle(message, self._endings.client_count)
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id))
             case _:

@@ -54,7 +54,7 @@ from common.scheduling.events import (
     WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
-from common.scheduling.flush import answer_flush
+from common.scheduling.flush import Flushes
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.silence import Pulse
@@ -95,6 +95,7 @@ class PrefillScheduler:
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
         self._batcher = Batcher(self.account, batch_limits)
+        self._flushes = Flushes(self.account, self._batcher, self._outbox)
         self._endings = Endings(
             self._table,
             self.account,
@@ -161,6 +162,7 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
+        self._flushes.look(len(self._table))
         self._expire(now)
         self._admission.admit(now)
         self._send_steps()
@@ -218,8 +220,7 @@ class PrefillScheduler:
                 self._reservations.is_draining = True
                 self._peers.hurry()
             case FlushCache():
-                done = answer_flush(message, self.account, len(self._table))
-                self._outbox.to_frontend(done)
+                self._flushes.handle(message, len(self._table))
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id))
             case _:

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from common.protocol.frontend import FlushCache, FlushDone
+from common.scheduling.batcher import Batcher
+from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 
 
-def answer_flush(flush: FlushCache, account: PageAccount, request_count: int) -> FlushDone:
-    """Forgets cached prefixes, unless there are requests, which may be reading them."""
-    if request_count:
-        return FlushDone(flush.call_id, False, f"{request_count} requests are running")
-    return FlushDone(flush.call_id, account.flush_cache(), "")
+class Flushes:
+    """Forgets cached prefixes, unless there are requests, which may be reading them.
+
+    A request that has ended may still be in a step in flight; that is waited for. It is the last
+    one, so nobody waits longer than a step takes.
+    """
+
+    def __init__(self, account: PageAccount, batcher: Batcher, outbox: Outbox) -> None:
+        self._account = account
+        self._batcher = batcher
+        self._outbox = outbox
+        self._waiting: list[FlushCache] = []
+
+    def handle(self, flush: FlushCache, request_count: int) -> None:
+        self._waiting.append(flush)
+        self.look(request_count)
+
+    def look(self, request_count: int) -> None:
+        """Answer what can be answered by now."""
+        if self._batcher.is_computing and not request_count:
+            return
+        waiting, self._waiting = self._waiting, []
+        for flush in waiting:
+            reason = f"{request_count} requests are running" if request_count else ""
+            is_flushed = not request_count and self._account.flush_cache()
+            self._outbox.to_frontend(FlushDone(flush.call_id, is_flushed, reason))

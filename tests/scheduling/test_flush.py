@@ -5,27 +5,73 @@ from __future__ import annotations
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.frontend import FlushCache, FlushDone
+from common.protocol.worker import StepDone
 from common.request import SamplingParams
-from common.scheduling.flush import answer_flush
+from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.events import ToFrontend
+from common.scheduling.flush import Flushes
+from common.scheduling.in_flight import IN_FLIGHT_MAX
+from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
+
+EOS = 7
+
+
+class Rig:
+    def __init__(self) -> None:
+        components = gqa_components(layer_count=1, kv_head_count=1, head_dim=2, dtype="float32")
+        self.layout = ServerLayout(components, 1, ((0, 1),), page_size=4)
+        self.account = PageAccount(self.layout.groups, [8], has_prefix_cache=True)
+        limits = BatchLimits(64, 4, 32, frozenset({EOS}), IN_FLIGHT_MAX)
+        self.batcher = Batcher(self.account, limits)
+        self.outbox = Outbox()
+        self.flushes = Flushes(self.account, self.batcher, self.outbox)
+
+    def answers(self) -> list[FlushDone]:
+        told = [effect.message for effect in self.outbox.take() if isinstance(effect, ToFrontend)]
+        return [message for message in told if isinstance(message, FlushDone)]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Pages that hold prefixes, and pages that are free or hold some."""
+        (state,) = self.account.states(self.layout)
+        return state.cached, state.free
 
 
 def test_cached_prefixes_go_only_when_no_request_is_open() -> None:
-    components = gqa_components(layer_count=1, kv_head_count=1, head_dim=2, dtype="float32")
-    layout = ServerLayout(components, 1, ((0, 1),), page_size=4)
-    account = PageAccount(layout.groups, [8], has_prefix_cache=True)
-    sequence = account.open(1, list(range(12)), 12, SamplingParams(max_new_tokens=1, seed=0))
+    rig = Rig()
+    sampling = SamplingParams(max_new_tokens=1, seed=0)
+    sequence = rig.account.open(1, list(range(12)), 12, sampling)
     assert sequence is not None
     sequence.computed_count = 12
-    account.remember(sequence)
-    account.close(sequence)
-    (before,) = account.states(layout)
-    assert (before.cached, before.free) == (3, 8)
+    rig.account.remember(sequence)
+    rig.account.close(sequence)
+    assert rig.counts == (3, 8)
 
-    refused = answer_flush(FlushCache(7), account, request_count=2)
-    assert refused == FlushDone(7, False, "2 requests are running")
-    assert account.states(layout) == [before]
+    rig.flushes.handle(FlushCache(7), request_count=2)
+    assert rig.answers() == [FlushDone(7, False, "2 requests are running")]
+    assert rig.counts == (3, 8)
 
-    assert answer_flush(FlushCache(8), account, request_count=0) == FlushDone(8, True, "")
-    (after,) = account.states(layout)
-    assert (after.cached, after.free) == (0, 8)
+    rig.flushes.handle(FlushCache(8), request_count=0)
+    assert rig.answers() == [FlushDone(8, True, "")]
+    assert rig.counts == (0, 8)
+
+
+def test_a_flush_waits_for_the_step_that_still_computes_who_has_ended() -> None:
+    """Its client has its last token, and may well ask for a flush next."""
+    rig = Rig()
+    sequence = rig.account.open(1, list(range(12)), 12, SamplingParams(max_new_tokens=9, seed=0))
+    assert sequence is not None
+    rig.batcher.add(sequence)
+    steps = [rig.batcher.plan_step().step for _ in range(IN_FLIGHT_MAX)]
+    for step, token in zip(steps, (EOS, 1), strict=True):
+        assert step is not None
+        for told in rig.batcher.apply_done(StepDone(step.step_id, [1], [token])).tokens:
+            rig.account.remember(told.sequence)
+            rig.batcher.remove(told.sequence)
+        if token == EOS:
+            rig.flushes.handle(FlushCache(7), request_count=0)
+            assert rig.answers() == []
+    rig.flushes.look(request_count=0)
+    assert rig.answers() == [FlushDone(7, True, "")]
+    assert rig.counts == (0, 8)
