@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 
 from bench.report import Row, at_most
 from common.layout.cache_layout import ServerLayout
@@ -30,16 +31,17 @@ def run() -> list[Row]:
         sampling = SamplingParams(max_new_tokens=4000, seed=index)
         submit = Submit(index + 1, list(range(100, 200 + index)), sampling, budget_s=1e6)
         core.handle(FromFrontend(submit), NOW)
-    effects = core.schedule(NOW)
+    steps = deque(_sent(core.schedule(NOW)))
     handle_ms: list[float] = []
     schedule_ms: list[float] = []
     for _ in range(ROUND_COUNT):
-        done = FromWorker(_finish(effects))
+        done = FromWorker(_finish(steps.popleft()))
         started_at = time.perf_counter()
         core.handle(done, NOW)
         handled_at = time.perf_counter()
         effects = core.schedule(NOW)
         ended_at = time.perf_counter()
+        steps += _sent(effects)
         handle_ms.append(1e3 * (handled_at - started_at))
         schedule_ms.append(1e3 * (ended_at - handled_at))
     return [
@@ -53,14 +55,17 @@ def _row(name: str, values_ms: list[float]) -> Row:
     return Row(name, value, "ms", samples=len(values_ms), target=at_most(TARGET_MS))
 
 
-def _finish(effects: list[Effect]) -> StepDone:
-    """What a worker would answer to the step among these effects."""
-    steps = [
+def _sent(effects: list[Effect]) -> list[Step]:
+    """The steps among these effects."""
+    return [
         effect.message
         for effect in effects
         if isinstance(effect, ToWorkers) and isinstance(effect.message, Step)
     ]
-    (step,) = steps
+
+
+def _finish(step: Step) -> StepDone:
+    """What a worker would answer to a step."""
     sampled = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
     return StepDone(step.step_id, sampled, [5000] * len(sampled))
 
