@@ -15,9 +15,9 @@ from tests.e2e.replies import Reply
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
-# Six requests of this length need 60 pages; the small pool has 40.
+# Three requests of this length need 45 pages; the small pool has 40.
 SMALL_POOL_TOKENS = 640
-OUTPUT_COUNT = 100
+OUTPUT_COUNT = 180
 REQUEST_COUNT = 6
 QUEUE_MAX = 2
 HASTY_TIMEOUT_S = 2
