@@ -79,20 +79,29 @@ def write_check_report(path: Path, report: CheckReport) -> None:
 
 
 def join_check_reports(reports: Sequence[CheckReport]) -> CheckReport:
-    """Calls of one machine as one report; of a section that is in several, the last one counts.
+    """Calls of one card and commit as one report; of a section that is in several, the last counts.
 
-    Raises: UnreadableRecord if they are of different machines or commits, or of a rehearsal.
+    They may be of several machines of one kind, as a fresh one may be lent for every call.
+    Raises: UnreadableRecord if they are of different kinds, versions or commits, or of a rehearsal.
     """
     first = reports[0]
     sections: dict[str, CheckedSection] = {}
+    drivers: dict[str, None] = {}
     for report in reports:
         if report.is_rehearsal:
             told = f"--device {report.device} --shape {report.shape}"
             raise UnreadableRecord(f"the report of {report.started_at} is a rehearsal: {told}")
-        if (report.machine, report.commit) != (first.machine, first.commit):
+        if _kind_of(report) != _kind_of(first):
             raise UnreadableRecord(
-                f"reports of one run must be of one machine and commit: {first.machine} at "
-                f"{first.commit}, and {report.machine} at {report.commit}"
+                f"reports of one run must be of one kind of machine and one commit: "
+                f"{first.machine} at {first.commit}, and {report.machine} at {report.commit}"
             )
         sections |= report.sections
-    return replace(first, sections=sections)
+        drivers[report.machine.driver] = None
+    machine = replace(first.machine, driver=" and ".join(drivers))
+    return replace(first, machine=machine, sections=sections)
+
+
+def _kind_of(report: CheckReport) -> tuple[object, ...]:
+    one = report.machine
+    return report.commit, one.card, one.cores, one.python, one.torch, one.ucx, one.flashinfer

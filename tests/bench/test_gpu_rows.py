@@ -196,10 +196,20 @@ def test_without_a_device_every_target_says_so() -> None:
         assert isinstance(result, NotRun) and result.reason == "torch sees no CUDA device"
 
 
-def test_reports_of_two_machines_are_not_joined(whole: CheckReport) -> None:
-    for other in (replace(whole, commit="def"), replace(whole, machine=replace(MACHINE, card="x"))):
-        with pytest.raises(UnreadableRecord, match="must be of one machine and commit"):
+def test_reports_of_two_kinds_of_machine_are_not_joined(whole: CheckReport) -> None:
+    for other in (
+        replace(whole, commit="def"),
+        replace(whole, machine=replace(MACHINE, card="x")),
+        replace(whole, machine=replace(MACHINE, torch="2.12")),
+    ):
+        with pytest.raises(UnreadableRecord, match="must be of one kind of machine"):
             join_check_reports([whole, other])
+
+
+def test_reports_of_two_machines_of_a_kind_tell_both_drivers(whole: CheckReport) -> None:
+    machine = replace(MACHINE, driver="580.2", memory_gib=127.9)
+    joined = join_check_reports([whole, replace(whole, machine=machine), whole])
+    assert joined.machine == replace(MACHINE, driver="580.1 and 580.2")
 
 
 @pytest.mark.parametrize("rehearsal", [{"device": "cpu"}, {"shape": "tiny"}])

@@ -140,7 +140,11 @@ def run_section(args: argparse.Namespace) -> int:
         return EXIT_NO_DEVICE
     path = Path(args.out)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    report = Report(read_check_report(path), path)
+    begun = read_check_report(path)
+    if device.type == "cuda" and not begun.machine.card:  # nvidia-smi is not to be found
+        card = torch.cuda.get_device_name(device)
+        begun = replace(begun, machine=replace(begun.machine, card=card, driver="unknown"))
+    report = Report(begun, path)
     with report.section(args.section) as section:
         section_of(args)(section, device)
     return EXIT_FAILED if report.has_failed else 0
