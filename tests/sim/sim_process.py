@@ -47,8 +47,9 @@ class SimProcess:
         self._clock(delay, lambda: self.when_it_runs(call))
 
     def when_it_runs(self, call: Call) -> None:
-        """At once, or when it goes on."""
-        if self.is_stopped:
+        """At once, or when it goes on; behind what is overdue, as in the socket that it is read
+        from."""
+        if self.is_stopped or self._overdue:
             self._overdue.append(call)
         else:
             call()
