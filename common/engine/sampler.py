@@ -6,9 +6,8 @@ temperature, top_k, top_p among the kept, min_p, and a Gumbel draw. Filters run 
 each on what the one before left. Log-probabilities are those of the raw logits. Rows that need
 nothing of all this pay an argmax only.
 
-A draw is launched and not waited for, with two exceptions: a grammar has to know the last token
-before it can say what may follow, and a nucleus (top_p without a top_k) may need more candidates
-than were sorted at first. The one waits for the draw before it, the other for this one's logits.
+A draw is launched and not waited for, with one exception: a grammar has to know the last token
+before it can say what may follow, so a draw with grammars waits for the one before it.
 
 Knows nothing of pages, models or messages; the noise of a row depends on its request's seed and
 its position alone (`noise.py`), and no computation of a row depends on what the others ask for.
@@ -29,6 +28,7 @@ from common.engine.grammar_table import GrammarTable
 from common.engine.host_copy import upload
 from common.engine.logprobs import LaunchedLogprobs, launch_logprobs
 from common.engine.noise import gumbel, row_keys
+from common.engine.nucleus import drop_tails
 from common.engine.sampling_table import Feature, SamplingTable
 from common.request import SamplingParams
 
@@ -212,9 +212,13 @@ class Sampler:
     ) -> None:
         """Replace the argmax in `tokens` where the temperature is above 0."""
         is_filtered = features & Feature.FILTERED != 0
+        # Whether enough candidates were sorted only the device knows, and only a CPU may be asked.
+        is_nucleus = is_filtered & (self._table.top_k.values[slots] == self._vocab_size)
+        is_nucleus &= self._device.type != "cpu"
         for rows, draw in (
             (_rows_with(features, Feature.SAMPLED, but=is_filtered), self._draw_from_all),
-            (np.flatnonzero(is_filtered), self._draw_from_candidates),
+            (np.flatnonzero(is_filtered & ~is_nucleus), self._draw_from_candidates),
+            (np.flatnonzero(is_nucleus), self._draw_from_nucleus),
         ):
             if len(rows) == 0:
                 continue
@@ -237,6 +241,11 @@ class Sampler:
             rows = slice(first, first + block)
             x[rows] += gumbel(keys[rows], self._vocab_ids)
         return x.argmax(dim=-1)
+
+    def _draw_from_nucleus(self, x: Tensor, slots: Slots, keys: Tensor) -> Tensor:
+        """Rows with top_p alone. x: float32[r, vocab], overwritten; returns int64[r]."""
+        drop_tails(x, self._table.top_p.rows(slots, self._device))
+        return self._draw_from_all(x, slots, keys)
 
     def _draw_from_candidates(self, x: Tensor, slots: Slots, keys: Tensor) -> Tensor:
         """Rows with top_k or top_p. x: float32[r, vocab]; returns int64[r].
