@@ -10,8 +10,13 @@ from enum import StrEnum
 
 from common.config import HandOver, Verify
 from common.layout.cache_layout import ServerLayout
+from common.planner.pairing import rank_pairs
 from common.protocol.descriptor import RankDescriptor
+from common.protocol.frontend import PeerState
+from common.protocol.handshake import agree_verify, expected_writers
+from common.protocol.peer import Welcome
 from common.scheduling.breaker import Breaker
+from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Liveness, RankSet
 
 
@@ -71,3 +76,53 @@ class PrefillPeer:
         Over tcp the data passes our worker; over shared memory the peer's own CPU stores it.
         """
         return all(transport == "tcp" for transport in self.transports)
+
+    def open(
+        self,
+        welcome: Welcome,
+        layout: ServerLayout,
+        hand_over: HandOver,
+        facts: ServerFacts,
+        now: float,
+    ) -> None:
+        """Take in who answers here. layout, hand_over: as agreed; facts: of this server."""
+        self.twin = ""
+        self.incarnation = welcome.incarnation
+        self.layout = layout
+        self.layout_bytes = welcome.layout
+        self.hand_over = hand_over
+        self.verify = agree_verify(facts.verify, welcome.verify)
+        self.request_token_max = welcome.request_token_max
+        self.writers = expected_writers(layout, facts.layout)
+        self.rank_pairs = rank_pairs(layout, facts.layout)
+        self.is_same_host = bool(welcome.host_id) and welcome.host_id == facts.host_id
+        self.pids = tuple(welcome.pids)
+        self.liveness = Liveness.start(now)
+        self.opened = {}
+        self.is_gone = False
+        self.transports = []
+        self.link_failures = set()
+        self.must_redial = False
+        self.detail = ""
+        self.phase = Phase.OPENING
+
+    def state(self, in_flight_count: int) -> PeerState:
+        """For operators. in_flight_count: hand-overs under way."""
+        layout = self.layout
+        return PeerState(
+            address=self.link,
+            incarnation=self.incarnation,
+            state=str(self.phase),
+            detail=self.detail or self.test_problem,
+            transports=list(self.transports),
+            hand_over=[str(self.hand_over)] if layout is not None else [],
+            verify=str(self.verify) if layout is not None else "",
+            tp_size=layout.tp_size if layout is not None else 0,
+            pp_size=len(layout.stages) if layout is not None else 0,
+            page_size=layout.page_size if layout is not None else 0,
+            in_flight_count=in_flight_count,
+            breaker=str(self.breaker.state),
+            breaker_open_count=self.breaker.open_count,
+            is_self_test_failing=bool(self.test_problem),
+            rank_pairs=self.rank_pairs,
+        )

@@ -16,16 +16,13 @@ from collections.abc import Callable
 from common.config import HandOver
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.planner.pairing import rank_pairs
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
     agree_hand_over,
-    agree_verify,
     compare_fingerprints,
     compare_hand_over,
     compare_layouts,
-    expected_writers,
 )
 from common.protocol.peer import (
     PROTOCOL_VERSION,
@@ -148,27 +145,9 @@ class PrefillPeers:
                 self._refuse(peer, f"incarnation: {other.link} is the same process", now)
                 return
             other.incarnation = ""
-        peer.twin = ""
         if peer.incarnation != welcome.incarnation:
             peer.breaker = Breaker(self._rng)  # a new process is not to blame for the old one
-        peer.incarnation = welcome.incarnation
-        peer.layout = layout
-        peer.layout_bytes = welcome.layout
-        peer.hand_over = hand_over
-        peer.verify = agree_verify(self._facts.verify, welcome.verify)
-        peer.request_token_max = welcome.request_token_max
-        peer.writers = expected_writers(layout, self._facts.layout)
-        peer.rank_pairs = rank_pairs(layout, self._facts.layout)
-        peer.is_same_host = bool(welcome.host_id) and welcome.host_id == self._facts.host_id
-        peer.pids = tuple(welcome.pids)
-        peer.liveness = Liveness.start(now)
-        peer.opened = {}
-        peer.is_gone = False
-        peer.transports = []
-        peer.link_failures = set()
-        peer.must_redial = False
-        peer.detail = ""
-        peer.phase = Phase.OPENING
+        peer.open(welcome, layout, hand_over, self._facts, now)
         if peer.is_same_host and peer.pids:
             self._outbox.watch_processes(peer.incarnation, peer.pids)
         self._outbox.to_workers(OpenPeer(peer.incarnation, welcome.layout, link, hand_over))
@@ -414,23 +393,4 @@ class PrefillPeers:
 
     def states(self, in_flight: dict[str, int]) -> list[PeerState]:
         """For operators. in_flight: link -> hand-overs under way."""
-        return [
-            PeerState(
-                address=peer.link,
-                incarnation=peer.incarnation,
-                state=str(peer.phase),
-                detail=peer.detail or peer.test_problem,
-                transports=list(peer.transports),
-                hand_over=[str(peer.hand_over)] if peer.layout is not None else [],
-                verify=str(peer.verify) if peer.layout is not None else "",
-                tp_size=peer.layout.tp_size if peer.layout is not None else 0,
-                pp_size=len(peer.layout.stages) if peer.layout is not None else 0,
-                page_size=peer.layout.page_size if peer.layout is not None else 0,
-                in_flight_count=in_flight.get(peer.link, 0),
-                breaker=str(peer.breaker.state),
-                breaker_open_count=peer.breaker.open_count,
-                is_self_test_failing=bool(peer.test_problem),
-                rank_pairs=peer.rank_pairs,
-            )
-            for peer in self._peers.values()
-        ]
+        return [peer.state(in_flight.get(peer.link, 0)) for peer in self._peers.values()]
