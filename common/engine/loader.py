@@ -18,6 +18,7 @@ from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
 from common.engine.layers.layer_context import LayerContext
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.deepseek import score_scale
 from common.engine.models.registry import FAMILIES, cache_components, read_model_config
 from common.errors import ConfigError
 from common.layout.component import Shard
@@ -132,5 +133,6 @@ def _latent_kind(config: ModelConfig, parallel: ParallelContext) -> LatentKind |
         rope_dim=mla.rope_dim,
         nope_dim=mla.nope_dim,
         value_dim=mla.value_dim,
+        scale=score_scale(mla, config.rope),
         has_selection=any(c.name == INDEX_KEY for c in cache_components(config, config.dtype)),
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.attention import flashinfer, flashinfer_kernels
+from common.engine.attention import flashinfer, flashinfer_kernels, flashinfer_latent
 
 
 class PagedAttention:
@@ -138,10 +138,78 @@ class Decode(PagedAttention):
         super().plan(query_starts, indptr, *table, causal=True, **options)  # type: ignore[arg-type]
 
 
+class Mla:
+    """Rows [latent | rotated] that all heads share, by absorbed queries."""
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        *,
+        backend: str,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+    ) -> None:
+        assert workspace.dtype == torch.uint8 and backend in ("fa2", "fa3")
+        self.buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr) if use_cuda_graph else None
+
+    def plan(
+        self,
+        *,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert causal and q_data_type == kv_data_type
+        self.shape = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
+        self.scale = sm_scale
+        self.tables = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert all(table.dtype == torch.int32 for table in self.tables)
+        if self.buffers is not None:
+            for buffer, table in zip(self.buffers, self.tables, strict=True):
+                assert buffer is not None
+                buffer[: len(table)].copy_(table)
+            assert self.buffers[3] is not None and len(self.buffers[3]) == len(kv_len_arr)
+
+    def run(self, *, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> Tensor:
+        heads, latent_dim, rope_dim, page_size = self.shape
+        assert q_nope.shape[1:] == (heads, latent_dim) and q_pe.shape[1:] == (heads, rope_dim)
+        assert ckv_cache.shape[1:] == (page_size, latent_dim)
+        assert kpe_cache.shape[1:] == (page_size, rope_dim)
+        tables = self.tables
+        if self.buffers is not None:
+            tables = self.buffers  # type: ignore[assignment]
+        query_starts, starts, ids, lengths = tables
+        outputs: list[Tensor] = []
+        for sequence, length in enumerate(lengths.tolist()):
+            pages = ids[starts[sequence] : starts[sequence + 1]].long()
+            latent = ckv_cache[pages].flatten(0, 1)[:length].float()
+            rotated = kpe_cache[pages].flatten(0, 1)[:length].float()
+            rows = slice(query_starts[sequence], query_starts[sequence + 1])
+            scores = q_nope[rows].float() @ latent.T + q_pe[rows].float() @ rotated.T
+            count = len(scores)
+            seen = torch.arange(length)[None] + count <= length + torch.arange(count)[:, None]
+            scores = (scores * self.scale).masked_fill(~seen[:, None], float("-inf"))
+            outputs.append((scores.softmax(-1) @ latent).to(q_nope.dtype))
+        return torch.cat(outputs)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import flashinfer` finds this, which needs no workspace."""
     monkeypatch.setattr(flashinfer, "WORKSPACE_NBYTES", 16)
     monkeypatch.setattr(flashinfer_kernels, "PLAN_NBYTES", 16)
+    monkeypatch.setattr(flashinfer_latent, "WORKSPACE_NBYTES", 16)
     module = ModuleType("flashinfer")
     vars(module).update(
         BatchDecodeWithPagedKVCacheWrapper=Decode,
@@ -149,3 +217,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         BatchAttentionWithAttentionSinkWrapper=PagedAttention,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", module)
+    mla = ModuleType("flashinfer.mla")
+    vars(mla).update(BatchMLAPagedAttentionWrapper=Mla)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)

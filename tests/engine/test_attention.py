@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import Tensor
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.buckets import PADDING_PAGES_FREE, bucket_by_pages
 from common.engine.attention.choose import choose_attention
-from common.engine.attention.kinds import AttentionKind
+from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import TOLERANCE, AttentionShape, check_attention
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
@@ -253,12 +255,39 @@ def test_cpu_uses_sdpa() -> None:
     assert choice.attention.name == "sdpa" and "cpu" in choice.reason
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.bfloat16, 80)])
-def test_shapes_without_a_kernel_use_sdpa_on_cuda(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "allowed"),
+    [
+        (torch.float32, 128, "bfloat16 or float16"),
+        (torch.bfloat16, 80, "head dim 80, which must be one of 64, 128, 256, 512"),
+    ],
+)
+def test_shapes_without_a_kernel_use_sdpa_on_cuda(
+    dtype: torch.dtype, head_dim: int, allowed: str
+) -> None:
     kinds = (AttentionKind(8, 2, head_dim),)
     choice = choose_attention(AttentionShape(kinds, dtype, torch.device("cuda"), 16))
     assert choice.attention.name == "sdpa" and "no kernel" in choice.reason
-    assert f"head dim {head_dim}" in choice.shortfall and "64, 128, 256, 512" in choice.shortfall
+    assert allowed in choice.reason and "SDPA over gathered pages" in choice.shortfall
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"latent_dim": 256}, "latent dim 256 [+] 64, which must be 512 [+] 64"),
+        ({"has_selection": True}, "chosen tokens"),
+        ({}, "baton"),
+    ],
+)
+def test_latent_rows_without_a_kernel_are_torchs_on_cuda(
+    changes: dict[str, int], reason: str
+) -> None:
+    kind = replace(LatentKind(16, 512, 64, 128, 128, 0.1), **changes)  # type: ignore[arg-type]
+    shape = AttentionShape((), torch.bfloat16, torch.device("cuda"), 16, latent=kind)
+    choice = choose_attention(shape)
+    assert choice.attention.name == "latent torch"
+    with pytest.raises(ConfigError, match=reason):
+        choose_attention(shape, "flashinfer")
 
 
 def test_a_cache_of_another_dtype_uses_sdpa_on_cuda() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from common.engine.attention.attention import Attention
 from common.engine.attention.choose import choose_attention
-from common.engine.attention.kinds import AttentionKind
+from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import AttentionShape
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
@@ -41,6 +41,11 @@ RULED_SHAPES = (
     (AttentionKind(64, 8, 64, window=128, has_sinks=True), torch.bfloat16, 16),
     (AttentionKind(64, 8, 64, has_sinks=True), torch.bfloat16, 16),
 )
+# DeepSeek-V3 whole and on one of 8 ranks: heads, rows, and what a head makes of them.
+LATENT_SHAPES = (
+    (LatentKind(128, 512, 64, 128, 128, scale=192**-0.5), 64),
+    (LatentKind(16, 512, 64, 128, 128, scale=192**-0.5), 16),
+)
 TIMED = SHAPES[0]
 MIXED = ((0, 5), (31, 17), (300, 40), (64, 1), (15, 1))
 SDPA_TOLERANCE = 1e-4
@@ -62,8 +67,15 @@ def check_attention_section(section: Section, device: torch.device) -> None:
 
 def check_kinds_section(section: Section, device: torch.device) -> None:
     """What takes long to compile and no plain model needs."""
-    if _has_flashinfer(section, device):
-        _check_flashinfer(section, device, RULED_SHAPES)
+    if not _has_flashinfer(section, device):
+        return
+    _check_flashinfer(section, device, RULED_SHAPES)
+    for kind, page_size in LATENT_SHAPES:
+        shape = AttentionShape((), torch.bfloat16, device, page_size, latent=kind)
+        choice = choose_attention(shape)
+        name = f"flashinfer {kind.head_count} heads x {kind} page {page_size}"
+        section.check(name, choice.attention.name == "flashinfer latent", choice.reason)
+        section.figure(f"{name} difference", choice.reason)
 
 
 def _has_flashinfer(section: Section, device: torch.device) -> bool:

@@ -12,10 +12,12 @@ from common.engine.attention.flashinfer import (
     SUPPORTED_HEAD_DIMS,
     FlashInferAttention,
 )
-from common.engine.attention.kinds import AttentionKind
+from common.engine.attention.flashinfer_latent import SUPPORTED_DIMS as LATENT_DIMS
+from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
+from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention
 from common.engine.attention.sdpa import SdpaAttention
-from common.engine.attention.trial import TOLERANCE, AttentionShape, check_attention
+from common.engine.attention.trial import TOLERANCE, AttentionShape, check_attention, check_latent
 from common.engine.kernel_trial import try_kernels
 from common.errors import ConfigError
 
@@ -60,10 +62,10 @@ def choose_attention(shape: AttentionShape, backend: str = "auto") -> AttentionC
 def _choose(shape: AttentionShape) -> AttentionChoice:
     if shape.is_compressed:
         return _torch_choice(shape, "the path of windows beside blocks on every device")
-    if shape.latent is not None:
-        return _torch_choice(shape, "the path of latent rows on every device")
     if shape.device.type != "cuda":
         return _torch_choice(shape, f"the path of {shape.device.type}")
+    if shape.latent is not None:
+        return _choose_latent(shape.latent, shape)
     if not shape.kinds:
         return _torch_choice(shape, "no layer attends")
     return _choose_by_kind(shape)
@@ -98,17 +100,46 @@ def _choose_by_kind(shape: AttentionShape) -> AttentionChoice:
     return AttentionChoice(attention, "; ".join((*found, *failed)), recordable, shortfall)
 
 
+def _choose_latent(kind: LatentKind, shape: AttentionShape) -> AttentionChoice:
+    if kind.has_selection:
+        return _torch_choice(shape, "layers that see chosen tokens are torch's on every device")
+    made: list[FlashInferLatentAttention] = []
+
+    def build_and_check() -> tuple[Attention, float]:
+        made.append(FlashInferLatentAttention(kind, dtype=shape.dtype, device=shape.device))
+        return made[0], check_latent(made[0], kind, shape)
+
+    plain: Attention = LatentAttention()
+    attention, reason = plain, _lack(shape)
+    if not reason and (kind.latent_dim, kind.rope_dim) != LATENT_DIMS:
+        dims = " + ".join(map(str, LATENT_DIMS))
+        reason = f"flashinfer has no kernel for {kind}, which must be {dims}"
+    if not reason:
+        tolerance = TOLERANCE[shape.dtype]
+        attention, reason = try_kernels("flashinfer", build_and_check, tolerance, plain)
+    if attention is plain:
+        shortfall = f"{reason}; torch over gathered rows is used, which is slower"
+        return AttentionChoice(plain, shortfall, shortfall=shortfall)
+    return AttentionChoice(attention, reason, recordable=made[0])
+
+
+def _lack(shape: AttentionShape) -> str:
+    """What no kernel has that the rank's dtypes ask for; "" if nothing."""
+    if shape.dtype not in SUPPORTED_DTYPES:
+        return f"flashinfer has no kernel for {shape.dtype}, which must be bfloat16 or float16"
+    if shape.cache_dtype not in (None, shape.dtype):
+        return f"flashinfer is not checked over a cache of {shape.cache_dtype} for {shape.dtype}"
+    return ""
+
+
 def _try_kind(kind: AttentionKind, shape: AttentionShape) -> tuple[bool, str]:
     """(whether FlashInfer is right about it, and why or by how much)."""
-    if shape.dtype not in SUPPORTED_DTYPES or kind.head_dim not in SUPPORTED_HEAD_DIMS:
+    if lack := _lack(shape):
+        return False, lack
+    if kind.head_dim not in SUPPORTED_HEAD_DIMS:
         dims = ", ".join(map(str, SUPPORTED_HEAD_DIMS))
         return False, (
-            f"flashinfer has no kernel for {shape.dtype} with head dim {kind.head_dim}, which must "
-            f"be bfloat16 or float16 with one of {dims}"
-        )
-    if shape.cache_dtype not in (None, shape.dtype):
-        return False, (
-            f"flashinfer is not checked over a cache of {shape.cache_dtype} for {shape.dtype}"
+            f"flashinfer has no kernel for head dim {kind.head_dim}, which must be one of {dims}"
         )
 
     def build_and_check() -> tuple[Attention, float]:

@@ -52,11 +52,10 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=device)
         self.kinds = frozenset(kinds)
         self._dtype = dtype
         self._device = device
-        self._make = Kernels(workspace, dtype)
+        self._make = Kernels(device, dtype, WORKSPACE_NBYTES)
         self._scratch = (Scratch(), Scratch())
         self._decodes: dict[AttentionKind, _Planned] = {}
         self._prefills: dict[AttentionKind, _Planned] = {}

@@ -199,14 +199,13 @@ class FixedMemory:
 class Kernels:
     """Makes the kernels of one device. Raises ImportError if the library is not installed.
 
-    workspace: uint8, for partial outputs; zeros at first. Kernels share it, for they run one after
-    the other.
+    workspace_nbytes: for partial outputs. Kernels share it, for they run one after the other.
     """
 
-    def __init__(self, workspace: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, workspace_nbytes: int) -> None:
         import flashinfer
 
-        self._workspace = workspace
+        self._workspace = torch.zeros(workspace_nbytes, dtype=torch.uint8, device=device)
         self._dtype = dtype
         self._decode_type: Callable[..., DecodeWrapper] = (
             flashinfer.BatchDecodeWithPagedKVCacheWrapper

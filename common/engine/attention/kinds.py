@@ -44,7 +44,7 @@ class AttentionKind:
 class LatentKind:
     """Layers over latent rows. head_count: of this rank; the dims: as `MlaConfig`.
 
-    has_selection: whether its layers see chosen tokens only, once there are many.
+    scale: on scores. has_selection: whether its layers see chosen tokens only, once there are many.
     """
 
     head_count: int
@@ -52,6 +52,7 @@ class LatentKind:
     rope_dim: int
     nope_dim: int
     value_dim: int
+    scale: float
     has_selection: bool = False
 
     def __str__(self) -> str:

@@ -14,6 +14,8 @@ A layer may restrict both to a `Selection` of the cached tokens; who makes one i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +25,7 @@ from common.engine.attention.attention import CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.rows import Picks, Rows
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import (
-    KvPool,
-    Scratch,
-)
+from common.engine.kv_pool import KvPool, Plane, Scratch
 
 LATENT = "latent"
 
@@ -107,12 +106,21 @@ class LatentPass:
         self._scratch = scratch
         self._writer = CacheWriter(batch, pool)
         group = pool.group_of(LATENT)
+        self._batch = batch
         self._page_items = pool.page_items[group]
-        self._page_table = batch.page_tables[group].to(torch.int64)
-        self.decodes: list[Decodes] = []
-        self.chunks: list[Chunk] = []
         self.selection: Selection | None = None
-        self._plan(batch)
+
+    @cached_property
+    def _page_table(self) -> Tensor:
+        return self._batch.page_tables[self._pool.group_of(LATENT)].to(torch.int64)
+
+    @cached_property
+    def decodes(self) -> list[Decodes]:
+        return self._plan_decodes()
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        return self._plan_chunks()
 
     def append(self, component: str, layer: int, rows: Tensor) -> None:
         """Write the new tokens' rows [T, row dim] of a component that is paged as the latent is."""
@@ -150,16 +158,28 @@ class LatentPass:
                 cached = decodes.cached.pick(plane, picks.items, query.dtype)
             output[decodes.rows] = attend_absorbed(query[decodes.rows], cached, seen, projection)
         for chunk, mask in zip(self.chunks, selection.chunks, strict=True):
-            if chunk.mask is None and plane.view.dtype == row.dtype:
-                # What the cache holds is what was just computed, unless it is stored in less.
-                rows = row[chunk.rows]
-            else:
-                cached = chunk.cached.read(plane, self._scratch, query.dtype)
-                rows = cached[0, : chunk.kv_length]
-            output[chunk.rows] = attend_expanded(
-                query[chunk.rows], rows, chunk.mask if mask is None else mask, projection
-            )
+            output[chunk.rows] = self._attend_chunk(chunk, plane, query, row, projection, mask)
         return output
+
+    def _attend_chunk(
+        self,
+        chunk: Chunk,
+        plane: Plane,
+        query: Tensor,
+        row: Tensor,
+        projection: LatentProjection,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """query, row: of the whole batch. mask: instead of the chunk's own."""
+        if chunk.mask is None and plane.view.dtype == row.dtype:
+            # What the cache holds is what was just computed, unless it is stored in less.
+            rows = row[chunk.rows]
+        else:
+            cached = chunk.cached.read(plane, self._scratch, query.dtype)
+            rows = cached[0, : chunk.kv_length]
+        return attend_expanded(
+            query[chunk.rows], rows, chunk.mask if mask is None else mask, projection
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionPass`: the row is the one key, and its latent part the one value.
@@ -173,30 +193,36 @@ class LatentPass:
         scale = (latent_dim + rope_dim) ** -0.5
         return self.attend_latent(layer, query, key[:, 0], LatentProjection(same, same, scale))
 
-    def _plan(self, batch: ForwardBatch) -> None:
-        device = batch.token_ids.device
+    def _plan_chunks(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
         first = 0
-        decodes: list[tuple[int, int]] = []
-        for index, length in enumerate(batch.query_lengths):
-            if length == 1:
-                decodes.append((index, first))
-            else:
+        for index, length in enumerate(self._batch.query_lengths):
+            if length > 1:
                 rows = slice(first, first + length)
-                self.chunks.append(self._plan_chunk(index, rows, batch.kv_length_list[index]))
+                chunks.append(self._plan_chunk(index, rows, self._batch.kv_length_list[index]))
             first += length
+        return chunks
+
+    def _plan_decodes(self) -> list[Decodes]:
+        batch = self._batch
+        device = batch.token_ids.device
+        found: list[Decodes] = []
+        rows = [0, *accumulate(batch.query_lengths)]
+        decodes = [(i, rows[i]) for i, length in enumerate(batch.query_lengths) if length == 1]
         page_counts = [-(-batch.kv_length_list[i] // self._page_items) for i, _ in decodes]
         for bucket in bucket_by_pages(page_counts) if decodes else []:
             indexes = torch.tensor([decodes[i][0] for i in bucket], device=device)
             width = max(page_counts[i] for i in bucket)
             lengths = batch.kv_lengths[indexes]
             items = torch.arange(width * self._page_items, device=device)
-            self.decodes.append(
+            found.append(
                 Decodes(
                     torch.tensor([decodes[i][1] for i in bucket], device=device),
                     max(batch.kv_length_list[decodes[i][0]] for i in bucket),
                     Rows(self._page_table[indexes, :width], items < lengths[:, None]),
                 )
             )
+        return found
 
     def _plan_chunk(self, index: int, rows: slice, kv_length: int) -> Chunk:
         page_count = -(-kv_length // self._page_items)
@@ -220,8 +246,7 @@ def attend_absorbed(
     """
     nope_dim = projection.key.shape[1]
     latent_dim = projection.key.shape[2]
-    query_latent = torch.bmm(query[..., :nope_dim].transpose(0, 1), projection.key)
-    query_row = torch.cat((query_latent.transpose(0, 1), query[..., nope_dim:]), dim=-1)
+    query_row = torch.cat((absorb_query(query, projection), query[..., nope_dim:]), dim=-1)
     mask = None if is_token is None else is_token[:, None, None]
     # All heads read the same rows, so they are the queries of one head. Summing whole rows and
     # dropping the rotated part is less work than a copy of the latent part of every row.
@@ -229,7 +254,17 @@ def attend_absorbed(
     summed = F.scaled_dot_product_attention(
         query_row[:, None], keys, keys, attn_mask=mask, scale=projection.scale
     )
-    latent = summed[:, 0, :, :latent_dim]
+    return project_sums(summed[:, 0, :, :latent_dim], projection)
+
+
+def absorb_query(query: Tensor, projection: LatentProjection) -> Tensor:
+    """What meets the latent part of rows: [T, heads, nope dim + rope dim] to [T, heads, latent]."""
+    plain = query[..., : projection.key.shape[1]]
+    return torch.bmm(plain.transpose(0, 1), projection.key).transpose(0, 1)
+
+
+def project_sums(latent: Tensor, projection: LatentProjection) -> Tensor:
+    """Weighted sums of rows [T, heads, latent dim] to [T, heads, value dim]."""
     return torch.bmm(latent.transpose(0, 1), projection.value.transpose(1, 2)).transpose(0, 1)
 
 

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import Attention, AttentionPass
+from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.attention.kinds import AttentionKind, LatentKind
+from common.engine.attention.latent import LatentAttention, LatentProjection
 from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaAttention, SdpaPass
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kernel_trial import largest_difference
 from common.engine.kv_pool import DTYPES, KvPool
 from common.layout.cache_layout import ServerLayout
-from common.layout.families import windowed_gqa_components
+from common.layout.component import CacheComponent
+from common.layout.families import mla_components, windowed_gqa_components
 
 # Two roundings, relative to an output of at least one: the kernels may round their probabilities,
 # SDPA rounds its own. A wrong page, head or mask is off by the order of one.
@@ -67,6 +70,40 @@ def check_attention(candidate: Attention, kind: AttentionKind, shape: AttentionS
                 for heads in (kind.head_count, kind.kv_head_count, kind.kv_head_count)
             )
             expected, actual = (_attend(each, layer, (query, key, value), rule) for each in passes)
+            difference = largest_difference(expected, actual)
+            if not math.isfinite(difference):
+                return math.nan
+            worst = max(worst, difference)
+        if not torch.equal(pools[0].buffers[0], pools[1].buffers[0]):
+            return math.inf
+    return worst
+
+
+@torch.inference_mode()
+def check_latent(
+    candidate: LatentAttention | FlashInferLatentAttention, kind: LatentKind, shape: AttentionShape
+) -> float:
+    """As `check_attention`, over latent rows and against torch's path for them."""
+    worst = 0.0
+    for lengths in trial_lengths():
+        generator = torch.Generator().manual_seed(len(lengths))
+        pools = (_latent_pool(kind, shape), _latent_pool(kind, shape))
+        batch = random_batch(lengths, pools[0], shape.device)
+        passes = (LatentAttention().start(batch, pools[0]), candidate.start(batch, pools[1]))
+        # Such that keys, values and scores are of the order of one.
+        key, value = (
+            _random(generator, (kind.head_count, dim, kind.latent_dim), shape)
+            * kind.latent_dim**-0.5
+            for dim in (kind.nope_dim, kind.value_dim)
+        )
+        projection = LatentProjection(key, value, kind.scale)
+        for layer in range(_LAYERS):
+            query_dim, row_dim = kind.nope_dim + kind.rope_dim, kind.latent_dim + kind.rope_dim
+            query = _random(generator, (batch.token_count, kind.head_count, query_dim), shape)
+            row = _random(generator, (batch.token_count, row_dim), shape)
+            expected, actual = (
+                each.attend_latent(layer, query, row, projection) for each in passes
+            )
             difference = largest_difference(expected, actual)
             if not math.isfinite(difference):
                 return math.nan
@@ -129,21 +166,41 @@ def _random(generator: torch.Generator, size: tuple[int, ...], shape: AttentionS
 
 
 def _random_pool(kind: AttentionKind, shape: AttentionShape) -> KvPool:
-    """The same random content every time."""
-    dtype_name = next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
     components = windowed_gqa_components(
         windows=(kind.window,) * _LAYERS,
         kv_head_count=kind.kv_head_count,
         head_dim=kind.head_dim,
-        dtype=dtype_name,
+        dtype=_dtype_name(shape),
     )
+    return _pool_of(components, shape, kind.window)
+
+
+def _latent_pool(kind: LatentKind, shape: AttentionShape) -> KvPool:
+    components = mla_components(
+        layer_count=_LAYERS,
+        latent_dim=kind.latent_dim,
+        rope_dim=kind.rope_dim,
+        is_interleaved=False,
+        dtype=_dtype_name(shape),
+    )
+    return _pool_of(components, shape)
+
+
+def _dtype_name(shape: AttentionShape) -> str:
+    return next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
+
+
+def _pool_of(
+    components: tuple[CacheComponent, ...], shape: AttentionShape, window: int = 0
+) -> KvPool:
+    """The same random content every time."""
     layout = ServerLayout(components, 1, ((0, _LAYERS),), shape.page_size)
-    lengths = max(trial_lengths(kind.window), key=lambda each: sum(map(sum, each)))
+    lengths = max(trial_lengths(window), key=lambda each: sum(map(sum, each)))
     page_count = sum(-(-sum(each) // shape.page_size) for each in lengths)
     pool = KvPool.allocate(layout.rank(0, 0), [page_count], shape.device)
     generator = torch.Generator().manual_seed(0)
     for layer in range(_LAYERS):
-        for component in ("k", "v"):
-            view = pool.view(component, layer)
+        for component in components:
+            view = pool.view(component.name, layer)
             view.copy_(torch.randn(view.shape, generator=generator).to(shape.dtype))
     return pool
