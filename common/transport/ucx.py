@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +38,13 @@ from common.transport.transport import (
 if TYPE_CHECKING:
     from common.transport import _ucx
 
+log = logging.getLogger(__name__)
+
 NativeEvent = tuple[int, int, str, bool, int, int, float, float]
 
 NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
+HOST_TRANSPORTS = frozenset({"posix", "sysv", "xpmem", "cma", "knem", "tcp", "self", "cuda_copy"})
+"""What can't carry GPU memory but by copying it through the host's, a hundred times slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class UcxTransport:
         settings = settings or UcxSettings()
         self._tls = resolve_tls(settings)
         self._is_shared = "posix" in self._tls.split(",")
+        self._has_cuda = settings.cuda_device is not None
         if self._is_shared:
             check_shared_memory("UCX", WORKER_SHARED_NBYTES)
         self._origin = load_ucx(settings.ucx)
@@ -256,6 +262,13 @@ class UcxTransport:
             case 0:
                 peer = self._peer_names[identity]
                 self._peer_transports[peer] = text
+                if self._has_cuda and goes_through_host(text):
+                    log.warning(
+                        "%s: GPU memory goes there through the host's, over %s: CUDA IPC needs one "
+                        "machine, with process and IPC namespaces shared, and RDMA a network card",
+                        peer,
+                        text,
+                    )
                 return PeerConnected(peer, text)
             case 1:
                 return PeerFailed(self._forget_peer(identity), text)
@@ -329,6 +342,11 @@ def resolve_tls(settings: UcxSettings) -> str:
     if settings.cuda_device is not None:
         names += ["cuda_copy", "cuda_ipc"]
     return ",".join(names)
+
+
+def goes_through_host(transports: str) -> bool:
+    """Whether nothing of a connection's transports can write from one GPU's memory to another's."""
+    return HOST_TRANSPORTS.issuperset(transports.split(","))
 
 
 def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:

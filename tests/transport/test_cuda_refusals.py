@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import TransportError
 from common.transport.transport import RegionRefused
-from common.transport.ucx import UcxSettings, UcxTransport, resolve_tls
+from common.transport.ucx import UcxSettings, UcxTransport, goes_through_host, resolve_tls
 
 
 def has_cuda_driver() -> bool:
@@ -27,6 +27,22 @@ def test_a_cuda_device_adds_its_transports_to_the_automatic_choice() -> None:
     names = resolve_tls(UcxSettings(cuda_device=0)).split(",")
     assert {"cuda_copy", "cuda_ipc", "tcp", "posix"} <= set(names)
     assert not any("cuda" in name for name in resolve_tls(UcxSettings()).split(","))
+
+
+@pytest.mark.parametrize(
+    ("transports", "is_slow"),
+    [
+        ("cuda_ipc,tcp", False),
+        ("tcp", True),
+        ("posix", True),
+        ("cuda_copy,posix,tcp", True),
+        ("rc_mlx5", False),
+    ],
+)
+def test_a_connection_that_gpu_memory_reaches_by_a_detour_only_is_known(
+    transports: str, is_slow: bool
+) -> None:
+    assert goes_through_host(transports) is is_slow
 
 
 @no_driver
