@@ -17,8 +17,8 @@ from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
 from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.rotary import score_scale
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.deepseek import score_scale
 from common.engine.models.registry import FAMILIES, cache_components, read_model_config
 from common.errors import ConfigError
 from common.layout.component import Shard
@@ -133,6 +133,6 @@ def _latent_kind(config: ModelConfig, parallel: ParallelContext) -> LatentKind |
         rope_dim=mla.rope_dim,
         nope_dim=mla.nope_dim,
         value_dim=mla.value_dim,
-        scale=score_scale(mla, config.rope),
+        scale=score_scale(config.rope, mla.query_dim),
         has_selection=any(c.name == INDEX_KEY for c in cache_components(config, config.dtype)),
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from common.engine.config.mla import MlaConfig, RouterConfig
 from common.engine.config.weight_format import Float8Blocks
+from common.engine.layers.rotary import score_scale
 from common.engine.loader import load_model
-from common.engine.models.deepseek import score_scale
 from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError
 from tests.engine.paged_decoding import Sequence, forward, make_pool, shuffled_pages
@@ -135,7 +135,7 @@ def test_published_configs_are_understood(tmp_path: Path) -> None:
         163840,
     )
     magnitude = 0.1 * math.log(40.0) + 1.0
-    assert score_scale(v3.mla, v3.rope) == pytest.approx(192**-0.5 * magnitude**2)
+    assert score_scale(v3.rope, v3.mla.query_dim) == pytest.approx(192**-0.5 * magnitude**2)
     assert cache_components(v3, "auto")[0].segments[0].unit_nbytes == 576 * 2
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_V2_LITE))

@@ -133,6 +133,14 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return yarn_magnitude(rope.factor, 1.0)
 
 
+def score_scale(rope: RopeConfig, dim: int) -> float:
+    """Factor on scores: of a head's dimension, and what a longer context asks for on top."""
+    scale = 1.0 / math.sqrt(dim)
+    if rope.mscale_all_dim:
+        scale *= yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
 def yarn_magnitude(factor: float, weight: float) -> float:
     """By how much attention is sharpened when a context is made `factor` times longer."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

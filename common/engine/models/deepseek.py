@@ -5,7 +5,6 @@ What they differ in (the queries' rank, the router, the rotation) are values of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -13,15 +12,13 @@ from torch import Tensor
 
 from common.engine.attention.latent import LatentPass, LatentProjection, Selection
 from common.engine.checkpoint.weights import Weight
-from common.engine.config.mla import MlaConfig
 from common.engine.config.model import ModelConfig
-from common.engine.config.rope import RopeConfig
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.rotary import yarn_magnitude
+from common.engine.layers.rotary import score_scale
 from common.engine.models.deepseek_config import read_deepseek
 from common.engine.models.family import Family, mla_cache
 from common.engine.models.layer_pass import LayerPass
@@ -45,7 +42,7 @@ class MlaAttention:
         self.layer = layer
         self.mla = mla
         self.head_count = len(context.cut(config.head_count))
-        self.scale = score_scale(mla, config.rope)
+        self.scale = score_scale(config.rope, mla.query_dim)
         self.row = whole_linear(
             context, f"{name}.kv_a_proj_with_mqa", config.hidden_size, mla.row_dim, has_bias
         )
@@ -142,14 +139,6 @@ def build_mlp(context: LayerContext, config: ModelConfig, layer: int) -> LayerMl
     if layer in config.moe.layers:
         return GroupedMoeMlp(context, name, hidden_size=size, moe=config.moe)
     return GatedMlp(context, name, hidden_size=size, intermediate_size=config.intermediate_size)
-
-
-def score_scale(mla: MlaConfig, rope: RopeConfig) -> float:
-    """Factor on scores: a head's dimension, and what a longer context asks for on top."""
-    scale = 1.0 / math.sqrt(mla.query_dim)
-    if rope.mscale_all_dim:
-        scale *= yarn_magnitude(rope.factor, rope.mscale_all_dim) ** 2
-    return scale
 
 
 def _head_linear(
