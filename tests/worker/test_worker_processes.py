@@ -102,13 +102,15 @@ class Pair:
     def decode_only(
         self, request_id: int, prompt: list[int], tokens: list[int], sampling: SamplingParams
     ) -> list[int]:
+        """Every step is sent before the one before it is answered, as by a scheduler."""
         output: list[int] = []
         new = [NewSequence(request_id, prompt + tokens, len(prompt), sampling)]
         grants = [PageGrant(request_id, 0, 0, DECODE_PAGES)]
-        for _ in range(sampling.max_new_tokens - len(tokens)):
-            done = self.decode.step(new=new, grants=grants, decode=[request_id])
-            output += done.token_ids
-            new, grants = [], []
+        self.decode.start_step(new=new, grants=grants, decode=[request_id])
+        for _ in range(sampling.max_new_tokens - len(tokens) - 1):
+            self.decode.start_step(decode=[request_id])
+            output += self.decode.finish_step().token_ids
+        output += self.decode.finish_step().token_ids
         self.decode.step(retired=[request_id])
         return output
 

@@ -62,6 +62,7 @@ class WorkerProcesses:
         self._clock = SystemClock()
         self._waiting: list[WorkerToScheduler] = []
         self._next_step_id = 1
+        self._started: list[int] = []
         self.log_path = self._runtime_dir / "log"
         self.processes = [self._start(rank) for rank in range(self.config.rank_count)]
         self.ready: list[WorkerReady] = []
@@ -127,11 +128,28 @@ class WorkerProcesses:
         retired: list[int] | None = None,
     ) -> StepDone:
         """Run one step on all ranks; one of them answers for all."""
+        self.start_step(new=new, grants=grants, chunks=chunks, decode=decode, retired=retired)
+        return self.finish_step()
+
+    def start_step(
+        self,
+        *,
+        new: list[NewSequence] | None = None,
+        grants: list[PageGrant] | None = None,
+        chunks: list[PrefillChunk] | None = None,
+        decode: list[int] | None = None,
+        retired: list[int] | None = None,
+    ) -> None:
+        """Send one step; others may be under way."""
         step_id = self._next_step_id
         self._next_step_id += 1
+        self._started.append(step_id)
         self.tell(Step(step_id, new or [], grants or [], chunks or [], decode or [], retired or []))
+
+    def finish_step(self) -> StepDone:
+        """The answer to the first step that was started and not finished."""
         answer = self.expect(StepDone)
-        assert answer.step_id == step_id
+        assert answer.step_id == self._started.pop(0)
         return answer
 
     def generate(
