@@ -226,6 +226,26 @@ def test_a_prompt_takes_the_window_and_one_chunk_and_keeps_the_window_at_its_end
     assert account.pool.used_count(1) == 2
 
 
+def test_steps_that_are_sent_ahead_cut_no_prompt_smaller() -> None:
+    """A window's pages move along when a chunk has returned; the next one waits for them."""
+    groups = layout_of((FULL, window(8)), 4).groups
+    spans: list[list[tuple[int, int]]] = []
+    for in_flight_max in (1, IN_FLIGHT_MAX):
+        account = PageAccount(groups, [100, 50], has_prefix_cache=False, chunk_token_max=20)
+        batcher = Batcher(account, BatchLimits(20, 4, 400, frozenset(), in_flight_max))
+        sequence = account.open(1, [1] * 203, 203, sampling(1))
+        assert sequence is not None
+        batcher.add(sequence)
+        reader, sent = Reader(groups), deque[Step]()
+        spans.append([])
+        while sequence.output_count == 0:
+            while (step := batcher.plan_step().step) is not None:
+                sent.append(step)
+                spans[-1] += [(chunk.start, chunk.stop) for chunk in step.chunks]
+            batcher.apply_done(reader.run(sent.popleft()))
+    assert spans[0] == spans[1] and len(spans[0]) == 11
+
+
 def test_a_small_pool_makes_small_chunks_and_the_prompt_still_ends() -> None:
     groups = layout_of((FULL, window(8)), 4).groups
     account = PageAccount(groups, [100, 3], has_prefix_cache=False, chunk_token_max=64)
