@@ -27,7 +27,7 @@ def start_graphs(
     Writes to the scratch page only.
     """
     if model.context.device.type != "cuda":
-        return None, "off: for cuda"
+        return None, f"off: the device is {model.context.device.type}"
     if config.disable_cuda_graph:
         return None, "off: --disable-cuda-graph"
     if config.pp_size > 1:
