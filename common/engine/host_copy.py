@@ -79,6 +79,7 @@ _TORCH_TYPES = {
     "int32": torch.int32,
     "float32": torch.float32,
     "uint8": torch.uint8,
+    "bool": torch.bool,
 }
 
 

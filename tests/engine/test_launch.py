@@ -167,6 +167,7 @@ def test_packed_arrays_come_out_as_they_went_in() -> None:
         np.zeros(0, dtype=np.int64),
         np.linspace(0, 1, 7, dtype=np.float32),
         np.arange(12, dtype=np.uint8).reshape(3, 4),
+        np.array([[True], [False]]),
     ]
     packed = pack(arrays, is_pinned=False)
     for array, view in zip(arrays, unpack(packed, arrays), strict=True):

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.scores import PLAIN, ScoreRule, attend_scores
 from common.engine.forward_batch import ForwardBatch
+from common.engine.host_copy import upload
 from common.engine.kv_pool import (
     GatherIndex,
     Geometry,
@@ -25,6 +28,8 @@ from common.engine.kv_pool import (
     gather_index,
 )
 from common.layout.component import LiveKind
+
+Ints = NDArray[np.int64]
 
 
 class SdpaAttention:
@@ -237,36 +242,34 @@ class _Planner:
 
     def _plan_bucket(self, rows: Tensor | None, table: Tensor, spans: list[range]) -> _DecodeBucket:
         """table: int64[B, pages] or wider; spans: positions that each sequence sees."""
-        device = table.device
         items = self._page_items
-        first_pages = torch.tensor([self._page_of(span) for span in spans])
-        starts = torch.tensor([span.start for span in spans]) - first_pages * items
-        stops = torch.tensor([span.stop for span in spans]) - first_pages * items
-        page_counts = (stops + items - 1) // items
+        first_pages = np.array([self._page_of(span) for span in spans])
+        starts = np.array([span.start for span in spans]) - first_pages * items
+        stops = np.array([span.stop for span in spans]) - first_pages * items
+        page_counts = -(-stops // items)
         width = int(page_counts.max())
-        if bool((stops == width * items).all()) and not bool(starts.any()):
-            columns = (first_pages[:, None] + torch.arange(width)).to(device)
-            is_head = not bool(first_pages.any())
-            table = table[:, :width] if is_head else table.gather(1, columns)
-            return _DecodeBucket(rows, _Gather(table), None)
+        columns = np.arange(width)
+        if (stops == width * items).all() and not starts.any():
+            if not first_pages.any():
+                return _DecodeBucket(rows, _Gather(table[:, :width]), None)
+            (index,) = upload(table.device, first_pages[:, None] + columns)
+            return _DecodeBucket(rows, _Gather(table.gather(1, index)), None)
         # Padding reads the sequence's own first page again: full of its tokens, unless it is also
         # the last or the window starts inside, and never another request's trouble.
-        columns = torch.arange(width)
-        columns = torch.where(columns < page_counts[:, None], columns, 0) + first_pages[:, None]
+        columns = np.where(columns < page_counts[:, None], columns, 0) + first_pages[:, None]
         is_first_full = (page_counts > 1) & (starts == 0)
-        ends = torch.where(is_first_full, page_counts, width) * items
-        behind, before = _ranges(stops, ends), _ranges(torch.zeros_like(starts), starts)
-        sequences, stale_items = (torch.cat(pair) for pair in zip(behind, before, strict=True))
-        stale = _Stale(sequences.to(device), stale_items.to(device)) if len(sequences) else None
-        item = torch.arange(width * items)
-        is_token = item < stops[:, None]
-        if bool(starts.any()):
-            is_token &= item >= starts[:, None]
-        return _DecodeBucket(
-            rows,
-            _Gather(table.gather(1, columns.to(device)), stale),
-            is_token[:, None, None].to(device),
+        ends = np.where(is_first_full, page_counts, width) * items
+        behind, before = _ranges(stops, ends), _ranges(np.zeros_like(starts), starts)
+        item = np.arange(width * items)
+        is_token = (item < stops[:, None]) & (item >= starts[:, None])
+        index, mask, sequences, stale_items = upload(
+            table.device,
+            columns,
+            is_token[:, None, None],
+            *(np.concatenate(pair) for pair in zip(behind, before, strict=True)),
         )
+        stale = _Stale(sequences, stale_items) if len(sequences) else None
+        return _DecodeBucket(rows, _Gather(table.gather(1, index), stale), mask)
 
     def _plan_chunk(
         self, index: int, first: int, length: int, kv_length: int, device: torch.device
@@ -292,12 +295,12 @@ class _Planner:
         )
 
 
-def _ranges(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-    """(index, item) of every item in starts[index] .. stops[index]; all int64 on the CPU."""
+def _ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """(index, item) of every item in starts[index] .. stops[index]."""
     counts = stops - starts
-    indexes = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    firsts = counts.cumsum(0) - counts
-    return indexes, starts[indexes] + torch.arange(len(indexes)) - firsts[indexes]
+    indexes = np.repeat(np.arange(len(counts)), counts)
+    firsts = counts.cumsum() - counts
+    return indexes, starts[indexes] + np.arange(len(indexes)) - firsts[indexes]
 
 
 def _attend_decode(
