@@ -221,15 +221,15 @@ class _Planner:
         spans = [self._visible(batch.kv_length_list[index], 1) for index in decodes]
         page_counts = [-(-span.stop // self._page_items) - self._page_of(span) for span in spans]
         buckets = bucket_by_pages(page_counts)
-        is_all = len(buckets) == 1 and not plan.chunks
+        if len(buckets) == 1 and not plan.chunks:
+            plan.decodes.append(self._plan_bucket(None, self._page_table, spans))
+            return plan
         for bucket in buckets:
-            rows = torch.tensor([decode_rows[i] for i in bucket], device=device)
-            table = self._page_table
-            if not is_all:
-                table = table[torch.tensor([decodes[i] for i in bucket], device=device)]
-            plan.decodes.append(
-                self._plan_bucket(None if is_all else rows, table, [spans[i] for i in bucket])
+            rows, sequences = upload(
+                device, np.array(decode_rows)[bucket], np.array(decodes)[bucket]
             )
+            table = self._page_table.index_select(0, sequences)
+            plan.decodes.append(self._plan_bucket(rows, table, [spans[i] for i in bucket]))
         return plan
 
     def _visible(self, kv_length: int, new_count: int) -> range:
