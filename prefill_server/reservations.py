@@ -58,13 +58,13 @@ class Reservations:
         self.is_draining = False
 
     def handle(self, link: str, message: TransferRequest, now: float) -> None:
+        is_new = self._note(link, message.transfer_id)
         peer = self._peers.connected(message.incarnation, link)
         if peer is None or message.peer_incarnation != self._facts.incarnation:
             self.stale_count += 1
             self._peers.detach_unknown(link, message.incarnation)
             return
-        transfer_id = message.transfer_id
-        if not self._note(link, transfer_id):
+        if not is_new:
             self.stale_count += 1
             return
         reservation = Reservation(
@@ -101,7 +101,8 @@ class Reservations:
 
     def _note(self, link: str, transfer_id: int) -> bool:
         """Whether a transfer is new. Messages keep their order on a connection and no longer: one
-        that comes again, or after its own Abort, has pages that may be somebody else's by now."""
+        that comes again, or after its own Abort, has pages that may be somebody else's by now. So
+        has one that first came while its peer was lost."""
         is_new = (link, transfer_id) not in self._known
         self._known[link, transfer_id] = None
         if len(self._known) > KNOWN_COUNT_MAX:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.protocol.frontend import GetState, State
-from common.protocol.peer import Detached, Heartbeat, Hello, Refuse
+from common.protocol.peer import Detached, Heartbeat, Hello, Refuse, TransferRequest
 from common.protocol.worker import WorkerBeat
+from common.request import SamplingParams
 from common.scheduling.events import (
     Effect,
     FromFrontend,
@@ -47,6 +50,36 @@ def test_another_link_can_not_speak_for_a_peer(world: World) -> None:
 
     assert hear(world, "d0", Detached(d0.incarnation, p0.incarnation, "its own word")) != []
     assert connected_count(world) == 0
+
+
+def test_a_reservation_that_came_while_its_peer_was_lost_is_not_begun_when_it_comes_again(
+    world: World,
+) -> None:
+    """Its pages came back when the connection did, and may be somebody else's by now."""
+    p0, d0 = world.nodes["p0"], world.nodes["d0"]
+    sampling = SamplingParams(max_new_tokens=4, seed=0)
+    lost = TransferRequest(
+        transfer_id=1 << 40,
+        incarnation=d0.facts.incarnation,
+        peer_incarnation=p0.facts.incarnation,
+        token_count=3,
+        pages=[(0, [1])],
+        budget_ms=9000,
+        writers=[0],
+        room=None,
+        token_ids=[5, 6, 7],
+        prompt_count=3,
+        sampling=sampling,
+    )
+    gone = Detached(d0.facts.incarnation, p0.facts.incarnation, "it is lost")
+    for message in (gone, lost):
+        p0.feed(FromPeer("d0", message))
+    world.run(world.now + 3.0)
+    assert connected_count(world) == 1
+    p0.feed(FromPeer("d0", lost))
+    assert p0.core.is_idle
+    p0.feed(FromPeer("d0", msgspec.structs.replace(lost, transfer_id=2 << 40)))
+    assert not p0.core.is_idle, "one that is new is begun"
 
 
 def test_refused_connections_are_counted_and_each_reason_is_told_once(world: World) -> None:
