@@ -57,6 +57,16 @@ def pending_tokens_count_as_computed(patch: Patch) -> None:
     patch.setattr(PageAccount, "recycle", recycle_ahead)
 
 
+def a_prefill_server_decodes_ahead(patch: Patch) -> None:
+    """A prompt whose last chunk is in flight decodes next, although its cache is to leave as it
+    is."""
+
+    def decoding_ahead(self: Batcher) -> list[Sequence]:
+        return [*self._running.values(), *(s for s in self._prompts.values() if s.pending_count)]
+
+    patch.setattr(Batcher, "_decoding_ahead", decoding_ahead)
+
+
 def a_chunk_is_sent_again(patch: Patch) -> None:
     """A prompt goes on behind what is computed, although its next chunk is in flight."""
     patch.setattr(Sequence, "chunk_start", property(lambda self: self.computed_count))
