@@ -6,7 +6,8 @@ copies to every target rank, and the bytes are copied from buffer to buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from common.planner.pairing import TokenRange
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.sequence import PageAccount, Sequence
 from common.worker.pools import page_counts_for
 from tests.families.ranks import Crew, contexts
@@ -70,9 +72,11 @@ class Server:
         self.account = PageAccount(
             self.layout.groups, counts, has_prefix_cache=False, chunk_token_max=shape.chunk
         )
-        self.batcher = Batcher(
-            self.account, BatchLimits(shape.chunk, REQUEST_MAX, TOKEN_MAX, frozenset())
-        )
+        # Stages without the head are told what was drawn, so nothing can be planned ahead.
+        in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 else 1
+        limits = BatchLimits(shape.chunk, REQUEST_MAX, TOKEN_MAX, frozenset(), in_flight_max)
+        self.batcher = Batcher(self.account, limits)
+        self._sent: deque[Step] = deque()
         self._runners = [
             ModelRunner(model, pool, ManualClock())
             for model, pool in zip(models, self.pools, strict=True)
@@ -95,10 +99,12 @@ class Server:
         """Compute prompts and their first tokens; their pages stay until `close`."""
         sequences = [self.open(prompt, output_count) for prompt in prompts]
         waiting = set(map(id, sequences))
+        self._limit(is_prompt_only=True)
         while waiting:
             for sequence in self._step():
                 self.batcher.stop(sequence)
                 waiting.discard(id(sequence))
+        self._limit(is_prompt_only=False)
         return sequences
 
     def close(self, sequence: Sequence) -> None:
@@ -146,12 +152,17 @@ class Server:
     # ----------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Sequence]:
-        """One step on all ranks; the sequences that have a new token."""
-        planned = self.batcher.plan_step()
-        assert planned.step is not None and not planned.retracted
-        outcome = self.batcher.apply_done(self._run(planned.step))
+        """One step on all ranks, while the next is planned; the sequences that have a new token."""
+        while (planned := self.batcher.plan_step()).step is not None:
+            self._sent.append(planned.step)
+        assert not planned.retracted
+        outcome = self.batcher.apply_done(self._run(self._sent.popleft()))
         assert not outcome.failed, outcome.failed
         return [token.sequence for token in outcome.tokens]
+
+    def _limit(self, *, is_prompt_only: bool) -> None:
+        """As the batcher of a prefill server has it, or of another one."""
+        self.batcher.limits = replace(self.batcher.limits, is_prompt_only=is_prompt_only)
 
     def _run(self, step: Step) -> StepDone:
         answers = self._crew.run(lambda rank: self._runners[rank].run(step))
