@@ -16,6 +16,7 @@ from common.engine.checkpoint.weights import fill_with_noise, load_weights
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import DTYPES
+from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.rotary import score_scale
 from common.engine.models.causal_lm import CausalLm
@@ -61,7 +62,9 @@ def load_model(
     config = read_served_config(model_path, dtype=dtype)
     parallel = parallel or ParallelContext()
     check_parallel(config, parallel.tp_size, parallel.pp_size)
-    context = LayerContext(parallel, torch.device(device), DTYPES[config.dtype])
+    device = torch.device(device)
+    fused = choose_fused(fused_shape(config, parallel, device)).kernels
+    context = LayerContext(parallel, device, DTYPES[config.dtype], fused)
     if attention is None:
         choice = choose_attention(attention_shape(config, parallel, context.device, page_size))
     else:
@@ -98,6 +101,16 @@ def attention_shape(
         cache_dtype=cache_dtype,
         latent=_latent_kind(config, parallel),
         is_compressed=config.is_compressed,
+    )
+
+
+def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.device) -> FusedShape:
+    """What a rank's small functions have to be able to."""
+    return FusedShape(
+        size=config.hidden_size,
+        inner_size=config.intermediate_size // parallel.tp_size,
+        dtype=DTYPES[config.dtype],
+        device=device,
     )
 
 

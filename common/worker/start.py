@@ -21,8 +21,10 @@ from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.grammar import GrammarCompiler
-from common.engine.loader import attention_shape, load_model, read_served_config
+from common.engine.layers.choose_fused import choose_fused
+from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
+from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.errors import ConfigError, GrammarError, TransportError
 from common.layout.cache_layout import RankLayout, ServerLayout
@@ -135,7 +137,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
-        describe=_describe(rank, device, model_config, layout, page_counts, choice, transport)
+        describe=_describe(rank, model, layout, page_counts, choice, transport)
         | {"cuda_graphs": graphs_told},
         host_id=host_id(),
         pid=os.getpid(),
@@ -262,20 +264,22 @@ def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
 
 def _describe(
     rank: int,
-    device: torch.device,
-    model_config: ModelConfig,
+    model: CausalLm,
     layout: RankLayout,
     page_counts: list[int],
     choice: AttentionChoice,
     transport: Transport,
 ) -> dict[str, str]:
+    device, dtype = model.context.device, model.config.dtype
+    fused = choose_fused(fused_shape(model.config, model.context.parallel, device))
     groups = zip(layout.groups, page_counts, strict=True)
     pages = [f"{count} x {group.page_nbytes} bytes" for group, count in groups]
     return {
         "rank": str(rank),
         "device": str(device),
-        "dtype": model_config.dtype,
+        "dtype": dtype,
         "attention": f"{choice.attention.name} ({choice.reason})",
+        "norms and activations": f"{'fused' if fused.kernels else 'torch'} ({fused.reason})",
         "pages": ", ".join(pages),
         "torch": str(torch.__version__),
         **{key: str(value) for key, value in transport.describe().items() if key in STATIC_KEYS},

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention import flashinfer, flashinfer_kernels, flashinfer_latent
@@ -205,6 +206,28 @@ class Mla:
         return torch.cat(outputs)
 
 
+def rmsnorm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    assert len(hidden) and hidden.is_contiguous() and hidden.dtype == weight.dtype
+    wide = hidden.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * weight.float()).to(hidden.dtype)
+
+
+def fused_add_rmsnorm(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    residual += hidden
+    hidden.copy_(rmsnorm(residual, weight, epsilon))
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import flashinfer` finds this, which needs no workspace."""
     monkeypatch.setattr(flashinfer, "WORKSPACE_NBYTES", 16)
@@ -217,6 +240,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         BatchAttentionWithAttentionSinkWrapper=PagedAttention,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    mla = ModuleType("flashinfer.mla")
-    vars(mla).update(BatchMLAPagedAttentionWrapper=Mla)
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
+    parts = {
+        "mla": {"BatchMLAPagedAttentionWrapper": Mla},
+        "norm": {kernel.__name__: kernel for kernel in (rmsnorm, fused_add_rmsnorm)},
+        "activation": {kernel.__name__: kernel for kernel in (silu_and_mul, gelu_tanh_and_mul)},
+    }
+    for name, contents in parts.items():
+        part = ModuleType(f"flashinfer.{name}")
+        vars(part).update(contents)
+        setattr(module, name, part)
+        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", part)

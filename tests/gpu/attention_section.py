@@ -15,6 +15,7 @@ from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import AttentionShape
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kv_pool import KvPool
+from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.noise import hash_bits, row_keys
 from common.engine.sampler import Sampler
 from common.layout.cache_layout import ServerLayout
@@ -60,6 +61,8 @@ def check_attention_section(section: Section, device: torch.device) -> None:
     _check_sdpa(section, device)
     _check_sampler(section, device)
     if _has_flashinfer(section, device):
+        fused = choose_fused(FusedShape(4096, 14336, torch.bfloat16, device))
+        section.check("norms and activations as single kernels", bool(fused.kernels), fused.reason)
         _check_flashinfer(section, device, SHAPES)
         shape = AttentionShape((TIMED[0],), TIMED[1], device, TIMED[2])
         _time(section, "sdpa", SdpaAttention(), shape)

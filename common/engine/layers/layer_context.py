@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
+from common.engine.layers.fused import FusedKernels
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Shared by all layers of a model."""
+    """Shared by all layers of a model. fused: kernels for their small functions, None if they are
+    spelled out."""
 
     parallel: ParallelContext
     device: torch.device
     dtype: torch.dtype
+    fused: FusedKernels | None = None
 
     def empty(self, *shape: int) -> Tensor:
         """A tensor to be filled by the loader."""

@@ -35,6 +35,18 @@ def squared_relu(up: Tensor) -> Tensor:
     return F.relu(up).square()
 
 
+def fastest(activation: Activation, context: LayerContext) -> Activation:
+    """The same activation as one kernel, where there is one."""
+    fused = context.fused
+    if fused is None:
+        return activation
+    kernels: dict[Activation, Activation] = {
+        gated_silu: fused.gated_silu,
+        gated_gelu: fused.gated_gelu,
+    }
+    return kernels.get(activation, activation)
+
+
 class GatedMlp:
     """activation: between the two products, if it is another one."""
 
@@ -48,7 +60,7 @@ class GatedMlp:
         has_bias: bool = False,
         activation: Activation = gated_silu,
     ) -> None:
-        self.activation = activation
+        self.activation = fastest(activation, context)
         inner = context.cut(intermediate_size)
         self.gate_up = ColumnLinear(
             context,

@@ -4,33 +4,57 @@ in fp32 too and cast last, by a weight or by an offset from one. And LayerNorm."
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.layers.fused import FusedKernels
 from common.engine.layers.layer_context import LayerContext
 
 
 def normalize(hidden: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) over the last dimension, computed in fp32, in the dtype of `hidden`."""
-    if hidden.dtype == torch.float32:
+    if hidden.dtype == torch.float32 or hidden.is_cuda:
+        # There it is one kernel, which computes in fp32 whatever comes and goes.
         return F.rms_norm(hidden, (hidden.shape[-1],), None, epsilon)
     wide = hidden.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
 
 
 class RmsNorm:
+    """x / rms(x) * w. has_kernel: whether a spelling computes just that, and may be fused."""
+
+    has_kernel: ClassVar[bool] = True
+
     def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
         self.name = name
         self.epsilon = epsilon
         self.weight = context.empty(size)
+        self.fused = context.fused if self.has_kernel else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if (fused := self.fused_for(hidden)) is not None:
+            return fused.rms_norm(hidden, self.weight, self.epsilon)
         if hidden.dtype == torch.float32:
             return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.epsilon)
         return self.weight * normalize(hidden, self.epsilon)
+
+    def after_add(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """(the sum of both [T, size], its norm); neither may be used afterwards."""
+        if (fused := self.fused_for(hidden, added)) is not None:
+            return fused.add_rms_norm(hidden, added, self.weight, self.epsilon)
+        total = hidden + added
+        return total, self(total)
+
+    def fused_for(self, *rows: Tensor) -> FusedKernels | None:
+        """The kernels if they take such rows: of two dimensions and in the weight's dtype."""
+        if self.fused is None:
+            return None
+        is_taken = all(part.dim() == 2 and part.dtype == self.weight.dtype for part in rows)
+        return self.fused if is_taken else None
 
     def weights(self) -> Iterator[Weight]:
         yield Weight.whole(f"{self.name}.weight", self.weight)
@@ -38,6 +62,8 @@ class RmsNorm:
 
 class WideNorm(RmsNorm):
     """x / rms(x) * w, all of it in fp32, cast last; the weight is kept in fp32."""
+
+    has_kernel = False
 
     def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
         super().__init__(context, name, size, epsilon)
@@ -50,6 +76,8 @@ class WideNorm(RmsNorm):
 
 class OffsetNorm(RmsNorm):
     """x / rms(x) * (1 + w), all of it in fp32, cast last."""
+
+    has_kernel = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return (normalize(hidden.float(), self.epsilon) * (1.0 + self.weight.float())).to(

@@ -53,8 +53,9 @@ class PreNormLayer:
         self.mlp = mlp
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), layer_pass)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        attended = self.attention(self.attention_norm(hidden), layer_pass)
+        hidden, normed = self.mlp_norm.after_add(hidden, attended)
+        return hidden + self.mlp(normed)
 
     def weights(self) -> Iterator[Weight]:
         yield from self.attention_norm.weights()

@@ -1,0 +1,139 @@
+"""Whether a rank's small functions are fused, and the proof at start that they compute the same."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from common.engine.distributed import ParallelContext
+from common.engine.kernel_trial import largest_difference, try_kernels
+from common.engine.layers.fused import FusedKernels
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.mlp import fastest, gated_gelu, gated_silu
+from common.engine.layers.norm import RmsNorm
+
+log = logging.getLogger(__name__)
+
+# The plain spelling rounds what is normalised before it is scaled, and a sum before it is
+# normalised; the kernels round once. So the results are two roundings apart.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_ROW_COUNTS = (0, 1, 2, 17, 300)
+_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class FusedShape:
+    """What a rank's rows are. size: of a hidden state; inner_size: of a gate."""
+
+    size: int
+    inner_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class FusedChoice:
+    """The kernels, None for the plain spelling, and why; for the log and /server_info."""
+
+    kernels: FusedKernels | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    name: str = "torch"
+
+
+@cache
+def choose_fused(shape: FusedShape) -> FusedChoice:
+    """FlashInfer's on CUDA if it is there and agrees with the plain spelling.
+
+    The same answer for the same shape as long as the process lives.
+    """
+    if shape.device.type != "cuda":
+        return FusedChoice(None, f"the path of {shape.device.type}")
+    if shape.dtype not in TOLERANCE:
+        return FusedChoice(None, f"flashinfer has no kernels for {shape.dtype}")
+    made: list[FusedKernels] = []
+
+    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
+        made.append(FusedKernels())
+        return made[0], check_fused(made[0], shape)
+
+    plain: FusedKernels | _Plain = _Plain()
+    chosen, reason = try_kernels("flashinfer", build_and_check, TOLERANCE[shape.dtype], plain)
+    if chosen is plain:
+        log.warning("norms and activations: %s; they take several kernels each", reason)
+        return FusedChoice(None, reason)
+    return FusedChoice(made[0], reason)
+
+
+@torch.inference_mode()
+def check_fused(kernels: FusedKernels, shape: FusedShape) -> float:
+    """The largest difference to the plain spelling; NaN if anything is not finite."""
+    plain = LayerContext(ParallelContext(), shape.device, shape.dtype)
+    contexts = (plain, replace(plain, fused=kernels))
+    worst = 0.0
+    for row_count in _ROW_COUNTS:
+        for compute in (_norms, _sums, _activations):
+            generators = (torch.Generator().manual_seed(row_count) for _ in contexts)
+            results = [
+                compute(context, shape, row_count, generator)
+                for context, generator in zip(contexts, generators, strict=True)
+            ]
+            for expected, actual in zip(*results, strict=True):
+                if expected.shape != actual.shape:
+                    return math.inf
+                if not expected.numel():
+                    continue
+                difference = largest_difference(expected, actual)
+                if not math.isfinite(difference):
+                    return math.nan
+                worst = max(worst, difference)
+    return worst
+
+
+def _norms(
+    context: LayerContext, shape: FusedShape, row_count: int, generator: torch.Generator
+) -> list[Tensor]:
+    """Also of the first part of wider rows, which lie apart."""
+    draw = _drawing(shape, generator)
+    found: list[Tensor] = []
+    norm = RmsNorm(context, "norm", shape.size, _EPSILON)
+    norm.weight.copy_(draw(shape.size))
+    found.append(norm(draw(row_count, shape.size)))
+    found.append(norm(draw(row_count, shape.size + 64)[:, : shape.size]))
+    return found
+
+
+def _sums(
+    context: LayerContext, shape: FusedShape, row_count: int, generator: torch.Generator
+) -> list[Tensor]:
+    draw = _drawing(shape, generator)
+    if not row_count:
+        # A layer always has rows; only what is behind the last one may be asked for none.
+        return []
+    norm = RmsNorm(context, "norm", shape.size, _EPSILON)
+    norm.weight.copy_(draw(shape.size))
+    return list(norm.after_add(draw(row_count, shape.size), draw(row_count, shape.size)))
+
+
+def _activations(
+    context: LayerContext, shape: FusedShape, row_count: int, generator: torch.Generator
+) -> list[Tensor]:
+    draw = _drawing(shape, generator)
+    kinds = (gated_silu, gated_gelu) if row_count else ()
+    return [fastest(kind, context)(draw(row_count, 2 * shape.inner_size)) for kind in kinds]
+
+
+def _drawing(shape: FusedShape, generator: torch.Generator) -> Callable[..., Tensor]:
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(shape.dtype).to(shape.device)
+
+    return draw

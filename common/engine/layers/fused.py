@@ -1,0 +1,53 @@
+"""The small functions of a layer as one kernel each, by FlashInfer on CUDA.
+
+Spelled out in torch they take two to five kernels, each of which takes microseconds whatever it
+computes: the part of a decode pass that does not read weights. The library is imported when this is
+made; whoever makes it compares it with the plain spelling first (`choose_fused.py`). Written
+against the sources of FlashInfer 0.6.18 and 0.7.2; no machine that had a GPU has run it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class FusedKernels:
+    """Raises ImportError if the library is not installed. All tensors in one dtype of two bytes.
+
+    Kernels can't be launched for nothing, so no rows are answered without one.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self) -> None:
+        from flashinfer import activation, norm
+
+        self._rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rmsnorm
+        self._add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = norm.fused_add_rmsnorm
+        self._gated_silu: Callable[[Tensor], Tensor] = activation.silu_and_mul
+        self._gated_gelu: Callable[[Tensor], Tensor] = activation.gelu_tanh_and_mul
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x / rms(x) * w over the last of two dimensions."""
+        if hidden.shape[0] == 0:
+            return torch.empty_like(hidden)
+        return self._rms_norm(hidden.contiguous(), weight, epsilon)
+
+    def add_rms_norm(
+        self, hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """(sum, norm of the sum), in the memory of `hidden` and `added` if that has no gaps."""
+        hidden, added = hidden.contiguous(), added.contiguous()
+        self._add_rms_norm(added, hidden, weight, epsilon)
+        return hidden, added
+
+    def gated_silu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [T, 2 n], the gate in the first half."""
+        return self._gated_silu(gate_up)
+
+    def gated_gelu(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up, GELU in its tanh form."""
+        return self._gated_gelu(gate_up)

@@ -1,0 +1,105 @@
+"""The small functions of layers as single kernels: by their definition here, on a GPU by
+FlashInfer's own (`tests/gpu`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine import loader
+from common.engine.layers.choose_fused import (
+    TOLERANCE,
+    FusedChoice,
+    FusedShape,
+    check_fused,
+    choose_fused,
+)
+from common.engine.layers.fused import FusedKernels
+from common.engine.loader import load_model
+from tests.engine.flashinfer_by_definition import install, rmsnorm, silu_and_mul
+from tests.engine.paged_decoding import Sequence, forward, make_pool
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_are_two_roundings_from_the_plain_spelling(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    install(monkeypatch)
+    shape = FusedShape(128, 96, dtype, CPU)
+    assert 0.0 < check_fused(FusedKernels(), shape) <= TOLERANCE[dtype]
+
+
+def halves_swapped(gate_up: Tensor) -> Tensor:
+    up, gate = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def unscaled(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rmsnorm(hidden, torch.ones_like(weight), epsilon)
+
+
+def offset(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rmsnorm(hidden, weight + 1, epsilon)
+
+
+def not_added(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    hidden.copy_(rmsnorm(residual, weight, epsilon))
+
+
+def not_finite(gate_up: Tensor) -> Tensor:
+    return silu_and_mul(gate_up) / 0.0
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "mistake"),
+    [
+        ("norm", "rmsnorm", unscaled),
+        ("norm", "rmsnorm", offset),
+        ("norm", "fused_add_rmsnorm", not_added),
+        ("activation", "silu_and_mul", halves_swapped),
+        ("activation", "gelu_tanh_and_mul", silu_and_mul),
+        ("activation", "silu_and_mul", not_finite),
+    ],
+)
+def test_a_wrong_kernel_is_found_out_at_start(
+    monkeypatch: pytest.MonkeyPatch, part: str, name: str, mistake: Callable[..., Tensor]
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules[f"flashinfer.{part}"], name, mistake)
+    difference = check_fused(FusedKernels(), FusedShape(128, 96, torch.bfloat16, CPU))
+    assert not difference <= TOLERANCE[torch.bfloat16]
+
+
+def test_without_the_library_functions_are_spelled_out_and_the_reason_is_said() -> None:
+    assert choose_fused(FusedShape(64, 64, torch.bfloat16, CPU)) == FusedChoice(
+        None, "the path of cpu"
+    )
+    assert "float32" in choose_fused(FusedShape(64, 64, torch.float32, CUDA)).reason
+    choice = choose_fused(FusedShape(64, 64, torch.bfloat16, CUDA))
+    assert choice.kernels is None and "baton[cuda" in choice.reason
+
+
+@pytest.mark.parametrize("recipe", ["qwen3", "gemma2", "deepseek_v3", "gpt_oss", "falcon_h1"])
+def test_models_compute_the_same_by_kernels(
+    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    install(monkeypatch)
+    plain = load_model(tiny_checkpoint(recipe))
+    kernels = FusedKernels()
+    monkeypatch.setattr(loader, "choose_fused", lambda _: FusedChoice(kernels, "by definition"))
+    fused = load_model(tiny_checkpoint(recipe))
+    assert fused.context.fused is kernels and plain.context.fused is None
+    logits: list[list[Tensor]] = []
+    for model in (plain, fused):
+        pool, sequence = make_pool(model, 4), Sequence(list(range(3, 23)), [2, 4, 1])
+        logits.append([forward(model, pool, [sequence.chunk(size)]) for size in (12, 7, 1)])
+    for expected, found in zip(*logits, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0.0)
