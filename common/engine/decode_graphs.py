@@ -12,9 +12,8 @@ Knows nothing of requests or steps. What records is given: CUDA graphs (`cuda_gr
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,25 +22,13 @@ from common.engine.attention.attention import RecordableAttention
 from common.engine.forward_batch import ForwardBatch, token_places
 from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
+from common.engine.recording import Record, Recording
 from common.layout.cache_layout import PageGroup
 
 FILL_TOKEN = 0
 FILL_LENGTH = 2
 """Rows that belong to nobody are a sequence's second token: it has a past, as every row of a decode
 pass has, so that no state is taken for that of a new sequence."""
-
-
-class Recording(Protocol):
-    """What was recorded, and the tensor that every replay writes its result to."""
-
-    @property
-    def output(self) -> Tensor: ...
-
-    def replay(self) -> None: ...
-
-
-Record = Callable[[Callable[[], Tensor]], Recording]
-"""Runs a function some times, so that nothing in it is done for the first time, and records it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     choice = choose_attention(
         attention_shape(model_config, parallel, device, config.page_size, cache_dtype),
         config.attention_backend,
+        may_record=not config.disable_cuda_graph and config.pp_size == 1,
     )
     with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
         model = load_model(

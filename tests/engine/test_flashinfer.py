@@ -28,6 +28,7 @@ from common.engine.attention.trial import (
     TOLERANCE,
     AttentionShape,
     check_attention,
+    check_recorded,
     random_batch,
 )
 from common.engine.distributed import ParallelContext
@@ -37,7 +38,7 @@ from common.engine.loader import attention_shape, load_model
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import windowed_gqa_components
-from tests.engine.flashinfer_by_definition import PagedAttention, install
+from tests.engine.flashinfer_by_definition import Kept, PagedAttention, Rerun, install
 
 CPU = torch.device("cpu")
 
@@ -132,6 +133,18 @@ def test_a_recorded_decode_reads_what_was_planned_last(
         found = recorded.attend_shared(0, query, rule)
         expected = SdpaAttention().start(batch, pool).attend_shared(0, query, rule)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_recording_is_tried_by_a_replay_of_longer_decodes(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    install(monkeypatch)
+    kind = KINDS[name]
+    backend = FlashInferAttention([kind], dtype=torch.float32, device=CPU)
+    assert check_recorded(backend, kind, SHAPE, Rerun) < TOLERANCE[torch.float32]
+    # What keeps the lengths of its recording is found out.
+    assert check_recorded(backend, kind, SHAPE, Kept) > 0.1
 
 
 def test_a_kind_that_is_not_trusted_is_sdpas(monkeypatch: pytest.MonkeyPatch) -> None:

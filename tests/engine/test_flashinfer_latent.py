@@ -17,13 +17,19 @@ from common.engine.attention.flashinfer_latent import (
 )
 from common.engine.attention.kinds import LatentKind
 from common.engine.attention.latent import LatentAttention, LatentProjection
-from common.engine.attention.trial import TOLERANCE, AttentionShape, check_latent, random_batch
+from common.engine.attention.trial import (
+    TOLERANCE,
+    AttentionShape,
+    check_latent,
+    check_recorded_latent,
+    random_batch,
+)
 from common.engine.distributed import ParallelContext
 from common.engine.kv_pool import KvPool
 from common.engine.loader import attention_shape, load_model
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import mla_components
-from tests.engine.flashinfer_by_definition import Mla, install
+from tests.engine.flashinfer_by_definition import Kept, Mla, Rerun, install
 from tests.engine.paged_decoding import Sequence, forward
 from tests.engine.paged_decoding import make_pool as make_model_pool
 
@@ -90,6 +96,16 @@ def test_a_recorded_decode_reads_what_was_planned_last(monkeypatch: pytest.Monke
         # The rows are written by now: what is left is what a recording of this size reads.
         found = backend._recorded[2].run(query, plane.view, projection)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+
+
+def test_a_recording_is_tried_by_a_replay_of_longer_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch)
+    shape = AttentionShape((), torch.float32, CPU, 16, latent=KIND)
+    backend = FlashInferLatentAttention(KIND, dtype=torch.float32, device=CPU)
+    assert check_recorded_latent(backend, KIND, shape, Rerun) < TOLERANCE[torch.float32]
+    assert check_recorded_latent(backend, KIND, shape, Kept) > 0.1
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v2", "deepseek_v3", "kimi_linear", "ling_2_5"])

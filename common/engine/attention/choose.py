@@ -17,13 +17,23 @@ from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention
 from common.engine.attention.sdpa import SdpaAttention
-from common.engine.attention.trial import TOLERANCE, AttentionShape, check_attention, check_latent
+from common.engine.attention.trial import (
+    TOLERANCE,
+    AttentionShape,
+    check_attention,
+    check_latent,
+    check_recorded,
+    check_recorded_latent,
+)
+from common.engine.cuda_graphs import CudaRecorder
 from common.engine.kernel_trial import try_kernels
+from common.engine.recording import Record
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "sdpa", "flashinfer")
+IN_RECORDING = "flashinfer in a recording"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +51,18 @@ class AttentionChoice:
     shortfall: str = ""
 
 
-def choose_attention(shape: AttentionShape, backend: str = "auto") -> AttentionChoice:
+def choose_attention(
+    shape: AttentionShape, backend: str = "auto", *, may_record: bool = True
+) -> AttentionChoice:
     """FlashInfer on CUDA for every kind of layer where it is there and agrees with SDPA, torch
     otherwise. backend: one of `BACKENDS`; "sdpa" stands for torch whatever the cache holds.
+    may_record: whether a recording is tried too.
 
     Raises: ConfigError if FlashInfer is asked for and can't be used for all layers.
     """
     choice = _torch_choice(shape, "asked for")
     if backend != "sdpa":
-        choice = _choose(shape)
+        choice = _choose(shape, may_record)
     if backend == "flashinfer" and not choice.attention.name.startswith("flashinfer"):
         raise ConfigError(f"--attention-backend flashinfer: {choice.reason}; must be auto or sdpa")
     if backend == "flashinfer" and choice.shortfall:
@@ -59,16 +72,16 @@ def choose_attention(shape: AttentionShape, backend: str = "auto") -> AttentionC
     return choice
 
 
-def _choose(shape: AttentionShape) -> AttentionChoice:
+def _choose(shape: AttentionShape, may_record: bool) -> AttentionChoice:
     if shape.is_compressed:
         return _torch_choice(shape, "the path of windows beside blocks on every device")
     if shape.device.type != "cuda":
         return _torch_choice(shape, f"the path of {shape.device.type}")
     if shape.latent is not None:
-        return _choose_latent(shape.latent, shape)
+        return _choose_latent(shape.latent, shape, may_record)
     if not shape.kinds:
         return _torch_choice(shape, "no layer attends")
-    return _choose_by_kind(shape)
+    return _choose_by_kind(shape, may_record)
 
 
 def _torch_choice(shape: AttentionShape, reason: str) -> AttentionChoice:
@@ -79,7 +92,7 @@ def _torch_choice(shape: AttentionShape, reason: str) -> AttentionChoice:
     return AttentionChoice(SdpaAttention(), reason)
 
 
-def _choose_by_kind(shape: AttentionShape) -> AttentionChoice:
+def _choose_by_kind(shape: AttentionShape, may_record: bool) -> AttentionChoice:
     """Each kind of layer is tried on its own; what fails is SDPA's."""
     trusted: list[AttentionKind] = []
     found: list[str] = []
@@ -95,12 +108,38 @@ def _choose_by_kind(shape: AttentionShape) -> AttentionChoice:
     if not trusted:
         return AttentionChoice(SdpaAttention(), shortfall, shortfall=shortfall)
     attention = FlashInferAttention(trusted, dtype=shape.dtype, device=shape.device)
-    # SDPA gathers what the host knows of lengths, which a recording would keep.
-    recordable = None if failed else attention
-    return AttentionChoice(attention, "; ".join((*found, *failed)), recordable, shortfall)
+    reason = "; ".join((*found, *failed))
+    if failed or not may_record:
+        # SDPA gathers what the host knows of lengths, which a recording would keep.
+        return AttentionChoice(attention, reason, shortfall=shortfall)
+    record = CudaRecorder(shape.device)
+    lacks = [lack for kind in trusted if (lack := _try_recorded(kind, shape, record))]
+    return _with_recording(attention, reason, "; ".join(lacks))
 
 
-def _choose_latent(kind: LatentKind, shape: AttentionShape) -> AttentionChoice:
+def _try_recorded(kind: AttentionKind, shape: AttentionShape, record: Record) -> str:
+    """Why decodes of a kind can't be recorded; "" if they can."""
+
+    def build_and_check() -> tuple[Attention, float]:
+        candidate = FlashInferAttention([kind], dtype=shape.dtype, device=shape.device)
+        return candidate, check_recorded(candidate, kind, shape, record)
+
+    plain: Attention = SdpaAttention()
+    chosen, reason = try_kernels(IN_RECORDING, build_and_check, TOLERANCE[shape.dtype], plain)
+    return f"{kind}: {reason}" if chosen is plain else ""
+
+
+def _with_recording(
+    attention: FlashInferAttention | FlashInferLatentAttention, reason: str, lack: str
+) -> AttentionChoice:
+    """lack: why it can't be recorded, "" if it can."""
+    if not lack:
+        return AttentionChoice(attention, reason, recordable=attention)
+    log.warning("attention: decode passes are not recorded, which is slower: %s", lack)
+    return AttentionChoice(attention, f"{reason}; {lack}")
+
+
+def _choose_latent(kind: LatentKind, shape: AttentionShape, may_record: bool) -> AttentionChoice:
     if kind.has_selection:
         return _torch_choice(shape, "layers that see chosen tokens are torch's on every device")
     made: list[FlashInferLatentAttention] = []
@@ -120,7 +159,15 @@ def _choose_latent(kind: LatentKind, shape: AttentionShape) -> AttentionChoice:
     if attention is plain:
         shortfall = f"{reason}; torch over gathered rows is used, which is slower"
         return AttentionChoice(plain, shortfall, shortfall=shortfall)
-    return AttentionChoice(attention, reason, recordable=made[0])
+    latent = made[0]
+    if not may_record:
+        return AttentionChoice(latent, reason)
+
+    def check_recording() -> tuple[Attention, float]:
+        return latent, check_recorded_latent(latent, kind, shape, CudaRecorder(shape.device))
+
+    chosen, lack = try_kernels(IN_RECORDING, check_recording, TOLERANCE[shape.dtype], plain)
+    return _with_recording(latent, reason, lack if chosen is plain else "")
 
 
 def _lack(shape: AttentionShape) -> str:

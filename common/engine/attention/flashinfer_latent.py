@@ -216,9 +216,9 @@ class FlashInferLatentPass(LatentPass):
     ) -> Tensor:
         assert selection is None, "chosen tokens are torch's"
         self.append(LATENT, layer, row)
-        plane = self._pool.plane(LATENT, layer)
         if self._absorbed_rows is None:
-            return self._kernel.run(query, plane.view, projection)
+            return self.attend_cached(layer, query, projection)
+        plane = self._pool.plane(LATENT, layer)
         output = query.new_empty(*query.shape[:2], projection.value.shape[1])
         if len(self._absorbed_rows):
             some = query[self._absorbed_rows]
@@ -226,6 +226,11 @@ class FlashInferLatentPass(LatentPass):
         for chunk in self._expanded:
             output[chunk.rows] = self._attend_chunk(chunk, plane, query, row, projection)
         return output
+
+    def attend_cached(self, layer: int, query: Tensor, projection: LatentProjection) -> Tensor:
+        """As `attend_latent` where all sequences are absorbed and the rows are in the cache."""
+        assert self._absorbed_rows is None
+        return self._kernel.run(query, self._pool.plane(LATENT, layer).view, projection)
 
 
 def absorbed_sequences(batch: ForwardBatch, head_count: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.attention.attention import Attention, AttentionPass
+from common.engine.attention.attention import Attention, AttentionPass, RecordableAttention
 from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention, LatentProjection
@@ -17,6 +17,7 @@ from common.engine.attention.sdpa import SdpaAttention, SdpaPass
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kernel_trial import largest_difference
 from common.engine.kv_pool import DTYPES, KvPool
+from common.engine.recording import Record
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.families import mla_components, windowed_gqa_components
@@ -90,17 +91,9 @@ def check_latent(
         pools = (_latent_pool(kind, shape), _latent_pool(kind, shape))
         batch = random_batch(lengths, pools[0], shape.device)
         passes = (LatentAttention().start(batch, pools[0]), candidate.start(batch, pools[1]))
-        # Such that keys, values and scores are of the order of one.
-        key, value = (
-            _random(generator, (kind.head_count, dim, kind.latent_dim), shape)
-            * kind.latent_dim**-0.5
-            for dim in (kind.nope_dim, kind.value_dim)
-        )
-        projection = LatentProjection(key, value, kind.scale)
+        projection = _random_projection(generator, kind, shape)
         for layer in range(_LAYERS):
-            query_dim, row_dim = kind.nope_dim + kind.rope_dim, kind.latent_dim + kind.rope_dim
-            query = _random(generator, (batch.token_count, kind.head_count, query_dim), shape)
-            row = _random(generator, (batch.token_count, row_dim), shape)
+            query, row = _random_rows(generator, batch.token_count, kind, shape)
             expected, actual = (
                 each.attend_latent(layer, query, row, projection) for each in passes
             )
@@ -111,6 +104,60 @@ def check_latent(
         if not torch.equal(pools[0].buffers[0], pools[1].buffers[0]):
             return math.inf
     return worst
+
+
+@torch.inference_mode()
+def check_recorded(
+    candidate: RecordableAttention, kind: AttentionKind, shape: AttentionShape, record: Record
+) -> float:
+    """As `check_attention`, of decodes that are recorded when they are short and replayed when they
+    are long."""
+    pool = _random_pool(kind, shape)
+    short, long = _recorded_batches(candidate, pool, shape, kind.window)
+    generator = torch.Generator().manual_seed(0)
+    rule = _rule(kind, generator, shape)
+    query = _random(generator, (long.token_count, kind.head_count, kind.head_dim), shape)
+    started = candidate.start_recorded(short, pool)
+    assert isinstance(started, SdpaPass)
+    recording = record(lambda: started.attend_shared(0, query, rule))
+    candidate.plan_recorded(long, pool)
+    recording.replay()
+    expected = SdpaAttention().start(long, pool).attend_shared(0, query, rule)
+    return largest_difference(expected, recording.output)
+
+
+@torch.inference_mode()
+def check_recorded_latent(
+    candidate: FlashInferLatentAttention, kind: LatentKind, shape: AttentionShape, record: Record
+) -> float:
+    """As `check_recorded`, over latent rows."""
+    pool = _latent_pool(kind, shape)
+    short, long = _recorded_batches(candidate, pool, shape)
+    generator = torch.Generator().manual_seed(0)
+    projection = _random_projection(generator, kind, shape)
+    query, row = _random_rows(generator, long.token_count, kind, shape)
+    expected = LatentAttention().start(long, pool).attend_latent(0, query, row, projection)
+    # The rows are in the cache by now; a recording that wrote them would write to the short ones.
+    started = candidate.start_recorded(short, pool)
+    recording = record(lambda: started.attend_cached(0, query, projection))
+    candidate.plan_recorded(long, pool)
+    recording.replay()
+    return largest_difference(expected, recording.output)
+
+
+def _recorded_batches(
+    candidate: RecordableAttention, pool: KvPool, shape: AttentionShape, window: int = 0
+) -> tuple[ForwardBatch, ForwardBatch]:
+    """As many short and long decodes; the short ones are reserved and planned."""
+    lengths = trial_lengths(window)[1]
+    short, long = (
+        random_batch(each, pool, shape.device, window=window)
+        for each in (((1, 1),) * len(lengths), lengths)
+    )
+    page_max = max(-(-length // shape.page_size) for length in long.kv_length_list)
+    candidate.reserve((len(lengths),), page_max)
+    candidate.plan_recorded(short, pool)
+    return short, long
 
 
 def trial_lengths(window: int = 0) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -159,6 +206,26 @@ def _rule(kind: AttentionKind, generator: torch.Generator, shape: AttentionShape
     if sinks is None and kind.scale is None and not kind.softcap:
         return PLAIN
     return ScoreRule(kind.scale, kind.softcap, sinks)
+
+
+def _random_projection(
+    generator: torch.Generator, kind: LatentKind, shape: AttentionShape
+) -> LatentProjection:
+    """Such that keys, values and scores are of the order of one."""
+    key, value = (
+        _random(generator, (kind.head_count, dim, kind.latent_dim), shape) * kind.latent_dim**-0.5
+        for dim in (kind.nope_dim, kind.value_dim)
+    )
+    return LatentProjection(key, value, kind.scale)
+
+
+def _random_rows(
+    generator: torch.Generator, token_count: int, kind: LatentKind, shape: AttentionShape
+) -> tuple[Tensor, Tensor]:
+    """Queries and rows of new tokens."""
+    query_dim, row_dim = kind.nope_dim + kind.rope_dim, kind.latent_dim + kind.rope_dim
+    query = _random(generator, (token_count, kind.head_count, query_dim), shape)
+    return query, _random(generator, (token_count, row_dim), shape)
 
 
 def _random(generator: torch.Generator, size: tuple[int, ...], shape: AttentionShape) -> Tensor:
