@@ -127,7 +127,10 @@ class FlashInferPass(SdpaPass):
         kernel = self._kernel(kind, keys.geometry.group)
         if kernel is None:
             return super()._attend(layer, query, new, rule)
-        return kernel.run(query.contiguous(), (keys.view, values.view), rule.sinks)
+        # Queries may lie among keys and values, as one product makes them; only a head has to be
+        # without gaps.
+        assert query.stride(-1) == 1, query.stride()
+        return kernel.run(query, (keys.view, values.view), rule.sinks)
 
 
 def kind_of(keys: Plane, pool: KvPool, head_count: int, rule: ScoreRule) -> AttentionKind:

@@ -66,11 +66,8 @@ def check_attention(candidate: Attention, kind: AttentionKind, shape: AttentionS
         passes = (SdpaAttention().start(batch, pools[0]), candidate.start(batch, pools[1]))
         rule = _rule(kind, generator, shape)
         for layer in range(_LAYERS):
-            query, key, value = (
-                _random(generator, (batch.token_count, heads, kind.head_dim), shape)
-                for heads in (kind.head_count, kind.kv_head_count, kind.kv_head_count)
-            )
-            expected, actual = (_attend(each, layer, (query, key, value), rule) for each in passes)
+            parts = _random_heads(generator, batch.token_count, kind, shape)
+            expected, actual = (_attend(each, layer, parts, rule) for each in passes)
             difference = largest_difference(expected, actual)
             if not math.isfinite(difference):
                 return math.nan
@@ -116,7 +113,7 @@ def check_recorded(
     short, long = _recorded_batches(candidate, pool, shape, kind.window)
     generator = torch.Generator().manual_seed(0)
     rule = _rule(kind, generator, shape)
-    query = _random(generator, (long.token_count, kind.head_count, kind.head_dim), shape)
+    query, _, _ = _random_heads(generator, long.token_count, kind, shape)
     started = candidate.start_recorded(short, pool)
     assert isinstance(started, SdpaPass)
     recording = record(lambda: started.attend_shared(0, query, rule))
@@ -206,6 +203,16 @@ def _rule(kind: AttentionKind, generator: torch.Generator, shape: AttentionShape
     if sinks is None and kind.scale is None and not kind.softcap:
         return PLAIN
     return ScoreRule(kind.scale, kind.softcap, sinks)
+
+
+def _random_heads(
+    generator: torch.Generator, token_count: int, kind: AttentionKind, shape: AttentionShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, side by side as one product makes them."""
+    counts = [kind.head_count, kind.kv_head_count, kind.kv_head_count]
+    heads = _random(generator, (token_count, sum(counts), kind.head_dim), shape)
+    query, key, value = torch.split(heads, counts, dim=1)
+    return query, key, value
 
 
 def _random_projection(
