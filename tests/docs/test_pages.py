@@ -26,7 +26,11 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PRINTED = {"MESSAGES.md": messages, "CACHES.md": caches}
 WRITTEN = [page for page in DOCS if page.name not in PRINTED]
 # Where messages come from; models and kernels say nothing that a page explains.
-CODE = ("common", "common/engine/config", "prefill_server", "decode_server")
+CODE = (
+    "common",
+    *(f"common/engine/{room}" for room in ("config", "attention", "layers")),
+    *("prefill_server", "decode_server"),
+)
 QUIET = "common/engine/"
 # Of programs that are not ours: UCX's build, and the router.
 FOREIGN_FLAGS = {"with-cuda"}
