@@ -57,6 +57,12 @@ def try_kernels(
     return candidate, f"differs from {plain.name} by {difference:.3g} at most"
 
 
+def give_memory_back(device: torch.device) -> None:
+    """What trials took and torch keeps: the room for weights and pools is found by what is free."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def gpu_extra() -> str:
     """What of this package brings the kernel libraries, as pip spells it."""
     version = torch.version.cuda

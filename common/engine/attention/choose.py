@@ -26,7 +26,7 @@ from common.engine.attention.trial import (
     check_recorded_latent,
 )
 from common.engine.cuda_graphs import CudaRecorder
-from common.engine.kernel_trial import try_kernels
+from common.engine.kernel_trial import give_memory_back, try_kernels
 from common.engine.recording import Record
 from common.errors import ConfigError
 
@@ -63,6 +63,7 @@ def choose_attention(
     choice = _torch_choice(shape, "asked for")
     if backend != "sdpa":
         choice = _choose(shape, may_record)
+        give_memory_back(shape.device)
     if backend == "flashinfer" and not choice.attention.name.startswith("flashinfer"):
         raise ConfigError(f"--attention-backend flashinfer: {choice.reason}; must be auto or sdpa")
     if backend == "flashinfer" and choice.shortfall:

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from common.engine.kernel_trial import largest_difference, try_kernels
+from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
 from common.engine.layers.delta_fla import FlaDelta
 from common.engine.layers.delta_rule import (
     DeltaInputs,
@@ -65,6 +65,7 @@ def choose_delta_kernels(shape: DeltaShape) -> DeltaChoice:
         return candidate, check_delta_kernels(candidate, shape)
 
     kernels, reason = try_kernels("fla", build_and_check, TOLERANCE[shape.dtype], plain)
+    give_memory_back(shape.device)
     if kernels is plain:
         log.warning("delta rule: %s; plain torch is used, which is slower", reason)
     return DeltaChoice(kernels, reason)

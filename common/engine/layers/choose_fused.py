@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
-from common.engine.kernel_trial import largest_difference, try_kernels
+from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
 from common.engine.layers.fused import FusedKernels
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import fastest, gated_gelu, gated_silu
@@ -68,6 +68,7 @@ def choose_fused(shape: FusedShape) -> FusedChoice:
 
     plain: FusedKernels | _Plain = _Plain()
     chosen, reason = try_kernels("flashinfer", build_and_check, TOLERANCE[shape.dtype], plain)
+    give_memory_back(shape.device)
     if chosen is plain:
         log.warning("norms and activations: %s; they take several kernels each", reason)
         return FusedChoice(None, reason)
