@@ -51,11 +51,12 @@ class Plane:
 
     def write(self, index: WriteIndex, values: Tensor) -> None:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""
-        values = raw(cast(values, self.view.dtype).contiguous())
-        if self.items is None or index.item_numbers is None:
-            raw(self.view)[index.token_pages, :, index.token_rows] = values
+        values = cast(values, self.view.dtype)
+        if self.items is None or index.item_numbers is None or values.is_cuda:
+            # There one kernel, which takes rows that lie apart; else two, of which one copies them.
+            raw(self.view)[index.token_pages, :, index.token_rows] = raw(values)
             return
-        rows = values.reshape(-1, values.shape[-1])
+        rows = raw(values.contiguous()).reshape(-1, values.shape[-1])
         raw(self.items).index_copy_(0, index.item_numbers, rows)
 
     def gather(self, index: GatherIndex, scratch: Scratch) -> Tensor:
