@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention import flashinfer, flashinfer_kernels, flashinfer_latent
+from common.engine.cast import raw
 
 
 class PagedAttention:
@@ -53,7 +54,8 @@ class PagedAttention:
         kv_data_type: torch.dtype,
         causal: bool,
     ) -> None:
-        assert causal and q_data_type == kv_data_type and not qo_indptr.is_cuda
+        assert causal and not qo_indptr.is_cuda
+        self.dtypes = (q_data_type, kv_data_type)
         *tensors, self.head_count, self.kv_head_count, self.dim, self.page_size = table
         pages: list[Tensor] = [t for t in tensors if isinstance(t, Tensor)]
         assert all(t.dtype == torch.int32 for t in (qo_indptr, *pages))
@@ -68,6 +70,7 @@ class PagedAttention:
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], *jit_args: Tensor | float) -> Tensor:
         keys, values = kv
         assert keys.stride() == values.stride() and q.stride(-1) == 1
+        assert (q.dtype, keys.dtype) == self.dtypes
         assert q.shape[1:] == (self.head_count, self.dim) and len(q) == self.query_starts[-1]
         assert keys.shape[1:] == (self.kv_head_count, self.page_size, self.dim)
         sinks = None
@@ -87,13 +90,10 @@ class PagedAttention:
         length = (len(pages) - 1) * self.page_size + int(last[sequence])
         rows = q[self.query_starts[sequence] : self.query_starts[sequence + 1]].float()
         group = self.head_count // self.kv_head_count
+        read = (raw(part)[pages].view(part.dtype).float() for part in (keys, values))
         key, value = (
-            part[pages]
-            .transpose(0, 1)
-            .flatten(1, 2)[:, :length]
-            .float()
-            .repeat_interleave(group, 0)
-            for part in (keys, values)
+            part.transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, dim=0)
+            for part in read
         )
         scores = torch.einsum("thd,hkd->thk", rows, key) * self.scale
         if self.softcap:

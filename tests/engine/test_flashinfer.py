@@ -105,6 +105,16 @@ def test_what_is_planned_is_the_attention_of_the_kind(
     assert check_attention(backend, kind, SHAPE) > 0.1
 
 
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_a_cache_of_fp8_is_read_as_it_lies(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    install(monkeypatch)
+    kind, dtype = KINDS[name], torch.bfloat16
+    shape = AttentionShape((kind,), dtype, CPU, 16, cache_dtype=torch.float8_e4m3fn)
+    backend = FlashInferAttention([kind], dtype=dtype, device=CPU, cache_dtype=torch.float8_e4m3fn)
+    assert check_attention(backend, kind, shape) < TOLERANCE[dtype]
+    assert check_recorded(backend, kind, shape, Rerun) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_recorded_decode_reads_what_was_planned_last(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -176,7 +186,7 @@ class Wrapper:
 
 
 RUNS = PageRuns(*(torch.tensor([n]) for n in range(4)))
-SHAPES = Shapes(torch.tensor([0, 1]), 16, torch.bfloat16)
+SHAPES = Shapes(torch.tensor([0, 1]), 16, torch.bfloat16, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("kernel_type", [DecodeKernel, PrefillKernel])
@@ -185,6 +195,8 @@ def test_a_plan_says_what_the_kind_does_to_its_scores(kernel_type: type[Kernel])
     kernel_type(AttentionKind(8, 2, 64), plain).plan(RUNS, SHAPES)
     kernel_type(AttentionKind(8, 2, 64, 128, 0.5, 30.0), ruled).plan(RUNS, SHAPES)
     names = ("window_left", "sm_scale", "logits_soft_cap")
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    assert tuple(plain.plans[0][name] for name in ("q_data_type", "kv_data_type")) == dtypes
     assert [plain.plans[0][name] for name in names] == [-1, 64**-0.5, 0.0]
     # A token of a window of 128 sees 127 before itself.
     assert [ruled.plans[0][name] for name in names] == [127, 0.5, 30.0]

@@ -73,6 +73,11 @@ def check_kinds_section(section: Section, device: torch.device) -> None:
     if not _has_flashinfer(section, device):
         return
     _check_flashinfer(section, device, RULED_SHAPES)
+    kind, dtype, page_size = TIMED
+    narrow = torch.float8_e4m3fn
+    choice = choose_attention(AttentionShape((kind,), dtype, device, page_size, narrow))
+    is_used = choice.attention.name == "flashinfer"
+    section.check("flashinfer over a cache of fp8", is_used, choice.reason)
     for kind, page_size in LATENT_SHAPES:
         shape = AttentionShape((), torch.bfloat16, device, page_size, latent=kind)
         choice = choose_attention(shape)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from common.engine.attention.attention import Attention, RecordableAttention
 from common.engine.attention.compressed import CompressedAttention
 from common.engine.attention.flashinfer import (
+    SUPPORTED_CACHE_DTYPES,
     SUPPORTED_DTYPES,
     SUPPORTED_HEAD_DIMS,
     FlashInferAttention,
@@ -108,7 +112,7 @@ def _choose_by_kind(shape: AttentionShape, may_record: bool) -> AttentionChoice:
     shortfall = "; ".join(failed)
     if not trusted:
         return AttentionChoice(SdpaAttention(), shortfall, shortfall=shortfall)
-    attention = FlashInferAttention(trusted, dtype=shape.dtype, device=shape.device)
+    attention = _flashinfer(trusted, shape)
     reason = "; ".join((*found, *failed))
     if failed or not may_record:
         # SDPA gathers what the host knows of lengths, which a recording would keep.
@@ -118,11 +122,17 @@ def _choose_by_kind(shape: AttentionShape, may_record: bool) -> AttentionChoice:
     return _with_recording(attention, reason, "; ".join(lacks))
 
 
+def _flashinfer(kinds: Sequence[AttentionKind], shape: AttentionShape) -> FlashInferAttention:
+    return FlashInferAttention(
+        kinds, dtype=shape.dtype, device=shape.device, cache_dtype=shape.cache_dtype
+    )
+
+
 def _try_recorded(kind: AttentionKind, shape: AttentionShape, record: Record) -> str:
     """Why decodes of a kind can't be recorded; "" if they can."""
 
     def build_and_check() -> tuple[Attention, float]:
-        candidate = FlashInferAttention([kind], dtype=shape.dtype, device=shape.device)
+        candidate = _flashinfer([kind], shape)
         return candidate, check_recorded(candidate, kind, shape, record)
 
     plain: Attention = SdpaAttention()
@@ -171,18 +181,22 @@ def _choose_latent(kind: LatentKind, shape: AttentionShape, may_record: bool) ->
     return _with_recording(latent, reason, lack if chosen is plain else "")
 
 
-def _lack(shape: AttentionShape) -> str:
-    """What no kernel has that the rank's dtypes ask for; "" if nothing."""
+def _lack(shape: AttentionShape, cache_dtypes: tuple[torch.dtype, ...] = ()) -> str:
+    """What no kernel has that the rank's dtypes ask for; "" if nothing.
+
+    cache_dtypes: that are supported beside that of the queries.
+    """
     if shape.dtype not in SUPPORTED_DTYPES:
         return f"flashinfer has no kernel for {shape.dtype}, which must be bfloat16 or float16"
-    if shape.cache_dtype not in (None, shape.dtype):
+    if shape.cache_dtype not in (None, shape.dtype, *cache_dtypes):
         return f"flashinfer is not checked over a cache of {shape.cache_dtype} for {shape.dtype}"
     return ""
 
 
 def _try_kind(kind: AttentionKind, shape: AttentionShape) -> tuple[bool, str]:
     """(whether FlashInfer is right about it, and why or by how much)."""
-    if lack := _lack(shape):
+    # The library names its kernels with sinks by the queries' type alone.
+    if lack := _lack(shape, () if kind.has_sinks else SUPPORTED_CACHE_DTYPES):
         return False, lack
     if kind.head_dim not in SUPPORTED_HEAD_DIMS:
         dims = ", ".join(map(str, SUPPORTED_HEAD_DIMS))
@@ -191,7 +205,7 @@ def _try_kind(kind: AttentionKind, shape: AttentionShape) -> tuple[bool, str]:
         )
 
     def build_and_check() -> tuple[Attention, float]:
-        candidate = FlashInferAttention([kind], dtype=shape.dtype, device=shape.device)
+        candidate = _flashinfer([kind], shape)
         return candidate, check_attention(candidate, kind, shape)
 
     plain: Attention = SdpaAttention()

@@ -28,6 +28,8 @@ from common.engine.kv_pool import KvPool, Plane, Scratch
 # dim 128 that is 138 MB, more than the 128 MiB that FlashInfer's documentation recommends.
 WORKSPACE_NBYTES = 384 * 1024 * 1024
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16)
+SUPPORTED_CACHE_DTYPES = (torch.float8_e4m3fn,)
+"""Beside that of the queries; a scale of 1.0 is what the kernels take where none is given."""
 SUPPORTED_HEAD_DIMS = (64, 128, 256, 512)
 
 
@@ -35,7 +37,7 @@ class FlashInferAttention:
     """See `Attention`. Raises ImportError if the library is not installed.
 
     kinds: of the layers that it may be used for. Passes can be recorded if those are all of the
-    model's; see `RecordableAttention`.
+    model's; see `RecordableAttention`. cache_dtype: None for `dtype`.
 
     A pass plans once per page group and kind, when the first such layer attends. A plan is made on
     the host and copied from pinned memory of the kernel; the next one waits for that copy alone,
@@ -51,18 +53,19 @@ class FlashInferAttention:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.kinds = frozenset(kinds)
-        self._dtype = dtype
+        self._dtypes = (dtype, cache_dtype or dtype)
         self._device = device
-        self._make = Kernels(device, dtype, WORKSPACE_NBYTES)
+        self._make = Kernels(device, *self._dtypes, WORKSPACE_NBYTES)
         self._scratch = (Scratch(), Scratch())
         self._decodes: dict[AttentionKind, _Planned] = {}
         self._prefills: dict[AttentionKind, _Planned] = {}
         self._recorded: dict[tuple[AttentionKind, int], _Planned] = {}
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
-        planner = _Planner(batch, pool, self._dtype)
+        planner = _Planner(batch, pool, self._dtypes)
         kernels, make = (
             (self._decodes, self._make.decode)
             if batch.is_decode_only
@@ -92,7 +95,7 @@ class FlashInferAttention:
 
     def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
         """See `RecordableAttention`."""
-        planner = _Planner(batch, pool, self._dtype)
+        planner = _Planner(batch, pool, self._dtypes)
         for kind, group in kinds_of_pool(self.kinds, pool).items():
             self._recorded[kind, batch.sequence_count].plan(*planner.plan(kind, group))
 
@@ -164,10 +167,12 @@ def kinds_of_pool(kinds: Collection[AttentionKind], pool: KvPool) -> dict[Attent
 class _Planner:
     """What plans of one pass need, by page group."""
 
-    def __init__(self, batch: ForwardBatch, pool: KvPool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch: ForwardBatch, pool: KvPool, dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> None:
         self._batch = batch
         self._pool = pool
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._runs: dict[int, PageRuns] = {}
 
     def plan(self, kind: AttentionKind, group: int) -> tuple[PageRuns, Shapes]:
@@ -182,7 +187,7 @@ class _Planner:
                 window=kind.window,
             )
         query_starts = torch.tensor([0, *batch.query_lengths]).cumsum(0).to(torch.int32)
-        return self._runs[group], Shapes(query_starts, page_items, self._dtype)
+        return self._runs[group], Shapes(query_starts, page_items, *self._dtypes)
 
 
 class _Planned:

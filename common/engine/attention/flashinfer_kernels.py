@@ -82,11 +82,15 @@ class PrefillWrapper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a plan asks of a batch beside its pages. query_starts: int32[B + 1] on the CPU."""
+    """What a plan asks of a batch beside its pages. query_starts: int32[B + 1] on the CPU.
+
+    dtype, cache_dtype: of queries, and of keys and values.
+    """
 
     query_starts: Tensor
     page_items: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype
 
 
 class DecodeKernel:
@@ -110,7 +114,7 @@ class DecodeKernel:
             window_left=window_left(kind),
             logits_soft_cap=kind.softcap,
             q_data_type=shapes.dtype,
-            kv_data_type=shapes.dtype,
+            kv_data_type=shapes.cache_dtype,
         )
 
     def run(self, query: Tensor, planes: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
@@ -142,7 +146,7 @@ class PrefillKernel:
             window_left=window_left(kind),
             logits_soft_cap=kind.softcap,
             q_data_type=shapes.dtype,
-            kv_data_type=shapes.dtype,
+            kv_data_type=shapes.cache_dtype,
         )
 
     def run(self, query: Tensor, planes: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
@@ -202,11 +206,18 @@ class Kernels:
     workspace_nbytes: for partial outputs. Kernels share it, for they run one after the other.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, workspace_nbytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        workspace_nbytes: int,
+    ) -> None:
         import flashinfer
 
         self._workspace = torch.zeros(workspace_nbytes, dtype=torch.uint8, device=device)
         self._dtype = dtype
+        self._cache_dtype = cache_dtype
         self._decode_type: Callable[..., DecodeWrapper] = (
             flashinfer.BatchDecodeWithPagedKVCacheWrapper
         )
@@ -267,7 +278,7 @@ class Kernels:
             LAYOUT,
             backend=backend,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._cache_dtype,
             head_dim_qk=kind.head_dim,
             head_dim_vo=kind.head_dim,
             window_left=window_left(kind),

@@ -14,9 +14,10 @@ from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention, LatentProjection
 from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaAttention, SdpaPass
+from common.engine.cast import CACHE_DTYPES, raw
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.kernel_trial import largest_difference
-from common.engine.kv_pool import DTYPES, KvPool
+from common.engine.kv_pool import KvPool
 from common.engine.recording import Record
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent
@@ -261,7 +262,8 @@ def _latent_pool(kind: LatentKind, shape: AttentionShape) -> KvPool:
 
 
 def _dtype_name(shape: AttentionShape) -> str:
-    return next(name for name, dtype in DTYPES.items() if dtype == shape.dtype)
+    wanted = shape.cache_dtype or shape.dtype
+    return next(name for name, dtype in CACHE_DTYPES.items() if dtype == wanted)
 
 
 def _pool_of(
@@ -276,5 +278,6 @@ def _pool_of(
     for layer in range(_LAYERS):
         for component in components:
             view = pool.view(component.name, layer)
-            view.copy_(torch.randn(view.shape, generator=generator).to(shape.dtype))
+            content = torch.randn(view.shape, generator=generator).to(view.dtype)
+            raw(view).copy_(raw(content))
     return pool
