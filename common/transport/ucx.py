@@ -56,8 +56,10 @@ class UcxSettings:
         `cuda_device` is set.
     net_devices: UCX device names, comma separated, or all.
     ucx: auto, wheel, system, or a directory; see loader.py.
-    spin_us: how long the progress thread keeps looking before it sleeps. Spinning made small hosts
-        slower: it takes the core that the other side needs.
+    spin_us: how long the progress thread keeps looking before it sleeps. A thread that is woken by
+        the other end of a connection on the same host is woken on that one's core, and then they
+        take turns; while bytes flow, neither should sleep. Much longer, and it takes a core that
+        others need.
     keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
         at once over tcp; a stopped one only by the deadlines of the application.
     cuda_device: ordinal of the device whose memory is registered, or None. Unverified: RDMA and
@@ -67,7 +69,7 @@ class UcxSettings:
     tls: str = "auto"
     net_devices: str = "all"
     ucx: str = "auto"
-    spin_us: int = 0
+    spin_us: int = 50
     keepalive_s: float = 2.0
     cuda_device: int | None = None
 

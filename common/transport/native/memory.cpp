@@ -1,5 +1,7 @@
 #include "memory.hpp"
 
+#include <sys/mman.h>
+
 namespace baton {
 
 namespace {
@@ -7,13 +9,25 @@ namespace {
 // A CUDA IPC handle, which the key of memory that another process can open must hold.
 constexpr size_t CUDA_IPC_HANDLE_NBYTES = 64;
 
+// What copies at random places of a pool (the kernel for tcp, ourselves for shared memory) then looks
+// up an address in fewer steps. Advice only: a kernel may have none to give, for shared memory mostly.
+void ask_for_large_pages(uint64_t address, uint64_t nbytes) {
+    constexpr uint64_t page_nbytes = 4096;
+    // Whole pages, so that one mapping stays one.
+    const uint64_t begin = address & ~(page_nbytes - 1);
+    const uint64_t end = (address + nbytes + page_nbytes - 1) & ~(page_nbytes - 1);
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 }  // namespace
 
 std::shared_ptr<Memory> Memory::allocate(std::shared_ptr<Context> context, uint64_t nbytes) {
     ucp_mem_map_params_t params{};
     params.field_mask = UCP_MEM_MAP_PARAM_FIELD_FLAGS;
     params.flags = UCP_MEM_MAP_ALLOCATE;
-    return std::shared_ptr<Memory>(new Memory(std::move(context), params, nbytes, UCS_MEMORY_TYPE_HOST));
+    std::shared_ptr<Memory> memory(new Memory(std::move(context), params, nbytes, UCS_MEMORY_TYPE_HOST));
+    ask_for_large_pages(memory->address(), nbytes);
+    return memory;
 }
 
 std::shared_ptr<Memory> Memory::enroll(std::shared_ptr<Context> context, uint64_t address,
