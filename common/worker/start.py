@@ -271,14 +271,13 @@ def _describe(
     choice: AttentionChoice,
     transport: Transport,
 ) -> dict[str, str]:
-    device, dtype = model.context.device, model.config.dtype
-    fused = choose_fused(fused_shape(model.config, model.context.parallel, device))
+    context = model.context
+    fused = choose_fused(fused_shape(model.config, context.parallel, context.device))
     groups = zip(layout.groups, page_counts, strict=True)
     pages = [f"{count} x {group.page_nbytes} bytes" for group, count in groups]
     return {
+        **model.describe(),
         "rank": str(rank),
-        "device": str(device),
-        "dtype": dtype,
         "attention": f"{choice.attention.name} ({choice.reason})",
         "norms and activations": f"{'fused' if fused.kernels else 'torch'} ({fused.reason})",
         "pages": ", ".join(pages),

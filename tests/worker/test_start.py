@@ -133,6 +133,10 @@ def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path)
     assert (ready.vocab_size, ready.context_length, ready.eos_token_ids) == (512, 1024, [2])
     assert ready.fingerprint["weights"].startswith("dummy")
     assert ready.describe["tls"] == "tcp" and ready.describe["device"] == "cpu"
+    assert ready.describe["attention"] == "sdpa (the path of cpu)"
+    assert ready.describe["norms and activations"] == "torch (the path of cpu)"
+    # What the model says of itself, as which kernels recur, is there too.
+    assert ready.describe["architecture"] == "Qwen3ForCausalLM"
     assert ready.host_id == host_id() and "pid:[" in ready.host_id
     assert started.runner.sequence_count == 0
     started.transport.close()
