@@ -34,6 +34,7 @@ def test_without_room_for_its_sockets_a_server_asks_to_be_started_again(
         check=False,
     )
     assert done.returncode == EXIT_START_AGAIN, done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert "see TMPDIR" in done.stderr
+    # Whoever starts also tidies up after servers that other tests have killed.
+    said = [line for line in done.stderr.splitlines() if "of a server that was killed" not in line]
+    assert len(said) == 1 and "see TMPDIR" in said[0]
     assert list(tmp_path.iterdir()) == []
