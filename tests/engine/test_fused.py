@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine import loader
+from common.engine.distributed import ParallelContext
 from common.engine.layers.choose_fused import (
     TOLERANCE,
     FusedChoice,
@@ -21,6 +22,8 @@ from common.engine.layers.choose_fused import (
     choose_fused,
 )
 from common.engine.layers.fused import FusedKernels
+from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.mlp import fastest, gated_silu
 from common.engine.loader import load_model
 from tests.engine.flashinfer_by_definition import install, rmsnorm, silu_and_mul
 from tests.engine.paged_decoding import Sequence, forward, make_pool
@@ -78,6 +81,16 @@ def test_a_wrong_kernel_is_found_out_at_start(
     assert not difference <= TOLERANCE[torch.bfloat16]
 
 
+def test_gates_that_kernels_can_not_read_at_once_are_spelled_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch)
+    context = LayerContext(ParallelContext(), CPU, torch.bfloat16, FusedKernels())
+    assert fastest(gated_silu, context, 12) is gated_silu
+    assert fastest(gated_silu, context, 16) is not gated_silu
+    assert fastest(torch.sigmoid, context, 16) is torch.sigmoid
+
+
 def test_without_the_library_functions_are_spelled_out_and_the_reason_is_said() -> None:
     assert choose_fused(FusedShape(64, 64, torch.bfloat16, CPU)) == FusedChoice(
         None, "the path of cpu"
@@ -87,7 +100,9 @@ def test_without_the_library_functions_are_spelled_out_and_the_reason_is_said() 
     assert choice.kernels is None and "baton[cuda" in choice.reason
 
 
-@pytest.mark.parametrize("recipe", ["qwen3", "gemma2", "deepseek_v3", "gpt_oss", "falcon_h1"])
+@pytest.mark.parametrize(
+    "recipe", ["qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "falcon_h1"]
+)
 def test_models_compute_the_same_by_kernels(
     tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:

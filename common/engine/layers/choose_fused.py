@@ -130,7 +130,10 @@ def _activations(
 ) -> list[Tensor]:
     draw = _drawing(shape, generator)
     kinds = (gated_silu, gated_gelu) if row_count else ()
-    return [fastest(kind, context)(draw(row_count, 2 * shape.inner_size)) for kind in kinds]
+    return [
+        fastest(kind, context, shape.inner_size)(draw(row_count, 2 * shape.inner_size))
+        for kind in kinds
+    ]
 
 
 def _drawing(shape: FusedShape, generator: torch.Generator) -> Callable[..., Tensor]:

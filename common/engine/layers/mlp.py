@@ -35,10 +35,14 @@ def squared_relu(up: Tensor) -> Tensor:
     return F.relu(up).square()
 
 
-def fastest(activation: Activation, context: LayerContext) -> Activation:
-    """The same activation as one kernel, where there is one."""
+KERNEL_WIDTH = 8
+"""Kernels read 16 bytes at a time, of gates and of ups: so many elements of two bytes."""
+
+
+def fastest(activation: Activation, context: LayerContext, inner_size: int) -> Activation:
+    """The same activation of gates of this size as one kernel, where there is one."""
     fused = context.fused
-    if fused is None:
+    if fused is None or inner_size % KERNEL_WIDTH:
         return activation
     kernels: dict[Activation, Activation] = {
         gated_silu: fused.gated_silu,
@@ -60,8 +64,8 @@ class GatedMlp:
         has_bias: bool = False,
         activation: Activation = gated_silu,
     ) -> None:
-        self.activation = fastest(activation, context)
         inner = context.cut(intermediate_size)
+        self.activation = fastest(activation, context, len(inner))
         self.gate_up = ColumnLinear(
             context,
             hidden_size,

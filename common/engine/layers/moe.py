@@ -15,7 +15,7 @@ from torch import Tensor
 from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.config.model import MoeConfig
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.mlp import Activation, gated_silu
+from common.engine.layers.mlp import Activation, fastest, gated_silu
 
 GROUP_ALIGNMENT_NBYTES = 16
 """What torch.nn.functional.grouped_mm asks of strides on CUDA."""
@@ -84,9 +84,9 @@ class MoeMlp:
         self.expert_count = moe.expert_count
         self.experts_per_token = moe.experts_per_token
         self.is_normalized = moe.is_normalized
-        self.activation = activation
         self.inner = context.cut(moe.intermediate_size)
         inner_size = len(self.inner)
+        self.activation = fastest(activation, context, inner_size)
         self.router = context.empty(moe.expert_count, hidden_size)
         self.gate_up = context.empty(moe.expert_count, len(self.parts) * inner_size, hidden_size)
         self.down = context.empty(moe.expert_count, hidden_size, inner_size)
