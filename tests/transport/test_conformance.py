@@ -76,6 +76,17 @@ def test_memory_of_the_caller_is_a_target_like_any_other(pair: Pair) -> None:
     assert not content[30_020:].any()
 
 
+def test_a_run_that_leaves_in_parts_lands_whole(pair: Pair) -> None:
+    peer = pair.connect()
+    pair.fill(0xEE)
+    nbytes = REGION_NBYTES - 33  # no multiple of a part
+    settled = pair.writer.copy(peer, plan_of((0, 11, 0, 20, nbytes)), tag=next(unique))
+    assert (settled.error, settled.nbytes, settled.run_count) == (None, nbytes, 1)
+    content = pair.remote.read("pool")
+    assert np.array_equal(content[20 : 20 + nbytes], pair.sources[0][11 : 11 + nbytes])
+    assert np.all(content[:20] == 0xEE) and np.all(content[20 + nbytes :] == 0xEE)
+
+
 def test_plan_without_runs_settles(pair: Pair) -> None:
     peer = pair.connect()
     settled = pair.writer.copy(peer, CopyPlan.empty(), tag=next(unique))

@@ -56,7 +56,7 @@ public:
     const uint64_t tag;
     std::vector<Run> runs;
     size_t next = 0;              // first run not yet issued in full
-    uint64_t next_offset = 0;     // bytes of that run already copied, mapped copies only
+    uint64_t next_offset = 0;     // bytes of that run already issued
     uint32_t window = 0;          // puts that may be outstanding
     uint32_t outstanding = 0;     // callbacks still to come, the flush included
     bool has_remote_puts = false; // some run went through a UCX operation

@@ -74,8 +74,8 @@ private:
     bool pump();
     bool advance(Batch& batch);
     void issue_slice(Batch& batch);
-    bool copy_slice(Batch& batch, const Run& run, const RemoteRegion& region, uint64_t& budget);
-    void put(Batch& batch, const Run& run, const RemoteRegion& region);
+    uint64_t copy_slice(Batch& batch, const Run& run, const RemoteRegion& region, uint64_t budget);
+    uint64_t put(Batch& batch, const Run& run, const RemoteRegion& region);
     void start_flush(Batch& batch);
     void settle(const Batch& batch);
     void settle_stopped();
