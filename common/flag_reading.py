@@ -15,7 +15,8 @@ from typing import NoReturn
 import msgspec
 import yaml
 
-from common.config import ServerConfig, check_config, with_api_keys
+from common.config import ServerConfig, with_api_keys
+from common.config_checks import check_config
 from common.errors import ConfigError
 from common.flag_values import Value
 from common.flags import Flag

@@ -1,0 +1,82 @@
+"""What one setting alone can't tell: settings that go together, and files that must exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from common.config import Role, ServerConfig
+from common.errors import ConfigError
+
+
+def check_config(config: ServerConfig) -> None:
+    """What one setting alone can't tell: settings that go together, and files that must exist.
+
+    Raises: ConfigError naming the flag, the value and what is allowed.
+    """
+    if config.chunked_prefill_size % config.page_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {config.chunked_prefill_size}: must be a multiple of "
+            f"--page-size {config.page_size}"
+        )
+    if config.device == "cuda" and config.transport != "auto":
+        raise ConfigError(
+            f"--transport {config.transport}: must be auto with --device cuda: neither shared "
+            "memory nor tcp alone can carry what is in a GPU's memory"
+        )
+    if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
+        raise ConfigError(
+            f"--max-total-tokens {config.max_total_tokens}: must be at least one page, "
+            f"--page-size {config.page_size}"
+        )
+    if config.role is Role.PREFILL and config.port == config.bootstrap_port:
+        raise ConfigError(
+            f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"
+        )
+    if config.peer_timeout_s < 2 * config.heartbeat_interval_s:
+        raise ConfigError(
+            f"--peer-timeout {config.peer_timeout_s:g}: must be at least two heartbeats, "
+            f"--heartbeat-interval {config.heartbeat_interval_s:g}"
+        )
+    if config.worker_timeout_s < 2 * config.heartbeat_interval_s:
+        raise ConfigError(
+            f"--worker-timeout {config.worker_timeout_s:g}: must be at least two heartbeats, "
+            f"--heartbeat-interval {config.heartbeat_interval_s:g}"
+        )
+    if bool(config.curve_secret_key_file) != bool(config.curve_peer_keys_file):
+        raise ConfigError("--curve-secret-key-file and --curve-peer-keys-file: one needs the other")
+    _check_nodes(config)
+    _check_model(Path(config.model_path))
+    tokenizer = Path(config.tokenizer_path)
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"--tokenizer-path {config.tokenizer_path}: must be a directory with a tokenizer.json"
+        )
+
+
+def _check_nodes(config: ServerConfig) -> None:
+    if config.rank_count % config.nnodes:
+        raise ConfigError(
+            f"--nnodes {config.nnodes}: must divide the {config.rank_count} ranks of "
+            f"--tp-size {config.tp_size} x --pp-size {config.pp_size}"
+        )
+    if config.node_rank >= config.nnodes:
+        raise ConfigError(f"--node-rank {config.node_rank}: must be in 0..{config.nnodes - 1}")
+    if config.nnodes > 1 and not config.dist_init_addr:
+        raise ConfigError(f"--nnodes {config.nnodes}: needs --dist-init-addr host:port of node 0")
+
+
+def _check_model(directory: Path) -> None:
+    path = directory / "config.json"
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+    except OSError as exc:
+        raise ConfigError(
+            f"--model-path {directory}: must be a local directory with a readable config.json "
+            f"({exc.strerror})"
+        ) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--model-path {directory}: config.json is not JSON: {exc}") from exc
+    if not isinstance(document, dict):
+        raise ConfigError(f"--model-path {directory}: config.json must hold a JSON object")
