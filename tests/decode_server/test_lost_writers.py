@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 

@@ -24,7 +24,8 @@ from common.scheduling.sparing import BURST
 from decode_server.recovery import PEER_WAIT_S
 from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 DIFFERENCE = "model: ours another, theirs sim"

@@ -14,7 +14,8 @@ from common.scheduling.events import Effect, FromFrontend, ToFrontend, ToPeer
 from decode_server.recovery import FALLBACK_WAIT_S, PEER_WAIT_S
 from decode_server.starvation import STARVED_END_S, STARVED_TROUBLE_S
 from tests.sim.client import Client
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 

@@ -20,7 +20,8 @@ from common.scheduling.events import (
 from common.scheduling.events import ToFrontend as Told
 from common.scheduling.sparing import BURST
 from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, shown_link
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 
 def hear(world: World, link: str, message: Hello | Heartbeat | Detached) -> list[Effect]:

@@ -7,7 +7,8 @@ from common.request import Bootstrap
 from common.scheduling.events import FromPeer
 from prefill_server.rendezvous import GIVEN_UP_COUNT_MAX, REQUEST_TIMEOUT_S, RESERVATION_TIMEOUT_S
 from tests.sim.client import Client
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 ROOM = Bootstrap("p0", 1, 77)

@@ -9,7 +9,8 @@ import random
 from functools import partial
 
 from common.scheduling.events import LinkBroke
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 ACCIDENTS = (
     *("crash", "crash", "linger", "linger", "linger", "drain"),

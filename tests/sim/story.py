@@ -13,7 +13,8 @@ from decode_server.scheduler import DecodeScheduler
 from tests.sim.accidents import plan_accident, repair
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.invariants import forgotten_transfers
-from tests.sim.world import GRACE_S, TICK_S, Node, World
+from tests.sim.node import Node
+from tests.sim.world import GRACE_S, TICK_S, World
 
 QUIET_AT = 15.0  # accidents stop here; what is left must end by itself
 # How long a story goes on in which nothing is left to happen.

@@ -21,7 +21,8 @@ from common.request import Bootstrap, HandOverTrace, SamplingParams
 from common.scheduling.events import FromPeer, PeerMessage
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.client import Client
-from tests.sim.world import Node, World
+from tests.sim.node import Node
+from tests.sim.world import World
 
 FUZZ = settings(
     max_examples=int(os.environ.get("BATON_FUZZ_EXAMPLES", "25")),

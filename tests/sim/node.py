@@ -1,0 +1,291 @@
+"""One server of the simulation: a real scheduler core, its worker, and what is done to them.
+
+It crashes and comes back as a new incarnation, freezes, drains, and leaves a stopped worker behind.
+Knows the world it lives in, which has the time, the network and the clients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.config import HandOver, Verify
+from common.layout.cache_layout import ServerLayout
+from common.layout.component import CacheComponent, Segment, Shard
+from common.protocol.codec import encode_layout
+from common.protocol.frontend import Drain, Failed, GetState, State, Submit, Tokens
+from common.protocol.peer import TransferRequest
+from common.protocol.worker import Step, StepDone, WorkerToScheduler
+from common.scheduling.events import (
+    Dial,
+    Effect,
+    Event,
+    FromFrontend,
+    FromPeer,
+    FromWorker,
+    GiveUp,
+    ProcessesGone,
+    Tick,
+    ToFrontend,
+    ToPeer,
+    ToWorkers,
+    WatchProcesses,
+)
+from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.in_flight import IN_FLIGHT_MAX
+from decode_server.scheduler import DecodeScheduler
+from prefill_server.scheduler import PrefillScheduler
+from tests.sim.client import EOS
+from tests.sim.invariants import check_core
+from tests.sim.sim_worker import SimWorker
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Node:
+    """One server: a core and its worker. Reborn under the same name after a crash."""
+
+    def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
+        self.world, self.name, self.role = world, name, role
+        self.page_size, self.pages = page_size, pages
+        self.page_counts: tuple[int, ...] = (pages,)
+        self.links: list[str] = []
+        self.is_local = False
+        self.may_fall_back = False
+        self.in_flight_max = IN_FLIGHT_MAX
+        self.self_test_interval_s = 30.0
+        self.given_up = ""
+        self.has_bare_stage = False
+        self.hand_over = HandOver.DIRECT
+        self.verify = Verify.OFF
+        self.life = 0
+        self.is_up = False
+        self.is_frozen = False
+        self.is_draining = False
+        self.thawed_at = 0.0
+        self.backlog: list[Event] = []
+        self._is_full = False
+        self._page_counts: list[int] = []
+
+    @property
+    def layout(self) -> ServerLayout:
+        """One layer for every live rule, and one that caches nothing, perhaps on its own stage."""
+        components = tuple(
+            CacheComponent(f"c{i}", (i,), (Segment("head", 1, 8),), live, Shard.SPLIT, "float32")
+            for i, live in enumerate(self.world.lives)
+        )
+        count = len(components)
+        stages = ((0, count), (count, count + 1)) if self.has_bare_stage else ((0, count + 1),)
+        return ServerLayout(components, 1, stages, self.page_size)
+
+    # ---- its processes ---------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        self.world.tell(self.name, "boots")
+        self.life += 1
+        self.world.tally["restarts"] += self.life > 1
+        self.is_up, self.is_frozen, self.is_draining = True, False, False
+        self.backlog = []
+        layout = self.layout
+        self.facts = ServerFacts(
+            incarnation=f"{self.name}-{self.life}",
+            layout=layout,
+            layout_bytes=encode_layout(layout),
+            page_counts=self.page_counts,
+            fingerprint={"model": "sim"},
+            sequence_token_max=512,
+            eos_token_ids=frozenset({EOS}),
+            host_id="here",
+            pids=(hash_pid(self.name, self.life),),
+            hand_over=self.hand_over,
+            verify=self.verify,
+        )
+        limits = SchedulerLimits(
+            chunk_token_max=24,
+            running_max=8,
+            queue_max=64,
+            self_test_interval_s=self.self_test_interval_s,
+            bootstrap_timeout_s=self.world.hold_s,
+            in_flight_max=self.in_flight_max,
+        )
+        self.core: PrefillScheduler | DecodeScheduler
+        if self.role == "prefill":
+            self.core = PrefillScheduler(self.facts, limits)
+        else:
+            seed = self.world.rng.getrandbits(32)
+            self.core = DecodeScheduler(
+                self.facts,
+                limits,
+                self.links,
+                is_local=self.is_local,
+                may_fall_back=self.may_fall_back,
+                seed=seed,
+            )
+        self._boot_worker()
+        self.feed(Tick())
+
+    def _boot_worker(self) -> None:
+        life, world, core = self.life, self.world, self.core
+
+        def reply(message: WorkerToScheduler) -> None:
+            if self.life == life and self.is_up:
+                self.feed(FromWorker(message))
+
+        self.worker = SimWorker(
+            self.facts, world.rng, world.after, reply, world.transport, world.tally
+        )
+        self.worker.slow_step_rate = world.slow_step_rate
+        self.worker.hand_overs.damage_rate = world.damage_rate
+        self.worker.hand_overs.damage_rng = world.damage_rng
+        if world.is_honest:
+            self.worker.cache.owner = core.account.pool
+        if isinstance(core, DecodeScheduler) and world.is_honest:
+            self.worker.hand_overs.awaits = lambda transfer_id: (
+                self.life != life or not self.is_up or core._receiver.is_known(transfer_id)
+            )
+
+    def crash(self, linger_s: float = 0.0) -> None:
+        """linger_s: how long the worker outlives its server, stopped; its puts land at the end."""
+        self.world.tell(self.name, f"crashes, its worker lingers {linger_s:.2f} s")
+        self.world.tally["crashes" if not linger_s else "crashes that leave a worker"] += 1
+        self.harvest()
+        self.is_up = False
+        worker, incarnation = self.worker, self.facts.incarnation
+        worker.cache.owner = None
+
+        def bury() -> None:
+            worker.go_on()
+            worker.process.is_dead = True
+            self.world.lingering.pop(incarnation, None)
+            gone = ProcessesGone(incarnation)
+            for node in self.world.nodes.values():
+                if node.is_up and incarnation in node_watches(node):
+                    delay = self.world.rng.uniform(0.001, 0.02)
+                    self.world.after(delay, lambda n=node: n.feed(gone))  # type: ignore[misc]
+
+        if linger_s:
+            worker.stop()
+            self.world.lingering[incarnation] = worker
+            self.world.after(linger_s, bury)
+        else:
+            bury()
+        for client in self.world.clients.values():
+            if client.node == self.name and not client.finals:
+                client.finals.append("crashed with its server")
+
+    def drain(self) -> None:
+        """Its frontend lets nobody in any more, and its peers are told."""
+        if self.is_up:
+            self.world.tally["drains"] += 1
+            self.is_draining = True
+            self.feed(FromFrontend(Drain()))
+
+    def freeze(self) -> None:
+        if self.is_up:
+            self.world.tell(self.name, "freezes")
+            self.world.tally["frozen schedulers"] += 1
+            self.is_frozen = True
+
+    def thaw(self) -> None:
+        """What waits in its sockets is read socket by socket, and decided on once."""
+        self.world.tell(self.name, "thaws")
+        self.is_frozen = False
+        self.thawed_at = self.world.now
+        backlog, self.backlog = self.backlog, []
+        for kind in ((FromFrontend, FromWorker), FromPeer, ProcessesGone):
+            for event in backlog:
+                if isinstance(event, kind):
+                    self.take(event)
+        self.schedule(must_check=True)
+
+    # ---- its scheduler ---------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Its workers' beats lie in its socket with the tick: all are taken, then it decides."""
+        if not self.is_up:
+            return
+        beats = [FromWorker(beat) for beat in self.worker.beats()]
+        if self.is_frozen:
+            self.backlog += beats
+            return
+        for event in (*beats, Tick()):
+            self.take(event)
+        self.schedule(must_check=True)
+
+    def feed(self, event: Event) -> None:
+        if self.is_up and self.is_frozen:
+            if not isinstance(event, Tick):
+                self.backlog.append(event)
+        elif self.is_up:
+            self.take(event)
+            self.schedule(must_check=not isinstance(event, FromWorker | FromPeer))
+
+    def take(self, event: Event) -> None:
+        now = self.world.now
+        if self.world.log is not None:
+            self.world.tell(self.name, event)
+        if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
+            self.world.clients[event.message.request_id].submitted_at = now
+        if isinstance(event, FromWorker) and isinstance(event.message, StepDone):
+            batcher = self.core._batcher
+            left = set(event.message.request_ids) - {*batcher._running, *batcher._prompts}
+            self.world.tally["tokens of who had left"] += len(left)
+        self.carry_out(self.core.handle(event, now))
+
+    def schedule(self, *, must_check: bool) -> None:
+        """Pages are looked at whenever they seem to have moved, and if that is asked for."""
+        self.carry_out(self.core.schedule(self.world.now))
+        pool = self.core.account.pool
+        counts = [*map(len, pool._free), *map(len, pool._used)]
+        if counts == self._page_counts and not must_check:
+            return
+        self._page_counts = counts
+        pool.check()
+        if self.world.is_honest:
+            check_core(self.core)
+        full = [live for live, free in zip(self.world.lives, pool._free, strict=True) if not free]
+        self.world.slots_ran_out |= any(not live.is_paged for live in full)
+        self.world.tally["pools that ran full"] += bool(full) and not self._is_full
+        self._is_full = bool(full)
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if self.world.log is not None:
+                self.world.tell(f"{self.name} ->", effect)
+            match effect:
+                case ToFrontend(message=message):
+                    if isinstance(message, Tokens | Failed):
+                        self.world.reply(self.name, message)
+                case ToWorkers(message=worker_message):
+                    if self.role == "decode" and isinstance(worker_message, Step):
+                        count = len(worker_message.chunks)
+                        self.world.tally["prompts computed by decode servers"] += count
+                    self.worker.handle(worker_message, self.world.find_worker)
+                case ToPeer(link=link, message=peer_message):
+                    self.world.tally[type(peer_message).__name__] += 1
+                    if isinstance(peer_message, TransferRequest) and peer_message.is_self_test:
+                        self.world.tally["self-tests"] += 1
+                    self.world.post(self, link, peer_message)
+                case GiveUp(reason=reason):
+                    self.given_up = reason
+                case Dial():
+                    pass
+                case WatchProcesses(incarnation=incarnation):
+                    self.world.watches.add((self.name, incarnation))
+                    if self.world.find_worker(incarnation) is None:
+                        self.feed(ProcessesGone(incarnation))
+
+    def harvest(self) -> None:
+        """Add what its core has counted in this life to what happened."""
+        (effect,) = self.core.handle(FromFrontend(GetState(0)), self.world.now)
+        assert isinstance(effect, ToFrontend) and isinstance(effect.message, State)
+        for name, value in effect.message.counters.items():
+            self.world.tally[f"{self.role}: {name}"] += int(value)
+
+
+def node_watches(node: Node) -> set[str]:
+    return {i for name, i in node.world.watches if name == node.name}
+
+
+def hash_pid(name: str, life: int) -> int:
+    return 1000 * (1 + sum(name.encode())) + life
