@@ -1,7 +1,8 @@
 """What bursts of long prompts do to the gaps between tokens: single server against pair.
 
 A few streams run all the time. In every second round, bursts of long prompts come as well. The gaps
-are of the steady streams only; real servers, HTTP, and three ways to use the same two cores:
+are of the steady streams only, from the first burst on for as long as bursts come and all streams
+run; real servers, HTTP, and three ways to use the same two cores:
 
     pair          a prefill server on core 0, a decode server on core 1
     single        one server on core 1; core 0 has nothing to do but the client
@@ -13,12 +14,12 @@ The client is on core 0 in each of them, and goes before what else runs there.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import pairwise
 
 import numpy as np
 
 from bench.deployment import VOCAB_SIZE, Deployment, Shape, missing_cores
 from bench.report import NotRun, Row, at_least, row_of_medians
-from bench.serve.summary import measure
 from bench.serve.workload import Ask
 
 CASES = {
@@ -34,8 +35,9 @@ FLAGS = ("--dtype", "float32")
 TIMES_LOWER_MIN = 5.0
 ROUND_COUNT = 3
 STREAM_COUNT = 4
-STREAM_PROMPT, STREAM_OUTPUT = 32, 240
-BURST_AT_S = (0.5, 1.5, 2.5)
+STREAM_PROMPT, STREAM_OUTPUT = 32, 1900
+BURST_INTERVAL_S = 0.5
+BURST_AT_S = tuple(BURST_INTERVAL_S * number for number in range(1, 8))
 BURST_COUNT = 3
 BURST_PROMPT, BURST_OUTPUT = 1500, 8
 
@@ -86,9 +88,18 @@ def workload(*, has_bursts: bool) -> list[Ask]:
 
 
 def measure_p99_ms(servers: Deployment, *, has_bursts: bool) -> float:
-    """Of the gaps of the steady streams in one run."""
+    """Of the gaps of the steady streams in one run. Raises: RuntimeError if they were too short."""
     outcomes = servers.send(workload(has_bursts=has_bursts)).outcomes
     steady = [outcome for outcome in outcomes if outcome.ask.index < STREAM_COUNT]
     assert len(steady) == STREAM_COUNT
-    gaps_ms = [gap for outcome in steady for gap in measure(outcome).itls]
+    begin_s = BURST_AT_S[0]
+    end_s = min(BURST_AT_S[-1] + BURST_INTERVAL_S, *(outcome.ended_s for outcome in steady))
+    if end_s < begin_s + 2 * BURST_INTERVAL_S:
+        raise RuntimeError(f"the streams ended after {end_s:.1f} s: too few bursts")
+    gaps_ms = [
+        1e3 * (at_s - before_s)
+        for outcome in steady
+        for (before_s, _), (at_s, _) in pairwise(outcome.arrivals)
+        if begin_s <= at_s <= end_s
+    ]
     return float(np.percentile(gaps_ms, 99))
