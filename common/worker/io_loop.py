@@ -93,10 +93,18 @@ class Outbox:
     def __init__(self) -> None:
         self._messages: SimpleQueue[WorkerToScheduler | Computed | None] = SimpleQueue()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._told = threading.Event()
 
     def put(self, message: WorkerToScheduler | Computed) -> None:
         self._messages.put(message)
         os.eventfd_write(self._fd, 1)
+
+    def put_and_wait(self, message: WorkerToScheduler | Computed, timeout_s: float) -> None:
+        """`put`, and leave the interpreter to the I/O thread until it has told what it took, or for
+        so long at most."""
+        self._told.clear()
+        self.put(message)
+        self._told.wait(timeout_s)
 
     def end(self) -> None:
         self._messages.put(None)
@@ -117,6 +125,10 @@ class Outbox:
                 taken.append(self._messages.get_nowait())
             except Empty:
                 return taken
+
+    def note_told(self) -> None:
+        """What was taken is told."""
+        self._told.set()
 
     def close(self) -> None:
         """After both threads have let go of it."""
@@ -174,6 +186,7 @@ class IoLoop:
                     self._tell(self._sends.apply_computed(message))
                 else:
                     self._tell([message])
+            self._outbox.note_told()
             for event in self._transport.poll():
                 self._tell(self._apply(event))
             for payload in self._client.receive():

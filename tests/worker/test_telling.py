@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Iterator
 
@@ -101,4 +102,23 @@ def test_where_a_launch_computes_it_is_told_at_once() -> None:
     outbox, progress = Outbox(), Progress()
     TellingAtOnce(outbox, progress).put(3, Computed(1, 2), pending_step(1))
     assert outbox.take() == [Computed(1, 2), done(1)] and progress.count() == 3
+    outbox.close()
+
+
+def test_an_engine_goes_on_when_its_tokens_are_told_or_nobody_tells_them() -> None:
+    outbox, told = Outbox(), threading.Event()
+
+    def tell() -> None:
+        select.select([outbox], [], [], HANG_TIMEOUT_S)
+        assert outbox.take() == [done(1)]
+        told.set()
+        outbox.note_told()
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    outbox.put_and_wait(done(1), HANG_TIMEOUT_S)
+    assert told.is_set()
+    thread.join()
+    outbox.put_and_wait(done(2), timeout_s=0.0)
+    assert outbox.take() == [done(2)]
     outbox.close()
