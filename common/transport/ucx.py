@@ -56,10 +56,11 @@ class UcxSettings:
         `cuda_device` is set.
     net_devices: UCX device names, comma separated, or all.
     ucx: auto, wheel, system, or a directory; see loader.py.
-    spin_us: how long the progress thread keeps looking before it sleeps. A thread that is woken by
-        the other end of a connection on the same host is woken on that one's core, and then they
-        take turns; while bytes flow, neither should sleep. Much longer, and it takes a core that
-        others need.
+    spin_us: how long the progress thread looks on after something has come or gone over a network,
+        before it sleeps. A thread that the other end of a connection on the same host wakes up is
+        put on that one's core, and then they take turns; while bytes flow, and between one
+        hand-over and the next, neither should sleep. 256 KiB runs over tcp: 3.7 GB/s with 50 us,
+        5.2 with 400, 5.6 with 1500.
     keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
         at once over tcp; a stopped one only by the deadlines of the application.
     cuda_device: ordinal of the device whose memory is registered, or None. Unverified: RDMA and
@@ -69,7 +70,7 @@ class UcxSettings:
     tls: str = "auto"
     net_devices: str = "all"
     ucx: str = "auto"
-    spin_us: int = 50
+    spin_us: int = 400
     keepalive_s: float = 2.0
     cuda_device: int | None = None
 

@@ -239,7 +239,8 @@ void Engine::loop() {
             spare_files_.lend();
         }
         is_busy |= turn_peers();
-        is_busy |= progress_workers();
+        const bool has_progressed = progress_workers();
+        is_busy |= has_progressed;
         if (!is_closing()) {
             spare_files_.take_back();
         }
@@ -252,9 +253,12 @@ void Engine::loop() {
         if (is_stopping_ && (peers_.empty() || Clock::now() > close_until)) {
             return;
         }
-        if (is_busy || has_news() || is_stopping_) {
+        // Only what moves over the network goes on by itself; a command is done when it is done.
+        if (has_progressed) {
             busy_until = Clock::now() + std::chrono::microseconds(spin_us_);
-        } else if (spin_us_ == 0 || Clock::now() >= busy_until) {
+        }
+        const bool may_sleep = !is_busy && !has_news() && !is_stopping_;
+        if (may_sleep && (spin_us_ == 0 || Clock::now() >= busy_until)) {
             sleep();
         }
     }
