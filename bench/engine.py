@@ -1,8 +1,9 @@
 """The CPU engine against `transformers`' generate: the same checkpoint, prompts and greedy tokens.
 
-Both compute the same sequences together, in one process and by turns; the runner is driven as a
-worker drives it, by steps that carry what changed. Before anything is timed, tokens are compared.
-Other processes of the machine take turns too: what counts is the time that the thread computed.
+Both compute the same sequences together, in one process and by turns, with a worker's settings of
+malloc; the runner is driven as a worker drives it, by steps that carry what changed. Before
+anything is timed, tokens are compared. Other processes of the machine take turns too: what counts
+is the time that the thread computed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.engine_bound import Products
 from bench.report import Row, at_least, row_of_medians
 from common.clock import SystemClock
+from common.engine.heap import keep_freed_memory
 from common.engine.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
@@ -40,6 +42,7 @@ def run() -> list[Row]:
     """Tokens generated per second of one thread, prompts included."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         return _measure()
     finally:

@@ -21,6 +21,7 @@ from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.grammar import GrammarCompiler
+from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
 from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
@@ -83,7 +84,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     Raises: ConfigError naming what can't be used.
     """
     device = device_of(config, rank)
-    torch.set_num_threads(_thread_count(config))
+    _set_up_process(config, device)
     model_config = read_served_config(config.model_path, dtype=config.dtype)
     context_length = _context_length(config, model_config)
     layout = _server_layout(config, model_config).ranks[rank]
@@ -147,6 +148,13 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     return StartedRank(
         device, layout, runner, transport, page_counts, landing, staging, digester, ready
     )
+
+
+def _set_up_process(config: ServerConfig, device: torch.device) -> None:
+    """What torch computes with on this host."""
+    torch.set_num_threads(_thread_count(config))
+    if device.type == "cpu":
+        keep_freed_memory()
 
 
 def _thread_count(config: ServerConfig) -> int:
