@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from common.engine.attention import buckets
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.buckets import PADDING_PAGES_FREE, bucket_by_pages
 from common.engine.attention.choose import choose_attention
@@ -85,8 +86,13 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_sdpa_over_pages_equals_plain_attention(name: str) -> None:
+def test_sdpa_over_pages_equals_plain_attention(
+    name: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_parts:
+        monkeypatch.setattr(buckets, "GATHERED_NBYTES_EACH", 4000)
     pool, batch = deal(BATCHES[name], seed=2)
     generator = torch.Generator().manual_seed(1)
     attention = SdpaAttention().start(batch, pool)
@@ -146,12 +152,21 @@ def test_very_different_lengths_use_several_buckets() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=80))
 def test_buckets_hold_every_sequence_once_with_little_padding(counts: list[int]) -> None:
-    buckets = bucket_by_pages(counts)
-    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(counts)))
-    for bucket in buckets:
+    parts = bucket_by_pages(counts)
+    assert sorted(i for bucket in parts for i in bucket) == list(range(len(counts)))
+    for bucket in parts:
         useful = sum(counts[i] for i in bucket)
         padded = max(counts[i] for i in bucket) * len(bucket)
         assert padded - useful <= max(PADDING_PAGES_FREE, useful // 4)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=80), st.integers(1, 2000))
+def test_buckets_have_so_many_pages_at_most(counts: list[int], page_max: int) -> None:
+    parts = bucket_by_pages(counts, page_max)
+    assert sorted(i for bucket in parts for i in bucket) == list(range(len(counts)))
+    for bucket in parts:
+        padded = max(counts[i] for i in bucket) * len(bucket)
+        assert padded <= page_max or len(bucket) == 1
 
 
 KIND = AttentionKind(8, 2, 64)

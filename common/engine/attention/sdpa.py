@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
-from common.engine.attention.buckets import bucket_by_pages
+from common.engine.attention.buckets import bucket_by_pages, pages_at_once
 from common.engine.attention.scores import PLAIN, ScoreRule, attend_scores
 from common.engine.forward_batch import ForwardBatch
 from common.engine.host_copy import upload
@@ -199,6 +199,9 @@ class _Planner:
         self._width = live.size
         self._batch = batch
         self._page_items = pool.page_items[group]
+        cell = pool.layout.groups[group].cells[0]
+        page_nbytes = 2 * len(cell.units) * self._page_items * cell.item_nbytes
+        self._pages_at_once = pages_at_once(page_nbytes, batch.token_ids.device)
         self._page_table = batch.page_tables[group].to(torch.int64)
 
     def plan(self) -> _GroupPlan:
@@ -220,7 +223,7 @@ class _Planner:
             return plan
         spans = [self._visible(batch.kv_length_list[index], 1) for index in decodes]
         page_counts = [-(-span.stop // self._page_items) - self._page_of(span) for span in spans]
-        buckets = bucket_by_pages(page_counts)
+        buckets = bucket_by_pages(page_counts, self._pages_at_once)
         if len(buckets) == 1 and not plan.chunks:
             plan.decodes.append(self._plan_bucket(None, self._page_table, spans))
             return plan
