@@ -86,6 +86,14 @@ class ParallelContext:
             dist.all_reduce(partial, group=self.tp_group)
         return partial
 
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of every rank's value, of all stages."""
+        if self.tp_size * self.pp_size == 1:
+            return value
+        shared = torch.tensor(value, device=device)
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        return int(shared)
+
     def gather_last_dim(self, part: Tensor) -> Tensor:
         """[..., n] of every TP rank, side by side in rank order: [..., tp_size * n]."""
         if self.tp_size == 1:

@@ -31,11 +31,11 @@ from common.errors import ConfigError, GrammarError, TransportError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
-from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, WorkerReady
-from common.request import SamplingParams
+from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
 from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.digester import Digester
+from common.worker.first_pass import first_pass_tokens, warm_up
 from common.worker.landing import Landing
 from common.worker.pools import (
     FreeMemory,
@@ -57,10 +57,7 @@ STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls")
 """What of a transport's description stays true after the start."""
 
 MORE_ROOM_FOR_WEIGHTS = "raise --tp-size or --pp-size, or end what else uses the memory"
-MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static or --max-total-tokens"
-
-WARM_UP_REQUEST = 0
-"""Request id of the pass before the first real one; it is retired again, so the id stays free."""
+MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static, --max-total-tokens or --chunked-prefill-size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +86,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     context_length = _context_length(config, model_config)
     layout = _server_layout(config, model_config).ranks[rank]
     before_nbytes = free_nbytes(device)
-    parallel = ParallelContext.join(
-        rank=rank,
-        tp_size=config.tp_size,
-        pp_size=config.pp_size,
-        backend="nccl" if device.type == "cuda" else "gloo",
-        init_method=_meeting_place(config),
-        timeout_s=RANKS_MEET_TIMEOUT_S,
-    )
+    parallel = _meet_other_ranks(config, rank, device)
     cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
     choice = choose_attention(
         attention_shape(model_config, parallel, device, config.page_size, cache_dtype),
@@ -123,7 +113,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     graphs, graphs_told = start_graphs(config, model, pool, choice, context_length)
     runner = ModelRunner(model, pool, clock, grammars, graphs)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
-        warm_up(runner, layout, model_config.vocab_size)
+        tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
+        warm_up(runner, layout, model_config.vocab_size, tokens)
     ready = WorkerReady(
         rank=rank,
         page_counts=page_counts,
@@ -181,37 +172,21 @@ def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompile
     return grammars
 
 
-def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int) -> None:
-    """Compute a chunk and a decode once, so that the first request does not pay for first use.
-
-    Writes only to the first page of each group, which no request has yet.
-    Raises: ConfigError if the model's numbers are not finite.
-    """
-    count = max(1, layout.server.page_size - 1)
-    tokens = [index % vocab_size for index in range(count)]
-    sampling = SamplingParams(max_new_tokens=2, seed=0, temperature=1.0, top_p=0.9)
-    grants = [PageGrant(WARM_UP_REQUEST, group, 0, [1]) for group in range(len(layout.groups))]
-    done = runner.run(
-        Step(
-            step_id=0,
-            new=[NewSequence(WARM_UP_REQUEST, tokens, count, sampling)],
-            grants=grants,
-            chunks=[PrefillChunk(WARM_UP_REQUEST, 0, count, is_last=True)],
-        )
-    )
-    failed = done.failed
-    if not failed and layout.server.page_size > 1:
-        step = Step(step_id=0, decode=[WARM_UP_REQUEST], decode_tokens=[tokens[0]])
-        failed = runner.run(step).failed
-    runner.run(Step(step_id=0, retired=[WARM_UP_REQUEST]))
-    if failed:
-        raise ConfigError(f"a first pass failed: {failed[WARM_UP_REQUEST]}; check the weights")
-
-
 def host_id() -> str:
     """Names this boot of this host and its process ids' namespace: where a pid means the same."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _meet_other_ranks(config: ServerConfig, rank: int, device: torch.device) -> ParallelContext:
+    return ParallelContext.join(
+        rank=rank,
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        init_method=_meeting_place(config),
+        timeout_s=RANKS_MEET_TIMEOUT_S,
+    )
 
 
 def _meeting_place(config: ServerConfig) -> str:

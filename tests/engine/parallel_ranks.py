@@ -43,6 +43,7 @@ def run_rank(rank: int, paths: list[Path], prompt: list[int], shared: Path) -> N
             init_method=f"file://{shared / f'meeting-{tp_size}-{pp_size}'}",
             timeout_s=TIMEOUT_S,
         )
+        assert parallel.least(9 - rank, torch.device("cpu")) == 8
         logits = [compute(path, prompt, parallel) for path in paths]
         torch.save(logits, shared / f"logits-{tp_size}-{pp_size}-{rank}.pt")
         parallel.leave()

@@ -13,15 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from common.clock import ManualClock
 from common.config import Role, ServerConfig
-from common.engine.kv_pool import KvPool
-from common.engine.loader import load_model
-from common.engine.model_runner import ModelRunner
-from common.engine.models.registry import cache_components
 from common.errors import ConfigError
-from common.layout.cache_layout import ServerLayout
-from common.layout.component import SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.protocol.codec import decode_layout
-from common.worker.start import host_id, start_rank, warm_up
+from common.worker.start import host_id, start_rank
 from common.worker.start_device import enough_memory, why_no_cuda
 
 
@@ -169,29 +163,3 @@ def test_a_rank_starts_with_the_attention_that_its_layers_ask_for(
     started = start_rank(config, 0, ManualClock())
     assert started.ready.describe["attention"].startswith(f"{backend} (")
     started.transport.close()
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_first_pass_is_content_with_one_page_of_every_kind(
-    checkpoint: Path, page_size: int
-) -> None:
-    model = load_model(checkpoint, dtype="float32")
-    lives = (
-        SLOT,
-        Live(LiveKind.WINDOW, 3),
-        Live(LiveKind.TAIL, 4, 4),
-        Live(LiveKind.BLOCK, 3),
-        Live(LiveKind.BLOCK, 128),
-    )
-    others = tuple(
-        CacheComponent(f"c{i}", (i % 2,), (Segment("head", 1, 8),), live, Shard.SPLIT, "bfloat16")
-        for i, live in enumerate(lives)
-    )
-    components = (*others, *cache_components(model.config, "auto"))
-    layout = ServerLayout(components, 1, ((0, model.config.layer_count),), page_size)
-    layout.check()
-    pool = KvPool.allocate(layout.rank(0, 0), [1] * len(layout.groups), "cpu")
-    runner = ModelRunner(model, pool, ManualClock())
-    warm_up(runner, layout.rank(0, 0), model.config.vocab_size)
-    assert runner.sequence_count == 0
-    assert [bool(buffer.any()) for buffer in pool.buffers] == [False] * 5 + [True]
