@@ -118,10 +118,13 @@ class Batcher:
         return sum(len(s.token_ids) - s.computed_count for s in self._prompts.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Start computing. A sequence whose cache lacks only its last token decodes at once."""
+        """Start computing. A sequence whose cache lacks only its last token decodes at once, but
+        not where it leaves with its next one: there that is the last chunk, which is handed over.
+        """
         assert sequence.request_id not in self._running
         assert sequence.request_id not in self._prompts
-        if sequence.output_count > 0 and sequence.computed_count == len(sequence.token_ids) - 1:
+        lacks_only_last = sequence.computed_count == len(sequence.token_ids) - 1
+        if lacks_only_last and sequence.output_count > 0 and not self.limits.is_prompt_only:
             self._running[sequence.request_id] = sequence
         else:
             self._prompts[sequence.request_id] = sequence

@@ -3,6 +3,8 @@ draws for those that the first one ended."""
 
 from __future__ import annotations
 
+import pytest
+
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.protocol.worker import Step, StepDone
@@ -20,11 +22,16 @@ class Rig:
     """A batcher over one page group; its workers draw what they are told to."""
 
     def __init__(
-        self, *, page_count: int = 100, token_max: int = 400, is_prompt_only: bool = False
+        self,
+        *,
+        page_count: int = 100,
+        token_max: int = 400,
+        is_prompt_only: bool = False,
+        has_prefix_cache: bool = False,
     ) -> None:
         component = CacheComponent("c", (0,), (Segment("h", 1, 8),), FULL, Shard.SPLIT, "float32")
         layout = ServerLayout((component,), 1, ((0, 1),), PAGE_SIZE)
-        self.account = PageAccount(layout.groups, (page_count,), has_prefix_cache=False)
+        self.account = PageAccount(layout.groups, (page_count,), has_prefix_cache=has_prefix_cache)
         limits = BatchLimits(
             CHUNK_MAX, 8, token_max, frozenset({EOS}), IN_FLIGHT_MAX, is_prompt_only
         )
@@ -172,6 +179,31 @@ def test_nobody_decodes_where_prompts_only_are_computed() -> None:
     assert rig.plan() is not None and rig.plan() is None
     (token,) = rig.end().tokens
     assert token.sequence is sequence
+
+
+@pytest.mark.parametrize("is_prompt_only", [False, True])
+def test_the_last_token_of_a_request_that_comes_again_is_a_chunk_where_it_is_handed_over(
+    is_prompt_only: bool,
+) -> None:
+    """A decode server gave it up with tokens drawn, and all but the last are in the cache here."""
+    rig = Rig(is_prompt_only=is_prompt_only, has_prefix_cache=True)
+    earlier = rig.add(1, CHUNK_MAX)
+    rig.plan()
+    rig.end()
+    rig.account.remember(earlier)
+    rig.batcher.remove(earlier)
+    tokens, sampling = [1] * (CHUNK_MAX + 1), SamplingParams(max_new_tokens=9, seed=0)
+    again = rig.account.open(2, tokens, prompt_count=3, sampling=sampling)
+    assert again is not None and again.computed_count == CHUNK_MAX
+    rig.batcher.add(again)
+    step = rig.plan()
+    assert step is not None
+    chunks = [(chunk.start, chunk.stop, chunk.is_last) for chunk in step.chunks]
+    if is_prompt_only:
+        assert (chunks, step.decode) == ([(CHUNK_MAX, CHUNK_MAX + 1, True)], [])
+        assert rig.plan() is None, "it leaves with the token that this step draws"
+    else:
+        assert (chunks, step.decode) == ([], [2])
 
 
 def test_where_pages_are_short_nothing_is_planned_ahead_and_nobody_goes_for_it() -> None:

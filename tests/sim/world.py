@@ -171,6 +171,8 @@ class World:
         client.answered_at = self.now
         if isinstance(message, Failed):
             assert message.status in FAILURES[message.kind], f"{message}"
+            is_lie = message.message.startswith("prefill wrote")
+            assert not (self.is_honest and is_lie), f"{message}"
             client.finals.append("failed")
             client.failure = f"{message.kind}: {message.message}"
             return
