@@ -6,6 +6,7 @@ Knows the world it lives in, which has the time, the network and the clients.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from common.config import HandOver, Verify
@@ -64,6 +65,8 @@ class Node:
         self.is_draining = False
         self.thawed_at = 0.0
         self.backlog: list[Event] = []
+        self._is_turning = False
+        self._answers: list[Event] = []
         self._is_full = False
         self._page_counts: list[int] = []
 
@@ -192,11 +195,9 @@ class Node:
         self.is_frozen = False
         self.thawed_at = self.world.now
         backlog, self.backlog = self.backlog, []
-        for kind in ((FromFrontend, FromWorker), FromPeer, ProcessesGone):
-            for event in backlog:
-                if isinstance(event, kind):
-                    self.take(event)
-        self.schedule(must_check=True)
+        kinds = ((FromFrontend, FromWorker), FromPeer, ProcessesGone)
+        events = [event for kind in kinds for event in backlog if isinstance(event, kind)]
+        self.turn(events, must_check=True)
 
     # ---- its scheduler ---------------------------------------------------------------------------
 
@@ -208,17 +209,28 @@ class Node:
         if self.is_frozen:
             self.backlog += beats
             return
-        for event in (*beats, Tick()):
-            self.take(event)
-        self.schedule(must_check=True)
+        self.turn([*beats, Tick()], must_check=True)
 
     def feed(self, event: Event) -> None:
         if self.is_up and self.is_frozen:
             if not isinstance(event, Tick):
                 self.backlog.append(event)
+        elif self.is_up and self._is_turning:
+            self._answers.append(event)
         elif self.is_up:
+            self.turn([event], must_check=not isinstance(event, FromWorker | FromPeer))
+
+    def turn(self, events: Iterable[Event], *, must_check: bool) -> None:
+        """Takes them all, then decides. What comes of an effect at once, as from a worker that has
+        nothing to wait for, is heard when all effects have left."""
+        self._is_turning = True
+        for event in events:
             self.take(event)
-            self.schedule(must_check=not isinstance(event, FromWorker | FromPeer))
+        self.schedule(must_check=must_check)
+        self._is_turning = False
+        answers, self._answers = self._answers, []
+        for event in answers:
+            self.feed(event)
 
     def take(self, event: Event) -> None:
         now = self.world.now
