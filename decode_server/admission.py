@@ -206,10 +206,11 @@ class Admission:
         request.peer = peer.link
         request.attempt_count += 1
         request.requested_at = request.requested_at or now
-        self._outbox.to_peer(peer.link, self._transfer_request(request, transfer, now))
+        message = self._transfer_request(request, transfer, peer.attachment, now)
+        self._outbox.to_peer(peer.link, message)
 
     def _transfer_request(
-        self, request: DecodeRequest, transfer: Transfer, now: float
+        self, request: DecodeRequest, transfer: Transfer, attachment: int, now: float
     ) -> TransferRequest:
         """A routed request that has produced nothing yet meets its other half by room; any other
         brings its tokens along."""
@@ -233,4 +234,5 @@ class Admission:
             is_self_test=bool(request.tested_link),
             is_held=request.is_held,
             origin=request.origin,
+            attachment=attachment,
         )

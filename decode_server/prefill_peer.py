@@ -37,6 +37,7 @@ class PrefillPeer:
     is_proven: a hand-over has gone well since it was connected. test_problem: how the last
     self-test failed, "" if nothing has failed since the last hand-over that went well.
     is_suspect: its connection broke, and it has not been heard since.
+    attachment: number of the last Attach that it was sent.
     """
 
     link: str
@@ -48,6 +49,7 @@ class PrefillPeer:
     test_problem: str = ""
     test_failed_at: float = 0.0
     is_suspect: bool = False
+    attachment: int = 0
     phase: Phase = Phase.DIALING
     next_hello_at: float = 0.0
     incarnation: str = ""

@@ -68,6 +68,7 @@ class PrefillPeers:
         self._peers: dict[str, PrefillPeer] = {}
         self._told_named = Sparing()
         self.lost_count = 0
+        self._attachment_count = 0
         for link in links:
             self._add(link, is_configured=True)
 
@@ -216,12 +217,16 @@ class PrefillPeers:
         if len(peer.opened) == self._facts.rank_count:
             peer.phase = Phase.ATTACHING
             ranks = [peer.opened[rank] for rank in sorted(peer.opened)]
+            self._attachment_count += 1
+            peer.attachment = self._attachment_count
             self._outbox.to_peer(
-                peer.link, Attach(self._facts.incarnation, peer.incarnation, ranks)
+                peer.link,
+                Attach(self._facts.incarnation, peer.incarnation, ranks, peer.attachment),
             )
 
-    def handle_attached(self, link: str, attached: Attached, now: float) -> None:
-        """The peer can be asked for hand-overs from now on."""
+    def handle_attached(self, link: str, attached: Attached, now: float) -> str | None:
+        """The peer can be asked for hand-overs from now on; unless it has connected to what an
+        earlier Attach said, and then `lose` is what comes of it."""
         peer = self._peers.get(link)
         is_expected = (
             peer is not None
@@ -230,7 +235,9 @@ class PrefillPeers:
             and attached.peer_incarnation == self._facts.incarnation
         )
         if peer is None or not is_expected:
-            return
+            return None
+        if attached.attachment != peer.attachment:
+            return self.lose(link, "it connected to what is closed by now")
         peer.phase = Phase.CONNECTED
         peer.is_proven = False
         peer.is_suspect = False
@@ -239,6 +246,7 @@ class PrefillPeers:
         peer.liveness = Liveness.start(now)
         over = ", ".join(peer.transports)
         self._outbox.report(f"prefill server {link} is connected over {over}")
+        return None
 
     # ---- how hand-overs went ---------------------------------------------------------------------
 

@@ -295,7 +295,7 @@ class DecodeScheduler:
             case Refuse():
                 self._recovery.lose(self._peers.handle_refuse(link, message, now), now)
             case Attached():
-                self._peers.handle_attached(link, message, now)
+                self._recovery.lose(self._peers.handle_attached(link, message, now), now)
             case Detached():
                 self._recovery.lose(self._peers.handle_detached(link, message), now)
             case _:

@@ -69,7 +69,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class DecodePeer:
-    """One decode process. page_counts: pages per group that it has.
+    """One decode process. page_counts: pages per group that it has. attachment: of its Attach.
 
     hand_over: how caches travel there; hand_over_notes: what its connections said of that.
     verify: how much of them it compares.
@@ -88,6 +88,7 @@ class DecodePeer:
     hand_over_notes: list[str] = field(default_factory=list)
     verify: Verify = Verify.OFF
     page_counts: tuple[int, ...] = ()
+    attachment: int = 0
     detail: str = ""
     transfer_count: int = 0
     rank_pairs: list[tuple[int, int]] = field(default_factory=list)
@@ -257,6 +258,7 @@ class DecodePeers:
             self._refuse(link, peer.incarnation, [str(error)], now)
             del self._peers[peer.incarnation]
             return False
+        peer.attachment = attach.attachment
         peer.phase = Phase.CONNECTING
         peer.connected = RankSet(self._facts.rank_count)
         self._outbox.to_workers(
@@ -276,7 +278,8 @@ class DecodePeers:
             peer.liveness = Liveness.start(now)
             transports = sorted(set(peer.transports))
             self._outbox.to_peer(
-                peer.link, Attached(self._facts.incarnation, peer.incarnation, transports)
+                peer.link,
+                Attached(self._facts.incarnation, peer.incarnation, transports, peer.attachment),
             )
             self._outbox.report(
                 f"decode server {peer.incarnation} is connected over {', '.join(transports)}"

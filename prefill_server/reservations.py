@@ -64,7 +64,7 @@ class Reservations:
             self.stale_count += 1
             self._peers.detach_unknown(link, message.incarnation)
             return
-        if not is_new:
+        if not is_new or message.attachment != peer.attachment:
             self.stale_count += 1
             return
         reservation = Reservation(
@@ -102,7 +102,7 @@ class Reservations:
     def _note(self, link: str, transfer_id: int) -> bool:
         """Whether a transfer is new. Messages keep their order on a connection and no longer: one
         that comes again, or after its own Abort, has pages that may be somebody else's by now. So
-        has one that first came while its peer was lost."""
+        has one that first came while its peer was lost, and one of an attachment before."""
         is_new = (link, transfer_id) not in self._known
         self._known[link, transfer_id] = None
         if len(self._known) > KNOWN_COUNT_MAX:

@@ -76,11 +76,17 @@ class Refuse(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """Where each decode rank can be written by this prefill incarnation."""
+    """Where each decode rank can be written by this prefill incarnation.
+
+    attachment: another number for every Attach of the decode process. Attached says it again, and
+        requests name it: one that comes late, after the two have met anew, may name pages that are
+        somebody else's by then.
+    """
 
     incarnation: str
     peer_incarnation: str
     ranks: list[RankDescriptor]
+    attachment: int = 0
 
 
 class Attached(_Message, frozen=True):
@@ -89,6 +95,7 @@ class Attached(_Message, frozen=True):
     incarnation: str
     peer_incarnation: str
     transports: list[str]
+    attachment: int = 0
 
 
 class Detached(_Message, frozen=True):
@@ -127,6 +134,7 @@ class TransferRequest(_Message, frozen=True):
     pages: per page group (first logical page index, page ids) for the live items.
     writers: ranks of the prefill server that the decode server expects to hear of.
     budget_ms: how long this may still take. is_self_test: no client waits, nobody is to count it.
+    attachment: of the Attach that the pages were reserved behind; under another, it is ignored.
     """
 
     transfer_id: int
@@ -143,6 +151,7 @@ class TransferRequest(_Message, frozen=True):
     is_self_test: bool = False
     origin: Origin = Origin()
     is_held: bool = False
+    attachment: int = 0
 
 
 class TransferDone(_Message, frozen=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from common.protocol.frontend import GetState, State
-from common.protocol.peer import Detached, Heartbeat, Hello, Refuse, TransferRequest
+from common.protocol.peer import Attach, Detached, Heartbeat, Hello, Refuse, TransferRequest
 from common.protocol.worker import WorkerBeat
 from common.request import SamplingParams
 from common.scheduling.events import (
@@ -19,7 +20,8 @@ from common.scheduling.events import (
 )
 from common.scheduling.events import ToFrontend as Told
 from common.scheduling.sparing import BURST
-from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, shown_link
+from decode_server.scheduler import DecodeScheduler
+from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, DecodePeers, shown_link
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -53,14 +55,14 @@ def test_another_link_can_not_speak_for_a_peer(world: World) -> None:
     assert connected_count(world) == 0
 
 
-def test_a_reservation_that_came_while_its_peer_was_lost_is_not_begun_when_it_comes_again(
-    world: World,
-) -> None:
-    """Its pages came back when the connection did, and may be somebody else's by now."""
+def reservation(world: World, transfer_id: int) -> TransferRequest:
+    """As d0 would ask now."""
     p0, d0 = world.nodes["p0"], world.nodes["d0"]
-    sampling = SamplingParams(max_new_tokens=4, seed=0)
-    lost = TransferRequest(
-        transfer_id=1 << 40,
+    assert isinstance(d0.core, DecodeScheduler)
+    peer = d0.core._peers.get("p0:1")
+    assert peer is not None
+    return TransferRequest(
+        transfer_id=transfer_id,
         incarnation=d0.facts.incarnation,
         peer_incarnation=p0.facts.incarnation,
         token_count=3,
@@ -70,17 +72,69 @@ def test_a_reservation_that_came_while_its_peer_was_lost_is_not_begun_when_it_co
         room=None,
         token_ids=[5, 6, 7],
         prompt_count=3,
-        sampling=sampling,
+        sampling=SamplingParams(max_new_tokens=4, seed=0),
+        attachment=peer.attachment,
     )
-    gone = Detached(d0.facts.incarnation, p0.facts.incarnation, "it is lost")
-    for message in (gone, lost):
-        p0.feed(FromPeer("d0", message))
+
+
+def connect_anew(world: World) -> None:
+    gone = Detached(
+        world.nodes["d0"].facts.incarnation, world.nodes["p0"].facts.incarnation, "it is lost"
+    )
+    world.nodes["p0"].feed(FromPeer("d0", gone))
     world.run(world.now + 3.0)
     assert connected_count(world) == 1
+
+
+def test_a_reservation_that_came_while_its_peer_was_lost_is_not_begun_when_it_comes_again(
+    world: World,
+) -> None:
+    """Its pages came back when the connection did, and may be somebody else's by now."""
+    p0, d0 = world.nodes["p0"], world.nodes["d0"]
+    lost = reservation(world, 1 << 40)
+    p0.feed(FromPeer("d0", Detached(d0.facts.incarnation, p0.facts.incarnation, "it is lost")))
     p0.feed(FromPeer("d0", lost))
+    world.run(world.now + 3.0)
+    assert connected_count(world) == 1
+    attachment = reservation(world, 0).attachment
+    p0.feed(FromPeer("d0", msgspec.structs.replace(lost, attachment=attachment)))
     assert p0.core.is_idle
-    p0.feed(FromPeer("d0", msgspec.structs.replace(lost, transfer_id=2 << 40)))
+    p0.feed(FromPeer("d0", reservation(world, 2 << 40)))
     assert not p0.core.is_idle, "one that is new is begun"
+
+
+def test_a_reservation_that_comes_after_the_two_have_met_anew_is_not_begun(world: World) -> None:
+    """It was on its way all the time, as in a connection that broke. Seed 10101 found it: its pages
+    had come back with the fence of the first connection, and the second reaches them."""
+    p0 = world.nodes["p0"]
+    late = reservation(world, 1 << 40)
+    connect_anew(world)
+    stale_count = state(p0, world.now).counters["stale_messages"]
+    p0.feed(FromPeer("d0", late))
+    assert p0.core.is_idle
+    assert state(p0, world.now).counters["stale_messages"] == stale_count + 1
+    assert connected_count(world) == 1
+
+
+def test_what_is_connected_to_an_earlier_attach_is_given_up_and_dialled_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Attach that comes late tells of memory that is closed; Attached says which one it was."""
+    heard: list[Attach] = []
+    handle = DecodePeers.handle_attach
+
+    def hear_an_earlier_one(self: DecodePeers, link: str, attach: Attach, now: float) -> bool:
+        heard.append(attach)
+        if len(heard) == 1:
+            attach = msgspec.structs.replace(attach, attachment=attach.attachment - 1)
+        return handle(self, link, attach, now)
+
+    monkeypatch.setattr(DecodePeers, "handle_attach", hear_an_earlier_one)
+    connect_anew(world)
+    assert len(heard) == 2
+    client = world.submit(world.nodes["d0"], [5, 6, 7], 2)
+    world.run(world.now + 1.0)
+    assert client.finals == ["finished"]
 
 
 def test_refused_connections_are_counted_and_each_reason_is_told_once(world: World) -> None:

@@ -141,6 +141,7 @@ def test_one_transfer_can_not_wait_in_two_rooms(world: World) -> None:
             budget_ms=20_000,
             writers=[0],
             room=room,
+            attachment=1,
         )
         prefill(world).feed(FromPeer("d0", request))
     clients = [

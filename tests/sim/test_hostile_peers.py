@@ -35,6 +35,7 @@ FUZZ = settings(
 NUMBERS = (0, 1, 2, 3, 7, 8, 40, 64, 65, 512, 513, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**63)
 PROMPT = list(range(20, 60))
 ROOM = 77
+ATTACHMENTS = (1, 1, 2)
 
 
 class Draws:
@@ -80,7 +81,8 @@ def lie_to_prefill(world: World, draws: Draws) -> PeerMessage:
         case 1:
             size = draws.integer(64 * 8 * 65)
             regions = [("r", draws.integer(0), size, b"k")] * (1 + draws.number() % 2)
-            return peer.Attach(inc, to, [RankDescriptor(draws.integer(0, 0), b"a", regions)])
+            rank = RankDescriptor(draws.integer(0, 0), b"a", regions)
+            return peer.Attach(inc, to, [rank], draws.integer(*ATTACHMENTS))
         case 2:
             count = draws.integer(40, 40)
             pages = list(range(1, 1 + min(count, 600) // 4))
@@ -92,6 +94,7 @@ def lie_to_prefill(world: World, draws: Draws) -> PeerMessage:
             return peer.TransferRequest(
                 transfer, inc, to, count, [(first, pages)], draws.integer(0, 1000, 60_000),
                 [0], room, tokens, draws.integer(40, 40), None if room is not None else sampling,
+                attachment=draws.integer(*ATTACHMENTS),
             )  # fmt: skip
         case 3:
             return peer.Abort(transfer, inc, to, "a lie")
@@ -115,7 +118,7 @@ def lie_to_decode(world: World, draws: Draws) -> PeerMessage:
         case 1:
             return peer.Refuse(inc, ["a lie"] * (draws.number() % 3))
         case 2:
-            return peer.Attached(inc, to, ["tcp"])
+            return peer.Attached(inc, to, ["tcp"], draws.integer(*ATTACHMENTS))
         case 3:
             return peer.Detached(inc, to, "a lie")
         case 4:
