@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from common.engine.pending_step import PendingStep
+from common.protocol.worker import StepDone
 from common.worker.io_loop import Outbox, Progress
 from common.worker.sends import Computed
 
@@ -61,12 +62,10 @@ class TellingAtOnce:
         pass
 
     def put(self, layer_count: int, *launched: Launched) -> None:
-        self._progress.layer_count += layer_count
-        for one in launched:
-            if isinstance(one, PendingStep):
-                self._outbox.put_and_wait(one.finish(), TOLD_TIMEOUT_S)
-            else:
-                self._outbox.put(one)
+        _tell(self._outbox, self._progress, layer_count, launched, self._put_answer)
+
+    def _put_answer(self, answer: StepDone) -> None:
+        self._outbox.put_and_wait(answer, TOLD_TIMEOUT_S)
 
     def end(self) -> None:
         pass
@@ -127,7 +126,13 @@ class TellingThread:
             self._prepare()
             while (marked := self._marked.get()) is not None:
                 marked.mark.synchronize()
-                _tell(self._outbox, self._progress, marked.layer_count, marked.launched)
+                _tell(
+                    self._outbox,
+                    self._progress,
+                    marked.layer_count,
+                    marked.launched,
+                    self._outbox.put,
+                )
         except Exception:
             log.error("the device failed", exc_info=True)
             self._fail()
@@ -157,8 +162,16 @@ def _record_event() -> Mark:
 
 
 def _tell(
-    outbox: Outbox, progress: Progress, layer_count: int, launched: tuple[Launched, ...]
+    outbox: Outbox,
+    progress: Progress,
+    layer_count: int,
+    launched: tuple[Launched, ...],
+    put_answer: Callable[[StepDone], None],
 ) -> None:
+    """put_answer: how a step's answer gets into the outbox."""
     progress.layer_count += layer_count
     for one in launched:
-        outbox.put(one.finish() if isinstance(one, PendingStep) else one)
+        if isinstance(one, PendingStep):
+            put_answer(one.finish())
+        else:
+            outbox.put(one)
