@@ -258,7 +258,7 @@ void Engine::loop() {
             busy_until = Clock::now() + std::chrono::microseconds(spin_us_);
         }
         const bool may_sleep = !is_busy && !has_news() && !is_stopping_;
-        if (may_sleep && (spin_us_ == 0 || Clock::now() >= busy_until)) {
+        if (may_sleep && Clock::now() >= busy_until) {
             sleep();
         }
     }
