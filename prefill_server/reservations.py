@@ -64,6 +64,7 @@ class Reservations:
             self.stale_count += 1
             self._peers.detach_unknown(link, message.incarnation)
             return
+        # One of an earlier attachment was on its way while the two lost each other and met anew.
         if not is_new or message.attachment != peer.attachment:
             self.stale_count += 1
             return
@@ -102,7 +103,7 @@ class Reservations:
     def _note(self, link: str, transfer_id: int) -> bool:
         """Whether a transfer is new. Messages keep their order on a connection and no longer: one
         that comes again, or after its own Abort, has pages that may be somebody else's by now. So
-        has one that first came while its peer was lost, and one of an attachment before."""
+        has one that first came while its peer was lost."""
         is_new = (link, transfer_id) not in self._known
         self._known[link, transfer_id] = None
         if len(self._known) > KNOWN_COUNT_MAX:
