@@ -77,11 +77,13 @@ def reservation(world: World, transfer_id: int) -> TransferRequest:
     )
 
 
-def connect_anew(world: World) -> None:
-    gone = Detached(
-        world.nodes["d0"].facts.incarnation, world.nodes["p0"].facts.incarnation, "it is lost"
-    )
-    world.nodes["p0"].feed(FromPeer("d0", gone))
+def lose(world: World) -> None:
+    """p0 hears that d0 has lost it."""
+    p0, d0 = world.nodes["p0"], world.nodes["d0"]
+    p0.feed(FromPeer("d0", Detached(d0.facts.incarnation, p0.facts.incarnation, "it is lost")))
+
+
+def meet_anew(world: World) -> None:
     world.run(world.now + 3.0)
     assert connected_count(world) == 1
 
@@ -90,12 +92,11 @@ def test_a_reservation_that_came_while_its_peer_was_lost_is_not_begun_when_it_co
     world: World,
 ) -> None:
     """Its pages came back when the connection did, and may be somebody else's by now."""
-    p0, d0 = world.nodes["p0"], world.nodes["d0"]
+    p0 = world.nodes["p0"]
     lost = reservation(world, 1 << 40)
-    p0.feed(FromPeer("d0", Detached(d0.facts.incarnation, p0.facts.incarnation, "it is lost")))
+    lose(world)
     p0.feed(FromPeer("d0", lost))
-    world.run(world.now + 3.0)
-    assert connected_count(world) == 1
+    meet_anew(world)
     attachment = reservation(world, 0).attachment
     p0.feed(FromPeer("d0", msgspec.structs.replace(lost, attachment=attachment)))
     assert p0.core.is_idle
@@ -108,7 +109,8 @@ def test_a_reservation_that_comes_after_the_two_have_met_anew_is_not_begun(world
     had come back with the fence of the first connection, and the second reaches them."""
     p0 = world.nodes["p0"]
     late = reservation(world, 1 << 40)
-    connect_anew(world)
+    lose(world)
+    meet_anew(world)
     stale_count = state(p0, world.now).counters["stale_messages"]
     p0.feed(FromPeer("d0", late))
     assert p0.core.is_idle
@@ -130,7 +132,8 @@ def test_what_is_connected_to_an_earlier_attach_is_given_up_and_dialled_anew(
         return handle(self, link, attach, now)
 
     monkeypatch.setattr(DecodePeers, "handle_attach", hear_an_earlier_one)
-    connect_anew(world)
+    lose(world)
+    meet_anew(world)
     assert len(heard) == 2
     client = world.submit(world.nodes["d0"], [5, 6, 7], 2)
     world.run(world.now + 1.0)

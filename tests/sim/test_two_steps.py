@@ -10,11 +10,11 @@ from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import FromFrontend, ToFrontend
 from prefill_server.holds import UNDISTURBED_S
 from prefill_server.rendezvous import REQUEST_TIMEOUT_S
-from tests.sim.client import EOS
+from tests.sim.client import EOS, Client
 from tests.sim.node import Node
 from tests.sim.oracle import next_token
 from tests.sim.story import run_story
-from tests.sim.world import Client, World
+from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 OUTPUT_COUNT = 8
