@@ -5,6 +5,7 @@ Each is a process group of its own and logs to a file. Knows nothing of question
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,15 +29,22 @@ class DemoFailed(Exception):
     """The demo can't go on; the text says why and where to look."""
 
 
+PORTS = range(10_000, 30_000)
+"""Below those that Linux gives to whoever dials, which may be gone before a server binds them."""
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback interface that nobody listens on just now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    found: list[int] = []
+    with ExitStack() as held:
+        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                break
+            one = held.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 @dataclass(slots=True)
