@@ -15,10 +15,14 @@ Outcomes are events; calls raise only for what the caller could have known. When
 its transfers settle with an error first and `PeerFailed` comes last; after either of `PeerFailed`
 and `PeerClosed` the name may be connected again.
 
-What a settled transfer proves. `error is None`: every byte is in the target's memory, visible to
+What a settled transfer proves. In any case no operation of it runs in this process any more, no
+copy of its CPU or GPU included. `error is None`: every byte is in the target's memory, visible to
 its owner. Otherwise some runs may have landed and some not, and `is_quiet` tells whether more may
 follow: if true, no byte of this transfer changes at the target any more; if false, the connection
-broke while bytes were under way, and only a fence at the target ends them (`is_fenced_by_close`).
+broke and the network may still carry some, until the target has called `close_target`.
+
+So "settled here" and "closed there" together are proof on every transport. A writer that died
+settles nothing; what proves that it is gone is in fences.py.
 """
 
 from __future__ import annotations
@@ -39,6 +43,11 @@ TAG_MAX = 2**63 - 1
 
 CANCELLED = "cancelled"
 """`TransferSettled.error` of a transfer that `cancel` stopped."""
+
+
+class TransportBroken(TransportError):
+    """The transport itself has failed: no peer can be reached, and nothing under way can be proved
+    over. The process must end; that is the proof."""
 
 
 class UnknownPeer(TransportError):
@@ -99,7 +108,10 @@ class TargetDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """`transports` names what carries the puts, comma separated: "posix", "tcp", "posix,tcp"."""
+    """`transports` names what carries the puts, comma separated: "posix", "tcp", "posix,tcp".
+
+    Each name is one that fences.py answers for.
+    """
 
     peer: str
     transports: str
@@ -158,7 +170,8 @@ class Transport(Protocol):
     def close_target(self, peer: str) -> None:
         """Takes the way in away, and returns when it is gone. Raises UnknownPeer.
 
-        This is a fence for writers whose `PeerConnected.transports` satisfies `is_fenced_by_close`.
+        Nothing lands any more of transfers that have settled at the writer. Nothing lands at all if
+        `fences.is_fenced_by_close` says so of the writer's transports.
         """
         ...
 
@@ -169,6 +182,7 @@ class Transport(Protocol):
     def disconnect(self, peer: str) -> None:
         """Closes by force: open transfers settle with an error, then PeerClosed.
 
+        What does not end in time, as a copy of a device that hangs, breaks the transport.
         If the peer has failed meanwhile, its PeerFailed is the last event. Raises UnknownPeer.
         """
         ...
@@ -185,7 +199,10 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[TransportEvent]:
-        """What has happened since the last call, in order. Never blocks."""
+        """What has happened since the last call, in order. Never blocks.
+
+        Raises: TransportBroken, from then on; what was not fetched before is lost.
+        """
         ...
 
     def fileno(self) -> int:
@@ -203,12 +220,3 @@ class Transport(Protocol):
     def describe(self) -> dict[str, object]:
         """What is in use, as plain values for a status page."""
         ...
-
-
-def is_fenced_by_close(transports: str) -> bool:
-    """Whether `close_target` proves that a writer using `transports` can't write any more.
-
-    Over tcp the sockets belong to the target's worker and go with it. A shared-memory mapping stays
-    with the writing process: only its settled event or its death is proof.
-    """
-    return set(transports.split(",")) == {"tcp"}

@@ -31,6 +31,7 @@ from common.transport.transport import (
     TagInUse,
     TargetDescriptor,
     TransferSettled,
+    TransportBroken,
     TransportEvent,
     UnknownPeer,
 )
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from common.transport import _ucx
 
 log = logging.getLogger(__name__)
+
+ENGINE_FAILED = 4
+"""EventKind in native/queues.hpp; nothing comes after it."""
 
 NativeEvent = tuple[int, int, str, bool, int, int, float, float]
 
@@ -63,6 +67,8 @@ class UcxSettings:
         5.2 with 400, 5.6 with 1500.
     keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
         at once over tcp; a stopped one only by the deadlines of the application.
+    close_patience_s: how long operations of a connection that was closed by force may go on until
+        this counts as broken. Milliseconds are usual; a device may have much to copy first.
     cuda_device: ordinal of the device whose memory is registered, or None. Unverified: RDMA and
         CUDA paths have not run on such hardware yet.
     """
@@ -72,6 +78,7 @@ class UcxSettings:
     ucx: str = "auto"
     spin_us: int = 400
     keepalive_s: float = 2.0
+    close_patience_s: float = 30.0
     cuda_device: int | None = None
 
 
@@ -98,6 +105,7 @@ class UcxTransport:
         self._peer_transports: dict[str, str] = {}
         self._transfer_peers: dict[int, str] = {}  # by tag, until settled
         self._id_next = 1
+        self._broken = ""
 
     def allocate(self, name: str, nbytes: int) -> Region:
         self._check_region(name, nbytes)
@@ -109,7 +117,7 @@ class UcxTransport:
         with self._translated(f"region {name}", RegionRefused):
             index = self._engine.allocate(nbytes)
         address, _, _ = self._engine.region(index)
-        if self._is_shared and not self._native.is_shared_mapping(address, nbytes):
+        if self._is_shared and not self._engine.is_shared(index):
             raise RegionRefused(
                 f"region {name}: UCX fell back to memory that no other process can write; look "
                 f"at the size and permissions of {shared_memory_dir()}"
@@ -202,7 +210,12 @@ class UcxTransport:
                 self._engine.cancel(tag)
 
     def poll(self) -> list[TransportEvent]:
-        return [self._translate(event) for event in self._engine.drain()]
+        events = self._engine.drain()
+        if events and events[-1][0] == ENGINE_FAILED:
+            self._broken = events[-1][2]
+        if self._broken:
+            raise TransportBroken(self._broken)
+        return [self._translate(event) for event in events]
 
     def fileno(self) -> int:
         return self._engine.fileno()
@@ -362,6 +375,7 @@ def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:
             net_devices=settings.net_devices,
             keepalive_s=settings.keepalive_s,
             spin_us=settings.spin_us,
+            close_patience_s=settings.close_patience_s,
             cuda_device=cuda_device,
         )
     except _ucx.UcxError as exc:

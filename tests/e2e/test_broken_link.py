@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import select
 import socket
-import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.fleet import Body, Fleet, reply_of, wait_until
+from tests.e2e.wire import Wire
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
@@ -20,64 +18,31 @@ BODY: Body = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_ne
 REQUEST_NBYTES = 2000
 
 
-class Wire:
-    """Carries connections on to `target`. Once told to, it loses what comes from the dialler, and
-    breaks every connection as soon as that was a request."""
+class BreakingWire(Wire):
+    """Once told to, it loses what comes from the dialler, and breaks every connection as soon as
+    that was a request."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
         self.lost_nbytes = 0
         self.loses = False
         self.break_count = 0
-        self._is_open = True
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        super().__init__(target)
 
-    def close(self) -> None:
-        self._is_open = False
-        self._thread.join()
-        self._listener.close()
-
-    def _run(self) -> None:
-        others: dict[socket.socket, socket.socket] = {}
-        dialled: set[socket.socket] = set()
-        while self._is_open:
-            for ready in select.select([self._listener, *others], [], [], 0.05)[0]:
-                if ready is self._listener:
-                    here = self._listener.accept()[0]
-                    there = socket.create_connection(("127.0.0.1", self._target))
-                    others |= {here: there, there: here}
-                    dialled.add(here)
-                elif ready in others:
-                    self._carry(ready, others, is_dialler=ready in dialled)
-        for end in others:
-            end.close()
-
-    def _carry(
-        self, source: socket.socket, others: dict[socket.socket, socket.socket], is_dialler: bool
-    ) -> None:
-        data = b""
-        with suppress(OSError):
-            data = source.recv(1 << 16)
-        if data and self.loses and is_dialler:
-            self.lost_nbytes += len(data)
-            data = data if self.lost_nbytes < REQUEST_NBYTES else b""
-        elif data:
-            others[source].sendall(data)
-        if not data:
-            self.break_count += self.loses
-            self.loses = False
-            for end in (source, others[source]):
-                others.pop(end)
-                end.close()
+    def alter(self, source: socket.socket, data: bytes, *, is_dialler: bool) -> bytes | None:
+        if not (self.loses and is_dialler):
+            return data
+        self.lost_nbytes += len(data)
+        if self.lost_nbytes < REQUEST_NBYTES:
+            return b""
+        self.break_count += 1
+        self.loses = False
+        return None
 
 
 def test_a_request_that_was_lost_with_its_connection_is_answered(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         prefill = fleet.prefill()
-        wire = Wire(prefill.bootstrap_port)
+        wire = BreakingWire(prefill.bootstrap_port)
         decode = fleet.decode([], "--prefill", f"127.0.0.1:{wire.port}")
         fleet.wait_ready()
         expected = reply_of(fleet.in_background(decode, BODY).result()).output_ids

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.transport.cuda_ranks import Rank
+from tests.transport.process_faults import build
 from tests.transport.transport_pair import Pair, start_remote
 from tests.transport.transport_servant import Remote
 
@@ -23,9 +26,32 @@ def pair(tls: str) -> Iterator[Pair]:
     pair.close()
 
 
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the libraries of `process_faults` are."""
+    directory = tmp_path_factory.mktemp("native-stubs")
+    build(directory)
+    return directory
+
+
 @pytest.fixture
 def doomed(tls: str) -> Iterator[Remote]:
     """A servant that the test may kill."""
     remote = start_remote(tls)
     yield remote
     remote.exit()
+
+
+@pytest.fixture
+def source(libraries: Path, tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(libraries, tmp_path)
+    rank.remote.call("fill", "pages", 0x11)
+    yield rank
+    rank.end()
+
+
+@pytest.fixture
+def target(libraries: Path, tmp_path: Path) -> Iterator[Rank]:
+    rank = Rank(libraries, tmp_path)
+    yield rank
+    rank.end()

@@ -32,6 +32,9 @@ from tests.transport.transport_pair import (
 )
 from tests.transport.transport_servant import Remote
 
+# Of a key, what says which memory it is of; UCX's own key follows.
+EXTENT_NBYTES = 24
+
 # What lands ---------------------------------------------------------------------------------------
 
 
@@ -74,6 +77,23 @@ def test_memory_of_the_caller_is_a_target_like_any_other(pair: Pair) -> None:
     assert np.all(content[20:30_020] == 0x5A)
     assert not content[:20].any()
     assert not content[30_020:].any()
+
+
+def test_a_transfer_into_shared_and_into_private_memory_lands_whole(pair: Pair) -> None:
+    """Over shared memory some of its runs are copies and some are puts."""
+    name = f"registered{next(unique)}"
+    pair.remote.call("register", name, GUARD_NBYTES)
+    peer = f"peer{next(unique)}"
+    descriptor = pair.remote.open_target(peer, ["tail", name])
+    assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+    pair.fill(0)
+    for value in range(1, 20):
+        pair.sources[1][:] = value
+        runs = [(1, start, start // 4096 % 2, start, 4096) for start in range(0, 65_536, 4096)]
+        settled = pair.writer.copy(peer, plan_of(*runs), tag=next(unique))
+        assert (settled.error, settled.nbytes) == (None, 65_536)
+        landed = np.stack([pair.remote.read("tail"), pair.remote.read(name)]).reshape(2, -1, 4096)
+        assert np.all(landed[0, ::2] == value) and np.all(landed[1, 1::2] == value)
 
 
 def test_a_run_that_leaves_in_parts_lands_whole(pair: Pair) -> None:
@@ -230,3 +250,29 @@ def test_target_that_claims_more_memory_than_it_shares_fails(pair: Pair, tls: st
     event = pair.writer.connect(peer, replace(descriptor, regions=(liar,)))
     assert isinstance(event, PeerFailed)
     assert "shares less" in event.reason
+
+
+def test_memory_of_another_process_than_the_peer_said_is_not_written_to(
+    pair: Pair, doomed: Remote, tls: str
+) -> None:
+    """A key names a process and a file of it by numbers, which another one may have meanwhile."""
+    if "posix" not in tls:
+        pytest.skip("only a mapping can be checked before the first put")
+    peer = f"peer{next(unique)}"
+    descriptor = pair.remote.open_target(peer, ["pool"])
+    meant = descriptor.regions[0]
+    found = doomed.open_target(peer, ["pool"]).regions[0]
+    taken = replace(found, key=meant.key[:EXTENT_NBYTES] + found.key[EXTENT_NBYTES:])
+    event = pair.writer.connect(peer, replace(descriptor, regions=(taken,)))
+    assert isinstance(event, PeerFailed)
+    assert "shares other memory" in event.reason
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, EXTENT_NBYTES])
+def test_a_key_that_is_too_short_is_refused(pair: Pair, nbytes: int) -> None:
+    peer = f"peer{next(unique)}"
+    descriptor = pair.remote.open_target(peer, ["pool"])
+    short = replace(descriptor.regions[0], key=bytes(nbytes))
+    event = pair.writer.connect(peer, replace(descriptor, regions=(short,)))
+    assert isinstance(event, PeerFailed)
+    assert "too short" in event.reason

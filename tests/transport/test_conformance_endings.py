@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from common.planner.copy_plan import CopyPlan
+from common.transport.fences import is_fenced_by_close
 from common.transport.transport import (
     CANCELLED,
     PeerClosed,
@@ -19,7 +20,6 @@ from common.transport.transport import (
     PlanOutOfBounds,
     TransferSettled,
     UnknownPeer,
-    is_fenced_by_close,
 )
 from tests.transport.transport_pair import (
     GUARD_NBYTES,
@@ -217,7 +217,7 @@ def test_target_survives_a_killed_writer_and_takes_its_successor(pair: Pair, tls
 
 
 def test_closed_target_takes_no_late_put_over_tcp(pair: Pair, tls: str) -> None:
-    if not is_fenced_by_close(tls):
+    if not is_fenced_by_close([tls]):
         pytest.skip("a shared-memory mapping outlives the target's worker")
     peer = pair.connect()
     tags = [next(unique) for _ in range(4)]

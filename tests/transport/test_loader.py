@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from common.transport import loader
 from common.transport.loader import UcxOrigin, UcxUnavailable, choose_origin, load_ucx
+from common.transport.ucx import UcxSettings, UcxTransport
 
 
 def pretend_system(
@@ -96,3 +98,12 @@ except UcxUnavailable as exc:
 
 def test_loading_twice_is_harmless() -> None:
     assert load_ucx("wheel") == load_ucx("wheel")
+
+
+def test_ucx_keeps_no_list_of_device_memory() -> None:
+    """It would learn of allocations through hooks that an allocator can bypass. Every operation
+    names its type of memory."""
+    UcxTransport(UcxSettings(tls="tcp")).close()
+    value = ctypes.create_string_buffer(16)
+    ctypes.CDLL("libucs.so.0").ucs_global_opts_get_value(b"MEMTYPE_CACHE", value, len(value))
+    assert value.value == b"n"

@@ -6,7 +6,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -23,6 +24,7 @@ from common.transport.transport import (
 from common.transport.ucx import UcxSettings, UcxTransport
 
 EVENT_PATIENCE_S = 20.0
+CLOSE_PATIENCE_S = 1.0
 LastEvent = PeerFailed | PeerClosed
 
 
@@ -33,8 +35,14 @@ class EventTimeout(AssertionError):
 class Writer:
     """A transport, and its events kept until a test asks for them."""
 
-    def __init__(self, tls: str) -> None:
-        self.transport = UcxTransport(UcxSettings(tls=tls, keepalive_s=1.0))
+    def __init__(self, tls: str, cuda_device: int | None = None) -> None:
+        settings = UcxSettings(
+            tls=tls,
+            keepalive_s=1.0,
+            close_patience_s=CLOSE_PATIENCE_S,
+            cuda_device=cuda_device,
+        )
+        self.transport = UcxTransport(settings)
         self.events: list[TransportEvent] = []
 
     def wait_for(self, is_wanted: Callable[[TransportEvent], bool]) -> TransportEvent:
@@ -77,8 +85,8 @@ class Writer:
 class Servant:
     """The child's side: each public method is a command."""
 
-    def __init__(self, tls: str, gate: Connection) -> None:
-        self._writer = Writer(tls)
+    def __init__(self, tls: str, cuda_device: int | None, gate: Connection) -> None:
+        self._writer = Writer(tls, cuda_device)
         self._transport = self._writer.transport
         self._gate = gate
         self._views: dict[str, np.ndarray] = {}
@@ -94,6 +102,20 @@ class Servant:
         self._transport.register(name, memory.ctypes.data, nbytes, "host")
         self._views[name] = memory
 
+    def register_cuda(self, name: str, nbytes: int) -> None:
+        """Memory of a device that this process can read and write itself, as a stub's."""
+        driver = ctypes.CDLL("libcuda.so.1")
+        context, address = ctypes.c_void_p(), ctypes.c_uint64()
+        for result in (
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
+            driver.cuCtxSetCurrent(context),
+            driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)),
+        ):
+            assert result == 0, f"CUDA driver error {result}"
+        self._transport.register(name, address.value, nbytes, "cuda")
+        memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
+        self._views[name] = np.frombuffer(memory, dtype=np.uint8)
+
     def fill(self, name: str, value: int) -> None:
         self._views[name][:] = value
 
@@ -108,6 +130,23 @@ class Servant:
 
     def connect(self, peer: str, descriptor: TargetDescriptor) -> PeerConnected | PeerFailed:
         return self._writer.connect(peer, descriptor)
+
+    def disconnect(self, peer: str) -> LastEvent:
+        return self._writer.disconnect(peer)
+
+    def last_event(self, peer: str) -> LastEvent:
+        return self._writer.last_event(peer)
+
+    def start_disconnecting(self, peer: str) -> None:
+        self._transport.disconnect(peer)
+
+    def events(self, timeout_s: float) -> list[TransportEvent]:
+        """What has happened and was not asked for yet; waits for something."""
+        if not self._writer.events:
+            self._transport.wait(timeout_s)
+        self._writer.events += self._transport.poll()
+        events, self._writer.events = self._writer.events, []
+        return events
 
     def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
         self._transport.submit(peer, plan, tag)
@@ -132,8 +171,8 @@ class Servant:
         self._transport.close()
 
 
-def serve(tls: str, pipe: Connection, gate: Connection) -> None:
-    servant = Servant(tls, gate)
+def serve(tls: str, cuda_device: int | None, pipe: Connection, gate: Connection) -> None:
+    servant = Servant(tls, cuda_device, gate)
     pipe.send(None)
     while True:
         name, arguments = pipe.recv()
@@ -145,15 +184,34 @@ def serve(tls: str, pipe: Connection, gate: Connection) -> None:
             pipe.send((None, f"{type(exc).__name__}: {exc}"))
 
 
+@contextmanager
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """What a process that is started meanwhile finds."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 class Remote:
     """The test's side of a servant."""
 
-    def __init__(self, tls: str) -> None:
+    def __init__(
+        self,
+        tls: str,
+        cuda_device: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe = context.Pipe()
         self._gate, gate = context.Pipe()
-        self._process = context.Process(target=serve, args=(tls, pipe, gate), daemon=True)
-        self._process.start()
+        arguments = (tls, cuda_device, pipe, gate)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        with changed_environment(environment or {}):
+            self._process.start()
         pipe.close()
         gate.close()
         self._pipe.recv()
@@ -172,10 +230,21 @@ class Remote:
         self._pipe.send((name, arguments))
 
     def reply(self) -> object:
-        assert self._pipe.poll(EVENT_PATIENCE_S), "the servant does not answer"
-        result, error = self._pipe.recv()
+        result, error = self.reply_or_failure()
         assert error is None, error
         return result
+
+    def reply_or_failure(self) -> tuple[object, str | None]:
+        assert self._pipe.poll(EVENT_PATIENCE_S), "the servant does not answer"
+        result, error = self._pipe.recv()
+        return result, error
+
+    def failure_of(self, name: str, *arguments: object) -> str:
+        """The error that a call ends with."""
+        self.post(name, *arguments)
+        result, error = self.reply_or_failure()
+        assert isinstance(error, str), result
+        return error
 
     def has_replied(self) -> bool:
         return self._pipe.poll(0)

@@ -34,6 +34,8 @@ struct TargetExtent {
     uint64_t nbytes;
 };
 
+class Peer;
+
 struct Run {
     uint64_t source;
     uint64_t target;  // in the peer's address space
@@ -62,6 +64,7 @@ public:
     bool has_remote_puts = false; // some run went through a UCX operation
     bool is_flush_started = false;
     bool is_flushed = false;
+    Peer* owner = nullptr;        // set with `submit`
     int64_t issued_nbytes = 0;
     double issue_seconds = 0;
 

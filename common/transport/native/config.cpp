@@ -1,11 +1,13 @@
 #include "config.hpp"
 
+#include <ucs/config/global_opts.h>
 #include <ucs/debug/log_def.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 namespace baton {
 
@@ -17,10 +19,21 @@ void check(ucs_status_t status, const std::string& what) {
 
 namespace {
 
-// The oldest UCX that will do: PROTO_EMULATION_ENABLE came with it. Asking for this version instead of
-// that of the headers keeps a module built with newer headers from warning about it.
+// The oldest UCX that will do: 1.21 keeps what it has opened of a peer's GPU memory until this process
+// ends, so that the memory of a dead peer is never free again.
 constexpr unsigned UCX_API_MAJOR = 1;
-constexpr unsigned UCX_API_MINOR = 21;
+constexpr unsigned UCX_API_MINOR = 22;
+
+void check_version() {
+    unsigned major = 0;
+    unsigned minor = 0;
+    unsigned release = 0;
+    ucp_get_version(&major, &minor, &release);
+    if (std::pair(major, minor) < std::pair(UCX_API_MAJOR, UCX_API_MINOR)) {
+        throw UcxError(std::string("UCX ") + ucp_get_version_string() + ": must be " +
+                       std::to_string(UCX_API_MAJOR) + "." + std::to_string(UCX_API_MINOR) + " or newer");
+    }
+}
 
 // UCX logs to stdout by default, which would corrupt any protocol spoken there.
 ucs_log_func_rc_t log_to_stderr(const char* file, unsigned line, const char*, ucs_log_level_t level,
@@ -45,9 +58,13 @@ void set(ucp_config_t* config, const char* name, const std::string& value) {
 }  // namespace
 
 Context::Context(const EngineSettings& settings) {
+    check_version();
     static std::once_flag log_handler_installed;
     std::call_once(log_handler_installed, [] { ucs_log_push_handler(log_to_stderr); });
 
+    // UCX learns of device memory through hooks in the allocator, which may bypass them. Every operation
+    // of ours names its memory's type.
+    check(ucs_global_opts_set_value("MEMTYPE_CACHE", "n"), "UCX setting MEMTYPE_CACHE=n");
     // The user's UCX_* variables are read here; what follows is ours and wins.
     ConfigOwner owner;
     check(ucp_config_read(nullptr, nullptr, &owner.config), "ucp_config_read");

@@ -21,6 +21,7 @@ struct EngineSettings {
     std::string net_devices;  // "all" or a list of UCX device names
     double keepalive_s = 2.0;
     int spin_us = 0;
+    double close_patience_s = 30.0;
     int cuda_device = -1;     // -1: this process owns no CUDA memory
 };
 

@@ -25,19 +25,35 @@ void prefetch_run(const void* target, const void* source) {
 
 void publish_copies() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-bool is_shared_mapping(const void* start, size_t nbytes) {
+SharedExtent shared_extent(const void* start, size_t nbytes) {
     const uint64_t begin = reinterpret_cast<uint64_t>(start);
+    uint64_t covered = begin;
+    SharedExtent found;
     std::ifstream maps("/proc/self/maps");
-    for (std::string line; std::getline(maps, line);) {
+    for (std::string line; covered < begin + nbytes && std::getline(maps, line);) {
         uint64_t low = 0;
         uint64_t high = 0;
+        uint64_t offset = 0;
+        unsigned major = 0;
+        unsigned minor = 0;
+        uint64_t inode = 0;
         char permissions[5] = {};
-        if (std::sscanf(line.c_str(), "%" SCNx64 "-%" SCNx64 " %4s", &low, &high, permissions) == 3 &&
-            low <= begin && begin < high) {
-            return nbytes <= high - begin && permissions[1] == 'w' && permissions[3] == 's';
+        if (std::sscanf(line.c_str(), "%" SCNx64 "-%" SCNx64 " %4s %" SCNx64 " %x:%x %" SCNu64, &low,
+                        &high, permissions, &offset, &major, &minor, &inode) != 7 ||
+            high <= covered) {
+            continue;
         }
+        const SharedExtent here{static_cast<uint64_t>(major) << 32 | minor, inode, offset + covered - low};
+        const bool is_shared = permissions[1] == 'w' && permissions[3] == 's' && inode != 0;
+        const bool is_next = covered == begin ||
+                             here == SharedExtent{found.device, found.inode, found.offset + covered - begin};
+        if (low > covered || !is_shared || !is_next) {
+            return {};
+        }
+        found = covered == begin ? here : found;
+        covered = high;
     }
-    return false;
+    return covered >= begin + nbytes ? found : SharedExtent{};
 }
 
 int populate_mapping(void* start, size_t nbytes) {

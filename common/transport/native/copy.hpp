@@ -13,11 +13,23 @@ void copy_mapped(void* target, const void* source, size_t nbytes);
 // of a random page; a bad address is harmless.
 void prefetch_run(const void* target, const void* source);
 
-// Every byte copied so far is visible to whoever hears of it from this thread afterwards.
+// Every byte copied so far is visible to whoever hears of it from this thread afterwards: where stores
+// are not ordered, a barrier.
 void publish_copies();
 
-// Whether the extent lies in one writable mapping that other processes can share.
-bool is_shared_mapping(const void* start, size_t nbytes);
+// Which memory an extent is, the same in every process of a machine that maps it: a file, that of a
+// shared-memory segment, and where the extent begins in it. All zero if it is this process's alone.
+struct SharedExtent {
+    uint64_t device = 0;
+    uint64_t inode = 0;
+    uint64_t offset = 0;
+
+    bool is_shared() const { return inode != 0; }
+    bool operator==(const SharedExtent&) const = default;
+};
+
+// Of an extent that lies in writable mappings of one file, one behind the other.
+SharedExtent shared_extent(const void* start, size_t nbytes);
 
 // Enters the pages of a mapped segment into this process's page table without changing a byte: the
 // first put through a fresh mapping would otherwise run at page-fault speed. Returns 0, or an errno if

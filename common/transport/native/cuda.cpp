@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <string>
+#include <thread>
 
 #include "config.hpp"
 
@@ -25,6 +26,14 @@ void check_cuda(int result, const char* what) {
     }
 }
 
+struct Driver {
+    int (*set_current)(void*) = nullptr;
+    int (*get_current)(void**) = nullptr;
+    int (*synchronize)() = nullptr;
+};
+
+Driver driver;  // set once, before anything asks for it
+
 }  // namespace
 
 void use_primary_cuda_context(int device) {
@@ -35,13 +44,27 @@ void use_primary_cuda_context(int device) {
     auto init = driver_symbol<int (*)(unsigned)>(library, "cuInit");
     auto get_device = driver_symbol<int (*)(int*, int)>(library, "cuDeviceGet");
     auto retain = driver_symbol<int (*)(void**, int)>(library, "cuDevicePrimaryCtxRetain");
-    auto set_current = driver_symbol<int (*)(void*)>(library, "cuCtxSetCurrent");
+    driver.set_current = driver_symbol<int (*)(void*)>(library, "cuCtxSetCurrent");
+    driver.get_current = driver_symbol<int (*)(void**)>(library, "cuCtxGetCurrent");
+    driver.synchronize = driver_symbol<int (*)()>(library, "cuCtxSynchronize");
     int handle = 0;
     void* context = nullptr;
     check_cuda(init(0), "cuInit");
     check_cuda(get_device(&handle, device), "cuDeviceGet");
     check_cuda(retain(&context, handle), "cuDevicePrimaryCtxRetain");
-    check_cuda(set_current(context), "cuCtxSetCurrent");
+    check_cuda(driver.set_current(context), "cuCtxSetCurrent");
+}
+
+DeviceWait::DeviceWait() : state_(std::make_shared<State>()) {
+    void* context = nullptr;
+    check_cuda(driver.get_current(&context), "cuCtxGetCurrent");
+    std::thread([state = state_, context] {
+        state->error = driver.set_current(context);
+        if (state->error == 0) {
+            state->error = driver.synchronize();
+        }
+        state->is_over = true;
+    }).detach();
 }
 
 }  // namespace baton

@@ -22,13 +22,16 @@ using Clock = std::chrono::steady_clock;
 // Force-closing an endpoint takes milliseconds; a close that takes longer than this is given up, and
 // destroying the worker ends it.
 constexpr auto CLOSE_PATIENCE = std::chrono::seconds(5);
+// How often a connection that closes is looked at, if UCX has nothing to tell of it.
+constexpr int CLOSING_LOOK_MS = 100;
 constexpr int EPOLL_EVENTS_MAX = 64;
 const char* const ENGINE_CLOSED = "the transport is closed";
 
 }  // namespace
 
 Engine::Engine(const EngineSettings& settings)
-    : spin_us_(settings.spin_us), owns_cuda_memory_(settings.cuda_device >= 0) {
+    : spin_us_(settings.spin_us), close_patience_s_(settings.close_patience_s),
+      owns_cuda_memory_(settings.cuda_device >= 0) {
     std::promise<void> started;
     std::future<void> outcome = started.get_future();
     thread_ = std::thread([this, settings, promise = std::move(started)]() mutable {
@@ -60,9 +63,14 @@ void Engine::close() {
 void Engine::post(CommandQueue::Command command) {
     const std::lock_guard lock(mutex_);
     if (is_closed_) {
-        throw UcxError(ENGINE_CLOSED);
+        throw UcxError(failure_.empty() ? ENGINE_CLOSED : failure_);
     }
     commands_.post(std::move(command));
+}
+
+std::string Engine::why_closed() const {
+    const std::lock_guard lock(mutex_);
+    return failure_.empty() ? ENGINE_CLOSED : failure_;
 }
 
 template <typename Result>
@@ -73,7 +81,7 @@ Result Engine::call(std::function<Result()> work) {
     try {
         return result.get();
     } catch (const std::future_error&) {
-        throw UcxError(ENGINE_CLOSED);
+        throw UcxError(why_closed());
     }
 }
 
@@ -127,11 +135,8 @@ void Engine::connect(uint64_t id, std::string worker_address, std::vector<Remote
     }
     post([this, id, address = std::move(worker_address), regions = std::move(regions),
           probe = std::move(probe)]() mutable {
-        // UCX also answers with an address for a region of a GPU, and it is the GPU's: nothing may be
-        // stored there from here. Memory of a GPU is never a source of such copies anyway.
-        const bool maps_memory = !owns_cuda_memory_;
         peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, std::move(regions),
-                                                std::move(probe), maps_memory));
+                                                std::move(probe), owns_cuda_memory_, close_patience_s_));
         peers_.back()->connect(address);
     });
 }
@@ -196,12 +201,39 @@ void Engine::run(const EngineSettings& settings, std::promise<void> started) {
     try {
         loop();
     } catch (const std::exception& error) {
-        // The machine refuses to let this thread wait. Every peer is lost, and says so.
-        for (const auto& peer : peers_) {
-            peer->fail(error.what());
-        }
+        fail(error.what());
+        return;
+    } catch (...) {
+        fail("the progress thread ended without a reason");
+        return;
     }
     release();
+}
+
+// A device has failed, the machine refuses to let this thread wait, or an operation never ends. Nothing
+// that runs can be proved quiet then but by the end of this process, which is what the last event asks
+// for. Until then nothing is freed or destroyed: libraries that have failed hang or abort in their own
+// clean-up.
+void Engine::fail(const std::string& reason) {
+    struct Remains {
+        std::vector<std::unique_ptr<Peer>> peers;
+        std::map<uint64_t, std::unique_ptr<Worker>> target_workers;
+        std::unique_ptr<Worker> initiator;
+        std::vector<std::shared_ptr<Memory>> regions;
+        std::shared_ptr<Memory> probe;
+        std::vector<char> probe_bytes;
+        std::shared_ptr<Context> context;
+    };
+    {
+        const std::lock_guard lock(mutex_);
+        is_closed_ = true;
+        failure_ = reason;
+        // The regions are copied: Python's threads still ask for them.
+        new Remains{std::move(peers_), std::move(target_workers_), std::move(initiator_), regions_,
+                    probe_, std::move(probe_bytes_), std::move(context_)};
+    }
+    commands_.take();
+    events_.push(Event{EventKind::engine_failed, 0, reason});
 }
 
 void Engine::start(const EngineSettings& settings) {
@@ -308,7 +340,8 @@ void Engine::sleep() {
         return;
     }
     std::array<epoll_event, EPOLL_EVENTS_MAX> events;
-    const int ready = epoll_wait(epoll_fd_, events.data(), EPOLL_EVENTS_MAX, -1);
+    const int patience_ms = is_closing() ? CLOSING_LOOK_MS : -1;
+    const int ready = epoll_wait(epoll_fd_, events.data(), EPOLL_EVENTS_MAX, patience_ms);
     const int error = ready < 0 ? errno : 0;  // before anything else can overwrite it
     commands_.end_sleep();
     if (error != 0 && error != EINTR) {  // EINTR: this process was stopped and goes on

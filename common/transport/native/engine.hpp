@@ -43,7 +43,7 @@ public:
     std::string open_target(uint64_t id);
     void close_target(uint64_t id);
 
-    // Connection ids are never reused. The outcomes are events.
+    // Connection ids are never reused. The outcomes are events; after engine_failed none comes.
     void connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
                  RemoteRegionSpec probe);
     void disconnect(uint64_t id);
@@ -60,6 +60,7 @@ private:
     void start(const EngineSettings& settings);
     void loop();
     void release();
+    void fail(const std::string& reason);
     bool run_commands();
     bool turn_peers();
     bool progress_workers();
@@ -71,6 +72,7 @@ private:
     Peer* find_peer(uint64_t id);
     void settle_gone(uint64_t tag);
     void post(CommandQueue::Command command);
+    std::string why_closed() const;
     // Runs `work` on the progress thread and waits for its result.
     template <typename Result>
     Result call(std::function<Result()> work);
@@ -84,6 +86,7 @@ private:
     std::vector<std::shared_ptr<Memory>> regions_;                // written by the progress thread only
     std::map<uint64_t, std::vector<TargetExtent>> open_targets_;  // by connection
     bool is_closed_ = false;
+    std::string failure_;
 
     // Progress thread only.
     std::shared_ptr<Context> context_;
@@ -96,6 +99,7 @@ private:
     int epoll_fd_ = -1;
     bool is_stopping_ = false;
     const int spin_us_;
+    const double close_patience_s_;
     const bool owns_cuda_memory_;
 };
 

@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
+
 namespace baton {
 
 namespace {
@@ -60,15 +62,27 @@ Memory::Memory(std::shared_ptr<Context> context, ucp_mem_map_params_t& params, u
         check(status, what);
     }
     address_ = reinterpret_cast<uint64_t>(attributes.address);
-    remote_key_.assign(static_cast<const char*>(key), key_nbytes);
+    if (type == UCS_MEMORY_TYPE_HOST) {
+        extent_ = shared_extent(attributes.address, nbytes);
+    }
+    remote_key_.assign(reinterpret_cast<const char*>(&extent_), sizeof(extent_));
+    remote_key_.append(static_cast<const char*>(key), key_nbytes);
     ucp_rkey_buffer_release(key);
     // UCX only warns when its CUDA modules can't be loaded, and registers the memory for nobody: every
     // transfer would fail much later.
-    if (type == UCS_MEMORY_TYPE_CUDA && remote_key_.size() < CUDA_IPC_HANDLE_NBYTES) {
+    if (type == UCS_MEMORY_TYPE_CUDA && key_nbytes < CUDA_IPC_HANDLE_NBYTES) {
         ucp_mem_unmap(context_->handle(), handle_);
         throw UcxError(what + " of CUDA memory: no UCX transport can share it; its CUDA modules need "
                               "libcuda.so.1 and libnvidia-ml.so.1");
     }
+}
+
+RemoteKey::RemoteKey(const std::string& packed) {
+    if (packed.size() <= sizeof(extent)) {
+        throw UcxError("a memory key of " + std::to_string(packed.size()) + " bytes is too short");
+    }
+    std::memcpy(&extent, packed.data(), sizeof(extent));
+    of_ucx = packed.data() + sizeof(extent);
 }
 
 Memory::~Memory() { ucp_mem_unmap(context_->handle(), handle_); }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "config.hpp"
+#include "copy.hpp"
 
 namespace baton {
 
@@ -27,7 +28,9 @@ public:
     uint64_t nbytes() const { return nbytes_; }
     ucs_memory_type_t type() const { return type_; }
     ucp_mem_h handle() const { return handle_; }
+    // What a peer reaches it by: which memory it is if it is shared, and UCX's key.
     const std::string& remote_key() const { return remote_key_; }
+    bool is_shared() const { return extent_.is_shared(); }
 
 private:
     Memory(std::shared_ptr<Context> context, ucp_mem_map_params_t& params, uint64_t nbytes,
@@ -38,7 +41,15 @@ private:
     uint64_t address_ = 0;
     uint64_t nbytes_;
     ucs_memory_type_t type_;
+    SharedExtent extent_;
     std::string remote_key_;
+};
+
+// The two parts of a remote key. Throws UcxError if there is not even room for the first.
+struct RemoteKey {
+    explicit RemoteKey(const std::string& packed);
+    SharedExtent extent;
+    const void* of_ucx;
 };
 
 }  // namespace baton

@@ -115,12 +115,13 @@ void bind_engine(nb::module_& module) {
     nb::class_<Engine>(module, "Engine")
         .def("__init__",
              [](Engine* engine, std::string tls, std::string net_devices, double keepalive_s, int spin_us,
-                int cuda_device) {
+                double close_patience_s, int cuda_device) {
                  nb::gil_scoped_release release;
-                 new (engine) Engine({tls, net_devices, keepalive_s, spin_us, cuda_device});
+                 new (engine)
+                     Engine({tls, net_devices, keepalive_s, spin_us, close_patience_s, cuda_device});
              },
              nb::arg("tls"), nb::arg("net_devices"), nb::arg("keepalive_s"), nb::arg("spin_us"),
-             nb::arg("cuda_device"))
+             nb::arg("close_patience_s"), nb::arg("cuda_device"))
         .def("allocate", &Engine::allocate, nb::arg("nbytes"), Unlocked())
         .def("enroll",
              [](Engine& engine, uint64_t address, uint64_t nbytes, const std::string& memory_type) {
@@ -134,6 +135,8 @@ void bind_engine(nb::module_& module) {
                  const auto memory = engine.region(index);
                  return nb::make_tuple(memory->address(), memory->nbytes(), to_bytes(memory->remote_key()));
              },
+             nb::arg("index"))
+        .def("is_shared", [](const Engine& engine, size_t index) { return engine.region(index)->is_shared(); },
              nb::arg("index"))
         .def("probe",
              [](const Engine& engine) {
@@ -187,11 +190,6 @@ NB_MODULE(_ucx, module) {
     nb::exception<PlanOutOfBounds>(module, "PlanOutOfBoundsError", PyExc_ValueError);
     bind_engine(module);
     module.def("version", [] { return std::string(ucp_get_version_string()); });
-    module.def("is_shared_mapping",
-               [](uint64_t address, uint64_t nbytes) {
-                   return is_shared_mapping(reinterpret_cast<const void*>(address), nbytes);
-               },
-               nb::arg("address"), nb::arg("nbytes"));
     module.def("copy_runs", &copy_run_lists, nb::arg("target"), nb::arg("source"),
                nb::arg("target_offsets"), nb::arg("source_offsets"), nb::arg("nbytes"));
     module.def("convert_float8", &convert_float8, nb::arg("target"), nb::arg("source"),

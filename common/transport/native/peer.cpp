@@ -15,6 +15,9 @@ namespace baton {
 namespace {
 
 constexpr uint64_t POPULATE_SLICE_NBYTES = 16ull << 20;
+// The longest that a turn of the loop takes of a connection's patience, so that a process that was stopped
+// finds some left.
+constexpr double CLOSING_TURN_SECONDS_MAX = 1.0;
 constexpr uint64_t PROBE_NBYTES[] = {64, Peer::PROBE_NBYTES_MAX};
 
 std::string endpoint_text(ucp_ep_h endpoint) {
@@ -34,9 +37,10 @@ std::string endpoint_text(ucp_ep_h endpoint) {
 }  // namespace
 
 Peer::Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources,
-           std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe, bool maps_memory)
-    : id_(id), worker_(worker), events_(events), sources_(sources), maps_memory_(maps_memory),
-      specs_(std::move(regions)), probe_spec_(std::move(probe)) {}
+           std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe, bool owns_cuda_memory,
+           double close_patience_s)
+    : id_(id), worker_(worker), events_(events), sources_(sources), owns_cuda_memory_(owns_cuda_memory),
+      close_patience_s_(close_patience_s), specs_(std::move(regions)), probe_spec_(std::move(probe)) {}
 
 Peer::~Peer() {
     for (const RemoteRegion& region : regions_) {
@@ -76,13 +80,19 @@ void Peer::unpack_keys() {
 
 Peer::RemoteRegion Peer::unpack_key(RemoteRegionSpec spec) const {
     RemoteRegion region{std::move(spec), nullptr, nullptr};
-    check(ucp_ep_rkey_unpack(endpoint_, region.spec.key.data(), &region.key), "ucp_ep_rkey_unpack");
+    const RemoteKey key(region.spec.key);
+    check(ucp_ep_rkey_unpack(endpoint_, key.of_ucx, &region.key), "ucp_ep_rkey_unpack");
     void* mapped = nullptr;
-    if (maps_memory_ && ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
-        if (!is_shared_mapping(mapped, region.spec.nbytes)) {
+    // UCX also answers with an address for a region of a GPU, and it is the GPU's: nothing may be stored
+    // there from here. Memory of a GPU is never a source of such copies anyway. What is found by the
+    // numbers in UCX's key, of a process and a file of it, must be what the peer has: they are used again.
+    const bool may_map = !owns_cuda_memory_ && key.extent.is_shared();
+    if (may_map && ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
+        const SharedExtent found = shared_extent(mapped, region.spec.nbytes);
+        if (found != key.extent) {
             ucp_rkey_destroy(region.key);
             throw UcxError("the peer announced a region of " + std::to_string(region.spec.nbytes) +
-                           " bytes and shares less");
+                           " bytes and shares " + (found.is_shared() ? "other memory" : "less"));
         }
         region.mapped = static_cast<char*>(mapped);
     }
@@ -213,6 +223,7 @@ void Peer::push_last_event() {
 // `finish_close` waits for each callback.
 bool Peer::begin_close() {
     state_ = State::closing;
+    closing_turn_ = std::chrono::steady_clock::now();
     for (const auto& batch : batches_) {
         batch->stop(failure_);
     }
@@ -230,13 +241,53 @@ bool Peer::begin_close() {
 }
 
 bool Peer::finish_close() {
+    if (must_ask_device_ && has_device_answered()) {
+        must_ask_device_ = false;
+    }
     settle_stopped();
     if (!batches_.empty() || own_outstanding_ > 0) {
+        spend_patience();
         return false;
     }
     state_ = State::gone;
     push_last_event();
     return true;
+}
+
+// Asked once UCX follows no operation of this connection any more.
+bool Peer::has_device_answered() {
+    const auto is_outstanding = [](const auto& batch) { return batch->outstanding > 0; };
+    if (device_wait_ == nullptr) {
+        if (own_outstanding_ > 0 || std::any_of(batches_.begin(), batches_.end(), is_outstanding)) {
+            return false;
+        }
+        device_wait_ = std::make_unique<DeviceWait>();
+    }
+    if (!device_wait_->is_over()) {
+        return false;
+    }
+    if (device_wait_->error() != 0) {
+        throw UcxError("cuCtxSynchronize failed with CUDA driver error " +
+                       std::to_string(device_wait_->error()));
+    }
+    return true;
+}
+
+// UCX ends what is under way in milliseconds once it is told to; it waits for copies that a device has
+// begun, though. One that never ends, on a device that hangs, can't be taken back, and no word of ours
+// can say that it is over: only the end of this process can. Time in which this thread did not run, in a
+// process that was stopped, does not count.
+void Peer::spend_patience() {
+    const auto now = std::chrono::steady_clock::now();
+    const double since_turn = std::chrono::duration<double>(now - closing_turn_).count();
+    closing_turn_ = now;
+    closing_seconds_ += std::min(since_turn, CLOSING_TURN_SECONDS_MAX);
+    if (closing_seconds_ > close_patience_s_) {
+        std::ostringstream text;
+        text << batches_.size() << (batches_.size() == 1 ? " transfer" : " transfers")
+             << " of a closed connection did not end within " << close_patience_s_ << " s";
+        throw UcxError(text.str());
+    }
 }
 
 bool Peer::turn() {

@@ -4,6 +4,7 @@
 
 #include <ucp/api/ucp.h>
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "batch.hpp"
+#include "cuda.hpp"
 #include "queues.hpp"
 #include "worker.hpp"
 
@@ -28,10 +30,13 @@ public:
     using Sources = std::vector<std::shared_ptr<Memory>>;
     static constexpr uint64_t PROBE_NBYTES_MAX = 16384;
 
-    // `probe` is scratch memory of the peer, written once while connecting. `maps_memory`: whether runs
-    // into shared memory of this host are copied here instead of put by UCX.
+    // `probe` is scratch memory of the peer, written once while connecting. `owns_cuda_memory`: whether
+    // sources may lie on a device; else runs into shared memory of this host are copied here instead of
+    // put by UCX. `close_patience_s`: how long operations may go on after the connection was closed by
+    // force; then `turn` throws.
     Peer(uint64_t id, Worker& worker, EventQueue& events, const Sources& sources,
-         std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe, bool maps_memory);
+         std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe, bool owns_cuda_memory,
+         double close_patience_s);
     ~Peer();
     Peer(const Peer&) = delete;
     Peer& operator=(const Peer&) = delete;
@@ -44,7 +49,7 @@ public:
     void fail(const std::string& reason);
     // The worker is destroyed already: settles what is left. The keys went with the worker.
     void abandon();
-    // One turn: moves every batch a little. True if anything happened.
+    // One turn: moves every batch a little. True if anything happened. Throws UcxError.
     bool turn();
     // A callback has come since the last turn.
     bool has_news() const { return has_news_; }
@@ -71,12 +76,16 @@ private:
     bool finish_connecting();
     bool begin_close();
     bool finish_close();
+    bool has_device_answered();
+    void spend_patience();
     bool pump();
     bool advance(Batch& batch);
     void issue_slice(Batch& batch);
     uint64_t copy_slice(Batch& batch, const Run& run, const RemoteRegion& region, uint64_t budget);
     uint64_t put(Batch& batch, const Run& run, const RemoteRegion& region);
     void start_flush(Batch& batch);
+    void fail_put(Batch& batch, ucs_status_t status);
+    void fail_flush(Batch& batch, ucs_status_t status);
     void settle(const Batch& batch);
     void settle_stopped();
     void push_last_event();
@@ -93,7 +102,8 @@ private:
     Worker& worker_;
     EventQueue& events_;
     const Sources& sources_;
-    const bool maps_memory_;
+    const bool owns_cuda_memory_;
+    const double close_patience_s_;
     std::vector<RemoteRegionSpec> specs_;
     RemoteRegionSpec probe_spec_;
     std::vector<RemoteRegion> regions_;
@@ -102,7 +112,11 @@ private:
     State state_ = State::populating;
     size_t populate_region_ = 0;
     uint64_t populate_offset_ = 0;
+    double closing_seconds_ = 0;
+    std::chrono::steady_clock::time_point closing_turn_;
     uint32_t own_outstanding_ = 0;  // probe, connecting flush and close
+    bool must_ask_device_ = false;
+    std::unique_ptr<DeviceWait> device_wait_;
     bool is_disconnect_ = false;
     bool has_news_ = false;
     std::string failure_;

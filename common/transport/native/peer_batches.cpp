@@ -29,6 +29,7 @@ void Peer::submit(std::unique_ptr<Batch> batch) {
     if (!failure_.empty()) {
         batch->stop(failure_);
     }
+    batch->owner = this;
     batches_.push_back(std::move(batch));
 }
 
@@ -46,6 +47,9 @@ void Peer::cancel(uint64_t tag) {
 }
 
 void Peer::settle_stopped() {
+    if (must_ask_device_) {
+        return;
+    }
     std::erase_if(batches_, [this](const auto& batch) {
         const bool is_over = batch->is_stopped() && batch->outstanding == 0;
         if (is_over) {
@@ -108,9 +112,6 @@ void Peer::issue_slice(Batch& batch) {
             ++batch.next;
         }
     }
-    if (!batch.has_remote_puts) {
-        publish_copies();
-    }
 }
 
 // Copies as much of the run as the budget allows, and says how many bytes that was.
@@ -149,7 +150,7 @@ uint64_t Peer::put(Batch& batch, const Run& run, const RemoteRegion& region) {
         ucp_put_nbx(endpoint_, reinterpret_cast<const void*>(run.source + batch.next_offset), nbytes,
                     run.target + batch.next_offset, region.key, &params);
     if (UCS_PTR_IS_ERR(request)) {
-        batch.stop(std::string("put: ") + ucs_status_string(UCS_PTR_STATUS(request)));
+        fail_put(batch, UCS_PTR_STATUS(request));
         return nbytes;
     }
     batch.issued_nbytes += static_cast<int64_t>(nbytes);
@@ -168,7 +169,7 @@ void Peer::start_flush(Batch& batch) {
     params.user_data = &batch;
     const ucs_status_ptr_t request = ucp_ep_flush_nbx(endpoint_, &params);
     if (UCS_PTR_IS_ERR(request)) {
-        batch.stop(std::string("flush: ") + ucs_status_string(UCS_PTR_STATUS(request)));
+        fail_flush(batch, UCS_PTR_STATUS(request));
     } else if (request == nullptr) {
         batch.is_flushed = true;
     } else {
@@ -176,7 +177,28 @@ void Peer::start_flush(Batch& batch) {
     }
 }
 
+// A device may copy all the same: UCX follows a copy by an event, and does not know of one whose event
+// could not be recorded. So the connection is closed, and settles nothing before the device is asked.
+void Peer::fail_put(Batch& batch, ucs_status_t status) {
+    const std::string reason = std::string("put: ") + ucs_status_string(status);
+    batch.stop(reason);
+    if (owns_cuda_memory_ && status != UCS_ERR_CANCELED) {
+        must_ask_device_ = true;
+        fail(reason);
+    }
+}
+
+// Without it nobody can say whether what was put has landed. So the connection is given up: the target
+// closes its end as well, and that ends what the network still carries.
+void Peer::fail_flush(Batch& batch, ucs_status_t status) {
+    const std::string reason = std::string("flush: ") + ucs_status_string(status);
+    batch.stop(reason);
+    fail(reason);
+}
+
+// Whoever hears of the event must find what was copied here, whatever else carried parts of the batch.
 void Peer::settle(const Batch& batch) {
+    publish_copies();
     events_.push(batch.settle(!batch.has_remote_puts || batch.is_flushed));
 }
 
@@ -184,7 +206,7 @@ void Peer::on_put(void* request, ucs_status_t status, void* batch) {
     auto* owner = static_cast<Batch*>(batch);
     --owner->outstanding;
     if (status != UCS_OK) {
-        owner->stop(std::string("put: ") + ucs_status_string(status));
+        owner->owner->fail_put(*owner, status);
     }
     ucp_request_free(request);
 }
@@ -195,7 +217,7 @@ void Peer::on_flush(void* request, ucs_status_t status, void* batch) {
     if (status == UCS_OK) {
         owner->is_flushed = true;
     } else {
-        owner->stop(std::string("flush: ") + ucs_status_string(status));
+        owner->owner->fail_flush(*owner, status);
     }
     ucp_request_free(request);
 }

@@ -10,7 +10,13 @@
 
 namespace baton {
 
-enum class EventKind : int { peer_connected = 0, peer_failed = 1, peer_closed = 2, transfer_settled = 3 };
+enum class EventKind : int {
+    peer_connected = 0,
+    peer_failed = 1,
+    peer_closed = 2,
+    transfer_settled = 3,
+    engine_failed = 4,  // the last one there is
+};
 
 struct Event {
     EventKind kind;
