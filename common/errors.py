@@ -6,6 +6,23 @@ device, names the offending value and what is allowed, and is answered.
 
 from __future__ import annotations
 
+import errno
+import socket
+
+# What the system says of a file or an address that will be no better when it is asked again.
+PERMANENT_ERRNOS = frozenset(
+    {
+        errno.EACCES,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+    }
+)
+
 
 class BatonError(Exception):
     """Root of the errors that are answered rather than crash a process."""
@@ -13,6 +30,18 @@ class BatonError(Exception):
 
 class ConfigError(BatonError):
     """A flag, a config file or a checkpoint can't be used. Ends the start with exit code 2."""
+
+
+class NotNow(ConfigError):
+    """A setting is in order, but can't be honoured at the moment: a port is in use, a name does not
+    resolve yet, others have the memory. Ends the start with exit code 75."""
+
+
+def config_error(text: str, cause: OSError) -> ConfigError:
+    """The error of a setting that the system refuses: for good, or only now. `cause` says which; a
+    name that is not found (`socket.gaierror`) may be found later."""
+    is_permanent = not isinstance(cause, socket.gaierror) and cause.errno in PERMANENT_ERRNOS
+    return ConfigError(text) if is_permanent else NotNow(text)
 
 
 class LayoutError(ConfigError):
@@ -34,7 +63,11 @@ class GrammarError(BatonError):
 
 
 class ProtocolError(BatonError):
-    """A peer sent bytes or values that the protocol does not allow."""
+    """Bytes or values that the protocol does not allow: a peer sent them, or we would have."""
+
+
+class MessageTooLarge(ProtocolError):
+    """A message of ours has more bytes than its receiver takes. It was not sent."""
 
 
 class TransportError(BatonError):

@@ -10,9 +10,6 @@ from enum import StrEnum
 
 import msgspec
 
-GRAMMAR_LENGTH_MAX = 1 << 16
-"""Characters of a grammar: what is compiled for a request takes a time that grows with its text."""
-
 
 class GrammarKind(StrEnum):
     """How a grammar is written. lark: Lark's syntax, as llguidance reads it."""
@@ -78,8 +75,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     asked: list[tuple[int, float]] = []
 
 
-# What one reported position takes in a message at most, and each likely or asked-for token there.
-POSITION_NBYTES = 21
+# What one reported position takes in a message at most, with the headers of a chunk that has no
+# other, and each likely or asked-for token there.
+POSITION_NBYTES = 31
 ENTRY_NBYTES = 15
 
 

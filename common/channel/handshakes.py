@@ -45,6 +45,11 @@ class Handshakes:
     def sockets(self) -> tuple[Socket, ...]:
         return (self._monitor,)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something was seen that nobody has taken yet."""
+        return bool(self._failures or self._breaks)
+
     def take_failures(self) -> list[str]:
         """Why connections failed, as far as was seen."""
         failures, self._failures = self._failures, []

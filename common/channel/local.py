@@ -19,9 +19,11 @@ from common.channel.address import parse_address
 from common.channel.gate import Gate
 from common.channel.keys import Curve
 from common.channel.sockets import (
+    LOCAL_QUEUE_MAX,
     ChannelClosed,
     SendResult,
     Socket,
+    SocketSet,
     lock_dealer,
     open_local_dealer,
     open_local_router,
@@ -53,18 +55,21 @@ class LocalServer:
         address: str = "",
         remote_names: Collection[str] = (),
         curve: Curve | None = None,
+        *,
+        send_queue_max: int = LOCAL_QUEUE_MAX,
     ) -> None:
         """Bind a socket at `path`, whose directory nobody else may enter, and another one at
         `address`, "host:port", for `remote_names`, if there are any: nobody else may speak there.
 
-        curve: what the latter is locked with. Raises: ConfigError naming what can't be used.
+        curve: what the latter is locked with. send_queue_max: messages that may wait for each of
+        those at `path`. Raises: ConfigError naming what can't be used.
         """
         _check_path(path)
         self.malformed_count = 0
         self._remote_names = frozenset(remote_names)
         self._gate = Gate(curve) if curve is not None and address else None
         self._remote: Socket | None = None
-        self._socket = open_local_router()
+        self._socket = open_local_router(send_queue_max=send_queue_max)
         try:
             self._socket.bind(f"ipc://{path}")
             if address:
@@ -76,10 +81,12 @@ class LocalServer:
             self.close()
             where = f"{path!r}, {address}" if address else repr(path)
             raise ConfigError(f"local socket {where} can't be bound: {exc.strerror}") from exc
-
-    def sockets(self) -> tuple[Socket, ...]:
         remote = () if self._remote is None else (self._remote,)
-        return (self._socket, *remote, *(self._gate.sockets() if self._gate is not None else ()))
+        guards = self._gate.sockets() if self._gate is not None else ()
+        self._socket_set = SocketSet(self._socket, *remote, *guards)
+
+    def sockets(self) -> tuple[SocketSet, ...]:
+        return (self._socket_set,)
 
     def send(self, name: str, payload: bytes) -> SendResult:
         """GONE if no process of that name is connected, or was and has ended."""
@@ -87,6 +94,13 @@ class LocalServer:
         if self._remote is not None and name in self._remote_names:
             socket = self._remote
         return send_routed(socket, name.encode("ascii"), payload)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether somebody at `path` is connected for whom a message can be queued."""
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLOUT)
 
     def receive(self) -> list[tuple[str, bytes]]:
         """(name, payload) of what has come, oldest first per name. Never waits."""
@@ -145,9 +159,12 @@ class LocalClient:
             self._socket.connect(f"tcp://{parse_address(address)}")
         else:
             self._socket = connect_local(path, name)
+        self._socket_set = SocketSet(self._socket)
+        if self._monitor is not None:
+            self._socket_set.add(self._monitor)
 
-    def sockets(self) -> tuple[Socket, ...]:
-        return (self._socket,) if self._monitor is None else (self._socket, self._monitor)
+    def sockets(self) -> tuple[SocketSet, ...]:
+        return (self._socket_set,)
 
     def send(self, payload: bytes) -> SendResult:
         return send_dealt(self._socket, payload)
@@ -177,11 +194,11 @@ class LocalClient:
         self._socket.close()
 
 
-def connect_local(path: str, name: str) -> Socket:
+def connect_local(path: str, name: str, *, receive_queue_max: int = LOCAL_QUEUE_MAX) -> Socket:
     """The dealer socket of the process `name`, on its way to the scheduler at `path`."""
     _check_path(path)
     assert name.isascii() and name.isprintable() and name, f"name {name!r}"
-    socket = open_local_dealer(name.encode("ascii"))
+    socket = open_local_dealer(name.encode("ascii"), receive_queue_max=receive_queue_max)
     socket.connect(f"ipc://{path}")
     return socket
 

@@ -7,10 +7,11 @@ import asyncio
 import zmq
 
 from common.channel.local import connect_local
-from common.channel.sockets import ChannelClosed, SendResult, send_dealt
+from common.channel.sockets import FRONTEND_QUEUE_MAX, ChannelClosed, SendResult, send_dealt
 
-# A reader that always finds a message lets the rest of the loop run after this many.
-MESSAGES_PER_TURN = 32
+# A reader that always finds a message lets the rest of the loop run after this many. Each may tell
+# of a whole step, which takes milliseconds to handle.
+MESSAGES_PER_TURN = 4
 
 
 class AsyncLocalClient:
@@ -22,7 +23,7 @@ class AsyncLocalClient:
 
     def __init__(self, path: str, name: str) -> None:
         """Raises: ConfigError naming the path if it can't be used."""
-        self._socket = connect_local(path, name)
+        self._socket = connect_local(path, name, receive_queue_max=FRONTEND_QUEUE_MAX)
         fd = self._socket.getsockopt(zmq.FD)
         assert isinstance(fd, int)
         self._fd = fd

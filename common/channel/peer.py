@@ -18,6 +18,7 @@ from common.channel.keys import Curve
 from common.channel.sockets import (
     SendResult,
     Socket,
+    SocketSet,
     lock_dealer,
     open_peer_dealer,
     open_peer_router,
@@ -27,7 +28,7 @@ from common.channel.sockets import (
     send_dealt,
     send_routed,
 )
-from common.errors import ConfigError
+from common.errors import ConfigError, config_error
 
 # Every link is a socket with a connection; far more prefill servers than one decode server uses.
 LINK_COUNT_MAX = 256
@@ -58,12 +59,15 @@ class PeerListener:
         if gate is not None:
             gate.guard(self._socket)
         self._handshakes = Handshakes(self._socket, is_listening=True, has_keys=gate is not None)
+        guards = gate.sockets() if gate is not None else ()
+        self._socket_set = SocketSet(self._socket, *self._handshakes.sockets(), *guards)
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as exc:
             self.close()
             reason = "is in use" if exc.errno == zmq.EADDRINUSE else f"failed: {exc.strerror}"
-            raise ConfigError(f"listening on {Address(host, port)} {reason}") from exc
+            error = OSError(exc.errno, exc.strerror)
+            raise config_error(f"listening on {Address(host, port)} {reason}", error) from exc
 
     @property
     def port(self) -> int:
@@ -72,9 +76,8 @@ class PeerListener:
         assert isinstance(endpoint, bytes)
         return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
-    def sockets(self) -> tuple[Socket, ...]:
-        gate = self._gate.sockets() if self._gate is not None else ()
-        return (self._socket, *self._handshakes.sockets(), *gate)
+    def sockets(self) -> tuple[SocketSet, ...]:
+        return (self._socket_set,)
 
     def send(self, link: str, payload: bytes) -> SendResult:
         """GONE if the link's connection is gone; it comes back by itself if its server lives."""
@@ -138,6 +141,9 @@ class PeerDialer:
         self._curve = curve
         self._sockets: dict[str, Socket] = {}
         self._handshakes: dict[str, Handshakes] = {}
+        self._socket_set = SocketSet()
+        self._link_of: dict[Socket, str] = {}
+        self._with_news: dict[str, None] = {}
 
     def dial(self, link: str, public_key: str = "") -> None:
         """Open the link "host:port", "[v6]:port"; returns at once, and keeps trying from then on.
@@ -166,40 +172,41 @@ class PeerDialer:
         )
         socket.connect(f"tcp://{address}")
         self._sockets[link] = socket
+        for found in self._sockets_of(link):
+            self._socket_set.add(found)
+            self._link_of[found] = link
+
+    def _sockets_of(self, link: str) -> tuple[Socket, ...]:
+        return (self._sockets[link], *self._handshakes[link].sockets())
 
     def hang_up(self, link: str) -> None:
         """Close a link for good, dropping what is still queued. Harmless if not open."""
-        socket = self._sockets.pop(link, None)
-        if socket is not None:
-            self._handshakes.pop(link).close()
-            socket.close()
+        if link not in self._sockets:
+            return
+        for found in self._sockets_of(link):
+            self._socket_set.remove(found)
+            del self._link_of[found]
+        self._with_news.pop(link, None)
+        self._handshakes.pop(link).close()
+        self._sockets.pop(link).close()
 
-    def drop(self, link: str) -> None:
-        """Dial a link anew, so that whatever its other end has sent is gone.
-
-        Raises: ConfigError as `dial` does.
-        """
-        self.hang_up(link)
-        self.dial(link)
-
-    def sockets(self) -> tuple[Socket, ...]:
-        watching = (s for handshakes in self._handshakes.values() for s in handshakes.sockets())
-        return (*self._sockets.values(), *watching)
+    def sockets(self) -> tuple[SocketSet, ...]:
+        return (self._socket_set,)
 
     def take_refusals(self) -> list[tuple[str, str]]:
         """(link, why) of connections that could not be made, as far as `receive` has seen."""
         return [
             (link, failure)
-            for link, handshakes in self._handshakes.items()
-            for failure in handshakes.take_failures()
+            for link in self._with_news
+            for failure in self._handshakes[link].take_failures()
         ]
 
     def take_breaks(self) -> list[tuple[str, Break]]:
         """(link, how) of connections that stood and broke, as far as `receive` has seen."""
         return [
             (link, found)
-            for link, handshakes in self._handshakes.items()
-            for found in handshakes.take_breaks()
+            for link in self._with_news
+            for found in self._handshakes[link].take_breaks()
         ]
 
     def send(self, link: str, payload: bytes) -> SendResult:
@@ -210,10 +217,18 @@ class PeerDialer:
         return send_dealt(socket, payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """(link, payload) of what has come, oldest first per link. Never waits."""
+        """(link, payload) of what has come, oldest first per link. Never waits, and tries only what
+        a `Poller` has found readable."""
+        self._with_news = {
+            link: None for link in self._with_news if self._handshakes[link].has_news
+        }
         messages: list[tuple[str, bytes]] = []
-        for link, socket in self._sockets.items():
-            self._handshakes[link].look()
+        for socket in self._socket_set.take_readable():
+            link = self._link_of[socket]
+            if socket is not self._sockets[link]:
+                self._handshakes[link].look()
+                self._with_news[link] = None
+                continue
             received, malformed_count = receive_dealt(socket)
             self.malformed_count += malformed_count
             messages.extend((link, payload) for payload in received)
@@ -247,6 +262,7 @@ def _resolve(address: Address) -> Address:
             address.host, address.port, type=system_socket.SOCK_STREAM
         )
     except OSError as exc:
-        raise ConfigError(f"host {address.host!r} can't be resolved: {exc.strerror}") from exc
+        text = f"host {address.host!r} can't be resolved: {exc.strerror}"
+        raise config_error(text, exc) from exc
     hosts = [str(entry[4][0]) for entry in found]
     return Address(min(hosts, key=lambda host: ":" in host), address.port)

@@ -7,6 +7,7 @@ connection broke is gone, and it is for deadlines and heartbeats above to notice
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -16,9 +17,12 @@ from common.channel.keys import Curve
 from common.errors import BatonError
 from common.protocol.codec import LOCAL_MESSAGE_NBYTES_MAX, PEER_MESSAGE_NBYTES_MAX
 
-# Messages queued in one direction of one connection. Locally that is many steps of tokens for a
-# slow reader; between peers everything is small and paced by the number of open transfers.
+# Messages queued in one direction of one connection. A burst of requests, or of what many transfers
+# want of a worker, fits; between peers everything is paced by the number of open transfers.
 LOCAL_QUEUE_MAX = 16384
+# Towards a frontend each message tells of a whole step. What does not fit waits at the scheduler,
+# where it is joined: a few messages are enough to keep a frontend busy that keeps up.
+FRONTEND_QUEUE_MAX = 16
 PEER_QUEUE_MAX = 4096
 # What one connection may make a listener hold; TCP holds back the rest, at the dialler.
 PEER_RECEIVE_QUEUE_MAX = 256
@@ -50,23 +54,70 @@ class ChannelClosed(BatonError):
     """This end of the channel was closed."""
 
 
+class SocketSet:
+    """Open sockets of a channel, and which of them can be read.
+
+    A `Poller` that waits for them marks the readable ones; the channel takes these and tries no
+    others. Sockets that no poller has waited for yet all count as readable.
+    version: changes with every socket that comes or goes.
+    """
+
+    def __init__(self, *sockets: Socket) -> None:
+        self._sockets = dict.fromkeys(sockets)
+        self._readable: dict[Socket, None] = {}
+        self.is_polled = False
+        self.version = 0
+
+    def __iter__(self) -> Iterator[Socket]:
+        return iter(self._sockets)
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def add(self, *sockets: Socket) -> None:
+        self._sockets.update(dict.fromkeys(sockets))
+        self.version += 1
+
+    def remove(self, *sockets: Socket) -> None:
+        """Before they are closed."""
+        for socket in sockets:
+            del self._sockets[socket]
+            self._readable.pop(socket, None)
+        self.version += 1
+
+    def mark(self, socket: Socket) -> None:
+        """It can be read."""
+        self._readable[socket] = None
+
+    def take_readable(self) -> list[Socket]:
+        """Sockets that were found readable since the last call, each once."""
+        if not self.is_polled:
+            return list(self._sockets)
+        readable, self._readable = self._readable, {}
+        return list(readable)
+
+
 class Endpoint(Protocol):
     """Something with sockets that a `Poller` can wait for."""
 
-    def sockets(self) -> tuple[Socket, ...]: ...
+    def sockets(self) -> tuple[SocketSet, ...]: ...
 
 
-def open_local_router(context: Context | None = None) -> Socket:
+def open_local_router(
+    context: Context | None = None, *, send_queue_max: int = LOCAL_QUEUE_MAX
+) -> Socket:
     """The scheduler's socket towards the processes of its own server, in a context of its own if
-    given."""
+    given. send_queue_max: messages that may wait for each of them."""
     socket = _open(zmq.ROUTER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX, context)
+    socket.setsockopt(zmq.SNDHWM, send_queue_max)
     _make_strict_router(socket)
     return socket
 
 
-def open_local_dealer(identity: bytes) -> Socket:
+def open_local_dealer(identity: bytes, *, receive_queue_max: int = LOCAL_QUEUE_MAX) -> Socket:
     """A process's socket towards its scheduler. Queues while the scheduler is still starting."""
     socket = _open(zmq.DEALER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX)
+    socket.setsockopt(zmq.RCVHWM, receive_queue_max)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     return socket
 

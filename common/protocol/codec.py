@@ -6,17 +6,13 @@ raises ProtocolError; messages of peers are held to the bounds of `bounds.py` as
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar, get_args
+from typing import Generic, TypeVar
 
 import msgspec
 
-from common.errors import LayoutError, ProtocolError
+from common.errors import LayoutError, MessageTooLarge, ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.protocol.bounds import (
-    PROMPT_LOGPROBS_NBYTES_MAX,
-    check_layout_bounds,
-    check_peer_message,
-)
+from common.protocol.bounds import check_peer_message, check_transfer_name, fit_to_peer
 from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
 from common.protocol.landing import (
     LANDING_MESSAGE_NBYTES_MAX,
@@ -26,9 +22,11 @@ from common.protocol.landing import (
     check_credit,
     check_landed,
 )
+from common.protocol.layout_bounds import check_layout_bounds
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 from common.request import TokenLogprobs
+from common.request_bounds import PROMPT_LOGPROBS_NBYTES_MAX
 
 LocalMessage = FrontendToScheduler | SchedulerToFrontend | SchedulerToWorker | WorkerToScheduler
 PeerMessage = DecodeToPrefill | PrefillToDecode
@@ -42,18 +40,27 @@ PEER_MESSAGE_NBYTES_MAX = 64 << 20
 # A layout lists layers per component; the largest family known takes under 8 KiB.
 LAYOUT_NBYTES_MAX = 1 << 20
 
-_PEER_TYPES = frozenset(get_args(PeerMessage))
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
 def encode(message: LocalMessage | PeerMessage | LandingMessage) -> bytes:
-    """Raises: ProtocolError if the message is larger than its receiver takes."""
-    payload = _encoder.encode(message)
-    is_peer = type(message) in _PEER_TYPES
-    nbytes_max = PEER_MESSAGE_NBYTES_MAX if is_peer else LOCAL_MESSAGE_NBYTES_MAX
+    """Texts for people are cut to what a peer takes.
+
+    Raises: ProtocolError if a peer would refuse the message, or if it can't be encoded;
+        MessageTooLarge if it has more bytes than its receiver takes.
+    """
+    nbytes_max = LOCAL_MESSAGE_NBYTES_MAX
+    if isinstance(message, PeerMessage):
+        nbytes_max = PEER_MESSAGE_NBYTES_MAX
+        message = fit_to_peer(message)
+    try:
+        payload = _encoder.encode(message)
+    # Text with half a character, as file names may have, and integers above 64 bits.
+    except (UnicodeEncodeError, OverflowError) as exc:
+        raise ProtocolError(f"{type(message).__name__} can't be encoded: {exc}") from exc
     if len(payload) > nbytes_max:
-        raise ProtocolError(
+        raise MessageTooLarge(
             f"{type(message).__name__} of {len(payload)} bytes: at most {nbytes_max} can be sent"
         )
     return payload
@@ -91,6 +98,26 @@ def decode_prefill_to_decode(payload: bytes) -> PrefillToDecode:
     message = _prefill_to_decode.decode(payload)
     check_peer_message(message)
     return message
+
+
+class UnreadTransfer(msgspec.Struct, frozen=True):
+    """What is known of a message that can't be read. incarnation: of the decode process that the
+    transfer is of."""
+
+    transfer_id: int
+    incarnation: str
+
+
+def find_unread_request(payload: bytes) -> UnreadTransfer | None:
+    """The reservation that bytes are, which `decode_decode_to_prefill` refuses; None if they are
+    none, or don't say which."""
+    return _named(_transfer_request, payload)
+
+
+def find_unread_result(payload: bytes) -> UnreadTransfer | None:
+    """The end of a hand-over that bytes tell of, which `decode_prefill_to_decode` refuses; None if
+    they tell of none, or don't say which."""
+    return _named(_transfer_result, payload)
 
 
 def decode_landed(payload: bytes) -> Landed:
@@ -134,6 +161,32 @@ def decode_layout(payload: bytes) -> ServerLayout:
     except LayoutError as exc:
         raise ProtocolError(f"layout: {exc}") from exc
     return layout
+
+
+class _RequestName(msgspec.Struct, frozen=True, tag="TransferRequest"):
+    transfer_id: int
+    incarnation: str
+
+
+class _DoneName(msgspec.Struct, frozen=True, tag="TransferDone"):
+    transfer_id: int
+    incarnation: str = msgspec.field(name="peer_incarnation")
+
+
+class _FailedName(msgspec.Struct, frozen=True, tag="TransferFailed"):
+    transfer_id: int
+    incarnation: str = msgspec.field(name="peer_incarnation")
+
+
+def _named(
+    decoder: _Decoder[_RequestName] | _Decoder[_DoneName | _FailedName], payload: bytes
+) -> UnreadTransfer | None:
+    try:
+        name = decoder.decode(payload)
+        check_transfer_name(name.transfer_id, name.incarnation)
+    except ProtocolError:
+        return None
+    return UnreadTransfer(name.transfer_id, name.incarnation)
 
 
 class _Decoder(Generic[T]):
@@ -182,6 +235,12 @@ _prefill_to_decode: _Decoder[PrefillToDecode] = _Decoder(
     msgspec.msgpack.Decoder(PrefillToDecode),
     "message of a prefill server",
     PEER_MESSAGE_NBYTES_MAX,
+)
+_transfer_request: _Decoder[_RequestName] = _Decoder(
+    msgspec.msgpack.Decoder(_RequestName), "reservation", PEER_MESSAGE_NBYTES_MAX
+)
+_transfer_result: _Decoder[_DoneName | _FailedName] = _Decoder(
+    msgspec.msgpack.Decoder(_DoneName | _FailedName), "result", PEER_MESSAGE_NBYTES_MAX
 )
 _landed: _Decoder[Landed] = _Decoder(
     msgspec.msgpack.Decoder(Landed), "message of a prefill rank", LANDING_MESSAGE_NBYTES_MAX

@@ -65,6 +65,7 @@ class Tokens(_Message, frozen=True):
 
     token_ids: only the new ones. logprobs: one entry per new token if asked for.
     prompt_logprobs: once, with the first token, if asked for; `encode_logprobs` of each chunk.
+    offset: how many tokens of the output came before, so that a gap is seen.
     """
 
     request_id: int
@@ -74,6 +75,7 @@ class Tokens(_Message, frozen=True):
     cached_token_count: int = 0
     finish: FinishReason | None = None
     trace: RequestTrace | None = None
+    offset: int = 0
 
 
 class Failed(_Message, frozen=True):
@@ -84,6 +86,13 @@ class Failed(_Message, frozen=True):
     kind: str
     message: str
     trace: RequestTrace | None = None
+
+
+class Outputs(_Message, frozen=True):
+    """What is new of all requests since the last such message: of one step, or of several if the
+    frontend could not take them one by one. Of one request, tokens come before a failure."""
+
+    items: list[Tokens | Failed]
 
 
 class Traced(_Message, frozen=True):
@@ -184,4 +193,7 @@ class ServerInfo(_Message, frozen=True):
 
 
 FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState
-SchedulerToFrontend = Tokens | Failed | Traced | FlushDone | State | ServerInfo
+# What has its own message, and what a scheduler core says: output leaves gathered in `Outputs`.
+Notice = Traced | FlushDone | State | ServerInfo
+ToldFrontend = Tokens | Failed | Notice
+SchedulerToFrontend = Outputs | Notice

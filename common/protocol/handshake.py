@@ -15,10 +15,10 @@ from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.conversion import why_not_convertible
-from common.protocol.bounds import PROMPT_LOGPROBS_NBYTES_MAX
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams, logprobs_nbytes
+from common.request_bounds import PROMPT_LOGPROBS_NBYTES_MAX
 
 SHOWN_LENGTH_MAX = 300  # of one value in a difference; a list of many layers is cut
 
@@ -103,6 +103,14 @@ def compare_layouts(
             differences += _compare(f"component {_show(name)} {field}", our_value, their_value)
         differences += _compare_elements(f"component {_show(name)}", our, their, hand_over)
     return differences
+
+
+def is_other_machine(one: str, other: str) -> bool:
+    """Whether two host ids name two boots: no process of one can map memory of the other.
+
+    A host id is "<boot id> <process namespace>"; an empty one is not known.
+    """
+    return bool(one and other) and one.partition(" ")[0] != other.partition(" ")[0]
 
 
 def _compare_elements(

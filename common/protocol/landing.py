@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import msgspec
 
-from common.protocol.bounds import (
-    GROUP_COUNT_MAX,
-    INT64_MAX,
-    TEXT_LENGTH_MAX,
-    TOKEN_COUNT_MAX,
-    check_int,
-)
+from common.protocol.bounds import GROUP_COUNT_MAX, TEXT_LENGTH_MAX
+from common.protocol.value_checks import check_int
+from common.request_bounds import INT64_MAX, TOKEN_COUNT_MAX
 
 # Rows are units times cells of one rank: far above what any layout within bounds can have.
 ROW_COUNT_MAX = 1 << 40

@@ -189,12 +189,17 @@ class TransferFailed(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """The decode server gave up. Answered by Quiesced, whether or not the id is known."""
+    """The decode server gave up. Answered by Quiesced, whether or not the id is known.
+
+    is_closed: it has closed all that this transfer was written through, so nothing arrives that the
+        network still carries. Where the connection broke, Quiesced is the truth only then.
+    """
 
     transfer_id: int
     incarnation: str
     peer_incarnation: str
     reason: str
+    is_closed: bool = False
 
 
 class Withdraw(_Message, frozen=True):

@@ -15,7 +15,9 @@ import msgspec
 
 from common import request
 from common.protocol import descriptor, frontend, landing, peer, worker
-from common.protocol.bounds import PAGE_NBYTES_MAX, RANK_COUNT_MAX, TOKEN_COUNT_MAX
+from common.protocol.bounds import RANK_COUNT_MAX
+from common.protocol.layout_bounds import PAGE_NBYTES_MAX
+from common.request_bounds import TOKEN_COUNT_MAX
 
 Message = type[msgspec.Struct]
 

@@ -1,12 +1,13 @@
-"""What is said in place of a message that its receiver would not take for its size. Pure.
+"""What stands in for a message that its receiver does not take: too large, or out of its bounds.
 
-Requests are held to sizes that fit before; should one be too large all the same, it alone ends, by
-a typed error. Knows nothing of sockets.
+Requests are held to bounds and sizes that fit before; should one break them all the same, it alone
+ends, by a typed error. Pure; knows nothing of sockets.
 """
 
 from __future__ import annotations
 
-from common.protocol.frontend import Failed, SchedulerToFrontend, Tokens
+from common.errors import MessageTooLarge, ProtocolError
+from common.protocol.frontend import Failed, Outputs, SchedulerToFrontend, Tokens
 from common.protocol.peer import (
     DecodeToPrefill,
     PrefillToDecode,
@@ -19,29 +20,42 @@ KIND = "too_large"
 STATUS = 400
 
 
-def said_instead(message: DecodeToPrefill | PrefillToDecode, problem: str) -> TransferFailed | None:
+def replacement_for_peer(
+    message: DecodeToPrefill | PrefillToDecode, error: ProtocolError
+) -> TransferFailed | None:
     """What a peer hears of a hand-over that ended; as true as a TransferDone would have been: all
-    writers are quiet. None of what no request hangs on."""
-    if isinstance(message, TransferDone):
-        return _failed(message.transfer_id, message.peer_incarnation, problem)
-    return None
+    writers are quiet. None for messages that no request depends on."""
+    if not isinstance(message, TransferDone):
+        return None
+    transfer_id, incarnation = message.transfer_id, message.peer_incarnation
+    if isinstance(error, MessageTooLarge):
+        return TransferFailed(transfer_id, incarnation, KIND, str(error), STATUS, False)
+    return failure_of_unread_result(transfer_id, incarnation, error)
 
 
-def answered_instead(
-    message: DecodeToPrefill | PrefillToDecode, problem: str
+def failure_of_unsent_request(
+    message: DecodeToPrefill | PrefillToDecode, error: ProtocolError
 ) -> TransferFailed | None:
     """The answer to a reservation that never left: nobody writes, so its pages are quiet."""
-    if isinstance(message, TransferRequest):
-        return _failed(message.transfer_id, message.incarnation, problem)
-    return None
+    if not isinstance(message, TransferRequest):
+        return None
+    kind = KIND if isinstance(error, MessageTooLarge) else "bad_reservation"
+    return TransferFailed(
+        message.transfer_id, message.incarnation, kind, str(error), STATUS, is_retryable=False
+    )
 
 
-def told_instead(message: SchedulerToFrontend, problem: str) -> Failed | None:
+def failure_of_unread_result(
+    transfer_id: int, incarnation: str, error: ProtocolError
+) -> TransferFailed:
+    """What a result is taken for that can't be read. It is the last message of its transfer all the
+    same, so the writers are quiet; and another server may say it better."""
+    return TransferFailed(transfer_id, incarnation, "transfer_failed", str(error), 500, True)
+
+
+def told_instead(message: SchedulerToFrontend, problem: str) -> Outputs | None:
     """What a client hears in place of its tokens."""
-    if isinstance(message, Tokens):
-        return Failed(message.request_id, STATUS, KIND, problem, message.trace)
+    match message:
+        case Outputs([Tokens(request_id, trace=trace)]):
+            return Outputs([Failed(request_id, STATUS, KIND, problem, trace)])
     return None
-
-
-def _failed(transfer_id: int, incarnation: str, problem: str) -> TransferFailed:
-    return TransferFailed(transfer_id, incarnation, KIND, problem, STATUS, is_retryable=False)

@@ -125,30 +125,49 @@ class Forget(_Message, frozen=True):
     transfer_id: int
 
 
+class OpenTransfer(_Message, frozen=True):
+    """Pages of a transfer that this rank is to write, for all of its Sends; comes before them.
+
+    source_pages, target_pages: per page group (first logical page index, page ids). Of window
+        groups the source's pages are not known yet; they come with the last Send.
+    """
+
+    transfer_id: int
+    peer: str
+    source_pages: list[tuple[int, list[int]]]
+    target_pages: list[tuple[int, list[int]]]
+
+
 class Send(_Message, frozen=True):
-    """Hand over items of one request to one peer, from this rank to every target rank.
+    """Hand over items of one request, from this rank to every target rank of the peer.
 
     send_id: unique per transfer attempt and piece; answered by exactly one SendSettled.
     step_id: the step that computes these tokens: layer groups leave as it finishes them. 0 if all
         is computed already.
+    transfer_id: of an OpenTransfer that was sent before.
     token_start, token_stop: the token range whose streamable items leave now.
     is_final: also send what is only final after `token_stop` tokens (windows, tails, slots).
-    source_pages, target_pages: per page group (first logical page index, page ids).
+    window_pages: source pages of window groups, if this is the final Send of a cache that has any.
+        Per page group as in OpenTransfer; of the other groups empty.
     """
 
     send_id: int
     step_id: int
     transfer_id: int
-    peer: str
     token_start: int
     token_stop: int
     is_final: bool
-    source_pages: list[tuple[int, list[int]]]
-    target_pages: list[tuple[int, list[int]]]
+    window_pages: list[tuple[int, list[int]]] = []
 
 
 class CancelSends(_Message, frozen=True):
     """Stop issuing puts of a transfer. Each Send still settles, and only that proves quiet."""
+
+    transfer_id: int
+
+
+class CloseTransfer(_Message, frozen=True):
+    """All Sends of a transfer have settled and no other follows: its pages can be forgotten."""
 
     transfer_id: int
 
@@ -195,7 +214,8 @@ class StepDone(_Message, frozen=True):
 
     logprobs: by request id, where asked for.
     prompt_logprobs: `encode_logprobs` of the chunk's prompt tokens, by request id.
-    failed: request id -> reason, for sequences whose logits were not finite.
+    failed: request id -> reason, for sequences that have no token. unfit: those of them whose own
+        request is the reason, such as its grammar; of all others the logits were not finite.
     """
 
     step_id: int
@@ -205,6 +225,7 @@ class StepDone(_Message, frozen=True):
     prompt_logprobs: dict[int, bytes] = {}
     failed: dict[int, str] = {}
     seconds: float = 0.0
+    unfit: list[int] = []
 
 
 class PeerOpened(_Message, frozen=True):
@@ -250,7 +271,7 @@ class SendSettled(_Message, frozen=True):
     exposed_nbytes: how many of its bytes were not yet at the target when the last chunk's last
         layer was computed.
     is_quiet: no byte of this Send changes at the target any more. False only with an error: the
-        connection broke while bytes were under way, and only a fence at the target ends them.
+        connection broke, and the network may carry some until the target has closed its end.
     """
 
     send_id: int
@@ -270,8 +291,10 @@ SchedulerToWorker = (
     | ConnectPeer
     | ClosePeer
     | ReclaimPeer
+    | OpenTransfer
     | Send
     | CancelSends
+    | CloseTransfer
     | Expect
     | Forget
     | Digest

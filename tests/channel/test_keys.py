@@ -169,7 +169,8 @@ def test_a_key_that_is_added_is_let_in_and_one_that_is_taken_out_is_not_heard_an
     refused(dialer, listener)
     cluster.names["stranger"] = cluster.curve("stranger").pair.public.hex()
     cluster.write()
-    dialer.drop(link)
+    dialer.hang_up(link)
+    dialer.dial(link)
     let_in(dialer, listener, link)
 
     while listener.receive():
@@ -211,7 +212,8 @@ def test_a_dropped_link_is_not_heard_any_more(cluster: Cluster) -> None:
     poller.register(listener)
     assert poller.poll(20.0) == [listener]
     assert listener.receive() == []
-    dialer.drop(link)
+    dialer.hang_up(link)
+    dialer.dial(link)
     assert let_in(dialer, listener, link) != name
 
 

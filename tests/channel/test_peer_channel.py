@@ -222,7 +222,7 @@ def test_ipv6_works_where_the_machine_has_it(dialer: PeerDialer) -> None:
 def test_a_link_that_is_no_address_is_refused(dialer: PeerDialer, link: str) -> None:
     with pytest.raises(ConfigError):
         dialer.dial(link)
-    assert dialer.sockets() == ()
+    assert [*dialer.sockets()[0]] == []
 
 
 def test_links_are_bounded(dialer: PeerDialer) -> None:

@@ -10,7 +10,10 @@ from common.failures import FAILURES
 
 ROOT = Path(__file__).parents[2]
 TELLERS = ("Failure", "Failed", "TransferFailed", "fail", "_retry", "_fail_open", "_refuse")
-PLACES = ("prefill_server", "decode_server", "common/frontend", "common/protocol")
+PLACES = (
+    *("prefill_server", "decode_server"),
+    *("common/frontend", "common/protocol", "common/scheduling"),
+)
 
 
 def nodes() -> Iterator[ast.AST]:

@@ -1,4 +1,5 @@
-"""A message that its receiver would not take ends one request, never the scheduler that has it."""
+"""A message that its receiver would not take, for its size or for a bound, ends one request, never
+the scheduler that has it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from common.channel.sockets import SendResult
 from common.config import Role, ServerConfig
 from common.protocol import codec
-from common.protocol.frontend import Failed, FlushDone, Tokens
+from common.protocol.frontend import Failed, FlushDone, Outputs, Tokens
 from common.protocol.peer import Hello, TransferDone, TransferFailed, TransferRequest
-from common.request import HandOverTrace
+from common.request import HandOverTrace, SamplingParams
 from common.runtime.scheduler_loop import SchedulerLoop
 from common.scheduling.events import Dial, Effect, Event, FromPeer, ToFrontend, ToPeer
 
@@ -71,12 +73,14 @@ def sent(loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch, effect: Effect) -
     """What the loop gave to its sockets."""
     payloads: list[bytes] = []
 
-    def keep(_: object, payload: bytes) -> None:
+    def keep(_: object, payload: bytes) -> SendResult:
         payloads.append(payload)
+        return SendResult.SENT
 
-    monkeypatch.setattr(loop._peers, "send", keep)
-    monkeypatch.setattr(loop._local, "send", keep)
+    monkeypatch.setattr(loop._peers.links, "send", keep)
+    monkeypatch.setattr(loop._frontend.endpoint, "send", keep)
     loop._carry_out([effect])
+    loop._frontend.flush()
     decode = (
         codec.decode_scheduler_to_frontend
         if isinstance(effect, ToFrontend)
@@ -109,11 +113,37 @@ def test_a_reservation_that_can_not_be_sent_is_answered_here(
     assert (answer.kind, answer.is_retryable) == ("too_large", False)
 
 
+def test_a_reservation_that_its_peer_would_refuse_is_answered_here(
+    loop: SchedulerLoop, core: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_new_tokens=4, seed=0, temperature=-1.0)
+    request = TransferRequest(5, "decode", "prefill", 1, [], 1, [0], None, [5], 1, sampling)
+    assert sent(loop, monkeypatch, ToPeer(LINK, request)) == []
+    (event,) = core.events
+    assert isinstance(event, FromPeer) and isinstance(event.message, TransferFailed)
+    answer = event.message
+    assert (answer.transfer_id, answer.peer_incarnation) == (5, "decode")
+    assert (answer.kind, answer.status, answer.is_retryable) == ("bad_reservation", 400, False)
+    assert "TransferRequest.sampling.temperature=-1.0" in answer.message
+
+
+def test_a_result_that_its_peer_would_refuse_is_told_as_failed(
+    loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = TransferDone(5, "decode", 3, -1, [0], HandOverTrace())
+    (told,) = sent(loop, monkeypatch, ToPeer(LINK, done))
+    assert isinstance(told, TransferFailed) and told.transfer_id == 5
+    assert (told.kind, told.status, told.is_retryable) == ("transfer_failed", 500, True)
+    assert "TransferDone.first_token=-1" in told.message
+
+
 def test_tokens_that_can_not_be_told_are_an_error_of_their_request(
     loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     effect = ToFrontend(Tokens(7, [5], prompt_logprobs=HUGE))
-    (told,) = sent(loop, monkeypatch, effect)
+    (message,) = sent(loop, monkeypatch, effect)
+    assert isinstance(message, Outputs)
+    (told,) = message.items
     assert isinstance(told, Failed)
     assert (told.request_id, told.status, told.kind) == (7, 400, "too_large")
 
@@ -121,9 +151,9 @@ def test_tokens_that_can_not_be_told_are_an_error_of_their_request(
 def test_what_no_request_hangs_on_is_counted(
     loop: SchedulerLoop, core: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = loop.dropped_count
     text = "x" * NBYTES_MAX
     assert sent(loop, monkeypatch, ToFrontend(FlushDone(1, True, text))) == []
     hello = Hello(1, 1, text, "decode", {}, b"")
     assert sent(loop, monkeypatch, ToPeer(LINK, hello)) == []
-    assert loop.dropped_count == before + 2 and core.events == []
+    assert (loop._peers.dropped_count, loop._frontend.dropped_count) == (1, 1)
+    assert core.events == []

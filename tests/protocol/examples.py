@@ -24,7 +24,7 @@ from common.request import (
 
 SAMPLING = SamplingParams(
     max_new_tokens=7,
-    seed=-3,
+    seed=3,
     min_new_tokens=1,
     temperature=0.7,
     top_k=40,
@@ -111,10 +111,21 @@ FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
     frontend.GetState(4),
 ]
 SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
-    frontend.Tokens(
-        1, [8], LOGPROBS, [TOLD], 16, FinishReason(FinishKind.STOP, matched=2, message="m"), TRACE
+    frontend.Outputs(
+        [
+            frontend.Tokens(
+                1,
+                [8],
+                LOGPROBS,
+                [TOLD],
+                16,
+                FinishReason(FinishKind.STOP, matched=2, message="m"),
+                TRACE,
+                7,
+            ),
+            frontend.Failed(1, 503, "queue_full", "too many", TRACE),
+        ]
     ),
-    frontend.Failed(1, 503, "queue_full", "too many", TRACE),
     frontend.Traced(TRACE),
     frontend.FlushDone(3, True, "done"),
     frontend.State(
@@ -165,8 +176,10 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.Expect(2**62, "inc", 17, [(0, [1, 2])]),
     digests.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL),
     worker.Forget(2**62),
-    worker.Send(1, 3, 2**62, "inc", 0, 16, True, [(0, [1])], [(0, [2])]),
+    worker.OpenTransfer(2**62, "inc", [(0, [1]), (0, [])], [(0, [2]), (3, [4])]),
+    worker.Send(1, 3, 2**62, 0, 16, True, [(0, []), (3, [5])]),
     worker.CancelSends(2**62),
+    worker.CloseTransfer(2**62),
     worker.Shutdown(),
 ]
 WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
@@ -183,7 +196,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         17,
     ),
     worker.WorkerBeat(3, 2**40),
-    worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25),
+    worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),
     worker.PeerOpened("inc", 1, DESCRIPTOR),
     worker.PeerConnected("inc", 1, "tcp", "direct"),
     worker.Forgotten(2**62, 1),
@@ -223,7 +236,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         is_held=True,
         attachment=4,
     ),
-    peer.Abort(1, "inc-d", "inc-p", "client went away"),
+    peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
     peer.Heartbeat("inc-d", 1, 2, True, 3, 4, "stuck", True),
     peer.Detached("inc-d", "inc-p", "lost"),

@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import ProtocolError
 from common.protocol import peer
-from common.protocol.bounds import check_peer_message
-from common.request import Grammar, GrammarKind, HandOverTrace, Origin
+from common.protocol.bounds import SAMPLING_CHECKS, check_peer_message
+from common.request import Grammar, GrammarKind, HandOverTrace, Origin, SamplingParams
 from tests.protocol.examples import DECODE_TO_PREFILL, DESCRIPTOR, PREFILL_TO_DECODE, SAMPLING
 
 TRACED = f"00-{1:032x}-{2:016x}-01"
@@ -74,7 +74,7 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.TransferRequest, {"writers": [-1]}, "smallest of TransferRequest.writers=-1"),
         (peer.TransferRequest, {"writers": [0, 1024]}, "largest of TransferRequest.writers=1024"),
         (peer.TransferRequest, {"writers": [0] * 1025}, "1025 entries"),
-        (peer.TransferRequest, {"origin": Origin("x" * 301)}, "301 characters; at most 300"),
+        (peer.TransferRequest, {"origin": Origin("x" * 262)}, "262 characters; at most 261"),
         (peer.TransferRequest, {"origin": Origin("r", "00-12-34-01")}, "must be a W3C traceparent"),
         (peer.TransferRequest, {"origin": Origin("r", TRACED + "0")}, "must be a W3C traceparent"),
         (peer.TransferDone, {"trace": HandOverTrace(chunk_ends_s=[0.1] * 65)}, "65 entries; at"),
@@ -130,25 +130,31 @@ def test_a_description_of_a_rank_out_of_bounds_is_refused(
     ("fields", "complaint"),
     [
         ({"seed": 2**63}, "seed="),
-        ({"seed": -(2**63) - 1}, "seed="),
+        ({"seed": -1}, "seed=-1"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1"),
+        ({"max_new_tokens": 2**24 + 1}, "max_new_tokens="),
         ({"top_k": -2}, "top_k=-2"),
+        ({"top_k": 0}, r"top_k=0: must be in 1\.\."),
         ({"top_logprobs_num": -1}, "top_logprobs_num=-1"),
+        ({"top_logprobs_num": 129}, "top_logprobs_num=129"),
         ({"logprob_start_len": -2}, "logprob_start_len=-2"),
-        ({"temperature": math.nan}, "temperature=nan: must be finite"),
+        ({"temperature": math.nan}, r"temperature=nan: must be a finite number in \[0"),
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": math.inf}, "temperature=inf"),
+        ({"temperature": 1e300}, r"temperature=1e\+300"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_p": math.nan}, "top_p=nan"),
         ({"min_p": -0.1}, "min_p=-0.1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be above 0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0: .* in \(0, 2\]"),
+        ({"repetition_penalty": 2.1}, "repetition_penalty=2.1"),
         ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0"),
         ({"presence_penalty": math.nan}, "presence_penalty=nan"),
         ({"frequency_penalty": -math.inf}, "frequency_penalty=-inf"),
         ({"logit_bias": {-1: 0.0}}, "logit_bias=-1"),
         ({"logit_bias": {1: math.nan}}, r"logit_bias\[1\]=nan"),
-        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "1025 entries"),
+        ({"logit_bias": {1: 1e39}}, r"logit_bias\[1\]=1e\+39"),
+        ({"logit_bias": dict.fromkeys(range(4097), 0.0)}, "4097 entries; at most 4096"),
         ({"grammar": Grammar(GrammarKind.REGEX, "a" * 65537)}, "grammar: 65537 characters"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids=-1"),
         ({"stop_token_ids": tuple(range(1025))}, "1025 entries"),
@@ -170,6 +176,10 @@ def test_a_trace_with_times_that_are_no_numbers_is_refused(seconds: float) -> No
     trace = msgspec.structs.replace(done.trace, wire_s=seconds)
     with pytest.raises(ProtocolError, match=r"trace\.wire_s"):
         check_peer_message(changed(peer.TransferDone, {"trace": trace}))
+
+
+def test_every_option_of_sampling_has_a_check() -> None:
+    assert set(SAMPLING_CHECKS) == set(SamplingParams.__struct_fields__)
 
 
 def test_a_long_honest_prompt_passes() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.protocol import codec, frontend, landing, peer, worker
+from common.protocol import bounds, codec, frontend, landing, peer, worker
 from tests.protocol import examples
 
 Decode = Callable[[bytes], object]
@@ -202,6 +202,45 @@ def test_mutated_values_never_raise_anything_else(
     decode_or_refuse(decode, msgspec.msgpack.encode(replace_at(plain, path, new)))
 
 
+def test_a_message_that_its_receiver_refuses_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match=r"Heartbeat\.progress=-1: must be in 0"):
+        codec.encode(peer.Heartbeat("inc", 1, -1, is_busy=False))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [frontend.Cancel(2**64), peer.Abort(1, "d", "p", "\ud800"), frontend.Cancel(1, "\ud800")],
+)
+def test_what_has_no_encoding_is_not_sent(message: codec.LocalMessage | codec.PeerMessage) -> None:
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        codec.encode(message)
+
+
+LONG = "x" * (2 * bounds.TEXT_LENGTH_MAX)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        peer.Abort(1, "d", "p", LONG),
+        peer.Withdraw(1, "d", LONG),
+        peer.Detached("d", "p", LONG),
+        peer.Heartbeat("d", 1, 1, False, trouble=LONG),
+        peer.TransferFailed(1, "d", "transfer_failed", LONG, 500, True),
+        peer.Refuse("p", [LONG] * (2 * bounds.TEXT_COUNT_MAX)),
+        peer.Attached("p", "d", [LONG]),
+    ],
+)
+def test_what_people_read_is_cut_to_what_a_peer_takes(message: codec.PeerMessage) -> None:
+    payload = codec.encode(message)
+    to_prefill = isinstance(message, get_args(peer.DecodeToPrefill))
+    heard = (codec.decode_decode_to_prefill if to_prefill else codec.decode_prefill_to_decode)(
+        payload
+    )
+    assert type(heard) is type(message)
+    assert "x" * 8000 in str(heard) and "..." in str(heard)
+
+
 def test_a_message_too_large_for_its_receiver_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "PEER_MESSAGE_NBYTES_MAX", 1000)
     monkeypatch.setattr(codec, "LOCAL_MESSAGE_NBYTES_MAX", 2000)
@@ -212,6 +251,69 @@ def test_a_message_too_large_for_its_receiver_is_not_sent(monkeypatch: pytest.Mo
     assert codec.encode(frontend.Cancel(1, "x" * 1900))
     with pytest.raises(ProtocolError, match=r"Cancel of \d+ bytes: at most 2000"):
         codec.encode(frontend.Cancel(1, "x" * 2000))
+
+
+def changed_bytes(message: codec.PeerMessage, change: dict[str, object]) -> bytes:
+    """A message with other values, whatever its bounds and types."""
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=dict[str, object])
+    return msgspec.msgpack.encode(fields | change)
+
+
+(REQUEST,) = (m for m in examples.DECODE_TO_PREFILL if isinstance(m, peer.TransferRequest))
+(DONE,) = (m for m in examples.PREFILL_TO_DECODE if isinstance(m, peer.TransferDone))
+(FAILED,) = (m for m in examples.PREFILL_TO_DECODE if isinstance(m, peer.TransferFailed))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": {"max_new_tokens": 1, "seed": 0, "temperature": -1.0}},
+        {"sampling": {"max_new_tokens": 1, "seed": 0, "grammar": {"kind": "new", "text": "a"}}},
+        {"pages": "all", "later": {"a": [1, 2]}},
+        {"budget_ms": 2**63},
+    ],
+)
+def test_an_unreadable_reservation_says_which_it_is(change: dict[str, object]) -> None:
+    payload = changed_bytes(REQUEST, change)
+    with pytest.raises(ProtocolError):
+        codec.decode_decode_to_prefill(payload)
+    unread = codec.find_unread_request(payload)
+    assert unread == codec.UnreadTransfer(REQUEST.transfer_id, REQUEST.incarnation)
+    assert codec.find_unread_result(payload) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [(DONE, {"first_token": -1}), (DONE, {"logprobs": 7}), (FAILED, {"status": 200})],
+)
+def test_an_unreadable_result_says_whose_it_is(
+    message: peer.TransferDone | peer.TransferFailed, change: dict[str, object]
+) -> None:
+    payload = changed_bytes(message, change)
+    with pytest.raises(ProtocolError):
+        codec.decode_prefill_to_decode(payload)
+    unread = codec.find_unread_result(payload)
+    assert unread == codec.UnreadTransfer(message.transfer_id, message.peer_incarnation)
+    assert codec.find_unread_request(payload) is None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x81" * 100_000,
+        changed_bytes(REQUEST, {"transfer_id": -1}),
+        changed_bytes(REQUEST, {"transfer_id": "5"}),
+        changed_bytes(REQUEST, {"incarnation": "a\n"}),
+        changed_bytes(REQUEST, {"type": "Request"}),
+        codec.encode(REQUEST)[:-1],
+        codec.encode(examples.DECODE_TO_PREFILL[0]),
+    ],
+)
+def test_of_anything_else_nothing_is_known(payload: bytes) -> None:
+    assert codec.find_unread_request(payload) is None
+    assert codec.find_unread_result(payload) is None
 
 
 @pytest.mark.slow
