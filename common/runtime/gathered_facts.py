@@ -7,6 +7,7 @@ import secrets
 from common.config import ServerConfig
 from common.protocol.codec import decode_layout
 from common.protocol.worker import WorkerReady
+from common.request_bounds import TOKEN_COUNT_MAX
 from common.scheduling.facts import ServerFacts
 
 
@@ -25,7 +26,7 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         layout_bytes=first.layout,
         page_counts=page_counts,
         fingerprint=first.fingerprint,
-        sequence_token_max=config.context_length or first.context_length,
+        sequence_token_max=min(config.context_length or first.context_length, TOKEN_COUNT_MAX),
         eos_token_ids=frozenset(first.eos_token_ids),
         # Process ids of several machines prove nothing to a peer that can only watch its own.
         host_id=first.host_id if len({worker.host_id for worker in ordered}) == 1 else "",

@@ -13,42 +13,35 @@ import signal
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from common.channel.gate import Gate
-from common.channel.handshakes import Break
-from common.channel.keys import load_curve, load_own_curve
+from common.channel.keys import load_own_curve
 from common.channel.local import LocalServer
-from common.channel.peer import PeerDialer, PeerListener
 from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.clock import SystemClock
-from common.config import Role, ServerConfig
+from common.config import ServerConfig
 from common.errors import BatonError, ConfigError, ProtocolError
-from common.protocol import too_large
+from common.exit_codes import EXIT_FAILED, EXIT_START_AGAIN, exit_code_of
 from common.protocol.codec import (
-    decode_decode_to_prefill,
     decode_frontend_to_scheduler,
-    decode_prefill_to_decode,
     decode_worker_to_scheduler,
     encode,
 )
-from common.protocol.frontend import Drain, GetState, SchedulerToFrontend, ServerInfo, State
+from common.protocol.frontend import Drain, FrontendToScheduler, GetState, ServerInfo, State
 from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, WorkerToScheduler
-from common.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_CONFIG, EXIT_START_AGAIN
+from common.runtime.frontend_link import LAST_MESSAGES_MS, FrontendLink
 from common.runtime.gathered_facts import gather_facts
-from common.runtime.malformed import MalformedCounts
+from common.runtime.peer_endpoint import PeerEndpoint
 from common.runtime.processes import ProcessWatch, is_stopped
 from common.scheduling.events import (
     Dial,
     Effect,
     Event,
     FromFrontend,
-    FromPeer,
     FromWorker,
+    FrontendBehind,
     GiveUp,
     HangUp,
-    LinkBroke,
     LinkRefused,
-    PeerMessage,
     ProcessesGone,
     Report,
     Tick,
@@ -63,16 +56,10 @@ from common.scheduling.sparing import Sparing
 
 log = logging.getLogger(__name__)
 
-FRONTEND = "frontend"
 # Effects of one round can cause events at once only through sockets, so a round is bounded by what
 # the sockets held; this bounds how long the loop goes without looking at the time.
 POLL_MAX_S = 0.5
-# How long the last messages to workers may take to leave when the process ends.
-LAST_MESSAGES_MS = 500
 
-
-# A peer of another version sends a message or two that can't be read; more is nonsense.
-MALFORMED_COUNT_MAX = 16
 # Refused connections that are remembered while the workers still load.
 EARLY_REFUSALS_MAX = 64
 
@@ -117,20 +104,14 @@ class SchedulerLoop:
             [f"worker-{rank}" for rank in remote_ranks],
             load_own_curve(config.curve_secret_key_file),
         )
-        self._peers: PeerListener | PeerDialer
-        curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
-        self._gate: Gate | None = None
-        if config.role is Role.PREFILL:
-            self._gate = Gate(curve) if curve is not None else None
-            self._peers = PeerListener(config.host, config.bootstrap_port, self._gate)
-        else:
-            self._peers = PeerDialer(curve)
-        self._malformed = MalformedCounts()
+        self._frontend = FrontendLink(config.frontend_ipc_path)
+        self._peers = PeerEndpoint(config, self._warn_sparingly)
         self._told_dropped = Sparing()
-        self._refusals: list[LinkRefused] = []
+        self._early_refusals: list[LinkRefused] = []
         self._poller = Poller()
         self._poller.register(self._local)
-        self._poller.register(self._peers)
+        self._poller.register(self._frontend.endpoint)
+        self._poller.register(self._peers.links)
         self._watch = ProcessWatch()
         self._workers: dict[int, WorkerReady] = {}
         self._stopped_ranks: tuple[int, ...] = ()
@@ -139,6 +120,7 @@ class SchedulerLoop:
         self._core: Core | None = None
         self._info: ServerInfo | None = None
         self._is_frontend_known = False
+        self._is_frontend_behind = False
         self._is_stopping = False
         self._stop_at = math.inf
         self.dropped_count = 0
@@ -152,19 +134,23 @@ class SchedulerLoop:
             timeout = POLL_MAX_S
             if self._core is not None:
                 timeout = min(timeout, max(0.0, self._core.next_wakeup(now) - now))
+            self._poller.wait_writable(self._frontend.endpoint, waits=self._frontend.has_unsent)
             ready = self._poller.poll(timeout)
+            self._receive_frontend()
             self._receive_local()
             self._receive_peers()
             self._look_at_processes([source for source in ready if isinstance(source, int)])
             self._look_at_workers()
+            self._look_at_frontend()
             if self._core is not None:
                 self._carry_out(self._core.schedule(self._clock.now()))
+            # After all that was decided: workers have their next step before clients hear of this.
+            self._frontend.flush()
         self._send_workers(Shutdown())
 
     def close(self) -> None:
         self._peers.close()
-        if self._gate is not None:
-            self._gate.close()
+        self._frontend.close()
         self._local.close(LAST_MESSAGES_MS)
 
     def _handle_signal(self, signum: int, frame: object) -> None:
@@ -184,21 +170,29 @@ class SchedulerLoop:
 
     # ---- what comes in ---------------------------------------------------------------------------
 
+    def _receive_frontend(self) -> None:
+        for payload in self._frontend.receive():
+            try:
+                self._handle_frontend(decode_frontend_to_scheduler(payload))
+            except ProtocolError as error:
+                self._drop_local("the frontend", error)
+
     def _receive_local(self) -> None:
         for name, payload in self._local.receive():
             try:
-                if name == FRONTEND:
-                    self._handle_frontend(payload)
-                elif name in self._worker_names:
+                if name in self._worker_names:
                     self._handle_worker(decode_worker_to_scheduler(payload))
                 else:
                     self.dropped_count += 1
             except ProtocolError as error:
-                self._warn_sparingly(f"dropped a message of {name!r}: {error}")
-                self.dropped_count += 1
+                self._drop_local(repr(name), error)
 
         for who in self._local.take_refusals():
             self._warn_sparingly(f"refused a worker: it has another {who}")
+
+    def _drop_local(self, sender: str, error: ProtocolError) -> None:
+        self._warn_sparingly(f"dropped a message of {sender}: {error}")
+        self.dropped_count += 1
 
     def _handle_worker(self, message: WorkerToScheduler) -> None:
         if isinstance(message, WorkerReady):
@@ -206,8 +200,7 @@ class SchedulerLoop:
         else:
             self._feed(FromWorker(message))
 
-    def _handle_frontend(self, payload: bytes) -> None:
-        message = decode_frontend_to_scheduler(payload)
+    def _handle_frontend(self, message: FrontendToScheduler) -> None:
         if not self._is_frontend_known:
             self._is_frontend_known = True
             self._tell_info()
@@ -216,54 +209,23 @@ class SchedulerLoop:
         if self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):
-            self._send_frontend(State(message.call_id, False, {}, {}, [], []))
+            self._frontend.add(State(message.call_id, False, {}, {}, [], []))
 
     def _receive_peers(self) -> None:
-        is_listening = isinstance(self._peers, PeerListener)
-        for link, payload in self._peers.receive():
-            message: PeerMessage
-            try:
-                if is_listening:
-                    message = decode_decode_to_prefill(payload)
-                else:
-                    message = decode_prefill_to_decode(payload)
-            except ProtocolError as error:
-                self._note_malformed(link, error)
-                continue
-            self._feed(FromPeer(link, message))
-        self._refusals += [LinkRefused(*found) for found in self._peers.take_refusals()]
+        events = self._peers.receive()
         if self._core is None:
-            del self._refusals[EARLY_REFUSALS_MAX:]
+            self._early_refusals += [e for e in events if isinstance(e, LinkRefused)]
+            del self._early_refusals[EARLY_REFUSALS_MAX:]
             return
-        refusals, self._refusals = self._refusals, []
-        for refusal in refusals:
-            self._feed(refusal)
-        if isinstance(self._peers, PeerDialer):
-            for link, found in self._peers.take_breaks():
-                self._feed(LinkBroke(link, is_refused=found is Break.REFUSED))
-
-    def _note_malformed(self, link: str, error: ProtocolError) -> None:
-        """A link that says nothing but nonsense is dropped."""
-        self.dropped_count += 1
-        count = self._malformed.add(link)
-        if count == 1:
-            self._warn_sparingly(f"dropped a message on link {link:.24}: {error}")
-        if count == MALFORMED_COUNT_MAX:
-            self._warn_sparingly(f"link {link:.24}: {count} malformed messages, it is dropped")
-            self._malformed.forget(link)
-            self._drop(link)
+        refusals, self._early_refusals = self._early_refusals, []
+        for event in (*refusals, *events):
+            self._feed(event)
 
     def _warn_sparingly(self, text: str) -> None:
         """Of what comes in from others, who may send as much as they like."""
         line = self._told_dropped.admit(text, self._clock.now())
         if line:
             log.warning("%s", line)
-
-    def _drop(self, link: str) -> None:
-        try:
-            self._peers.drop(link)
-        except ConfigError as config_error:
-            self._feed(LinkRefused(link, str(config_error)))
 
     def _look_at_processes(self, readable: list[int]) -> None:
         gone, finished = self._watch.take_gone(readable)
@@ -284,9 +246,25 @@ class SchedulerLoop:
             self._stopped_ranks = ranks
             self._feed(WorkersStopped(ranks))
 
+    def _look_at_frontend(self) -> None:
+        """One that reads nothing for long holds steps back, and nothing else."""
+        if self._frontend.has_unsent:
+            self._frontend.flush()
+        is_behind = self._frontend.is_behind
+        if is_behind == self._is_frontend_behind:
+            return
+        self._is_frontend_behind = is_behind
+        if is_behind:
+            self._warn_sparingly("the frontend does not read its messages: steps wait for it")
+        self._feed(FrontendBehind(is_behind))
+
     def _feed(self, event: Event) -> None:
         if self._core is not None:
             self._carry_out(self._core.handle(event, self._clock.now()))
+
+    def _feed_if_any(self, event: Event | None) -> None:
+        if event is not None:
+            self._feed(event)
 
     # ---- start -----------------------------------------------------------------------------------
 
@@ -326,7 +304,7 @@ class SchedulerLoop:
 
     def _tell_info(self) -> None:
         if self._info is not None and self._is_frontend_known:
-            self._send_frontend(self._info)
+            self._frontend.add(self._info)
 
     # ---- what goes out ---------------------------------------------------------------------------
 
@@ -334,16 +312,15 @@ class SchedulerLoop:
         for effect in effects:
             match effect:
                 case ToFrontend(message=message):
-                    self._send_frontend(message)
+                    self._frontend.add(message)
                 case ToWorkers(message=worker_message):
                     self._send_workers(worker_message)
                 case ToPeer(link=link, message=peer_message):
-                    self._send_peer(link, peer_message)
+                    self._feed_if_any(self._peers.send(link, peer_message))
                 case Dial(link=link):
-                    self._dial(link)
+                    self._feed_if_any(self._peers.dial(link))
                 case HangUp(link=link):
-                    if isinstance(self._peers, PeerDialer):
-                        self._peers.hang_up(link)
+                    self._peers.hang_up(link)
                 case WatchProcesses(incarnation=incarnation, pids=pids):
                     for fd in self._watch.watch(incarnation, pids):
                         self._poller.register(fd)
@@ -354,20 +331,6 @@ class SchedulerLoop:
                 case _:
                     assert_never(effect)
 
-    def _send_frontend(self, message: SchedulerToFrontend) -> None:
-        try:
-            payload = encode(message)
-        except ProtocolError as error:
-            self._note_too_large(error)
-            told = too_large.told_instead(message, str(error))
-            if told is not None:
-                self._send_frontend(told)
-            return
-        if self._local.send(FRONTEND, payload) is not SendResult.SENT:
-            # The supervisor ends the server when the frontend has died; until then there is nobody
-            # left to tell.
-            self.dropped_count += 1
-
     def _send_workers(self, message: SchedulerToWorker) -> None:
         payload = encode(message)
         for name in self._worker_names:
@@ -375,32 +338,8 @@ class SchedulerLoop:
                 raise WorkerLost(f"{name} is gone or reads nothing")
 
     def _note_too_large(self, error: ProtocolError) -> None:
-        log.warning("not sent: %s", error)
+        self._warn_sparingly(f"not sent: {error}")
         self.dropped_count += 1
-
-    def _send_peer(self, link: str, message: PeerMessage) -> None:
-        try:
-            payload = encode(message)
-        except ProtocolError as error:
-            self._note_too_large(error)
-            said = too_large.said_instead(message, str(error))
-            if said is not None:
-                self._send_peer(link, said)
-            answer = too_large.answered_instead(message, str(error))
-            if answer is not None:
-                self._feed(FromPeer(link, answer))
-            return
-        if self._peers.send(link, payload) is not SendResult.SENT:
-            # A peer that does not take messages is found out by its silence; what was meant for it
-            # is repeated or given up by the core, which knows deadlines.
-            self.dropped_count += 1
-
-    def _dial(self, link: str) -> None:
-        assert isinstance(self._peers, PeerDialer)
-        try:
-            self._peers.dial(link)
-        except ConfigError as error:
-            self._feed(LinkRefused(link, str(error)))
 
 
 def run(config: ServerConfig, make_core: MakeCore) -> int:
@@ -409,13 +348,13 @@ def run(config: ServerConfig, make_core: MakeCore) -> int:
         loop = SchedulerLoop(config, make_core)
     except ConfigError as error:
         log.error("%s", error)
-        return EXIT_CONFIG
+        return exit_code_of(error)
     log.debug("scheduler process %d", os.getpid())
     try:
         loop.run()
     except WorkerLost as error:
         log.error("%s: the server stops", error)
-        return EXIT_CHILD_DIED
+        return EXIT_FAILED
     except ServerSpent as error:
         log.error("%s: the server ends, to be started again", error)
         return EXIT_START_AGAIN

@@ -21,8 +21,8 @@ import msgspec
 
 from common.clock import SystemClock
 from common.config import ServerConfig, child_environment, shared_memory_dir, write_config
+from common.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_START_AGAIN
 from common.log import setup_log
-from common.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_CONFIG, EXIT_START_AGAIN
 from common.runtime.exposure import open_doors
 from common.runtime.private_dirs import make_private_dir, remove_those_of_the_dead
 
@@ -103,7 +103,7 @@ class Supervisor:
         for name, code in codes.items():
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             log.error("%s ended with %s: the server stops", name, how)
-        return EXIT_CHILD_DIED
+        return EXIT_FAILED
 
     def _drain(self) -> int:
         """Frontend first, so that open requests end well; then the scheduler, then its workers."""
@@ -114,7 +114,7 @@ class Supervisor:
                 child.terminate()
             if not self._wait(child, self._config.drain_timeout_s + END_TIMEOUT_S):
                 log.warning("%s did not end in time and is killed", name)
-                code = EXIT_CHILD_DIED
+                code = EXIT_FAILED
         return code
 
     def _wait(self, child: subprocess.Popen[bytes], timeout_s: float) -> bool:

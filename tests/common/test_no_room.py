@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.runtime.exit_codes import EXIT_START_AGAIN
+from common.exit_codes import EXIT_START_AGAIN
 from demo.servers import free_ports
 from tests.soak.servers import CHECKPOINT
 

@@ -1,4 +1,6 @@
-"""What can't work stops the start: one line that names the value and what is allowed, exit code 2.
+"""What can't work stops the start: one line that names the value and what is allowed.
+
+Exit code 2 where it never will, 75 where a later start may find it otherwise.
 
 A setting is refused by the parent process at once; what needs the checkpoint's content or a socket
 is refused by the process that finds it, and ends the whole server.
@@ -16,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from common.exit_codes import EXIT_CONFIG, EXIT_START_AGAIN
 from demo.servers import free_ports
 from tests.e2e.fleet import CHECKPOINT, WAIT_TIMEOUT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
-
-EXIT_CONFIG = 2
 
 
 def start(role: str, *args: str, model: Path = CHECKPOINT) -> tuple[int, str, str]:
@@ -39,10 +40,10 @@ def start(role: str, *args: str, model: Path = CHECKPOINT) -> tuple[int, str, st
     return done.returncode, done.stdout, done.stderr
 
 
-def check_refused(found: tuple[int, str, str], *words: str) -> None:
-    """Exit code 2, and on stderr one line with all of `words`, besides what was no complaint."""
+def check_refused(found: tuple[int, str, str], *words: str, exit_code: int = EXIT_CONFIG) -> None:
+    """An exit code, and on stderr one line with all of `words`, besides what was no complaint."""
     code, stdout, stderr = found
-    assert code == EXIT_CONFIG, stderr
+    assert code == exit_code, stderr
     assert stdout == ""
     lines = [line for line in stderr.splitlines() if " info [" not in line]
     assert len(lines) == 1, stderr
@@ -103,11 +104,23 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_taken_http_port_is_one_line(taken_port: int) -> None:
-    check_refused(start("decode", "--port", str(taken_port)), str(taken_port), "in use")
+    found = start("decode", "--port", str(taken_port))
+    check_refused(found, str(taken_port), "in use", exit_code=EXIT_START_AGAIN)
 
 
 def test_a_taken_bootstrap_port_is_one_line(taken_port: int) -> None:
-    check_refused(start("prefill", "--bootstrap-port", str(taken_port)), str(taken_port), "in use")
+    found = start("prefill", "--bootstrap-port", str(taken_port))
+    check_refused(found, str(taken_port), "in use", exit_code=EXIT_START_AGAIN)
+
+
+def test_a_host_whose_name_does_not_resolve_yet_asks_for_another_start() -> None:
+    found = start("prefill", "--host", "no-such-host.invalid")
+    assert found[0] == EXIT_START_AGAIN and "no-such-host.invalid" in found[2]
+
+
+def test_a_pool_that_does_not_fit_now_asks_for_another_start() -> None:
+    found = start("decode", "--max-total-tokens", str(1 << 40))
+    check_refused(found, "--max-total-tokens", "are free", exit_code=EXIT_START_AGAIN)
 
 
 def copy_checkpoint(directory: Path, **changes: object) -> Path:
@@ -127,6 +140,10 @@ def test_a_checkpoint_without_its_weights_is_one_line(tmp_path: Path) -> None:
     model = copy_checkpoint(tmp_path / "model")
     (model / "model.safetensors").unlink()
     check_refused(start("prefill", model=model), str(model), "safetensors")
+
+
+def test_more_layer_groups_than_layers_are_one_line() -> None:
+    check_refused(start("prefill", "--layer-group-count", "100"), "--layer-group-count 100", "1..")
 
 
 def test_a_context_longer_than_the_models_is_one_line() -> None:

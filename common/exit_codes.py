@@ -1,0 +1,19 @@
+"""What the exit codes of a server and of its processes mean to whoever starts them."""
+
+from __future__ import annotations
+
+from common.errors import ConfigError, NotNow
+
+# A process found its settings unusable: starting it again is of no use.
+EXIT_CONFIG = 2
+# A process failed, or the server because one of its processes did.
+EXIT_FAILED = 1
+# The server could only go on as a new process, and ended itself; or it can't start now, and may
+# later: a port is in use, a name does not resolve, memory is short. sysexits.h: EX_TEMPFAIL.
+# systemd (Restart=on-failure) and Kubernetes (restartPolicy: Always) start it again.
+EXIT_START_AGAIN = 75
+
+
+def exit_code_of(error: ConfigError) -> int:
+    """What a process ends with that could not start."""
+    return EXIT_START_AGAIN if isinstance(error, NotNow) else EXIT_CONFIG
