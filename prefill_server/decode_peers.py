@@ -105,10 +105,13 @@ class RefusedPeer:
 
 
 class DecodePeers:
-    """Owner of every `DecodePeer`."""
+    """Owner of every `DecodePeer`. request_token_max: the longest prompt that this server takes."""
 
-    def __init__(self, facts: ServerFacts, pace: Pace, outbox: Outbox) -> None:
+    def __init__(
+        self, facts: ServerFacts, pace: Pace, outbox: Outbox, *, request_token_max: int
+    ) -> None:
         self._facts = facts
+        self._request_token_max = request_token_max
         self._pace = pace
         self._outbox = outbox
         self._peers: dict[str, DecodePeer] = {}
@@ -133,6 +136,13 @@ class DecodePeers:
         peer = self._peers.get(incarnation)
         return peer if peer is not None and peer.link == link else None
 
+    def on_link(self, link: str) -> str | None:
+        """The process that speaks on a link, unless it is closing already."""
+        for peer in self._peers.values():
+            if peer.link == link and peer.phase is not Phase.CLOSING:
+                return peer.incarnation
+        return None
+
     def count_transfer(self, incarnation: str, change: int) -> None:
         """Keep the number of a peer's transfers that are shown to operators."""
         peer = self._peers.get(incarnation)
@@ -144,6 +154,8 @@ class DecodePeers:
     def handle_hello(self, link: str, hello: Hello, now: float) -> str | None:
         """Welcome or refuse. Returns the incarnation of a peer that is lost by dialling anew."""
         known = self._peers.get(hello.incarnation)
+        if known is not None and known.link != link and known.phase is Phase.CLOSING:
+            return None  # it has dialled anew, and is welcome when it asks again
         if known is not None and known.link != link:
             # Either two names of ours are dialled by one process, or it lies. If it has dialled
             # anew, its old link falls silent and it is welcome when it asks again.
@@ -176,11 +188,10 @@ class DecodePeers:
 
     def _lose_predecessor(self, link: str, now: float) -> str | None:
         """Close the process that spoke on this link before; its incarnation if there was one."""
-        for peer in list(self._peers.values()):
-            reason = "another process took its link"
-            if peer.link == link and self.lose(peer.incarnation, reason, now):
-                return peer.incarnation
-        return None
+        incarnation = self.on_link(link)
+        if incarnation is None:
+            return None
+        return incarnation if self.lose(incarnation, "another process took its link", now) else None
 
     def handle_link_refused(self, reason: str) -> None:
         """Somebody could not connect: counted, and told of once per reason."""
@@ -235,7 +246,7 @@ class DecodePeers:
                 incarnation=facts.incarnation,
                 fingerprint=facts.fingerprint,
                 layout=facts.layout_bytes,
-                request_token_max=facts.sequence_token_max,
+                request_token_max=self._request_token_max,
                 host_id=facts.host_id,
                 pids=list(facts.pids),
                 hand_over=facts.hand_over,
@@ -243,28 +254,27 @@ class DecodePeers:
             ),
         )
 
-    def handle_attach(self, link: str, attach: Attach, now: float) -> bool:
+    def handle_attach(self, link: str, attach: Attach, now: float) -> None:
         """Connect every rank to the ranks it announced, if the announcement holds together."""
         peer = self._of(attach.incarnation, link)
         if attach.peer_incarnation != self._facts.incarnation or peer is None:
             self.detach_unknown(link, attach.incarnation)
-            return False
+            return
         if peer.phase is not Phase.WELCOMED:
-            return False
+            return
         peer.liveness.silence.hear()
         try:
             peer.page_counts = announced_page_counts(peer.layout, attach.ranks)
         except ProtocolError as error:
             self._refuse(link, peer.incarnation, [str(error)], now)
             del self._peers[peer.incarnation]
-            return False
+            return
         peer.attachment = attach.attachment
         peer.phase = Phase.CONNECTING
         peer.connected = RankSet(self._facts.rank_count)
         self._outbox.to_workers(
             ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks, peer.hand_over)
         )
-        return True
 
     def handle_connected(self, message: PeerConnected, now: float) -> None:
         peer = self._peers.get(message.peer)

@@ -108,7 +108,7 @@ class Endings:
                 Failed(request.client_id, failure.status, failure.kind, failure.message, trace)
             )
         self._rendezvous.give_up(request, failure, now)
-        self._table.queue.pop(request.request_id, None)
+        self._table.queue.discard(request)
         if request.sequence is not None:
             self._batcher.stop(request.sequence)
             if request.reservation is not None:
@@ -130,7 +130,7 @@ class Endings:
             self.counters[kind] += 1
         if failure.kind == "transfer_failed" and reservation is not None:
             self._outgoing.note_failure(reservation.peer, now)
-        if reservation is not None and self._sender.is_quiet(reservation.message.transfer_id):
+        if reservation is not None and request.is_quiet:
             if request.is_abort_asked:
                 transfer_id = reservation.message.transfer_id
                 self._outbox.to_peer(reservation.link, Quiesced(transfer_id, reservation.peer))
@@ -156,6 +156,7 @@ class Endings:
         )
 
     def _forget(self, request: PrefillRequest) -> None:
+        self._sender.close(request)
         self._table.forget(request)
         if request.reservation is not None:
             self._peers.count_transfer(request.reservation.peer, -1)

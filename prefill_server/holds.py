@@ -9,6 +9,8 @@ Knows nothing of how a cache is sent.
 
 from __future__ import annotations
 
+from collections import deque
+
 from common.protocol.frontend import Tokens
 from common.request import FinishKind, FinishReason
 from common.scheduling.peers import Outbox
@@ -31,12 +33,14 @@ class Holds:
         self._table = table
         self._rendezvous = rendezvous
         self._outbox = outbox
+        # In the order in which they were computed; those that ended stay until they are first.
+        self._held: deque[PrefillRequest] = deque()
 
     def begin(self, request: PrefillRequest, now: float) -> None:
         """Its pages are reserved and it is computed as if it were paired."""
         request.queued_at = now
         request.advance(PrefillEvent.AHEAD)
-        self._table.queue[request.request_id] = request
+        self._table.queue.add(request)
 
     def hold(self, request: PrefillRequest, now: float) -> Reservation | None:
         """The prompt is computed: answer, and wait for who wants it; a reservation that is there
@@ -44,6 +48,7 @@ class Holds:
         assert request.room is not None and request.first_token is not None
         assert request.client_id is not None
         request.advance(PrefillEvent.COMPUTED_AHEAD)
+        self._held.append(request)
         self._outbox.to_frontend(
             Tokens(
                 request.client_id,
@@ -60,11 +65,11 @@ class Holds:
     def oldest(self, now: float) -> PrefillRequest | None:
         """The cache to give up if somebody else waits for its pages: it is held longest, and its
         decode server had time to ask. Computing it again costs less than a server that stands."""
-        held = [request for request in self._table if request.state is PrefillState.HELD]
-        oldest = min(held, key=lambda request: request.computed_at, default=None)
-        if oldest is None or now - oldest.computed_at < UNDISTURBED_S:
+        while self._held and self._held[0].state is not PrefillState.HELD:
+            self._held.popleft()
+        if not self._held or now - self._held[0].computed_at < UNDISTURBED_S:
             return None
-        return oldest
+        return self._held[0]
 
     def why_missing(self, room: int) -> Failure | None:
         """Why a cache that a decode server has heard of is not here; None if it is, or will be."""

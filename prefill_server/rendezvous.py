@@ -20,6 +20,7 @@ RESERVATION_TIMEOUT_S = 10.0
 # many, so that what routers post can't fill the memory.
 GIVEN_UP_COUNT_MAX = 4096
 NEVER_CAME = Failure("rendezvous_timeout", "the other half of the room never came", 500)
+CAME_TOO_LATE = Failure("other_half_aborted", "the decode server had waited too long", 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Rendezvous:
 
     def reserve(self, room: int, reservation: Reservation, now: float) -> PrefillRequest | None:
         """Bring the decode server's half; the other half if it is there."""
+        self._withdrawn.pop(room, None)
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.request is not None:
             return waiting.request
@@ -83,9 +85,18 @@ class Rendezvous:
             del self._rooms[request.room]
         self._remember(self._given_up, request.room, failure, now)
 
+    def refuse(self, room: int, failure: Failure, now: float) -> Reservation | None:
+        """The client's half of a free room was not taken. Returns the reservation that waits there;
+        one that comes later is to hear of it at once."""
+        waiting = self._rooms.pop(room, None)
+        if waiting is not None:
+            return waiting.reservation
+        self._remember(self._given_up, room, failure, now)
+        return None
+
     def withdraw(self, room: int, failure: Failure, now: float) -> PrefillRequest | None:
-        """The decode half gave up before it reserved anything. Returns the request that waits for
-        it; one that comes later is to hear of it at once."""
+        """No reservation will come for a room. Returns the request that waits for one; one that
+        comes later is to hear of it at once."""
         waiting = self._rooms.get(room)
         if waiting is not None:
             return waiting.request
@@ -110,34 +121,45 @@ class Rendezvous:
         ended = self._given_up.get(room)
         return ended.failure if ended is not None and now < ended.until else None
 
-    def withdraw_transfer(self, transfer_id: int, peer: str, link: str) -> bool:
-        """Forget a reservation of this peer and link; whether it was waiting here."""
+    def withdraw_transfer(
+        self, transfer_id: int, peer: str, link: str, failure: Failure, now: float
+    ) -> None:
+        """Drop a reservation of this peer and link, if it waits here."""
         for number, room in self._rooms.items():
             half = room.reservation
             if half is None or half.message.transfer_id != transfer_id:
                 continue
             if (half.peer, half.link) == (peer, link):
-                del self._rooms[number]
-                return True
-        return False
+                self._drop_reservation(number, failure, now)
+                return
 
-    def withdraw_peer(self, peer: str) -> None:
-        """Forget the reservations of a peer that is gone."""
+    def withdraw_peer(self, peer: str, failure: Failure, now: float) -> None:
+        """Drop the reservations of a peer that is gone."""
         gone = [
             number
             for number, room in self._rooms.items()
             if room.reservation is not None and room.reservation.peer == peer
         ]
         for number in gone:
-            del self._rooms[number]
+            self._drop_reservation(number, failure, now)
+
+    def _drop_reservation(self, room: int, failure: Failure, now: float) -> None:
+        """A reservation that met nobody is gone; a request that comes later is to hear of it."""
+        del self._rooms[room]
+        self._remember(self._withdrawn, room, failure, now)
 
     def take_expired(self, now: float) -> list[PrefillRequest | Reservation]:
         """Halves that waited too long; their rooms are gone."""
         expired = [n for n, room in self._rooms.items() if room.expires_at <= now]
         halves: list[PrefillRequest | Reservation] = []
         for number in expired:
-            room = self._rooms.pop(number)
-            halves += [half for half in (room.request, room.reservation) if half is not None]
+            room = self._rooms[number]
+            if room.reservation is not None:
+                halves.append(room.reservation)
+                self._drop_reservation(number, CAME_TOO_LATE, now)
+            elif room.request is not None:
+                halves.append(room.request)
+                del self._rooms[number]
         return halves
 
     @property

@@ -51,6 +51,11 @@ class PrefillRequest:
 
     is_ahead: it is computed before any decode server asks for it, and held until one does.
     sends_open: send id -> worker ranks that have not settled it yet.
+    is_quiet: what has settled changes nothing at the target any more. False for good once the
+        connection broke with bytes under way: then only the target's own fence proves it, and any
+        word of ours would be taken for proof.
+    short_since: when it was first found that its pages are not there; 0.0 if never.
+    relief_seen: `PageAccount.relief_count` when that was found last.
     digests_open: worker ranks that have not digested the cache yet; digests: sums of those that
         have, per decode rank.
     """
@@ -76,7 +81,10 @@ class PrefillRequest:
     first_logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[bytes] = field(default_factory=list)
     failure: Failure | None = None
+    is_quiet: bool = True
     is_abort_asked: bool = False
+    short_since: float = 0.0
+    relief_seen: int = -1
     queued_at: float = 0.0
     scheduled_at: float = 0.0
     computed_at: float = 0.0

@@ -11,11 +11,12 @@ import msgspec
 
 from common.request import Origin, SamplingParams
 from common.scheduling.deadlines import Deadlines
+from prefill_server.queue import WaitingQueue
 from prefill_server.request import PrefillRequest, Reservation
 
 
 class RequestTable:
-    """Owner of the indexes. A request is in `queue` while it waits for pages."""
+    """Owner of the indexes. A request is in `queue` while it waits to be computed."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, PrefillRequest] = {}
@@ -23,7 +24,7 @@ class RequestTable:
         self._by_transfer: dict[int, PrefillRequest] = {}
         self._by_room: dict[int, PrefillRequest] = {}
         self._next_id = 1
-        self.queue: dict[int, PrefillRequest] = {}
+        self.queue = WaitingQueue()
         self.deadlines = Deadlines()
 
     def __len__(self) -> int:
@@ -97,7 +98,7 @@ class RequestTable:
     def forget(self, request: PrefillRequest) -> None:
         del self._by_id[request.request_id]
         self.deadlines.forget(request.request_id)
-        self.queue.pop(request.request_id, None)
+        self.queue.discard(request)
         if request.client_id is not None:
             del self._by_client[request.client_id]
         if request.room is not None:

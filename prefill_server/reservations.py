@@ -6,7 +6,8 @@ Whatever is asked concerns only transfers of the peer and link that asks. Knows 
 from __future__ import annotations
 
 from common.protocol.handshake import check_transfer_request
-from common.protocol.peer import Abort, Quiesced, TransferRequest, Withdraw
+from common.protocol.peer import Abort, Quiesced, TransferFailed, TransferRequest, Withdraw
+from common.scheduling.events import UnreadableRequest
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
 from common.scheduling.transitions import PrefillEvent
@@ -75,17 +76,15 @@ class Reservations:
         if problem is None and message.token_count > self._request_token_max:
             problem = f"token_count={message.token_count}: at most {self._request_token_max} here"
         if problem is not None:
-            self._endings.reply_failed(reservation, Failure("bad_reservation", problem, 400))
+            self._refuse(reservation, Failure("bad_reservation", problem, 400), now)
         elif self.is_draining and not message.is_held:
             text = "the prefill server is stopping"
-            failure = Failure("stopping", text, 503, is_retryable=True)
-            self._endings.reply_failed(reservation, failure)
+            self._refuse(reservation, Failure("stopping", text, 503, is_retryable=True), now)
         elif message.room is not None:
             self._meet(message.room, reservation, now, is_held=message.is_held)
         elif len(self._table) >= self._queue_max:
             text = f"queue full: {len(self._table)} requests"
-            failure = Failure("queue_full", text, 503, is_retryable=True)
-            self._endings.reply_failed(reservation, failure)
+            self._refuse(reservation, Failure("queue_full", text, 503, is_retryable=True), now)
         else:
             assert message.sampling is not None, "checked with the reservation"
             request = self._table.add(
@@ -99,6 +98,26 @@ class Reservations:
                 now=now,
             )
             self.pair(request, reservation, now)
+
+    def refuse_unreadable(self, event: UnreadableRequest) -> None:
+        """Answer a reservation that can't be read, so that its request does not wait in vain."""
+        is_new = self._note(event.link, event.transfer_id)
+        if self._peers.connected(event.incarnation, event.link) is None:
+            self.stale_count += 1
+            self._peers.detach_unknown(event.link, event.incarnation)
+        elif not is_new:
+            # What was begun under this id has an end of its own, and only that proves it quiet.
+            self.stale_count += 1
+        else:
+            failed = TransferFailed(
+                transfer_id=event.transfer_id,
+                peer_incarnation=event.incarnation,
+                kind="bad_reservation",
+                message=event.problem,
+                status=400,
+                is_retryable=True,  # a server of another version may read it
+            )
+            self._outbox.to_peer(event.link, failed)
 
     def _note(self, link: str, transfer_id: int) -> bool:
         """Whether a transfer is new. Messages keep their order on a connection and no longer: one
@@ -116,10 +135,21 @@ class Reservations:
             self.stale_count += 1
             return
         text = f"the decode server gave up before it had pages: {message.reason}"
+        self._withdraw(message.room, text, now)
+
+    def _withdraw(self, room: int, text: str, now: float) -> None:
+        """No reservation comes for a room: its request ends, now or when it comes."""
         failure = Failure("other_half_aborted", text, 500)
-        request = self._rendezvous.withdraw(message.room, failure, now)
+        request = self._rendezvous.withdraw(room, failure, now)
         if request is not None:
             self._endings.fail(request, failure, now)
+
+    def _refuse(self, reservation: Reservation, failure: Failure, now: float) -> None:
+        """Answer a reservation that is not taken, and with it the request of its room."""
+        self._endings.reply_failed(reservation, failure)
+        room = reservation.message.room
+        if room is not None:
+            self._withdraw(room, f"its reservation was refused: {failure.message}", now)
 
     def _meet(self, room: int, reservation: Reservation, now: float, *, is_held: bool) -> None:
         if self._rendezvous.holds_reservation(room):
@@ -158,19 +188,26 @@ class Reservations:
             self._sender.ask_digests(request)
             return
         request.queued_at = now
-        self._table.queue[request.request_id] = request
+        self._table.queue.add(request)
 
     def handle_abort(self, link: str, message: Abort, now: float) -> None:
         if message.peer_incarnation != self._facts.incarnation:
             self.stale_count += 1
             return
         request = self._table.of_transfer(message.transfer_id)
+        # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
+        text = f"the decode server gave up: {message.reason}"
+        failure = Failure("other_half_aborted", text, 500)
         if request is None:
             self._note(link, message.transfer_id)
-            if not self._sender.is_quiet(message.transfer_id):
+            # A transfer whose connection broke with bytes under way has lost its peer. That peer
+            # fences them before it says so, and before it attaches anew.
+            is_connected = self._peers.connected(message.incarnation, link) is not None
+            if not (message.is_closed or is_connected):
                 return
-            self._rendezvous.withdraw_transfer(message.transfer_id, message.incarnation, link)
-            self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
+            peer = message.incarnation
+            self._rendezvous.withdraw_transfer(message.transfer_id, peer, link, failure, now)
+            self._outbox.to_peer(link, Quiesced(message.transfer_id, peer))
             return
         reservation = request.reservation
         assert reservation is not None, "a transfer is known by its reservation"
@@ -178,9 +215,14 @@ class Reservations:
             self.stale_count += 1
             return
         request.is_abort_asked = True
-        text = f"the decode server gave up: {message.reason}"
-        failure = Failure("aborted", text, 499)
-        if request.client_id is not None:
-            # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
-            failure = Failure("other_half_aborted", text, 500)
+        if request.client_id is None:
+            failure = Failure("aborted", text, 499)
         self._endings.fail(request, failure, now)
+
+    def refuse_request(self, room: int, problem: str, now: float) -> None:
+        """The client's half of a room was not taken: its reservation ends, now or when it comes."""
+        text = f"the prefill server refused the other half: {problem}"
+        failure = Failure("other_half_aborted", text, 500)
+        reservation = self._rendezvous.refuse(room, failure, now)
+        if reservation is not None:
+            self._endings.reply_failed(reservation, failure)

@@ -46,11 +46,14 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    FrontendBehind,
     LinkBroke,
+    LinkDropped,
     LinkRefused,
     PeerMessage,
     ProcessesGone,
     Tick,
+    UnreadableRequest,
     WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
@@ -79,10 +82,9 @@ class PrefillScheduler:
         self._facts = facts
         self._limits = limits
         self._outbox = Outbox()
-        self._peers = DecodePeers(facts, limits.pace, self._outbox)
         self._pulse = Pulse(facts.rank_count, limits.pace.stall_s, limits.pace.worker_s)
         self._rendezvous = Rendezvous(limits.bootstrap_timeout_s)
-        self._sender = Sender(facts.rank_count, self._outbox)
+        self._sender = Sender(facts, self._outbox)
         self._table = RequestTable()
         self._outgoing = Outgoing()
         self._trouble = ""
@@ -93,6 +95,9 @@ class PrefillScheduler:
             chunk_token_max=limits.chunk_token_max,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
+        self._peers = DecodePeers(
+            facts, limits.pace, self._outbox, request_token_max=self.request_token_max
+        )
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
         self._batcher = Batcher(self.account, batch_limits)
         self._flushes = Flushes(self.account, self._batcher, self._outbox)
@@ -148,6 +153,10 @@ class PrefillScheduler:
                 self._handle_worker(reply, now)
             case FromPeer(link=link, message=peer_message):
                 self._handle_peer(link, peer_message, now)
+            case UnreadableRequest():
+                self._reservations.refuse_unreadable(event)
+            case LinkDropped(link=link, reason=reason):
+                self._drop(link, reason, now)
             case LinkRefused(reason=reason):
                 self._peers.handle_link_refused(reason)
             case WorkersStopped(ranks=ranks):
@@ -156,6 +165,8 @@ class PrefillScheduler:
                 self._lose(incarnation, "its processes ended", now)
             case Tick() | LinkBroke():
                 pass
+            case FrontendBehind():
+                pass  # a request has one token here, and a frontend that lags asks for no more
             case _:
                 assert_never(event)
         return self._outbox.take()
@@ -237,8 +248,7 @@ class PrefillScheduler:
                 if lost is not None:
                     self._end_requests_of(lost, "the decode server dialled anew", now)
             case Attach():
-                if self._peers.handle_attach(link, message, now):
-                    self._sender.forget_unquiet(message.incarnation)
+                self._peers.handle_attach(link, message, now)
             case Heartbeat():
                 self._peers.handle_heartbeat(link, message)
             case TransferRequest():
@@ -258,12 +268,18 @@ class PrefillScheduler:
         if self._peers.lose(incarnation, reason, now):
             self._end_requests_of(incarnation, reason, now)
 
+    def _drop(self, link: str, reason: str, now: float) -> None:
+        """Nothing that a link says is heard any more: who spoke on it has to dial anew."""
+        incarnation = self._peers.on_link(link)
+        if incarnation is not None:
+            self._lose(incarnation, f"its link is not listened to: {reason}", now)
+
     def _end_requests_of(self, incarnation: str, reason: str, now: float) -> None:
-        self._rendezvous.withdraw_peer(incarnation)
+        failure = Failure("peer_lost", f"decode server {incarnation} was lost: {reason}", 500)
+        self._rendezvous.withdraw_peer(incarnation, failure, now)
         for request in self._table:
             if request.reservation is not None and request.reservation.peer == incarnation:
-                text = f"decode server {incarnation} was lost: {reason}"
-                self._endings.fail(request, Failure("peer_lost", text, 500), now)
+                self._endings.fail(request, failure, now)
 
     # ---- workers ---------------------------------------------------------------------------------
 
@@ -299,10 +315,11 @@ class PrefillScheduler:
         outcome = self._batcher.apply_done(done)
         for chunk in outcome.chunks:
             self._handle_chunk(chunk, now)
-        for sequence, reason in outcome.failed:
-            failed = self._table.get(sequence.request_id)
+        for undrawn in outcome.failed:
+            failed = self._table.get(undrawn.sequence.request_id)
             assert failed is not None
-            self._endings.fail(failed, Failure("bad_logits", reason, 500), now)
+            failure = Failure(undrawn.kind, undrawn.reason, undrawn.status)
+            self._endings.fail(failed, failure, now)
         for token in outcome.tokens:
             self._handle_token(token, now)
         for request in self._table:
@@ -324,7 +341,6 @@ class PrefillScheduler:
         request.first_logprobs = token.logprobs
         request.computed_at = now
         self._batcher.stop(token.sequence)
-        self.account.remember(token.sequence)
         if request.is_ahead:
             reservation = self._holds.hold(request, now)
             if reservation is not None:
@@ -376,6 +392,7 @@ class PrefillScheduler:
             counters={
                 **self._endings.counters,
                 "requests": float(self._submissions.count),
+                "followed": float(self._admission.followed_count),
                 "stale_messages": float(self._stale_count + self._reservations.stale_count),
                 "peers_lost": float(self._peers.lost_count),
                 "refused_peers": float(self._peers.refused_count),

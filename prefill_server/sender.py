@@ -6,11 +6,22 @@ Knows nothing of clients; which bytes a Send means is the worker's to plan.
 from __future__ import annotations
 
 from common.config import Verify
+from common.layout.component import LiveKind
 from common.planner.digests import add_digests
 from common.protocol.digests import Digest, Digested
-from common.protocol.worker import CancelSends, PrefillChunk, Send, SendSettled
+from common.protocol.worker import (
+    CancelSends,
+    CloseTransfer,
+    OpenTransfer,
+    PrefillChunk,
+    Send,
+    SendSettled,
+)
+from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
 from prefill_server.request import Failure, PrefillRequest, Reservation
+
+PageLists = list[tuple[int, list[int]]]
 
 # The step of a Send that waits for none.
 ALL_COMPUTED = 0
@@ -19,13 +30,13 @@ ALL_COMPUTED = 0
 class Sender:
     """Sends of all requests that have any open."""
 
-    def __init__(self, rank_count: int, outbox: Outbox) -> None:
-        self._rank_count = rank_count
+    def __init__(self, facts: ServerFacts, outbox: Outbox) -> None:
+        self._rank_count = facts.rank_count
+        self._is_window = [group.live.kind is LiveKind.WINDOW for group in facts.layout.groups]
         self._outbox = outbox
         self._requests: dict[int, PrefillRequest] = {}
         self._digesting: dict[int, PrefillRequest] = {}
         self._next_send_id = 1
-        self._unquiet: dict[int, str] = {}
 
     def send_chunk(self, request: PrefillRequest, chunk: PrefillChunk, step_id: int) -> None:
         """Hand over what a step makes final, as its layer groups are computed: one Send for all
@@ -41,24 +52,41 @@ class Sender:
     ) -> None:
         reservation, sequence = request.reservation, request.sequence
         assert reservation is not None and sequence is not None
+        pages = sequence.page_lists()
+        transfer_id = reservation.message.transfer_id
+        if request.sent_token_count == 0:
+            self._outbox.to_workers(
+                OpenTransfer(
+                    transfer_id=transfer_id,
+                    peer=reservation.peer,
+                    source_pages=_chosen(pages, [not found for found in self._is_window]),
+                    target_pages=reservation.message.pages,
+                )
+            )
         send_id = self._next_send_id
         self._next_send_id += 1
         request.sends_open[send_id] = set(range(self._rank_count))
         self._requests[send_id] = request
+        has_windows = is_final and any(self._is_window)
         self._outbox.to_workers(
             Send(
                 send_id=send_id,
                 step_id=step_id,
-                transfer_id=reservation.message.transfer_id,
-                peer=reservation.peer,
+                transfer_id=transfer_id,
                 token_start=request.sent_token_count,
                 token_stop=token_stop,
                 is_final=is_final,
-                source_pages=sequence.page_lists(),
-                target_pages=reservation.message.pages,
+                window_pages=_chosen(pages, self._is_window) if has_windows else [],
             )
         )
         request.sent_token_count = token_stop
+
+    def close(self, request: PrefillRequest) -> None:
+        """The request has ended: if workers know pages of it, they can forget them."""
+        assert not request.sends_open
+        if request.sent_token_count:
+            assert request.reservation is not None
+            self._outbox.to_workers(CloseTransfer(request.reservation.message.transfer_id))
 
     def cancel(self, request: PrefillRequest, reservation: Reservation) -> None:
         """Ask the workers to stop issuing puts; what is out still settles."""
@@ -80,8 +108,7 @@ class Sender:
         request.run_count += settled.run_count
         request.wire_s += settled.seconds
         request.writers_settled.add(settled.rank)
-        if not settled.is_quiet and request.reservation is not None:
-            self._unquiet[settled.transfer_id] = request.reservation.peer
+        request.is_quiet = request.is_quiet and settled.is_quiet
         if settled.error and request.failure is None:
             message = f"hand-over from rank {settled.rank} failed: {settled.error}"
             request.failure = Failure("transfer_failed", message, 500, is_retryable=True)
@@ -119,18 +146,13 @@ class Sender:
         request.digests = add_digests(known, digested.digests) if known else digested.digests
         return request
 
-    def is_quiet(self, transfer_id: int) -> bool:
-        """Whether we may say that nothing of this transfer changes the target any more.
-
-        False for good once its connection broke with bytes under way: then only the target's own
-        fence proves it, and any word of ours would be taken for proof.
-        """
-        return transfer_id not in self._unquiet
-
-    def forget_unquiet(self, peer: str) -> None:
-        """The peer attaches anew: it has destroyed what the old connection wrote through."""
-        self._unquiet = {t: p for t, p in self._unquiet.items() if p != peer}
-
     @property
     def open_count(self) -> int:
         return len(self._requests)
+
+
+def _chosen(pages: PageLists, is_chosen: list[bool]) -> PageLists:
+    """Those of some groups; of the others none."""
+    return [
+        found if is_wanted else (0, []) for found, is_wanted in zip(pages, is_chosen, strict=True)
+    ]

@@ -41,23 +41,27 @@ class Submissions:
         room = submit.bootstrap.room if submit.bootstrap is not None else None
         token_count = len(submit.token_ids)
         if room is None:
-            self._refuse(submit, 400, "a prefill server needs bootstrap_room in the request")
+            self._refuse(submit, 400, "a prefill server needs bootstrap_room in the request", now)
+        elif self._table.of_room(room) is not None:
+            self._refuse(submit, 400, f"bootstrap_room={room}: already in use", now)
         elif not 1 <= token_count <= self._request_token_max:
             limit = f"must be 1..{self._request_token_max}"
-            self._refuse(submit, 400, f"prompt of {token_count} tokens: {limit}")
+            self._refuse(submit, 400, f"prompt of {token_count} tokens: {limit}", now)
         elif len(self._table) >= self._queue_max:
-            self._refuse(submit, 503, f"queue full: {len(self._table)} requests")
-        elif self._table.of_room(room) is not None:
-            self._refuse(submit, 400, f"bootstrap_room={room}: already in use")
+            self._refuse(submit, 503, f"queue full: {len(self._table)} requests", now)
         elif (withdrawn := self._rendezvous.take_withdrawn(room, now)) is not None:
             kind, message = withdrawn.kind, withdrawn.message
             self._outbox.to_frontend(Failed(submit.request_id, withdrawn.status, kind, message))
         else:
             self._take(submit, room, now)
 
-    def _refuse(self, submit: Submit, status: int, message: str) -> None:
+    def _refuse(self, submit: Submit, status: int, message: str, now: float) -> None:
+        """A reservation of its room would wait in vain, unless that is another request's."""
         kind = "queue_full" if status == 503 else "bad_request"
         self._outbox.to_frontend(Failed(submit.request_id, status, kind, message))
+        room = submit.bootstrap.room if submit.bootstrap is not None else None
+        if room is not None and self._table.of_room(room) is None:
+            self._reservations.refuse_request(room, message, now)
 
     def _take(self, submit: Submit, room: int, now: float) -> None:
         request = self._table.add(

@@ -16,19 +16,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.protocol.worker import NewSequence, PrefillChunk, Step, StepDone
-from common.request import (
-    FinishKind,
-    FinishReason,
-    SamplingParams,
-    TokenLogprobs,
-    logprobs_nbytes,
-)
+from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs
+from common.scheduling.blocks_under_way import BlocksUnderWay
+from common.scheduling.chunks import is_passing, plan_chunks
 from common.scheduling.in_flight import Flight, InFlight
+from common.scheduling.prefix_cache import CacheNode
 from common.scheduling.sequence import PageAccount, Sequence
-
-# What a step may tell of prompts: far below what a worker's message may have, and as much as a
-# worker encodes between two beats.
-STEP_LOGPROBS_NBYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +58,22 @@ class TokenDone(msgspec.Struct, frozen=True):
     finish: FinishReason | None
 
 
+class Undrawn(msgspec.Struct, frozen=True):
+    """A sequence that got no token. kind, status: as its client is told of it."""
+
+    sequence: Sequence
+    kind: str
+    status: int
+    reason: str
+
+
 @dataclass(slots=True)
 class StepOutcome:
     """What a step brought. Order: chunks first, then tokens, as the worker computed them."""
 
     chunks: list[ChunkDone] = field(default_factory=list)
     tokens: list[TokenDone] = field(default_factory=list)
-    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    failed: list[Undrawn] = field(default_factory=list)
 
 
 class PlannedStep(msgspec.Struct):
@@ -82,7 +84,10 @@ class PlannedStep(msgspec.Struct):
 
 
 class Batcher:
-    """Sequences that compute on this server's workers."""
+    """Sequences that compute on this server's workers.
+
+    unplanned_count: prompt tokens that are in no step yet.
+    """
 
     def __init__(self, account: PageAccount, limits: BatchLimits) -> None:
         self._account = account
@@ -92,7 +97,9 @@ class Batcher:
         self._retired: list[int] = []
         self._leaving: list[Sequence] = []
         self._in_flight = InFlight()
+        self._under_way = BlocksUnderWay(account)
         self._next_step_id = 1
+        self.unplanned_count = 0
         self.step_count = 0
 
     @property
@@ -107,10 +114,25 @@ class Batcher:
     def is_computing(self) -> bool:
         return len(self._in_flight) > 0
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more sequence may compute."""
-        return len(self._running) + len(self._prompts) < self.limits.running_max
+    def has_room_for(self, token_count: int) -> bool:
+        """Whether a prompt of so many tokens would be computed in one of the steps that may be sent
+        next: they have room, or it passes those that fill them."""
+        if len(self._running) + len(self._prompts) >= self.limits.running_max:
+            return False
+        budget = self.limits.in_flight_max * self.limits.chunk_token_max
+        if self.unplanned_count < budget:
+            return True
+        left = [s.left_count for s in self._prompts.values() if s.left_count]
+        return is_passing(left, token_count, budget)
+
+    def computes_prompt(self, sequence: Sequence) -> bool:
+        return self._prompts.get(sequence.request_id) is sequence
+
+    def find_writer(
+        self, nodes: list[CacheNode], token_ids: list[int], token_max: int
+    ) -> tuple[Sequence, int] | None:
+        """Who computes what comes behind a cached prefix; see `BlocksUnderWay.find`."""
+        return self._under_way.find(nodes, token_ids, token_max)
 
     @property
     def uncomputed_token_count(self) -> int:
@@ -128,6 +150,8 @@ class Batcher:
             self._running[sequence.request_id] = sequence
         else:
             self._prompts[sequence.request_id] = sequence
+            self.unplanned_count += len(sequence.token_ids) - sequence.chunk_start
+            self._under_way.note(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Stop computing and close the sequence once no step can touch its pages any more."""
@@ -142,7 +166,9 @@ class Batcher:
 
     def stop(self, sequence: Sequence) -> None:
         """Compute no further; the pages stay with the caller, who asks `is_in_flight`."""
-        self._prompts.pop(sequence.request_id, None)
+        if self._prompts.pop(sequence.request_id, None) is not None:
+            self.unplanned_count -= len(sequence.token_ids) - sequence.chunk_start
+            self._under_way.forget(sequence)
         self._running.pop(sequence.request_id, None)
         if sequence.is_known:
             sequence.is_known = False
@@ -170,9 +196,10 @@ class Batcher:
     def _plan_ahead(self) -> Step | None:
         """The step behind the one that is in flight, if waiting would not make a better one.
 
-        Nobody is retracted for it, and no prompt gets a smaller chunk or a later place: where pages
-        are short, those that a sequence gives back when it ends now may do. A step of prompts alone
-        is full, for whoever comes meanwhile would have joined it.
+        Nobody is retracted for it, and no prompt that is here gets a smaller chunk or a later
+        place: where pages are short, those that a sequence gives back when it ends now may do. A
+        step of prompts alone is full, for whoever comes meanwhile would have joined it; only one
+        that would have passed the others waits for a step more.
         """
         decoding = self._decoding_ahead()
         for sequence in (*decoding, *self._prompts.values()):
@@ -218,6 +245,7 @@ class Batcher:
         latest = [sequence.token_ids[-1] for sequence in decoding] if is_told else []
         step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest)
         self._next_step_id += 1
+        self.unplanned_count -= sum(chunk.stop - chunk.start for chunk in chunks)
         self._in_flight.begin(step, computing)
         return step
 
@@ -242,29 +270,9 @@ class Batcher:
         return min(candidates, key=lambda s: (len(s.token_ids), -s.request_id))
 
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
-        """First come, first served, within the token budget that the decodes leave, the window
-        pages that a prompt has, and what a step may tell."""
+        """Within the token budget that the decodes leave."""
         budget = max(1, self.limits.chunk_token_max - decode_count)
-        told_budget = STEP_LOGPROBS_NBYTES_MAX
-        chunks: list[PrefillChunk] = []
-        for sequence in self._prompts.values():
-            if budget == 0:
-                break
-            start = sequence.chunk_start
-            if start == len(sequence.token_ids):  # all of it is in flight
-                continue
-            self._account.recycle(sequence)
-            token_nbytes = _told_nbytes(sequence)
-            room = told_budget // token_nbytes if token_nbytes else budget
-            if room == 0 and chunks:
-                continue
-            stop = min(self._account.chunk_stop_max(sequence), start + min(budget, max(1, room)))
-            assert start < stop, f"request {sequence.request_id}: no page for token {start}"
-            is_last = stop == len(sequence.token_ids)
-            chunks.append(PrefillChunk(sequence.request_id, start, stop, is_last))
-            budget -= stop - start
-            told_budget -= token_nbytes * (stop - start)
-        return chunks
+        return plan_chunks(self._account, self._prompts.values(), budget)
 
     # ---- a finished step -------------------------------------------------------------------------
 
@@ -289,7 +297,11 @@ class Batcher:
             if sampled is None:
                 continue
             if request_id in done.failed:
-                outcome.failed.append((sampled, done.failed[request_id]))
+                self._account.withdraw(sampled)
+                kind, status = ("bad_logits", 500)
+                if request_id in done.unfit:  # no other server would do better
+                    kind, status = ("no_token", 400)
+                outcome.failed.append(Undrawn(sampled, kind, status, done.failed[request_id]))
                 continue
             sampled.token_ids.append(token_id)
             finish = self.finish_of(sampled)
@@ -305,11 +317,16 @@ class Batcher:
     def _finish_chunk(
         self, flight: Flight, chunk: PrefillChunk, done: StepDone, outcome: StepOutcome
     ) -> None:
+        """Its blocks can be found from now on. Should they turn out bad with the last chunk, those
+        who read them come out bad as well."""
         sequence = flight.sequences[chunk.request_id]
         if self._prompts.get(chunk.request_id) is not sequence:
             return
         sequence.computed_count = chunk.stop
+        self._account.remember(sequence)
+        self._under_way.note(sequence)
         if chunk.is_last:
+            self._under_way.forget(sequence)
             del self._prompts[chunk.request_id]
             self._running[chunk.request_id] = sequence
             # Whoever sends the window now keeps no more than it.
@@ -343,12 +360,6 @@ class Batcher:
     def _is_stop(self, sampling: SamplingParams, token_id: int) -> bool:
         is_eos = token_id in self.limits.eos_token_ids and not sampling.ignore_eos
         return is_eos or token_id in sampling.stop_token_ids
-
-
-def _told_nbytes(sequence: Sequence) -> int:
-    """What is told of every prompt token of a sequence at most."""
-    sampling = sequence.sampling
-    return logprobs_nbytes(sampling, 1) if sampling.logprob_start_len >= 0 else 0
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

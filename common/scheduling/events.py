@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
+from common.protocol.frontend import FrontendToScheduler, ToldFrontend
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 
@@ -32,6 +32,18 @@ class FromPeer(msgspec.Struct, frozen=True):
     message: PeerMessage
 
 
+class UnreadableRequest(msgspec.Struct, frozen=True):
+    """A decode server's reservation of which no more can be read than which one it is.
+
+    problem: why not; the sender is told.
+    """
+
+    link: str
+    transfer_id: int
+    incarnation: str
+    problem: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time passed; deadlines are looked at."""
 
@@ -44,6 +56,14 @@ class ProcessesGone(msgspec.Struct, frozen=True):
 
 class LinkRefused(msgspec.Struct, frozen=True):
     """A connection came to nothing before a word was said. link: "" where somebody else dialled."""
+
+    link: str
+    reason: str
+
+
+class LinkDropped(msgspec.Struct, frozen=True):
+    """A link that said nothing but nonsense is not listened to any more; one that we dialled is
+    closed. Whoever dialled may do so again, and that is another link."""
 
     link: str
     reason: str
@@ -63,20 +83,29 @@ class WorkersStopped(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+class FrontendBehind(msgspec.Struct, frozen=True):
+    """So much output waits for the frontend that no more may be computed; or all of it has left."""
+
+    is_behind: bool
+
+
 Event = (
     FromFrontend
     | FromWorker
     | FromPeer
+    | UnreadableRequest
     | Tick
     | ProcessesGone
     | LinkRefused
+    | LinkDropped
     | LinkBroke
     | WorkersStopped
+    | FrontendBehind
 )
 
 
 class ToFrontend(msgspec.Struct, frozen=True):
-    message: SchedulerToFrontend
+    message: ToldFrontend
 
 
 class ToWorkers(msgspec.Struct, frozen=True):

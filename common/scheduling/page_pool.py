@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 
 class PagePool:
-    """Pages 1..page_counts[group] of every group."""
+    """Pages 1..page_counts[group] of every group. freed_count: pages that became free so far."""
 
     def __init__(self, page_counts: Sequence[int]) -> None:
         self.page_counts = tuple(page_counts)
@@ -26,6 +26,7 @@ class PagePool:
         self._all = [frozenset(free) for free in self._free]
         self._used: list[set[int]] = [set() for _ in page_counts]
         self._quarantined: list[set[int]] = [set() for _ in page_counts]
+        self.freed_count = 0
 
     def free_count(self, group: int) -> int:
         return len(self._free[group])
@@ -56,6 +57,7 @@ class PagePool:
         for page in pages:
             self._used[group].remove(page)
             self._free[group].append(page)
+            self.freed_count += 1
 
     def quarantine(self, group: int, pages: Iterable[int]) -> None:
         """Used pages are set aside: a writer may still reach them."""
@@ -68,6 +70,7 @@ class PagePool:
         for page in pages:
             self._quarantined[group].remove(page)
             self._free[group].append(page)
+            self.freed_count += 1
 
     def check(self) -> None:
         """Every page is in exactly one place and the places add up to the pool."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.protocol.frontend import SchedulerToFrontend
+from common.protocol.frontend import ToldFrontend
 from common.protocol.peer import Heartbeat
 from common.protocol.worker import SchedulerToWorker
 from common.scheduling.events import (
@@ -38,7 +38,7 @@ class Outbox:
     def __init__(self) -> None:
         self._effects: list[Effect] = []
 
-    def to_frontend(self, message: SchedulerToFrontend) -> None:
+    def to_frontend(self, message: ToldFrontend) -> None:
         self._effects.append(ToFrontend(message))
 
     def to_workers(self, message: SchedulerToWorker) -> None:

@@ -28,7 +28,10 @@ class CacheNode:
 
 
 class PrefixCache:
-    """Tree of full pages of group `group`, `page_size` tokens each."""
+    """Tree of full pages of group `group`, `page_size` tokens each.
+
+    relief_count: pages so far that were adopted, or let go of by their last reader.
+    """
 
     def __init__(self, pool: PagePool, group: int, page_size: int) -> None:
         self._pool = pool
@@ -37,6 +40,7 @@ class PrefixCache:
         self._roots: dict[tuple[int, ...], CacheNode] = {}
         self._unlocked: OrderedDict[int, CacheNode] = OrderedDict()
         self.node_count = 0
+        self.relief_count = 0
 
     @property
     def evictable_count(self) -> int:
@@ -68,29 +72,44 @@ class PrefixCache:
             node.lock_count -= 1
             if node.lock_count == 0:
                 self._unlocked[id(node)] = node
+                self.relief_count += 1
 
     def insert(
-        self, tokens: Sequence[int], pages: Sequence[int], locked: list[CacheNode]
+        self,
+        tokens: Sequence[int],
+        computed_count: int,
+        pages: Sequence[int],
+        locked: list[CacheNode],
     ) -> list[CacheNode]:
-        """Adopt the full pages of a computed prompt behind the already locked path.
+        """Offer the full pages of the first `computed_count` tokens behind the already locked path.
 
-        The adopted nodes come back locked; their pages belong to the tree from now on. Stops at a
-        page that another prompt has put there meanwhile: the caller keeps its own copy.
+        The nodes of these pages come back locked. A page of the caller is adopted, and belongs to
+        the tree from now on, unless another prompt has put one there meanwhile: then the node has
+        that page, and the caller keeps its own copy.
         """
         children = locked[-1].children if locked else self._roots
         parent = locked[-1] if locked else None
-        adopted: list[CacheNode] = []
-        for index in range(len(locked), len(tokens) // self._page_size):
+        path: list[CacheNode] = []
+        for index in range(len(locked), computed_count // self._page_size):
             start = index * self._page_size
             key = tuple(tokens[start : start + self._page_size])
-            if key in children:
-                break
-            node = CacheNode(key, pages[index], parent, lock_count=1)
-            children[key] = node
-            adopted.append(node)
+            node = children.get(key)
+            if node is None:
+                node = children[key] = CacheNode(key, pages[index], parent, lock_count=1)
+                self.node_count += 1
+                self.relief_count += 1
+            else:
+                self.lock([node])
+            path.append(node)
             children, parent = node.children, node
-        self.node_count += len(adopted)
-        return adopted
+        return path
+
+    def cut(self, node: CacheNode) -> None:
+        """Nobody finds a page any more, nor those behind it. Who reads them goes on, and they are
+        freed as all others. Harmless if it was cut before."""
+        siblings = self._roots if node.parent is None else node.parent.children
+        if siblings.get(node.key) is node:  # another page may be there by now
+            del siblings[node.key]
 
     def evict(self, count: int) -> int:
         """Free up to `count` pages, least recently used first; returns how many."""
@@ -101,9 +120,9 @@ class PrefixCache:
                 # Its children were unlocked later than it was: they go first.
                 self._unlocked[id(node)] = node
                 continue
-            siblings = self._roots if node.parent is None else node.parent.children
-            del siblings[node.key]
+            self.cut(node)
             self._pool.release(self._group, [node.page])
             self.node_count -= 1
+            self.relief_count -= 1  # the pool counts it again
             freed += 1
         return freed

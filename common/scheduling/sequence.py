@@ -13,9 +13,11 @@ index of their own sequence: with a window of 4, page 7 holds tokens 12..15 once
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import FULL, LiveKind
@@ -62,9 +64,11 @@ class Sequence:
     """Tokens, sampling and pages of one request on this server.
 
     computed_count: tokens whose cache is in the pages; cached_count of them came from the prefix
-    cache. nodes: pages at the head of group 0 that belong to it and are only read.
+    cache. nodes: of the prefix cache, for the pages at the head of group 0. Those pages belong to
+    it, copies aside: pages of blocks that another sequence was first with.
     planned_count: tokens of the prompt up to the end of the last chunk that was sent.
     pending_count: tokens that steps in flight draw, not known yet.
+    wanted_count: tokens of the prompt that another one waits for; 0 if none does.
     """
 
     request_id: int
@@ -76,7 +80,9 @@ class Sequence:
     cached_count: int = 0
     planned_count: int = 0
     pending_count: int = 0
+    wanted_count: int = 0
     nodes: list[CacheNode] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
     is_known: bool = False
 
     @property
@@ -92,6 +98,12 @@ class Sequence:
     def chunk_start(self) -> int:
         """The first token of the prompt's next chunk."""
         return max(self.computed_count, self.planned_count)
+
+    @property
+    def left_count(self) -> int:
+        """Tokens of the prompt that are in no chunk yet, or as far as another one waits for it."""
+        start = self.chunk_start
+        return (self.wanted_count if self.wanted_count > start else len(self.token_ids)) - start
 
     def take_grants(self) -> list[PageGrant]:
         """What the workers have not been told of the pages yet."""
@@ -109,9 +121,30 @@ class Sequence:
                 span.granted_count = len(span.page_ids)
         return grants
 
+    def owned_pages(self) -> list[list[int]]:
+        """Per group, the pages that are this sequence's alone, and not the prefix cache's."""
+        owned = [span.page_ids for span in self.spans]
+        return [[*self.copies, *owned[0][len(self.nodes) :]], *owned[1:]]
+
     def page_lists(self) -> list[tuple[int, list[int]]]:
         """Per group (first logical index, page ids), as Send and TransferRequest carry them."""
         return [(span.first_index, list(span.page_ids)) for span in self.spans]
+
+
+def _pairs(sequence: Sequence, first: int) -> Iterator[tuple[int, CacheNode]]:
+    """Pages of group 0 with their nodes in the prefix cache, from a logical index on."""
+    return zip(
+        islice(sequence.spans[0].page_ids, first, None), sequence.nodes[first:], strict=False
+    )
+
+
+def reusable_count(token_ids: List[int], sampling: SamplingParams) -> int:
+    """Tokens that a cached prefix may have at most. The last one is computed in any case."""
+    count = len(token_ids) - 1
+    if sampling.logprob_start_len >= 0:
+        # The row before the first wanted token predicts it, so it has to be computed.
+        count = min(count, max(0, sampling.logprob_start_len - 1))
+    return count
 
 
 def touched_page_max(group: PageGroup, item_count: int) -> int:
@@ -170,6 +203,13 @@ class PageAccount:
         """Free pages and those that eviction would free."""
         evictable = self.cache.evictable_count if self.cache is not None and group == 0 else 0
         return self.pool.free_count(group) + evictable
+
+    @property
+    def relief_count(self) -> int:
+        """Grows with everything that could let a sequence fit that did not: a page that comes back,
+        and one that is found in the prefix cache from now on."""
+        cached = self.cache.relief_count if self.cache is not None else 0
+        return self.pool.freed_count + cached
 
     def end_index(self, group: int, token_count: int) -> int:
         """Logical index behind the last page of a group that `token_count` tokens need."""
@@ -271,30 +311,40 @@ class PageAccount:
         ]
         return min([len(sequence.token_ids), *stops])
 
+    def match(self, token_ids: list[int], sampling: SamplingParams) -> list[CacheNode]:
+        """The cached prefix that a sequence of these tokens could reuse."""
+        if self.cache is None:
+            return []
+        return self.cache.match(token_ids, reusable_count(token_ids, sampling))
+
     def open(
-        self, request_id: int, token_ids: list[int], prompt_count: int, sampling: SamplingParams
+        self,
+        request_id: int,
+        token_ids: list[int],
+        prompt_count: int,
+        sampling: SamplingParams,
+        nodes: list[CacheNode] | None = None,
     ) -> Sequence | None:
         """A sequence to be computed here, with the pages that takes; None if they are not there
-        now. A cached prefix is reused, but at least one token is left to compute."""
-        nodes: list[CacheNode] = []
+        now. A cached prefix is reused, but at least one token is left to compute.
+
+        nodes: what `match` has found just now, if it was asked.
+        """
+        if nodes is None:
+            nodes = self.match(token_ids, sampling)
+        needs = self.needs_to_compute(len(token_ids))
+        needs[0] -= len(nodes)
+        # Pages of the prefix that nobody reads could be evicted otherwise.
+        unread_count = sum(node.lock_count == 0 for node in nodes)
+        if not self.can_allocate([needs[0] + unread_count, *needs[1:]]):
+            return None
         if self.cache is not None:
-            reusable = len(token_ids) - 1
-            if sampling.logprob_start_len >= 0:
-                # The row before the first wanted token predicts it, so it has to be computed.
-                reusable = min(reusable, max(0, sampling.logprob_start_len - 1))
-            nodes = self.cache.match(token_ids, reusable)
             self.cache.lock(nodes)
         spans = [PageSpan(0, []) for _ in self.groups]
         spans[0].page_ids = [node.page for node in nodes]
         sequence = Sequence(request_id, token_ids, prompt_count, sampling, spans, nodes=nodes)
         sequence.cached_count = len(nodes) * self.groups[0].page_items
         sequence.computed_count = sequence.cached_count
-        needs = self.needs_to_compute(len(token_ids))
-        needs[0] -= len(nodes)
-        if not self.can_allocate(needs):
-            if self.cache is not None:
-                self.cache.unlock(nodes)
-            return None
         for span, pages in zip(spans, self.allocate(needs), strict=True):
             span.page_ids.extend(pages)
         return sequence
@@ -303,18 +353,31 @@ class PageAccount:
         """Offer the full computed pages of a sequence to the prefix cache."""
         if self.cache is None or sequence.spans[0].first_index != 0:
             return
-        tokens = sequence.token_ids[: sequence.computed_count]
-        sequence.nodes += self.cache.insert(tokens, sequence.spans[0].page_ids, sequence.nodes)
+        pages, known_count = sequence.spans[0].page_ids, len(sequence.nodes)
+        sequence.nodes += self.cache.insert(
+            sequence.token_ids, sequence.computed_count, pages, sequence.nodes
+        )
+        sequence.copies += [
+            page for page, node in _pairs(sequence, known_count) if node.page != page
+        ]
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Its computation came out wrong: nobody else is to find what it added to the prefix cache.
+        What others had put there stays."""
+        if self.cache is not None:
+            found_count = sequence.cached_count // self.groups[0].page_items
+            added = (node for page, node in _pairs(sequence, found_count) if node.page == page)
+            for node in islice(added, 1):  # those behind it go with it
+                self.cache.cut(node)
 
     def close(self, sequence: Sequence) -> None:
         """Take all pages of a sequence back. Nothing may be writing or reading them."""
-        for group, span in enumerate(sequence.spans):
-            owned = span.page_ids[len(sequence.nodes) :] if group == 0 else span.page_ids
-            self.pool.release(group, owned)
-            span.page_ids = []
+        for group, pages in enumerate(sequence.owned_pages()):
+            self.pool.release(group, pages)
+            sequence.spans[group].page_ids = []
         if self.cache is not None:
             self.cache.unlock(sequence.nodes)
-        sequence.nodes = []
+        sequence.nodes, sequence.copies = [], []
 
     def flush_cache(self) -> bool:
         """Forget cached prefixes; True if nothing is left of them."""

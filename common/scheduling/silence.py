@@ -16,19 +16,23 @@ LOOK_GAP_MAX_S = 0.4
 
 @dataclass(slots=True)
 class Silence:
-    """Seconds in which we listened for something and did not hear it."""
+    """Seconds in which we listened for something and did not hear it.
+
+    gap_max_s: the longest time between two looks that counts as listening.
+    """
 
     looked_at: float
     seconds: float = 0.0
+    gap_max_s: float = LOOK_GAP_MAX_S
 
     def hear(self) -> None:
         self.seconds = 0.0
 
     def look(self, now: float) -> float:
-        """The silence until now; to be called at least every LOOK_GAP_MAX_S."""
+        """The silence until now; to be called at least every `gap_max_s`."""
         gap = now - self.looked_at
         if gap > 0.0:
-            self.seconds += gap if gap < LOOK_GAP_MAX_S else LOOK_GAP_MAX_S
+            self.seconds += gap if gap < self.gap_max_s else self.gap_max_s
         self.looked_at = now
         return self.seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.protocol.frontend import SchedulerToFrontend, Tokens
+from common.protocol.frontend import Tokens, ToldFrontend
 from common.protocol.peer import TransferDone
 from common.request import Bootstrap
 from common.scheduling.events import PeerMessage
@@ -21,7 +21,7 @@ def test_its_chunks_are_told_to_its_client_and_not_to_who_did_not_wait_for_them(
     told: list[object] = []
     to_frontend, to_peer = Outbox.to_frontend, Outbox.to_peer
 
-    def tell_frontend(self: Outbox, message: SchedulerToFrontend) -> None:
+    def tell_frontend(self: Outbox, message: ToldFrontend) -> None:
         told.append(message)
         to_frontend(self, message)
 

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from common.protocol.frontend import GetState, State
-from common.protocol.peer import Attach, Detached, Heartbeat, Hello, Refuse, TransferRequest
+from common.protocol.peer import (
+    Attach,
+    Detached,
+    Heartbeat,
+    Hello,
+    Refuse,
+    TransferFailed,
+    TransferRequest,
+    Welcome,
+)
 from common.protocol.worker import WorkerBeat
 from common.request import SamplingParams
 from common.scheduling.events import (
@@ -14,9 +23,11 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    LinkDropped,
     LinkRefused,
     Report,
     ToPeer,
+    UnreadableRequest,
 )
 from common.scheduling.events import ToFrontend as Told
 from common.scheduling.sparing import BURST
@@ -55,7 +66,9 @@ def test_another_link_can_not_speak_for_a_peer(world: World) -> None:
     assert connected_count(world) == 0
 
 
-def reservation(world: World, transfer_id: int) -> TransferRequest:
+def reservation(
+    world: World, transfer_id: int, token_ids: tuple[int, ...] = (5, 6, 7)
+) -> TransferRequest:
     """As d0 would ask now."""
     p0, d0 = world.nodes["p0"], world.nodes["d0"]
     assert isinstance(d0.core, DecodeScheduler)
@@ -65,16 +78,69 @@ def reservation(world: World, transfer_id: int) -> TransferRequest:
         transfer_id=transfer_id,
         incarnation=d0.facts.incarnation,
         peer_incarnation=p0.facts.incarnation,
-        token_count=3,
-        pages=[(0, [1])],
+        token_count=len(token_ids),
+        pages=[(0, list(range(1, -(-len(token_ids) // d0.page_size) + 1)))],
         budget_ms=9000,
         writers=[0],
         room=None,
-        token_ids=[5, 6, 7],
-        prompt_count=3,
+        token_ids=list(token_ids),
+        prompt_count=len(token_ids),
         sampling=SamplingParams(max_new_tokens=4, seed=0),
         attachment=peer.attachment,
     )
+
+
+def unreadable(world: World, transfer_id: int, link: str = "d0") -> list[Effect]:
+    """What the prefill server does about a reservation of d0's that it can't read."""
+    p0, d0 = world.nodes["p0"], world.nodes["d0"]
+    event = UnreadableRequest(link, transfer_id, d0.facts.incarnation, "sampling: no number")
+    return p0.core.handle(event, world.now)
+
+
+def test_a_reservation_that_can_not_be_read_is_answered_once(world: World) -> None:
+    (effect,) = unreadable(world, 5)
+    failed = TransferFailed(
+        5, world.nodes["d0"].facts.incarnation, "bad_reservation", "sampling: no number", 400, True
+    )
+    assert effect == ToPeer("d0", failed)
+    assert unreadable(world, 5) == []
+
+
+def test_what_can_not_be_read_ends_nothing_that_was_begun_under_its_id(world: World) -> None:
+    """Its answer would be taken for the proof that nobody writes the pages of that transfer."""
+    p0 = world.nodes["p0"]
+    p0.feed(FromPeer("d0", reservation(world, 1 << 40)))
+    assert not p0.core.is_idle
+    assert unreadable(world, 1 << 40) == []
+    assert not p0.core.is_idle
+    assert unreadable(world, 2 << 40) != []
+    p0.feed(FromPeer("d0", reservation(world, 2 << 40)))
+    assert len(list(p0.core._table)) == 1, "what was refused is not begun when it comes again"  # type: ignore[union-attr]
+
+
+def test_an_unreadable_reservation_on_a_link_that_is_not_its_own_is_not_answered(
+    world: World,
+) -> None:
+    (effect,) = unreadable(world, 5, "forger")
+    assert isinstance(effect, ToPeer) and isinstance(effect.message, Detached)
+
+
+def test_who_spoke_on_a_dropped_link_is_lost_and_welcome_on_another(world: World) -> None:
+    p0, d0 = world.nodes["p0"], world.nodes["d0"]
+    p0.feed(FromPeer("d0", reservation(world, 1 << 40)))
+    world.network.cut.add(frozenset(("p0", "d0")))
+    effects = p0.core.handle(LinkDropped("d0", "16 malformed messages"), world.now)
+    told = [e.message for e in effects if isinstance(e, ToPeer) and e.link == "d0"]
+    assert any(isinstance(m, Detached) and "16 malformed" in m.reason for m in told)
+    assert connected_count(world) == 0
+    hello = Hello(1, 1, "decode", d0.facts.incarnation, d0.facts.fingerprint, d0.facts.layout_bytes)
+    assert hear(world, "fresh", hello) == [], "its old connection is being closed"
+    p0.carry_out(effects)
+    world.run(world.now + 0.5)
+    assert p0.core.is_idle, "its request has ended"
+    (effect,) = hear(world, "fresh", hello)
+    assert isinstance(effect, ToPeer) and isinstance(effect.message, Welcome)
+    assert p0.core.handle(LinkDropped("nobody", "nonsense"), world.now) == []
 
 
 def lose(world: World) -> None:
@@ -125,11 +191,11 @@ def test_what_is_connected_to_an_earlier_attach_is_given_up_and_dialled_anew(
     heard: list[Attach] = []
     handle = DecodePeers.handle_attach
 
-    def hear_an_earlier_one(self: DecodePeers, link: str, attach: Attach, now: float) -> bool:
+    def hear_an_earlier_one(self: DecodePeers, link: str, attach: Attach, now: float) -> None:
         heard.append(attach)
         if len(heard) == 1:
             attach = msgspec.structs.replace(attach, attachment=attach.attachment - 1)
-        return handle(self, link, attach, now)
+        handle(self, link, attach, now)
 
     monkeypatch.setattr(DecodePeers, "handle_attach", hear_an_earlier_one)
     lose(world)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from common.protocol.frontend import GetState, State
-from common.protocol.worker import Send
 from common.scheduling.events import Effect, FromFrontend, Report, ToFrontend
 from prefill_server.outgoing import FAILURE_COUNT_MAX, LATELY_S, RECORD_COUNT_MAX, Outgoing
 from tests.sim.sim_hand_over import HandOvers
 from tests.sim.world import World
+from tests.worker.whole_send import WholeSend
 
 PROMPT = list(range(20, 60))
 
@@ -76,7 +76,7 @@ def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
 ) -> None:
     settle = HandOvers._settle
 
-    def fail(self: HandOvers, send: Send, error: str) -> None:
+    def fail(self: HandOvers, send: WholeSend, error: str) -> None:
         settle(self, send, error or "no route to host")
 
     monkeypatch.setattr(HandOvers, "_settle", fail)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.protocol.peer import TransferRequest
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer
@@ -100,6 +102,79 @@ def test_a_request_whose_decode_half_gave_up_before_it_came_is_answered_at_once(
     client = submit_second_half(world)
     world.run(world.now + 5.0)
     assert client.output == client.expected()
+
+
+def reserve_then_lose(world: World, how: str) -> None:
+    """Have a decode server reserve for the room, and give that up before the first half comes."""
+    second = submit_second_half(world)
+    world.run(world.now + 0.1)
+    assert prefill(world).core._rendezvous.holds_reservation(ROOM.room)
+    match how:
+        case "abort":
+            world.cancel(second)
+        case "timeout":
+            world.run(world.now + RESERVATION_TIMEOUT_S + 0.5)
+        case "crash":
+            decode(world).crash()
+    world.run(world.now + 0.1)
+    assert not prefill(world).core._rendezvous.holds_reservation(ROOM.room)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("abort", "other_half_aborted"), ("timeout", "other_half_aborted"), ("crash", "peer_lost")],
+)
+def test_a_request_whose_reservation_is_gone_before_it_came_is_answered_at_once(
+    world: World, how: str, kind: str
+) -> None:
+    reserve_then_lose(world, how)
+    first = world.submit(prefill(world), PROMPT, 1, ROOM)
+    assert first.failure.startswith(kind)
+    assert prefill(world).core.is_idle
+
+
+def test_a_room_whose_reservation_was_given_up_may_be_reserved_again(world: World) -> None:
+    reserve_then_lose(world, "abort")
+    client = submit_second_half(world)
+    world.run(world.now + 0.1)
+    world.submit(prefill(world), PROMPT, 1, ROOM)
+    world.run(world.now + 5.0)
+    assert client.output == client.expected()
+
+
+@pytest.mark.parametrize("comes_first", ["prefill", "decode"])
+def test_a_request_whose_reservation_is_refused_is_answered_at_once(
+    world: World, comes_first: str
+) -> None:
+    prefill(world).core._reservations._request_token_max = len(PROMPT) - 1
+    halves = [prefill(world), decode(world)]
+    for node in halves if comes_first == "prefill" else reversed(halves):
+        world.submit(node, PROMPT, 1 if node is prefill(world) else 8, ROOM)
+        world.run(world.now + 0.1)
+    kinds = {client.node: client.failure.partition(":")[0] for client in world.clients.values()}
+    assert kinds == {"p0": "other_half_aborted", "d0": "bad_reservation"}
+
+
+@pytest.mark.parametrize("comes_first", ["prefill", "decode"])
+def test_a_reservation_whose_request_is_refused_is_answered_at_once(
+    world: World, comes_first: str
+) -> None:
+    prefill(world).core._submissions._queue_max = 0
+    halves = [prefill(world), decode(world)]
+    for node in halves if comes_first == "prefill" else reversed(halves):
+        world.submit(node, PROMPT, 1 if node is prefill(world) else 8, ROOM)
+        world.run(world.now + 0.1)
+    kinds = {client.node: client.failure.partition(":")[0] for client in world.clients.values()}
+    assert kinds == {"p0": "queue_full", "d0": "other_half_aborted"} and used_count(world) == 0
+
+
+def test_a_request_that_is_refused_for_its_room_ends_nobody_else_s(world: World) -> None:
+    first = world.submit(prefill(world), PROMPT, 1, ROOM)
+    again = world.submit(prefill(world), PROMPT, 1, ROOM)
+    assert again.failure.startswith("bad_request") and first.finals == []
+    client = submit_second_half(world)
+    world.run(world.now + 5.0)
+    assert client.output == client.expected() and first.finals == ["finished"]
 
 
 def test_a_request_that_met_its_reservation_leaves_no_memory(world: World) -> None:

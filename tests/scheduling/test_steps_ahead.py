@@ -9,7 +9,7 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.protocol.worker import Step, StepDone
 from common.request import FinishKind, SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits, StepOutcome
+from common.scheduling.batcher import Batcher, BatchLimits, StepOutcome, Undrawn
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.sequence import PageAccount, Sequence
 
@@ -39,9 +39,11 @@ class Rig:
         self.sent: list[Step] = []
 
     def add(self, request_id: int, prompt_count: int, max_new_tokens: int = 100) -> Sequence:
+        return self.open(request_id, [1] * prompt_count, max_new_tokens)
+
+    def open(self, request_id: int, prompt: list[int], max_new_tokens: int = 100) -> Sequence:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
-        prompt = [1] * prompt_count
-        sequence = self.account.open(request_id, prompt, prompt_count, sampling)
+        sequence = self.account.open(request_id, prompt, len(prompt), sampling)
         assert sequence is not None
         self.batcher.add(sequence)
         return sequence
@@ -135,18 +137,24 @@ def test_who_leaves_while_two_steps_compute_it_keeps_its_pages_until_both_return
     assert told(rig.end()) == {} and rig.account.pool.used_count(0) == 0
 
 
-def test_a_sequence_that_fails_in_both_steps_is_told_once() -> None:
+@pytest.mark.parametrize(
+    ("unfit", "kind", "status"), [([], "bad_logits", 500), ([1], "no_token", 400)]
+)
+def test_a_sequence_that_fails_in_both_steps_is_told_once(
+    unfit: list[int], kind: str, status: int
+) -> None:
     rig = Rig()
     (sequence,) = rig.decoding(9)
     outcomes = []
     rig.plan()
     rig.plan()
     for step in rig.sent:
-        done = StepDone(step.step_id, [1], [0], failed={1: "not finite"})
+        done = StepDone(step.step_id, [1], [0], failed={1: "why"}, unfit=unfit)
         outcomes.append(rig.batcher.apply_done(done))
-        for failed, _ in outcomes[-1].failed:
-            rig.batcher.remove(failed)
-    assert [outcome.failed for outcome in outcomes] == [[(sequence, "not finite")], []]
+        for undrawn in outcomes[-1].failed:
+            rig.batcher.remove(undrawn.sequence)
+    told_once = Undrawn(sequence, kind, status, "why")
+    assert [outcome.failed for outcome in outcomes] == [[told_once], []]
     assert rig.account.pool.used_count(0) == 0
 
 
@@ -190,7 +198,6 @@ def test_the_last_token_of_a_request_that_comes_again_is_a_chunk_where_it_is_han
     earlier = rig.add(1, CHUNK_MAX)
     rig.plan()
     rig.end()
-    rig.account.remember(earlier)
     rig.batcher.remove(earlier)
     tokens, sampling = [1] * (CHUNK_MAX + 1), SamplingParams(max_new_tokens=9, seed=0)
     again = rig.account.open(2, tokens, prompt_count=3, sampling=sampling)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.protocol.codec import encode_logprobs
 from common.protocol.worker import StepDone
 from common.request import SamplingParams, TokenLogprobs, logprobs_nbytes
-from common.scheduling.batcher import STEP_LOGPROBS_NBYTES_MAX, Batcher, BatchLimits
+from common.request_bounds import TOKEN_ID_MAX, TOP_LOGPROB_COUNT_MAX
+from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.chunks import STEP_LOGPROBS_NBYTES_MAX
 from common.scheduling.sequence import PageAccount
 
 PROMPT_COUNT = 20_000
@@ -41,10 +45,17 @@ def test_what_a_step_tells_is_bounded_whatever_its_token_budget() -> None:
     assert computed == [PROMPT_COUNT] * 3
 
 
-def test_no_position_takes_more_than_is_reckoned_with() -> None:
-    pairs = [(2**31 - 1, -1.5)] * 128
-    entry = TokenLogprobs(2**31 - 1, -1.5, top=pairs, asked=[(7, -0.0)])
+@pytest.mark.parametrize("position_count", [1, 15, 16, 1 << 16])
+@pytest.mark.parametrize("top_count", [0, 20, TOP_LOGPROB_COUNT_MAX])
+def test_no_chunk_takes_more_than_is_reckoned_with(top_count: int, position_count: int) -> None:
+    """With the header of its bytes in the message that carries it."""
+    pair = (TOKEN_ID_MAX, -1.5)
+    ids = tuple(range(20))
+    entry = TokenLogprobs(TOKEN_ID_MAX, -1.5, [pair] * top_count, [pair] * len(ids))
     sampling = SamplingParams(
-        1, 0, return_logprob=True, top_logprobs_num=128, token_ids_logprob=(7,)
+        1, 0, return_logprob=True, top_logprobs_num=top_count, token_ids_logprob=ids
     )
-    assert len(encode_logprobs([entry] * 100)) <= logprobs_nbytes(sampling, 100) + 5
+    one, two = len(encode_logprobs([entry])), len(encode_logprobs([entry] * 2))
+    head_nbytes = 5 + 5  # of the list, and of the bytes that hold it, at most
+    nbytes = head_nbytes + (two - one) * position_count
+    assert nbytes <= logprobs_nbytes(sampling, position_count)
