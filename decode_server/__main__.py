@@ -1,6 +1,6 @@
 """`python -m decode_server`, `baton-decode`: read the settings and hand them to the supervisor.
 
-Exit code 2 and one line on stderr if the settings can't be used.
+Exit code 2 and one line on stderr if the settings can't be used, 75 if they can't be used now.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from common.errors import ConfigError
+from common.exit_codes import exit_code_of
 from common.runtime import supervisor
-from common.runtime.exit_codes import EXIT_CONFIG
 from decode_server.config import parse_args
 
 
@@ -18,7 +18,7 @@ def main() -> int:
         config = parse_args(sys.argv[1:])
     except ConfigError as exc:
         sys.stderr.write(f"baton-decode: {exc}\n")
-        return EXIT_CONFIG
+        return exit_code_of(exc)
     return supervisor.run(config, "decode_server.scheduler_process")
 
 

@@ -1,4 +1,4 @@
-"""Who is next, where its cache comes from, and whether its pages fit.
+"""Who is next, and whether its pages fit.
 
 Knows nothing of what happens to a request after it was admitted.
 """
@@ -17,8 +17,8 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import DecodeEvent, DecodeState
-from decode_server.prefill_peer import Phase, PrefillPeer
-from decode_server.prefill_peers import PrefillPeers
+from decode_server.choice import Choice
+from decode_server.prefill_peer import PrefillPeer
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest, Transfer
 
@@ -38,7 +38,7 @@ class Admission:
         incarnation: str,
         account: PageAccount,
         batcher: Batcher,
-        peers: PrefillPeers,
+        choice: Choice,
         receiver: Receiver,
         outbox: Outbox,
         *,
@@ -48,7 +48,7 @@ class Admission:
         self._incarnation = incarnation
         self._account = account
         self._batcher = batcher
-        self._peers = peers
+        self._choice = choice
         self._receiver = receiver
         self._outbox = outbox
         self._running_max = running_max
@@ -99,7 +99,7 @@ class Admission:
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
             if not fits and not is_late and request.bootstrap is None:
                 continue  # whichever server would be asked
-            peer = self._choose(request, now)
+            peer = self._choice.choose(request, now)
             if peer is None:
                 continue
             if fits:
@@ -109,33 +109,6 @@ class Admission:
             elif is_late:
                 break
         return admitted
-
-    def _choose(self, request: DecodeRequest, now: float) -> PrefillPeer | None:
-        """The prefill server of a request: the one its router named, else the least loaded."""
-        if request.tested_link:
-            tested = self._peers.get(request.tested_link)
-            return tested if tested is not None and tested.phase is Phase.CONNECTED else None
-        is_routed = request.bootstrap is not None
-        if request.bootstrap is not None:
-            named = self._peers.find(request.bootstrap)
-            is_up = named is not None and named.phase is Phase.CONNECTED and not named.is_suspect
-            if is_up or request.output_count == 0:
-                return named if is_up else None
-        candidates = [
-            peer
-            for peer in self._peers.connected()
-            if len(request.token_ids) <= peer.request_token_max
-            and peer.breaker.allows(now)
-            and not peer.is_suspect
-        ]
-        if not candidates:
-            return None
-        fresh = [peer for peer in candidates if peer.link not in request.tried_links]
-        assert not is_routed or request.output_count > 0
-        return min(
-            fresh or candidates,
-            key=lambda p: p.liveness.load_tokens + self._receiver.tokens_from(p.link),
-        )
 
     @property
     def may_starve(self) -> bool:
@@ -197,14 +170,13 @@ class Admission:
             source_layout=peer.layout_bytes,
         )
         self._receiver.add(transfer)
-        peer.breaker.note_asked(now)
+        peer.note_asked(token_count, now)
         if request.state is DecodeState.WAITING:
             request.advance(DecodeEvent.ADMITTED)
         request.advance(DecodeEvent.RESERVED)
         request.transfer = transfer
         request.link = peer.link
         request.peer = peer.link
-        request.attempt_count += 1
         request.requested_at = request.requested_at or now
         message = self._transfer_request(request, transfer, peer.attachment, now)
         self._outbox.to_peer(peer.link, message)

@@ -94,6 +94,7 @@ class Arrivals:
         self._receiver.release(transfer)
         self._peers.note_failure(link, now)
         request.transfer = None
+        request.note_failed()
         self._endings.fail(request, "transfer_failed", text, 500, now)
 
     def _adopt(self, link: str, transfer: Transfer, done: TransferDone, now: float) -> None:

@@ -17,6 +17,7 @@ from common.scheduling.transitions import DecodeEvent, DecodeState
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest
+from decode_server.waiting import WaitingQueue
 
 # Other kinds of failure are counted as `failed` alone.
 COUNTED = (
@@ -52,7 +53,7 @@ class Endings:
         self.requests: dict[int, DecodeRequest] = {}
         self.deadlines = Deadlines()
         self.tested: list[tuple[str, str]] = []
-        self.queue: dict[int, DecodeRequest] = {}
+        self.queue = WaitingQueue()
         self.counters = dict.fromkeys(COUNTED, 0.0)
 
     def tell_token(
@@ -84,6 +85,7 @@ class Endings:
                 cached_token_count=request.hand_over.cached_token_count,
                 finish=finish,
                 trace=request.trace(now) if finish is not None else None,
+                offset=request.output_count - 1,
             )
         )
 
@@ -95,7 +97,8 @@ class Endings:
             return
         if request.tested_link:
             # One that found no room here says nothing of the other side.
-            problem = f"self-test: {message}" if request.attempt_count else ""
+            is_tried = request.transfer is not None or request.failure_count
+            problem = f"self-test: {message}" if is_tried else ""
             self.tested.append((request.tested_link, problem))
         else:
             self.counters["failed"] += 1
@@ -137,11 +140,13 @@ class Endings:
         request.waiting_since = now
         if event is DecodeEvent.RETRACTED:
             request.is_computed_here = False
+            request.failure_count = 0
+            request.tried_links.clear()
             request.retraction_count += 1
             self.counters["retracted"] += 1
         elif event is DecodeEvent.PEER_FAILED:
             self.counters["retried"] += 1
-        self.queue = {request.request_id: request, **self.queue}
+        self.queue.add_again(request)
 
     def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:
         if request.sequence is not None:
@@ -153,4 +158,4 @@ class Endings:
     def _forget(self, request: DecodeRequest) -> None:
         self.requests.pop(request.request_id, None)
         self.deadlines.forget(request.request_id)
-        self.queue.pop(request.request_id, None)
+        self.queue.discard(request.request_id)

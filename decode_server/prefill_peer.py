@@ -13,11 +13,12 @@ from common.layout.cache_layout import ServerLayout
 from common.planner.pairing import rank_pairs
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.frontend import PeerState
-from common.protocol.handshake import agree_verify, expected_writers
+from common.protocol.handshake import agree_verify, expected_writers, is_other_machine
 from common.protocol.peer import Welcome
 from common.scheduling.breaker import Breaker
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Liveness, RankSet
+from common.transport.fences import is_fenced_by_close
 
 
 class Phase(StrEnum):
@@ -29,7 +30,7 @@ class Phase(StrEnum):
     CLOSING = "lost"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PrefillPeer:
     """One address and the prefill process that answers there now.
 
@@ -37,7 +38,13 @@ class PrefillPeer:
     is_proven: a hand-over has gone well since it was connected. test_problem: how the last
     self-test failed, "" if nothing has failed since the last hand-over that went well.
     is_suspect: its connection broke, and it has not been heard since.
+    is_same_host: its processes can be watched from here. is_elsewhere: it runs on another machine.
+    request_token_max: the longest prompt that it takes, or took when it was last connected; 0 if
+    it never was.
     attachment: number of the last Attach that it was sent.
+    must_redial: its link is of no use any more, and dialled anew before the next Hello.
+    unanswered_hello_count: on this link, since anything of a handshake was heard.
+    asked_token_count: of the transfers that it was asked for since its last heartbeat.
     """
 
     link: str
@@ -50,6 +57,7 @@ class PrefillPeer:
     test_failed_at: float = 0.0
     is_suspect: bool = False
     attachment: int = 0
+    asked_token_count: int = 0
     phase: Phase = Phase.DIALING
     next_hello_at: float = 0.0
     incarnation: str = ""
@@ -60,6 +68,7 @@ class PrefillPeer:
     rank_pairs: list[tuple[int, int]] = field(default_factory=list)
     pids: tuple[int, ...] = ()
     is_same_host: bool = False
+    is_elsewhere: bool = False
     opened: dict[int, RankDescriptor] = field(default_factory=dict)
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     is_gone: bool = False
@@ -69,15 +78,24 @@ class PrefillPeer:
     detail: str = ""
     link_failures: set[str] = field(default_factory=set)
     must_redial: bool = False
+    unanswered_hello_count: int = 0
     twin: str = ""
 
     @property
     def is_fenced_by_close(self) -> bool:
-        """Whether destroying the worker it writes through keeps its late writes out.
+        """Whether closing what it writes through keeps the late writes of a dead process out.
 
-        Over tcp the data passes our worker; over shared memory the peer's own CPU stores it.
+        One that was lost before it said by what it writes has tried its lanes at most; from another
+        machine those pass a socket or a queue pair of ours.
         """
-        return all(transport == "tcp" for transport in self.transports)
+        if not self.transports:
+            return self.is_elsewhere
+        return is_fenced_by_close(self.transports)
+
+    @property
+    def load_tokens(self) -> int:
+        """Prompt tokens that it has to compute: by its own word, and asked for since."""
+        return self.liveness.load_tokens + self.asked_token_count
 
     def open(
         self,
@@ -98,6 +116,7 @@ class PrefillPeer:
         self.writers = expected_writers(layout, facts.layout)
         self.rank_pairs = rank_pairs(layout, facts.layout)
         self.is_same_host = bool(welcome.host_id) and welcome.host_id == facts.host_id
+        self.is_elsewhere = is_other_machine(welcome.host_id, facts.host_id)
         self.pids = tuple(welcome.pids)
         self.liveness = Liveness.start(now)
         self.opened = {}
@@ -105,8 +124,19 @@ class PrefillPeer:
         self.transports = []
         self.link_failures = set()
         self.must_redial = False
+        self.unanswered_hello_count = 0
         self.detail = ""
         self.phase = Phase.OPENING
+
+    @property
+    def in_words(self) -> str:
+        """What is the matter with it, for an error message."""
+        return f"{self.link} {self.phase}{f' ({self.detail})' if self.detail else ''}"
+
+    def note_asked(self, token_count: int, now: float) -> None:
+        """A transfer is asked of it."""
+        self.breaker.note_asked(now)
+        self.asked_token_count += token_count
 
     def state(self, in_flight_count: int) -> PeerState:
         """For operators. in_flight_count: hand-overs under way."""

@@ -52,6 +52,9 @@ from decode_server.prefill_peer import Phase, PrefillPeer
 
 # Addresses that requests may name beyond the configured ones (a router's bootstrap_host).
 NAMED_PEER_COUNT_MAX = 64
+# Hellos on one link without an answer, which takes three seconds. A server that starts, or is in
+# trouble, answers none either, and a new link costs it little.
+UNANSWERED_HELLO_COUNT_MAX = 6
 OPEN_PHASES = (Phase.OPENING, Phase.ATTACHING, Phase.CONNECTED)
 
 
@@ -90,6 +93,14 @@ class PrefillPeers:
             for peer in self._peers.values()
             if peer.phase is Phase.CONNECTED and not peer.liveness.is_draining
         ]
+
+    def missing(self) -> list[PrefillPeer]:
+        """Those that can't be asked now and may be soon; not those that do not fit."""
+        connected = self.connected()
+        return [p for p in self.all() if p.phase is not Phase.REFUSED and p not in connected]
+
+    def all(self) -> list[PrefillPeer]:
+        return list(self._peers.values())
 
     def ensure(self, link: str) -> PrefillPeer | None:
         """The peer at an address that a request names; None if there are too many of those."""
@@ -184,14 +195,23 @@ class PrefillPeers:
             peer.must_redial = True
             peer.next_hello_at = now + REFUSED_RETRY_S
 
+    def handle_link_dropped(self, link: str, reason: str, now: float) -> str | None:
+        """The link is closed, for what came was nonsense; it is dialled anew. Returns the
+        incarnation that must be closed, as `lose` does."""
+        peer = self._peers.get(link)
+        if peer is None:
+            return None
+        peer.must_redial = True
+        if peer.phase in (Phase.DIALING, Phase.REFUSED):
+            self._leave_alone(peer, reason, now)
+        return self.lose(link, reason)
+
     def _note_twin(self, peer: PrefillPeer, other: PrefillPeer, now: float) -> None:
         """What is dialled by two names is connected by one of them, and found by both."""
         if peer.twin != other.incarnation:
             self._outbox.report(f"prefill server {peer.link} is {other.link} by another name")
         peer.twin = other.incarnation
-        peer.phase = Phase.REFUSED
-        peer.detail = f"is {other.link} by another name"
-        peer.next_hello_at = now + REFUSED_RETRY_S
+        self._leave_alone(peer, f"is {other.link} by another name", now)
 
     def _refuse(self, peer: PrefillPeer, detail: str, now: float) -> None:
         if peer.phase is Phase.CLOSING:
@@ -199,8 +219,12 @@ class PrefillPeers:
         if peer.phase is not Phase.REFUSED or peer.detail != detail:
             text = f"prefill server {peer.link} and this server refused each other: {detail}"
             self._warn(peer, text, now)
+        self._leave_alone(peer, detail, now)
+
+    def _leave_alone(self, peer: PrefillPeer, detail: str, now: float) -> None:
         peer.phase = Phase.REFUSED
         peer.detail = detail
+        peer.unanswered_hello_count = 0
         peer.next_hello_at = now + REFUSED_RETRY_S
 
     def _warn(self, peer: PrefillPeer, text: str, now: float) -> None:
@@ -243,6 +267,7 @@ class PrefillPeers:
         peer.is_suspect = False
         peer.test_problem = ""
         peer.transports = list(attached.transports)
+        peer.asked_token_count = 0
         peer.liveness = Liveness.start(now)
         over = ", ".join(peer.transports)
         self._outbox.report(f"prefill server {link} is connected over {over}")
@@ -278,6 +303,7 @@ class PrefillPeers:
         peer = self._peers.get(link)
         if peer is not None and peer.incarnation == beat.incarnation:
             peer.is_suspect = False
+            peer.asked_token_count = 0
             peer.liveness.apply_heartbeat(beat)
 
     def handle_break(
@@ -323,14 +349,19 @@ class PrefillPeers:
         self._outbox.to_workers(ClosePeer(peer.incarnation))
         return peer.incarnation
 
-    def handle_closed(self, incarnation: str, rank: int) -> str | None:
-        """Returns the incarnation once this alone proves that it can not write any more."""
+    def handle_closed(self, incarnation: str, rank: int) -> bool:
+        """Whether every rank of ours has closed what this incarnation wrote through."""
         peer = self._of_incarnation(incarnation)
         if peer is None or peer.phase is not Phase.CLOSING or not peer.closed.add(rank):
-            return None
+            return False
         peer.phase = Phase.DIALING
         peer.next_hello_at = 0.0
-        return incarnation if peer.is_fenced_by_close or peer.is_gone else None
+        return True
+
+    def is_fenced(self, incarnation: str) -> bool:
+        """Whether it can't write any more now that every rank of ours has closed."""
+        peer = self._of_incarnation(incarnation)
+        return peer is not None and (peer.is_fenced_by_close or peer.is_gone)
 
     def note_gone(self, incarnation: str) -> bool:
         """The processes of a peer have ended. Whether that proves that nothing of it is written any
@@ -357,7 +388,7 @@ class PrefillPeers:
                 continue  # asked again once its twin is gone
             if peer.phase in (Phase.DIALING, Phase.REFUSED):
                 if now >= peer.next_hello_at and not condition.trouble:
-                    self._redial_if_refused(peer)
+                    self._redial_if_due(peer)
                     peer.next_hello_at = now + HELLO_INTERVAL_S
                     self._outbox.to_peer(peer.link, self._hello())
             elif peer.phase is not Phase.CLOSING:
@@ -366,11 +397,15 @@ class PrefillPeers:
                 if beat is not None:
                     self._outbox.to_peer(peer.link, beat)
 
-    def _redial_if_refused(self, peer: PrefillPeer) -> None:
-        if peer.must_redial:
+    def _redial_if_due(self, peer: PrefillPeer) -> None:
+        """Before a Hello: on a link whose other end does not listen to it nothing is ever answered,
+        and one that is dialled anew is another link."""
+        if peer.must_redial or peer.unanswered_hello_count >= UNANSWERED_HELLO_COUNT_MAX:
             peer.must_redial = False
+            peer.unanswered_hello_count = 0
             self._outbox.hang_up(peer.link)
             self._outbox.dial(peer.link)
+        peer.unanswered_hello_count += 1
 
     def _hello(self) -> Hello:
         facts = self._facts
@@ -395,8 +430,7 @@ class PrefillPeers:
 
     def in_words(self, link: str | None) -> str:
         """What is the matter with the peer at an address, or with all, for an error message."""
-        peers = [peer for peer in self._peers.values() if link in (None, peer.link)]
-        words = [f"{p.link} {p.phase}{f' ({p.detail})' if p.detail else ''}" for p in peers]
+        words = [peer.in_words for peer in self._peers.values() if link in (None, peer.link)]
         return ", ".join(words) or f"too many addresses are dialled to try {link}"
 
     def states(self, in_flight: dict[str, int]) -> list[PeerState]:

@@ -4,9 +4,11 @@
                          -> abandoned: pages in quarantine -> writer proved quiet -> pool
 
 Only two things prove a writer quiet: its own terminal message for the transfer, or the proof that
-the whole peer incarnation can not write any more. No timer does. What is staged is written by our
-own workers: their word that they have forgotten a transfer is asked for as well, and where nothing
-but them can write (`landing`) it is proof enough.
+the whole peer incarnation can not write any more. No timer does. A writer whose connection broke
+can say that nothing of its own runs, but not what the network still carries: it is told when our
+ranks have closed what it wrote through, and then its word is proof. What is staged is written by
+our own workers: their word that they have forgotten a transfer is asked for as well, and where
+nothing but them can write (`landing`) it is proof enough.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ class _Abandoned:
     """A transfer nobody waits for, and what is known of those who could still write its pages.
 
     is_quiet: the peer can not. forgotten: ranks of ours that will not; is_forgotten: all of them.
+    is_closed: our ranks have closed what it was written through.
     """
 
     transfer: Transfer
     forgotten: RankSet
     is_quiet: bool
     is_forgotten: bool = False
+    is_closed: bool = False
 
 
 class Receiver:
@@ -73,10 +77,6 @@ class Receiver:
     def counts_by_link(self) -> dict[str, int]:
         """Hand-overs under way per prefill server."""
         return dict(Counter(transfer.link for transfer in self._under_way.values()))
-
-    def tokens_from(self, link: str) -> int:
-        """Tokens asked of a prefill server and not yet delivered: our share of its load."""
-        return sum(t.token_count for t in self._under_way.values() if t.link == link)
 
     def add(self, transfer: Transfer) -> None:
         """Begin to wait for a transfer; if pieces of it may be staged, our workers are told."""
@@ -116,7 +116,7 @@ class Receiver:
             self.release(transfer)
             return
         self._take_away(transfer)
-        self._outbox.to_peer(transfer.link, self._abort(transfer, reason))
+        self._ask_to_stop(self._abandoned[transfer.transfer_id], reason)
 
     def is_asked(self, incarnation: str) -> bool:
         """Whether something of this peer is waited for."""
@@ -145,8 +145,7 @@ class Receiver:
         self._repeat_at = now + ABORT_REPEAT_S
         for abandoned in self._abandoned.values():
             if not abandoned.is_quiet:
-                transfer = abandoned.transfer
-                self._outbox.to_peer(transfer.link, self._abort(transfer, "asked again"))
+                self._ask_to_stop(abandoned, "asked again")
 
     def apply_quiet(self, transfer_id: int) -> bool:
         """The writer's terminal message for an abandoned transfer; whether there is such a one."""
@@ -163,6 +162,14 @@ class Receiver:
         if abandoned is not None and abandoned.forgotten.add(message.rank):
             abandoned.is_forgotten = True
             self._free_if_out_of_reach(abandoned)
+
+    def apply_closed(self, incarnation: str) -> None:
+        """Our ranks have closed what this peer incarnation wrote through: it is told at the next
+        occasion, for it may live."""
+        for abandoned in self._abandoned.values():
+            if abandoned.transfer.peer == incarnation:
+                abandoned.is_closed = True
+                self._repeat_at = 0.0
 
     def apply_gone(self, incarnation: str) -> None:
         """Nothing of this peer incarnation can write any more."""
@@ -203,5 +210,7 @@ class Receiver:
             else:
                 pool.release_quarantined(group, span.page_ids)
 
-    def _abort(self, transfer: Transfer, reason: str) -> Abort:
-        return Abort(transfer.transfer_id, self._incarnation, transfer.peer, reason)
+    def _ask_to_stop(self, abandoned: _Abandoned, reason: str) -> None:
+        transfer, is_closed = abandoned.transfer, abandoned.is_closed
+        abort = Abort(transfer.transfer_id, self._incarnation, transfer.peer, reason, is_closed)
+        self._outbox.to_peer(transfer.link, abort)

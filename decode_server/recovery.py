@@ -7,7 +7,7 @@ Knows nothing of pages: those of a lost hand-over are the receiver's.
 from __future__ import annotations
 
 from common.protocol.peer import TransferFailed
-from common.scheduling.transitions import DecodeEvent, DecodeState
+from common.scheduling.transitions import DecodeEvent
 from decode_server.endings import Endings
 from decode_server.prefill_peer import Phase
 from decode_server.prefill_peers import PrefillPeers
@@ -17,10 +17,12 @@ from decode_server.request import DecodeRequest, Transfer
 # How long a request waits for a prefill server when none is connected, before it is answered 503;
 # long enough for a restarted one to come back.
 PEER_WAIT_S = 10.0
+# How often the queue is looked through for such requests.
+PEER_LOOK_S = 0.25
 # How long it waits before this server computes its prompt itself, if it may, or another one does
 # what the missing one had done: a restarted prefill server is back by then.
 FALLBACK_WAIT_S = 2.0
-# Hand-overs that are tried for one request before its last failure is passed on.
+# Hand-overs of one request that fail in a row before the last failure is passed on.
 ATTEMPT_COUNT_MAX = 3
 # Failures that say something of the server that sent them; all others are about the request.
 PEER_FAILURES = ("transfer_failed", "transfer_corrupted", "bad_logits")
@@ -44,6 +46,8 @@ class Recovery:
         self._endings = endings
         self._is_local = is_local
         self._may_fall_back = may_fall_back
+        self._absent_since: dict[str | None, float] = {}
+        self._next_look_at = 0.0
 
     def lose(self, incarnation: str | None, now: float) -> None:
         """A peer is lost: its hand-overs go elsewhere, their pages wait for proof."""
@@ -92,38 +96,33 @@ class Recovery:
             self._endings.drop_hold(request)
             is_retryable = True
         is_bound = request.bootstrap_link is not None
-        is_last = request.attempt_count >= ATTEMPT_COUNT_MAX
+        request.note_failed()
+        is_last = request.failure_count >= ATTEMPT_COUNT_MAX
         if not is_retryable or is_bound or (is_last and not self._may_fall_back):
             self._endings.fail(request, kind, message, status, now)
             return
         request.is_computed_here = is_last
-        request.tried_links.add(request.link)
         self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
-        self._endings.deadlines.add(request.request_id, now + PEER_WAIT_S)
 
     def expire(self, now: float) -> None:
         """End what has run out of time; give up peers that can't go on."""
         for request_id in self._endings.deadlines.take_expired(now):
             request = self._endings.requests.get(request_id)
-            if request is None:
-                continue
-            if request.deadline <= now:
+            if request is not None and request.deadline <= now:
                 text = "the request's time budget is used up"
                 self._endings.fail(request, "timed_out", text, 504, now)
-            elif self._waits_for_peer(request, now):
-                found = self._peers.in_words(request.bootstrap_link)
-                text = f"no prefill server could be used for {PEER_WAIT_S:.0f} s: {found}"
-                self._endings.fail(request, "no_prefill_server", text, 503, now)
         for link, reason in self._peers.lost(now):
             self.lose(self._peers.lose(link, reason), now)
         self._drop_lost_holds(now)
         if self._may_fall_back:
             self._fall_back(now)
+        if not self._is_local:
+            self._end_peerless(now)
 
     def _drop_lost_holds(self, now: float) -> None:
         """Whoever has waited for the server that holds its cache long enough, or for one whose
         process is gone, gets it from any."""
-        for request in self._endings.queue.values():
+        for request in self._endings.queue:
             bootstrap = request.bootstrap
             if bootstrap is None or not request.is_held:
                 continue
@@ -138,16 +137,47 @@ class Recovery:
         """Whoever has waited for any prefill server long enough is computed here."""
         if any(peer.breaker.allows(now) for peer in self._peers.connected()):
             return
-        for request in self._endings.queue.values():
+        for request in self._endings.queue:
             is_bound = request.bootstrap_link is not None
             if not is_bound and now - request.waiting_since >= FALLBACK_WAIT_S:
                 request.is_computed_here = True
 
-    def _waits_for_peer(self, request: DecodeRequest, now: float) -> bool:
-        if self._is_local or request.is_computed_here:
-            return False
-        if request.state is not DecodeState.WAITING or now - request.waiting_since < PEER_WAIT_S:
-            return False
-        links = [peer.link for peer in self._peers.connected()]
-        bound = request.bootstrap_link
-        return not links if bound is None else self._peers.resolve(bound) not in links
+    def _end_peerless(self, now: float) -> None:
+        """Answer requests that no prefill server was there for long enough.
+
+        The time runs from when a server is first found missing and a request waits for it, however
+        long it had waited for pages before.
+        """
+        links = {peer.link for peer in self._peers.connected()}
+        self._absent_since = {
+            address: since
+            for address, since in self._absent_since.items()
+            if not self._is_there(address, links)
+        }
+        if now < self._next_look_at:
+            return
+        self._next_look_at = now + PEER_LOOK_S
+        absent_since: dict[str | None, float] = {}
+        for request in list(self._endings.queue):
+            address = self._address_of(request)
+            if request.is_computed_here or self._is_there(address, links):
+                continue
+            absent_since[address] = self._absent_since.get(address, now)
+            if now - max(absent_since[address], request.waiting_since) >= PEER_WAIT_S:
+                found = self._peers.in_words(address)
+                text = f"no prefill server could be used for {PEER_WAIT_S:.0f} s: {found}"
+                self._endings.fail(request, "no_prefill_server", text, 503, now)
+        self._absent_since = absent_since
+
+    def _address_of(self, request: DecodeRequest) -> str | None:
+        """Of the one prefill server that a request waits for, dialled if need be; None if any can
+        serve it, as any can compute a held cache again."""
+        if request.is_held:
+            return None
+        if request.bootstrap is not None and request.bootstrap_link is not None:
+            self._peers.find(request.bootstrap)
+        return request.bootstrap_link
+
+    def _is_there(self, address: str | None, links: set[str]) -> bool:
+        """links: of all prefill servers that can be asked."""
+        return bool(links) if address is None else self._peers.resolve(address) in links

@@ -18,7 +18,8 @@ from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_
 class DecodeRequest:
     """token_ids: the prompt and everything generated so far. link: where its cache comes from.
 
-    attempt_count: hand-overs begun; tried_links: prefill servers that failed it.
+    failure_count: hand-overs that brought nothing since it last ran; tried_links: the prefill
+    servers that failed them.
     is_computed_here: no prefill server is looked for any more.
     tested_link: of the prefill server that this is a self-test of; no client waits for it then.
     """
@@ -34,7 +35,7 @@ class DecodeRequest:
     link: str = ""
     transfer: Transfer | None = None
     sequence: Sequence | None = None
-    attempt_count: int = 0
+    failure_count: int = 0
     retraction_count: int = 0
     is_computed_here: bool = False
     tested_link: str = ""
@@ -69,6 +70,11 @@ class DecodeRequest:
         if self.bootstrap is None or self.output_count > 0:
             return None
         return f"{self.bootstrap.host}:{self.bootstrap.port}"
+
+    def note_failed(self) -> None:
+        """A hand-over brought nothing."""
+        self.failure_count += 1
+        self.tried_links.add(self.link)
 
     def note_computed_here(self, sequence: Sequence, now: float) -> None:
         """This server computed the prompt itself: there was no hand-over to account for."""

@@ -49,11 +49,14 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    FrontendBehind,
     LinkBroke,
+    LinkDropped,
     LinkRefused,
     PeerMessage,
     ProcessesGone,
     Tick,
+    UnreadableRequest,
     WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
@@ -64,10 +67,12 @@ from common.scheduling.silence import Pulse
 from common.scheduling.transitions import DecodeEvent
 from decode_server.admission import Admission
 from decode_server.arrivals import Arrivals
+from decode_server.choice import Choice
 from decode_server.endings import Endings
 from decode_server.prefill_peers import PrefillPeers
+from decode_server.prompt_limits import PromptLimits
 from decode_server.receiver import Receiver
-from decode_server.recovery import PEER_WAIT_S, Recovery
+from decode_server.recovery import Recovery
 from decode_server.request import DecodeRequest
 from decode_server.self_test import SelfTests
 from decode_server.starvation import Starvation
@@ -124,6 +129,7 @@ class DecodeScheduler:
             is_local=is_local,
             may_fall_back=may_fall_back,
         )
+        self._prompt_limits = PromptLimits(self._peers, self._endings, may_fall_back=may_fall_back)
         self._arrivals = Arrivals(
             facts.incarnation,
             self._batcher,
@@ -138,13 +144,14 @@ class DecodeScheduler:
             facts.incarnation,
             self.account,
             self._batcher,
-            self._peers,
+            Choice(self._peers, random.Random(seed + 2)),
             self._receiver,
             self._outbox,
             running_max=limits.running_max,
             seed=seed,
         )
         self._starvation = Starvation(self._admission, self._outbox)
+        self._is_frontend_behind = False
         self._counters = dict.fromkeys(("requests", "stale_messages", "computed_here"), 0.0)
 
     @property
@@ -175,14 +182,18 @@ class DecodeScheduler:
                 )
                 if self._peers.note_gone(incarnation):
                     self._receiver.apply_gone(incarnation)
+            case LinkDropped(link=link, reason=reason):
+                self._recovery.lose(self._peers.handle_link_dropped(link, reason, now), now)
             case LinkRefused(link=link, reason=reason):
                 self._peers.handle_link_refused(link, reason, now)
             case LinkBroke(link=link, is_refused=is_refused):
                 is_asked = self._receiver.is_asked
                 lost = self._peers.handle_break(link, is_refused=is_refused, is_asked=is_asked)
                 self._recovery.lose(lost, now)
-            case Tick():
-                pass
+            case FrontendBehind(is_behind=is_behind):
+                self._is_frontend_behind = is_behind
+            case Tick() | UnreadableRequest():
+                pass  # nobody reserves pages here
             case _:
                 assert_never(event)
         return self._outbox.take()
@@ -191,18 +202,19 @@ class DecodeScheduler:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._flushes.look(self._endings.client_count)
         self._recovery.expire(now)
+        self._prompt_limits.look(now)
         self._self_tests.look(now, may_begin=self._starvation.since is None)
         self._receiver.repeat_aborts(now)
         # Nobody looks further along the queue than somebody may be admitted.
-        waiting = self._endings.queue.values()
+        waiting = self._endings.queue
         here = (request for request in waiting if self._is_local or request.is_computed_here)
         admitted = self._admission.admit_here(here, now)
         if not self._is_local:
             elsewhere = (request for request in waiting if not request.is_computed_here)
             admitted += self._admission.admit_remote(elsewhere, now)
         for request in admitted:
-            del self._endings.queue[request.request_id]
-        self._starvation.look(self._endings.queue.values(), now)
+            waiting.discard(request.request_id)
+        self._starvation.look(waiting, now)
         self._send_steps(now)
         is_busy = self._batcher.is_computing
         trouble = self._pulse.look(now, is_busy=is_busy)
@@ -212,7 +224,7 @@ class DecodeScheduler:
         return self._outbox.take()
 
     def _send_steps(self, now: float) -> None:
-        while True:
+        while not self._is_frontend_behind:
             planned = self._batcher.plan_step()
             for sequence in planned.retracted:
                 self._retract(sequence, now)
@@ -271,9 +283,9 @@ class DecodeScheduler:
                 origin=submit.origin,
             )
             self._endings.requests[request.request_id] = request
-            self._endings.queue[request.request_id] = request
+            self._endings.queue.add(request)
             self._endings.deadlines.add(request.request_id, request.deadline)
-            self._endings.deadlines.add(request.request_id, now + PEER_WAIT_S)
+            self._prompt_limits.check(request, now)
 
     def _refuse(self, submit: Submit, status: int, kind: str, message: str) -> None:
         self._outbox.to_frontend(Failed(submit.request_id, status, kind, message))
@@ -315,9 +327,10 @@ class DecodeScheduler:
                 incarnation = self._peers.lose_incarnation(message.peer, message.reason)
                 self._recovery.lose(incarnation, now)
             case PeerClosed():
-                gone = self._peers.handle_closed(message.peer, message.rank)
-                if gone is not None:
-                    self._receiver.apply_gone(gone)
+                if self._peers.handle_closed(message.peer, message.rank):
+                    self._receiver.apply_closed(message.peer)
+                    if self._peers.is_fenced(message.peer):
+                        self._receiver.apply_gone(message.peer)
             case Forgotten():
                 self._receiver.apply_forgotten(message)
             case Digested():
@@ -336,14 +349,12 @@ class DecodeScheduler:
             is_first_time = request.first_token_at == 0.0
             if is_first_time and chunk.prompt_logprobs:
                 request.prompt_logprobs.append(chunk.prompt_logprobs)
-            if chunk.is_last:
-                self.account.remember(chunk.sequence)
-                if is_first_time:
-                    request.note_computed_here(chunk.sequence, now)
-                    self._counters["computed_here"] += not self._is_local
-        for sequence, reason in outcome.failed:
-            failing = self._endings.requests[sequence.request_id]
-            self._endings.fail(failing, "bad_logits", reason, 500, now)
+            if chunk.is_last and is_first_time:
+                request.note_computed_here(chunk.sequence, now)
+                self._counters["computed_here"] += not self._is_local
+        for undrawn in outcome.failed:
+            failing = self._endings.requests[undrawn.sequence.request_id]
+            self._endings.fail(failing, undrawn.kind, undrawn.reason, undrawn.status, now)
         for token in outcome.tokens:
             decoding = self._endings.requests[token.sequence.request_id]
             self._endings.tell_token(decoding, token.token_id, token.logprobs, token.finish, now)
@@ -363,7 +374,7 @@ class DecodeScheduler:
                 "waiting": len(self._endings.queue),
                 "prealloc": len(self._endings.queue) if not self._is_local else 0,
                 "transfer": self._receiver.under_way_count,
-                "retracted": sum(r.output_count > 0 for r in self._endings.queue.values()),
+                "retracted": sum(r.output_count > 0 for r in self._endings.queue),
                 "running": self._batcher.running_count + self._batcher.prompt_count,
                 "draining": self._receiver.abandoned_count,
             },

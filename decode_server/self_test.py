@@ -76,5 +76,5 @@ class SelfTests:
         self._next_id -= 1
         self._under_way.add(peer.link)
         self._endings.requests[request.request_id] = request
-        self._endings.queue[request.request_id] = request
+        self._endings.queue.add(request)
         self._endings.deadlines.add(request.request_id, request.deadline)

@@ -21,9 +21,11 @@ from common.scheduling.events import (
 from common.scheduling.facts import SchedulerLimits
 from common.scheduling.peers import REFUSED_RETRY_S
 from common.scheduling.sparing import BURST
+from common.scheduling.transitions import DecodeState
 from decode_server.recovery import PEER_WAIT_S
 from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
+from tests.sim.client import Client
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -73,6 +75,7 @@ def test_a_connection_that_is_refused_is_told_and_tried_anew(world: World) -> No
     told = [effect.text for effect in effects if isinstance(effect, Report)]
     assert told == ["can't connect to prefill server p0:1: it does not know our key"]
     assert [(p.state, p.detail) for p in peers(node)] == [("refused", "it does not know our key")]
+    world.run(world.now + 1.0)
     later = node.core.schedule(world.now + REFUSED_RETRY_S)
     assert [type(effect) for effect in later[:3]] == [HangUp, Dial, ToPeer]
     world.run(world.now + PEER_WAIT_S + 1)
@@ -96,6 +99,63 @@ def test_a_routed_request_is_told_of_the_server_that_its_body_names(world: World
     world.run(world.now + PEER_WAIT_S + 1)
     assert "p9:7 connecting" in client.failure
     assert "p0:1" not in client.failure
+
+
+def wait_for_answer(world: World, client: Client) -> float:
+    """When a client is told that no prefill server is there, in s from now."""
+    began_at = world.now
+    world.run(began_at + PEER_WAIT_S + 1)
+    assert client.failure.startswith("no_prefill_server: "), client.failure
+    return client.answered_at - began_at
+
+
+def test_the_wait_for_a_server_begins_when_the_last_one_is_lost(world: World) -> None:
+    """However long a request had waited for pages before."""
+    world.nodes["p0"].boot()
+    world.run(world.now + 3.0)
+    pages = world.nodes["d0"].core.account.pool.allocate(0, 64)
+    client = world.submit(world.nodes["d0"], PROMPT, 4)
+    world.run(world.now + PEER_WAIT_S / 2)
+    world.nodes["p0"].crash()
+    assert PEER_WAIT_S <= wait_for_answer(world, client) < PEER_WAIT_S + 1
+    world.nodes["d0"].core.account.pool.release(0, pages)
+
+
+def test_a_server_that_comes_back_begins_the_wait_anew(world: World) -> None:
+    client = world.submit(world.nodes["d0"], PROMPT, 4, Bootstrap("p0", 1, 1))
+    world.run(world.now + PEER_WAIT_S - 3)
+    pages = world.nodes["d0"].core.account.pool.allocate(0, 64)
+    world.nodes["p0"].boot()
+    world.run(world.now + 2)
+    assert [peer.state for peer in peers(world.nodes["d0"])] == ["connected"]
+    world.nodes["p0"].crash()
+    assert PEER_WAIT_S <= wait_for_answer(world, client) < PEER_WAIT_S + 1
+    world.nodes["d0"].core.account.pool.release(0, pages)
+
+
+def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: World) -> None:
+    decode = world.nodes["d0"]
+    decode.self_test_interval_s = 0.0
+    world.nodes["p0"].boot()
+    world.run(world.now + 3.0)
+    clients = [world.submit(decode, PROMPT, 100, budget_s=60.0) for _ in range(2)]
+    while not all(client.output for client in clients):
+        world.run(world.now + 0.05)
+    world.nodes["p0"].crash()
+    while not decode.core._endings.counters["retracted"]:
+        world.run(world.now + 0.05)
+    requests = decode.core._endings.requests.values()
+    (waiting,) = [request for request in requests if request.state is DecodeState.WAITING]
+    retracted = world.clients[waiting.request_id]
+    assert PEER_WAIT_S - 0.1 <= wait_for_answer(world, retracted) < PEER_WAIT_S + 1
+
+
+def test_a_server_that_a_request_names_is_dialled_while_the_batch_is_full(world: World) -> None:
+    node = world.nodes["d0"]
+    node.core._admission._running_max = 0
+    world.submit(node, PROMPT, 4, Bootstrap("p9", 7, 1))
+    world.run(world.now + 1.0)
+    assert [peer.address for peer in peers(node)] == ["p0:1", "p9:7"]
 
 
 def test_a_refused_pair_shows_the_differences_on_both_sides(world: World) -> None:

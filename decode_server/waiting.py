@@ -1,0 +1,40 @@
+"""The order in which requests wait: those that have begun once before those that have not.
+
+Knows nothing of why a request waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from decode_server.request import DecodeRequest
+
+
+class WaitingQueue:
+    """Each of the two kinds in the order in which its requests came to wait."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, DecodeRequest] = {}
+        self._new: dict[int, DecodeRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._begun) + len(self._new)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._begun or request_id in self._new
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return chain(self._begun.values(), self._new.values())
+
+    def add(self, request: DecodeRequest) -> None:
+        self._new[request.request_id] = request
+
+    def add_again(self, request: DecodeRequest) -> None:
+        """A request comes back that had left the queue."""
+        self._begun[request.request_id] = request
+
+    def discard(self, request_id: int) -> None:
+        """Harmless if the request does not wait."""
+        self._begun.pop(request_id, None)
+        self._new.pop(request_id, None)
