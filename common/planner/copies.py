@@ -18,7 +18,10 @@ from common.planner.coalesce import coalesce, sort_by_target
 from common.planner.copy_plan import CopyPlan, Int64Array
 from common.planner.pairing import ItemRuns, TokenRange, handed_units, pair_items
 
-Pages = Sequence[tuple[int, Sequence[int]]]
+PageList = tuple[int, Sequence[int] | Int64Array]
+"""(First logical page index, page ids) of one page group. Whoever plans more than once with the
+same pages keeps the ids as an array, which is not copied."""
+Pages = Sequence[PageList]
 Offsets = tuple[Int64Array, Int64Array, Int64Array]
 
 # Shapes of page runs whose offsets are kept per page group. Whole pages have one shape; two page
@@ -125,8 +128,8 @@ class _GroupPair:
 
     def plan(
         self,
-        source_list: tuple[int, Sequence[int]],
-        target_list: tuple[int, Sequence[int]],
+        source_list: PageList,
+        target_list: PageList,
         tokens: TokenRange,
     ) -> CopyPlan | None:
         """None if nothing of this group is copied."""
@@ -183,9 +186,7 @@ class _GroupPair:
         self._offsets_of_shape[shape] = found
         return found
 
-    def _look_up(
-        self, pages: tuple[int, Sequence[int]], logical: Int64Array, side: str
-    ) -> Int64Array:
+    def _look_up(self, pages: PageList, logical: Int64Array, side: str) -> Int64Array:
         """Page ids of ascending logical page indices."""
         first_index, page_ids = pages
         if logical[0] < first_index or logical[-1] >= first_index + len(page_ids):

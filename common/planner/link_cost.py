@@ -1,7 +1,7 @@
-"""Whether a plan is faster through staging or put run by run, from what its link was measured at.
+"""Whether a plan is faster through staging or put run by run, from measured prices.
 
-Pure arithmetic. Staging copies every byte twice more, in long stretches; a direct transfer pays for
-every run.
+Pure arithmetic. A direct transfer pays for every run. A staged one pays for every slot that it
+fills, and copies every byte twice more.
 """
 
 from __future__ import annotations
@@ -10,54 +10,102 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class CopyCost:
+    """Gathering or scattering one piece, as measured on a device.
+
+    piece_s: of a piece however small: indexes, launches and, on a GPU, waiting for the stream.
+    bandwidth: bytes per second of what a larger piece takes more.
+    """
+
+    piece_s: float
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return f"{self.piece_s * 1e6:.0f} us + {self.bandwidth / 1e9:.2f} GB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCosts:
+    """Of a piece into its slot and out of it again."""
+
+    gather: CopyCost
+    scatter: CopyCost
+
+    @property
+    def piece_s(self) -> float:
+        return self.gather.piece_s + self.scatter.piece_s
+
+    @property
+    def s_per_byte(self) -> float:
+        return 1 / self.gather.bandwidth + 1 / self.scatter.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
 class LinkCost:
-    """One connection, as measured when it was made.
+    """One connection and the copies at its ends, as measured before it is used.
 
     put_s: what one more run costs. bandwidth: bytes per second of one long put.
-    copy_bandwidth: of gathering or scattering on this host. round_trip_s: of a slot's message and
-        its credit.
+    slot_nbytes: what a piece has at most. round_trip_s: of a slot's message and its credit.
     """
 
     put_s: float
     bandwidth: float
-    copy_bandwidth: float
+    slot_nbytes: int
+    copies: CopyCosts
     round_trip_s: float
 
     def direct_s(self, nbytes: int, run_count: int) -> float:
         return run_count * self.put_s + nbytes / self.bandwidth
 
     def staged_s(self, nbytes: int) -> float:
-        """Gather, put and scatter overlap where there are cores for them; here they do not."""
-        return self.round_trip_s + nbytes / self.bandwidth + 2 * nbytes / self.copy_bandwidth
+        """Slots overlap where there are cores for it; here they follow each other."""
+        slot_count = -(-nbytes // self.slot_nbytes)
+        return slot_count * self.slot_s + nbytes / self.bandwidth + nbytes * self.copies.s_per_byte
 
     def prefers_staging(self, nbytes: int, run_count: int) -> bool:
         return self.staged_s(nbytes) < self.direct_s(nbytes, run_count)
 
     @property
+    def slot_s(self) -> float:
+        """What a slot costs however little is in it, its put left out."""
+        return self.copies.piece_s + self.round_trip_s
+
+    @property
     def break_even_nbytes(self) -> float:
         """Runs shorter than this are better staged, if there are many of them."""
-        return self.put_s * self.copy_bandwidth / 2
+        return self.put_s / (self.slot_s / self.slot_nbytes + self.copies.s_per_byte)
 
     def __str__(self) -> str:
         return (
-            f"{self.put_s * 1e6:.2f} us per put, {self.bandwidth / 1e9:.2f} GB/s, copies at "
-            f"{self.copy_bandwidth / 1e9:.2f} GB/s, round trip {self.round_trip_s * 1e6:.0f} us"
+            f"{self.put_s * 1e6:.2f} us per put, {self.bandwidth / 1e9:.2f} GB/s; slots of "
+            f"{self.slot_nbytes >> 10} KiB: gather {self.copies.gather}, scatter "
+            f"{self.copies.scatter}, round trip {self.round_trip_s * 1e6:.0f} us"
         )
 
 
 def measured_cost(
     *,
-    nbytes: int,
+    slot_nbytes: int,
     one_put_s: float,
     run_count: int,
     many_puts_s: float,
-    copy_bandwidth: float,
+    copies: CopyCosts,
     round_trip_s: float,
 ) -> LinkCost:
-    """From the same `nbytes` put as one run and as `run_count` runs; both end with a flush."""
+    """From a slot put as one run and as `run_count` runs; both end with a flush."""
     return LinkCost(
         put_s=max(many_puts_s - one_put_s, 0.0) / (run_count - 1),
-        bandwidth=nbytes / max(one_put_s, 1e-9),
-        copy_bandwidth=copy_bandwidth,
+        bandwidth=slot_nbytes / max(one_put_s, SHORTEST_S),
+        slot_nbytes=slot_nbytes,
+        copies=copies,
         round_trip_s=round_trip_s,
     )
+
+
+def measured_copy(*, least_s: float, nbytes: int, full_s: float) -> CopyCost:
+    """From the copies of a piece of next to nothing and of one of `nbytes`."""
+    return CopyCost(least_s, nbytes / max(full_s - least_s, SHORTEST_S))
+
+
+SHORTEST_S = 1e-9
+"""Stands for a time that a clock can't tell from none."""

@@ -13,7 +13,6 @@ in the wire's element type. All rows of a piece are converted alike. Knows nothi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ from common.layout.cache_layout import Cell, GroupLayout, RankLayout
 from common.layout.component import DTYPE_NBYTES
 from common.layout.conversion import wire_dtype
 from common.planner.coalesce import coalesce
-from common.planner.copies import Pages
+from common.planner.copies import PageList, Pages
 from common.planner.copy_plan import Int64Array
 from common.planner.pairing import TokenRange, handed_units, pair_items
 
@@ -229,7 +228,7 @@ class _Rows:
     def copy(
         self,
         piece: Piece,
-        pages: tuple[int, Sequence[int]],
+        pages: PageList,
         side: GroupLayout,
         base: Int64Array,
     ) -> LinearCopy:
