@@ -131,7 +131,12 @@ class DecodeGraphs:
         length_max = max(token_max, FILL_LENGTH)
         page_counts = [group.page_end(length_max) for group in pool.groups]
         attention.reserve(self.batch_sizes, max(page_counts))
-        self._place = _Place.allocate(self.batch_sizes[-1], page_counts, model.context.device)
+        device, row_count = model.context.device, self.batch_sizes[-1]
+        self._place = _Place.allocate(row_count, page_counts, device)
+        # One for all sizes: each with its own would take gigabytes where a vocabulary is large.
+        self._logits = torch.empty(
+            (row_count, model.config.vocab_size), dtype=torch.float32, device=device
+        )
         self._recorded = {
             batch_size: self._record(record, batch_size)
             for batch_size in reversed(self.batch_sizes)
@@ -141,7 +146,8 @@ class DecodeGraphs:
     def run(self, batch: ForwardBatch) -> Tensor | None:
         """float32 logits [B, vocabulary] of a batch that only decodes, a row for each sequence.
 
-        Good until the next call. None if no recording is large enough; nothing has happened then.
+        Good until the next call, of whatever size. None if no recording is large enough; nothing
+        has happened then.
         """
         assert batch.is_decode_only
         count = batch.sequence_count
@@ -167,7 +173,7 @@ class DecodeGraphs:
             attention_pass = self._attention.start_recorded(batch, self._pool)
             logits = self._model.compute(batch, self._pool, attention_pass)
             assert logits is not None, "a stage without the head has nothing to record"
-            return logits
+            return self._logits[:batch_size].copy_(logits)
 
         with torch.inference_mode():
             self._attention.plan_recorded(self._place.batch(lengths, self._pool.groups), self._pool)

@@ -11,8 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
-from common.errors import ConfigError
+from common.errors import ConfigError, NotNow
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,20 @@ class ParallelContext:
 
     @staticmethod
     def join(
-        *, rank: int, tp_size: int, pp_size: int, backend: str, init_method: str, timeout_s: float
+        *,
+        rank: int,
+        tp_size: int,
+        pp_size: int,
+        backend: str,
+        init_method: str,
+        meet_timeout_s: float,
+        pass_timeout_s: float,
     ) -> ParallelContext:
         """Meet the other ranks and form the groups; every rank calls it once.
 
         backend: "gloo" on CPU, "nccl" on CUDA. init_method: as torch.distributed's, for example
-        "tcp://127.0.0.1:29500" or "file:///path".
+        "tcp://127.0.0.1:29500" or "file:///path". meet_timeout_s: until all have called it.
+        pass_timeout_s: how long a rank may wait for another afterwards; NCCL ends the process then.
         Raises: ConfigError if the ranks do not meet in time.
         """
         world_size = tp_size * pp_size
@@ -45,20 +55,20 @@ class ParallelContext:
         if world_size == 1:
             return ParallelContext()
         try:
+            store = _meet(init_method, rank, world_size, timedelta(seconds=meet_timeout_s))
+            pass_timeout = timedelta(seconds=pass_timeout_s)
+            # NCCL asks it for the other ranks' addresses as late as in the first pass.
+            store.set_timeout(pass_timeout)
             dist.init_process_group(
-                backend,
-                init_method=init_method,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
+                backend, store=store, rank=rank, world_size=world_size, timeout=pass_timeout
             )
             # Every rank has to create every group, in the same order.
             groups = [
-                dist.new_group([stage * tp_size + r for r in range(tp_size)])
+                dist.new_group([stage * tp_size + r for r in range(tp_size)], timeout=pass_timeout)
                 for stage in range(pp_size)
             ]
         except (RuntimeError, ValueError) as exc:
-            raise ConfigError(f"rank {rank} of {world_size} could not join: {exc}") from exc
+            raise NotNow(f"rank {rank} of {world_size} could not join: {exc}") from exc
         return ParallelContext(
             tp_rank=tp_rank,
             tp_size=tp_size,
@@ -112,3 +122,22 @@ class ParallelContext:
         assert not self.is_first_stage
         dist.recv(hidden, src=(self.pp_rank - 1) * self.tp_size + self.tp_rank)
         return hidden
+
+
+def _meet(init_method: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A store that all ranks have come to. Raises: RuntimeError naming those that have not.
+
+    NCCL makes its connections in the first pass, so that forming a group waits for nobody.
+    """
+    store: Store
+    store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    names = [f"rank {other} is here" for other in range(world_size)]
+    store.set(names[rank], "")
+    try:
+        store.wait(names, timeout)
+    except RuntimeError as exc:
+        absent = [str(other) for other, name in enumerate(names) if not store.check([name])]
+        raise RuntimeError(
+            f"rank {', '.join(absent)} did not come within {timeout.total_seconds():g} s"
+        ) from exc
+    return store

@@ -23,12 +23,14 @@ ALL_MASKED = "every token is masked"
 class Sampled:
     """What one call drew. Row r of everything is row r of the logits.
 
-    A failed row's token is meaningless, and one of the vocabulary all the same. logprobs: by row,
-    for rows whose request wants them.
+    A failed row's token is meaningless, and one of the vocabulary all the same. unfit: failed rows
+    whose request leaves no token to draw, though their logits are finite. logprobs: by row, for
+    rows whose request wants them.
     """
 
     token_ids: list[int]
     failed: dict[int, str] = field(default_factory=dict)
+    unfit: frozenset[int] = frozenset()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
@@ -60,12 +62,13 @@ class Draw:
         """Waits for the draw, not for what was launched after it. Safe on any thread."""
         checked, *rest = self._copy.wait()
         token_ids, is_usable, is_open = checked.numpy()
+        broken = {int(row): NOT_FINITE for row in np.flatnonzero(is_usable == 0)}
         failed = {int(row): ALL_MASKED for row in np.flatnonzero(is_open == 0)}
-        failed |= {int(row): NOT_FINITE for row in np.flatnonzero(is_usable == 0)}
-        failed |= self._failed
+        failed |= broken | self._failed
         logprobs: dict[int, TokenLogprobs] = {}
         if self._logprobs is not None:
             entries = self._logprobs.entries(rest)
             pairs = zip(self._logprob_rows.tolist(), entries, strict=True)
             logprobs = {row: entry for row, entry in pairs if row not in failed}
-        return Sampled(token_ids.tolist(), failed, logprobs)
+        unfit = frozenset(failed.keys() - broken.keys())
+        return Sampled(token_ids.tolist(), failed, unfit, logprobs)

@@ -20,7 +20,8 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from common.errors import GrammarError
-from common.request import GRAMMAR_LENGTH_MAX, Grammar, GrammarKind
+from common.request import Grammar, GrammarKind
+from common.request_bounds import GRAMMAR_LENGTH_MAX
 
 CACHED_COUNT_MAX = 64
 """Compiled grammars that are kept; clients of one kind send the same few again and again."""

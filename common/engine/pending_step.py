@@ -61,12 +61,14 @@ class PendingStep:
     def finish(self) -> StepDone:
         """Waits for what was drawn, not for what was launched after it. Safe on any thread."""
         failed = dict(self.refused)
+        unfit = set(self.refused)
         drawn: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         if self.draw is not None:
             sampled = self.draw.finish()
             drawn = dict(zip(self.ran, sampled.token_ids, strict=True))
             failed |= {self.ran[row]: reason for row, reason in sampled.failed.items()}
+            unfit |= {self.ran[row] for row in sampled.unfit}
             logprobs = {self.ran[row]: entry for row, entry in sampled.logprobs.items()}
         return StepDone(
             step_id=self.step_id,
@@ -76,4 +78,5 @@ class PendingStep:
             prompt_logprobs={scored.request_id: scored.encode() for scored in self.scored},
             failed=failed,
             seconds=self.clock.now() - self.started_at,
+            unfit=sorted(unfit),
         )

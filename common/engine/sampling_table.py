@@ -18,6 +18,8 @@ from torch import Tensor
 
 from common.engine.host_copy import upload
 from common.engine.noise import wrap_seed
+from common.errors import ProtocolError
+from common.protocol.bounds import check_sampling_params
 from common.request import SamplingParams
 
 Number = TypeVar("Number", np.float32, np.int64)
@@ -44,31 +46,17 @@ class Feature(IntFlag):
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
-    """Why these parameters can't be drawn with, or None. The frontend is stricter; this guards the
-    device against a peer's values."""
-    ranges = (
-        ("temperature", params.temperature, 0.0, math.inf),
-        ("top_p", params.top_p, 0.0, 1.0),
-        ("min_p", params.min_p, 0.0, 1.0),
-        ("repetition_penalty", params.repetition_penalty, 0.0, math.inf),
-        ("presence_penalty", params.presence_penalty, -math.inf, math.inf),
-        ("frequency_penalty", params.frequency_penalty, -math.inf, math.inf),
-    )
-    for name, value, low, high in ranges:
-        if not (math.isfinite(value) and low <= value <= high):
-            return f"{name}={value}: must be finite and in {low:g}..{high:g}"
-    if params.repetition_penalty == 0.0 or params.top_p == 0.0:
-        return "repetition_penalty and top_p: must be above 0"
-    if params.top_k < -1 or params.top_k == 0:
-        return f"top_k={params.top_k}: must be -1 (all) or at least 1"
-    for token_id, bias in params.logit_bias.items():
-        if not (0 <= token_id < vocab_size and math.isfinite(bias)):
-            return f"logit_bias[{token_id}]={bias}: ids are 0..{vocab_size - 1}, values finite"
-    for token_id in params.token_ids_logprob:
-        if not 0 <= token_id < vocab_size:
-            return f"token_ids_logprob {token_id}: must be in 0..{vocab_size - 1}"
-    if params.top_logprobs_num < 0:
-        return f"top_logprobs_num={params.top_logprobs_num}: must be at least 0"
+    """Why these parameters can't be drawn with, or None: what comes here may be a peer's."""
+    try:
+        check_sampling_params("sampling", params)
+    except ProtocolError as error:
+        return str(error)
+    for name, token_ids in (
+        ("logit_bias", tuple(params.logit_bias)),
+        ("token_ids_logprob", params.token_ids_logprob),
+    ):
+        if token_ids and max(token_ids) >= vocab_size:
+            return f"{name}: token id {max(token_ids)}: must be in 0..{vocab_size - 1}"
     return None
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.cast import CACHE_DTYPES, cast_into
+from common.engine.host_copy import upload
 from common.planner.copy_plan import Int64Array
 from common.planner.staging import Conversion, LinearCopy
 
@@ -162,9 +163,10 @@ def copy_by_index(target: Tensor, source: Tensor, copy: Copy) -> None:
     step = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     target_index = np.repeat(target_offset // grain, counts) + step
     source_index = np.repeat(source_offset // grain, counts) + step
-    device = target.device
-    rows = _grains(source, grain).index_select(0, torch.from_numpy(source_index).to(device))
-    _grains(target, grain).index_copy_(0, torch.from_numpy(target_index).to(device), rows)
+    # In one copy, which the host does not wait for.
+    to_index, from_index = upload(target.device, target_index, source_index)
+    rows = _grains(source, grain).index_select(0, from_index)
+    _grains(target, grain).index_copy_(0, to_index, rows)
 
 
 def _grains(buffer: Tensor, grain: int) -> Tensor:

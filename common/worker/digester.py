@@ -6,8 +6,6 @@ CUDA the kernels run on a stream of their own. Knows nothing of requests or of w
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
@@ -28,8 +26,7 @@ from common.planner.digests import (
 from common.planner.pairing import handed_units
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest, Digested
-
-log = logging.getLogger(__name__)
+from common.worker.device_thread import DeviceThread
 
 DigestJobs = SimpleQueue[Digest | None]
 """From the I/O thread; None ends it. Bounded by the scheduler: one for every hand-over it waits
@@ -47,10 +44,10 @@ class Digester:
     def __init__(self, buffers: Sequence[Tensor], layout: RankLayout) -> None:
         self._buffers = tuple(buffers)
         self._layout = layout
-        self._device = buffers[0].device
+        self.device = buffers[0].device
         self._stream = (
-            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            if self._device.type == "cuda"
+            torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            if self.device.type == "cuda"
             else None
         )
         self._peers: dict[bytes, _Pair] = {}
@@ -81,7 +78,7 @@ class Digester:
     ) -> bytes:
         """Of one target rank. known: digests that another target rank has in common with it."""
         planes = digested_planes(target, job.verify, job.transfer_id)
-        rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self._device)
+        rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self.device)
         buckets: dict[int, Tensor] = {}
         for row, plane in zip(rows, planes, strict=True):
             key = _key(plane)
@@ -97,7 +94,7 @@ class Digester:
             if (key, units) not in known:
                 if plane.group not in buckets:
                     numbers = torch.from_numpy(bucket_of_item(len(items), count))
-                    buckets[plane.group] = numbers.to(self._device)
+                    buckets[plane.group] = numbers.to(self.device)
                 known[key, units] = reader.digests(
                     units, items, job.pages[plane.group], buckets[plane.group], count
                 )
@@ -145,8 +142,7 @@ class DigestThread:
         self.jobs: DigestJobs = SimpleQueue()
         self._digester = digester
         self._answer = answer
-        self._fail = fail
-        self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
+        self._thread = DeviceThread("digest", digester.device, self._run, fail)
 
     def start(self) -> None:
         self._thread.start()
@@ -156,12 +152,8 @@ class DigestThread:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            while (job := self.jobs.get()) is not None:
-                self._answer(self._digester.run(job))
-        except Exception:
-            log.error("the digest thread failed", exc_info=True)
-            self._fail()
+        while (job := self.jobs.get()) is not None:
+            self._answer(self._digester.run(job))
 
 
 def _key(plane: DigestedPlane) -> Key:

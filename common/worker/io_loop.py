@@ -24,10 +24,12 @@ from common.protocol.digests import Digest
 from common.protocol.worker import (
     CancelSends,
     ClosePeer,
+    CloseTransfer,
     ConnectPeer,
     Expect,
     Forget,
     OpenPeer,
+    OpenTransfer,
     ReclaimPeer,
     SchedulerToWorker,
     Send,
@@ -208,6 +210,10 @@ class IoLoop:
         match message:
             case Step():
                 self._steps.put(message)
+            case OpenTransfer():
+                self._sends.open(message)
+            case CloseTransfer():
+                self._sends.close(message)
             case Send():
                 return self._sends.send(message)
             case CancelSends():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.channel.gate import Gate
 from common.channel.peer import PeerListener, local_host_towards
-from common.channel.sockets import SendResult, Socket
+from common.channel.sockets import SendResult, SocketSet
 from common.errors import PlanMismatch, ProtocolError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.staging import Piece, StagedPair
@@ -202,7 +202,7 @@ class Landing:
 
     # ---- told by source ranks --------------------------------------------------------------------
 
-    def sockets(self) -> tuple[Socket, ...]:
+    def sockets(self) -> tuple[SocketSet, ...]:
         return tuple(s for listener in self._listeners.values() for s in listener.sockets())
 
     def receive(self) -> None:

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 
 from common.planner.copy_plan import CopyPlan, Int64Array
-from common.planner.link_cost import LinkCost, measured_cost
+from common.planner.link_cost import CopyCosts, LinkCost, measured_cost
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 
 ROUND_TRIP_COUNT = 4
@@ -130,13 +130,13 @@ class Lane:
             sizes,
         )
 
-    def settle_measurement(self, nbytes: int, copy_bandwidth: float) -> None:
+    def settle_measurement(self, nbytes: int, copies: CopyCosts) -> None:
         self.cost = measured_cost(
-            nbytes=nbytes,
+            slot_nbytes=nbytes,
             one_put_s=min(self.measured_s[0::2]),
             run_count=max(2, nbytes // SHORT_RUN_NBYTES),
             many_puts_s=min(self.measured_s[1::2]),
-            copy_bandwidth=copy_bandwidth,
+            copies=copies,
             round_trip_s=min(self.round_trips_s),
         )
 

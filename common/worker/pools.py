@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig, shared_memory_dir
 from common.engine.kv_pool import KvPool
-from common.errors import ConfigError, TransportError
+from common.errors import ConfigError, NotNow, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
 from common.layout.component import LiveKind
 from common.transport.transport import Transport
@@ -43,11 +43,17 @@ class FreeMemory:
     """Bytes on the model's device, before and after the weights were loaded.
 
     shared_nbytes: room for memory that other processes can write, None if that is no limit.
+    recorded_nbytes: of what is free now, what recordings of decode passes will take.
     """
 
     before_nbytes: int
     now_nbytes: int
     shared_nbytes: int | None
+    recorded_nbytes: int = 0
+
+    @property
+    def weight_nbytes(self) -> int:
+        return self.before_nbytes - self.now_nbytes
 
 
 def free_nbytes(device: torch.device) -> int:
@@ -74,10 +80,11 @@ def decide_page_counts(
     if config.max_total_tokens is not None:
         counts = _counts_of(layout, config, config.max_total_tokens, request_count)
         needed = sum(KvPool.buffer_nbytes(layout, counts))
-        limit = min(n for n in (free.now_nbytes, free.shared_nbytes) if n is not None)
+        own_nbytes = free.now_nbytes - free.recorded_nbytes
+        limit = min(n for n in (own_nbytes, free.shared_nbytes) if n is not None)
         if needed > limit:
             _check_slots(layout, config, limit, config.max_total_tokens)
-            raise ConfigError(
+            raise NotNow(
                 f"--max-total-tokens {config.max_total_tokens}: needs {needed} bytes of pages, "
                 f"{limit} are free" + _where(free)
             )
@@ -95,11 +102,11 @@ def decide_page_counts(
     if low == 0:
         _check_slots(layout, config, budget, page_size)
         if config.device == "cuda":
-            raise ConfigError(_why_no_page_on_cuda(config, free))
+            raise NotNow(_why_no_page_on_cuda(config, free))
         least = sum(
             KvPool.buffer_nbytes(layout, _counts_of(layout, config, page_size, request_count))
         )
-        raise ConfigError(
+        raise NotNow(
             f"no memory for a KV pool: {budget} bytes may be used" + _where(free) + ", one page of "
             f"{page_size} tokens takes {least}, slots for {request_count} requests included; lower "
             "--page-size, or give --max-total-tokens"
@@ -182,7 +189,10 @@ def allocate_region(transport: Transport, name: str, nbytes: int, device: torch.
     try:
         if device.type == "cuda":
             check_cuda_allocator()
-            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            # A peer opens whole blocks of the driver. In a pool of its own, none of the region's
+            # holds anything else.
+            with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+                buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             check_cuda_segment(buffer.data_ptr(), segments)
@@ -190,7 +200,7 @@ def allocate_region(transport: Transport, name: str, nbytes: int, device: torch.
             return buffer
         region = transport.allocate(name, nbytes)
     except (TransportError, torch.OutOfMemoryError) as exc:
-        raise ConfigError(f"memory of the cache: {exc}") from exc
+        raise NotNow(f"memory of the cache: {exc}") from exc
     assert region.view is not None, "memory that the transport allocated has a view"
     buffer = torch.from_numpy(region.view)
     # The first write to a page costs a fault; pay it before the first request does.
@@ -245,8 +255,8 @@ def _page_count(
 
 def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:
     if config.device == "cuda":
-        weights = free.before_nbytes - free.now_nbytes
-        return int(free.before_nbytes * config.mem_fraction_static) - weights
+        allowed = int(free.before_nbytes * config.mem_fraction_static)
+        return allowed - free.weight_nbytes - free.recorded_nbytes
     fraction = min(config.mem_fraction_static, HOST_FRACTION_MAX)
     budget = min(int(free.now_nbytes * fraction), HOST_POOL_NBYTES_MAX)
     if free.shared_nbytes is not None:
@@ -256,12 +266,15 @@ def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:
 
 def _why_no_page_on_cuda(config: ServerConfig, free: FreeMemory) -> str:
     """Names the flag that shares a GPU's memory out, which weights come off first."""
-    weights = free.before_nbytes - free.now_nbytes
     allowed = int(free.before_nbytes * config.mem_fraction_static)
+    taken, remedy = f"weights take {free.weight_nbytes}", ""
+    if free.recorded_nbytes:
+        taken += f" and recorded decode passes {free.recorded_nbytes}"
+        remedy = "lower --cuda-graph-max-bs, "
     return (
-        f"no memory for a KV pool: weights take {weights} bytes of the {allowed} that "
-        f"--mem-fraction-static {config.mem_fraction_static:g} allows of what was free; raise it, "
-        "or --tp-size, or end what else uses the GPU"
+        f"no memory for a KV pool: {taken} bytes of the {allowed} that --mem-fraction-static "
+        f"{config.mem_fraction_static:g} allows of what was free; raise it, or --tp-size, {remedy}"
+        "or end what else uses the GPU"
     )
 
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from common.errors import TransportError
 from common.layout.cache_layout import RankLayout
-from common.planner.copies import Pages
+from common.planner.copies import PageList, Pages
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
-from common.protocol.worker import CancelSends, Send, SendSettled
+from common.protocol.worker import CancelSends, CloseTransfer, OpenTransfer, Send, SendSettled
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
 from common.worker.staging import Staging
@@ -31,13 +31,28 @@ class Computed:
 
 
 @dataclass(slots=True)
+class _Transfer:
+    """Pages of one transfer, as arrays, so that a Send of many needs no pass over all of them.
+
+    problem: what is wrong with them, "" if nothing is; None before the first Send looks.
+    """
+
+    peer: str
+    source_pages: Pages
+    target_pages: Pages
+    problem: str | None = None
+
+
+@dataclass(slots=True)
 class _OpenSend:
     """A Send that has not settled. error: of the first plan that failed.
 
-    submitted_count: layer groups that have left.
+    source_pages: all that it may read. submitted_count: layer groups that have left.
     """
 
     message: Send
+    transfer: _Transfer
+    source_pages: Pages
     targets: tuple[TargetRank, ...]
     submitted_count: int = 0
     tags: set[int] = field(default_factory=set)
@@ -50,7 +65,7 @@ class _OpenSend:
 
 
 class Sends:
-    """Owner of every Send that is under way."""
+    """Owner of every Send that is under way, and of the pages of every open transfer."""
 
     def __init__(
         self,
@@ -71,6 +86,7 @@ class Sends:
         self._layer_group_count = len(layout.layer_groups)
         self._page_counts = tuple(page_counts)
         self._computed = Computed(0, self._layer_group_count)
+        self._transfers: dict[int, _Transfer] = {}
         self._open: dict[int, _OpenSend] = {}
         self._send_of_tag: dict[int, int] = {}
         self._next_tag = 1
@@ -80,16 +96,45 @@ class Sends:
         return len(self._open)
 
     @property
+    def transfer_count(self) -> int:
+        return len(self._transfers)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is with the transport; what is open then waits for the engine."""
         return not self._send_of_tag
 
+    def open(self, message: OpenTransfer) -> None:
+        """Sends of a transfer will follow."""
+        assert message.transfer_id not in self._transfers, f"transfer {message.transfer_id} is open"
+        self._transfers[message.transfer_id] = _Transfer(
+            message.peer, _as_arrays(message.source_pages), _as_arrays(message.target_pages)
+        )
+
+    def close(self, message: CloseTransfer) -> None:
+        """No Send of a transfer will follow, and all have settled."""
+        transfer = self._transfers.pop(message.transfer_id)
+        assert all(send.transfer is not transfer for send in self._open.values())
+
     def send(self, message: Send) -> list[SendSettled]:
         """Start writing what is computed; settled at once if it can't be done."""
         assert message.send_id not in self._open, f"send {message.send_id} is under way"
-        targets = self._links.targets(message.peer)
-        error = targets if isinstance(targets, str) else self._why_refused(message, targets)
-        send = _OpenSend(message, () if isinstance(targets, str) else targets, error=error)
+        transfer = self._transfers[message.transfer_id]
+        windows = _as_arrays(message.window_pages)
+        source_pages = transfer.source_pages
+        if windows:
+            source_pages = [
+                window if len(window[1]) else pages
+                for window, pages in zip(windows, source_pages, strict=True)
+            ]
+        targets = self._links.targets(transfer.peer)
+        if isinstance(targets, str):
+            error, targets = targets, ()
+        else:
+            error = self._why_refused(transfer, targets)
+            if windows:
+                error = error or _bad_pages("source", windows, self._page_counts)
+        send = _OpenSend(message, transfer, source_pages, targets, error=error)
         self._open[message.send_id] = send
         return self._advance(send)
 
@@ -112,7 +157,7 @@ class Sends:
         """A peer is given up: what waits for the engine will not leave any more."""
         settled: list[SendSettled] = []
         for send in list(self._open.values()):
-            if send.message.peer == peer:
+            if send.transfer.peer == peer:
                 settled += self._stop(send, reason)
         return settled
 
@@ -176,7 +221,7 @@ class Sends:
         for target in send.targets:
             tag = self._next_tag
             try:
-                is_submitted = self._submit_to(target, tag, message, tokens, layer_group)
+                is_submitted = self._submit_to(target, tag, send, tokens, layer_group)
             except TransportError as exc:
                 self._fail(send, str(exc))
                 return
@@ -186,12 +231,12 @@ class Sends:
                 self._send_of_tag[tag] = message.send_id
 
     def _submit_to(
-        self, target: TargetRank, tag: int, message: Send, tokens: TokenRange, layer_group: int
+        self, target: TargetRank, tag: int, send: _OpenSend, tokens: TokenRange, layer_group: int
     ) -> bool:
         """Directly or through staging; False if there is nothing for this target rank."""
         if target.pairs:
             plan = target.pairs[layer_group].plan(
-                message.source_pages, message.target_pages, tokens
+                send.source_pages, send.transfer.target_pages, tokens
             )
             if plan.run_count == 0:
                 return False
@@ -203,9 +248,8 @@ class Sends:
         nbytes_max = staging.pieces_nbytes_max(target.name)
         pieces = staged.pieces(tokens, nbytes_max, layer_group)
         if pieces:
-            staging.start(
-                tag, target.name, message.transfer_id, staged, message.source_pages, pieces
-            )
+            transfer_id = send.message.transfer_id
+            staging.start(tag, target.name, transfer_id, staged, send.source_pages, pieces)
         return bool(pieces)
 
     def _prefers_staging(self, target: TargetRank, plan: CopyPlan) -> bool:
@@ -229,12 +273,18 @@ class Sends:
             exposed_nbytes=send.exposed_nbytes,
         )
 
-    def _why_refused(self, message: Send, targets: Sequence[TargetRank]) -> str:
+    def _why_refused(self, transfer: _Transfer, targets: Sequence[TargetRank]) -> str:
         """What is wrong with the page ids, or "". A bad one would write into another request."""
-        reason = _bad_pages("source", message.source_pages, self._page_counts)
-        for target in targets:
-            reason = reason or _bad_pages("target", message.target_pages, target.page_counts)
-        return reason
+        if transfer.problem is None:
+            reason = _bad_pages("source", transfer.source_pages, self._page_counts)
+            for target in targets:
+                reason = reason or _bad_pages("target", transfer.target_pages, target.page_counts)
+            transfer.problem = reason
+        return transfer.problem
+
+
+def _as_arrays(pages: Sequence[tuple[int, list[int]]]) -> list[PageList]:
+    return [(first, np.asarray(page_ids, dtype=np.int64)) for first, page_ids in pages]
 
 
 def _bad_pages(side: str, pages: Pages, page_counts: Sequence[int]) -> str:

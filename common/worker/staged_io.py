@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from common.channel.sockets import Socket
+from common.channel.sockets import SocketSet
 from common.clock import Clock
 from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer, WorkerToScheduler
 from common.transport.transport import TransferSettled
@@ -35,7 +35,7 @@ class StagedIo:
         self._staging = staging
         self._clock = clock
 
-    def sockets(self) -> tuple[Socket, ...]:
+    def sockets(self) -> tuple[SocketSet, ...]:
         """For a `Poller`; they come and go with the peers."""
         landing = self._landing.sockets() if self._landing is not None else ()
         staging = self._staging.sockets() if self._staging is not None else ()

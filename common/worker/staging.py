@@ -20,10 +20,11 @@ from collections.abc import Sequence
 
 from common.channel.keys import Curve
 from common.channel.peer import PeerDialer
-from common.channel.sockets import SendResult, Socket
+from common.channel.sockets import SendResult, SocketSet
 from common.clock import Clock
 from common.errors import ConfigError, ProtocolError, TransportError
 from common.planner.copies import Pages
+from common.planner.link_cost import CopyCosts
 from common.planner.staging import Piece, StagedPair
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing
@@ -61,14 +62,14 @@ class Staging:
         self,
         transport: Transport,
         buffers: GatherBuffers,
-        copy_bandwidth: float,
+        copies: CopyCosts,
         clock: Clock,
         curve: Curve | None = None,
     ) -> None:
-        """copy_bandwidth: of gathering on this host, bytes per second."""
+        """copies: what gathering and scattering cost on this rank's device."""
         self._transport = transport
         self._buffers = buffers
-        self._copy_bandwidth = copy_bandwidth
+        self._copies = copies
         self._clock = clock
         self._dialer = PeerDialer(curve)
         self._lanes: dict[str, Lane] = {}
@@ -80,7 +81,7 @@ class Staging:
         self._events: list[StagingEvent] = []
         self.counters = StagingCounters()
 
-    def sockets(self) -> tuple[Socket, ...]:
+    def sockets(self) -> tuple[SocketSet, ...]:
         return self._dialer.sockets()
 
     @property
@@ -173,7 +174,7 @@ class Staging:
         nbytes = min(lane.slot_nbytes, self._buffers.nbytes)
         plan = lane.next_measurement(self._buffers.region_index, nbytes)
         if plan is None:
-            lane.settle_measurement(nbytes, self._copy_bandwidth)
+            lane.settle_measurement(nbytes, self._copies)
             lane.phase = Phase.READY
             self._events.append(LaneReady(lane.name))
             return

@@ -45,13 +45,18 @@ from common.worker.pools import (
 )
 from common.worker.staging import Staging
 from common.worker.start_device import device_of, enough_memory
-from common.worker.start_graphs import start_graphs
+from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
 from common.worker.start_staging import start_landing, start_staging
 
 log = logging.getLogger(__name__)
 
 RANKS_MEET_TIMEOUT_S = 120.0
 """How long the ranks of a server wait for each other before any of them loads weights."""
+
+PASS_TIMEOUT_S = 1800.0
+"""How long a rank waits for another inside a pass. The first passes come when weights are loaded
+and kernels compiled, which may take one rank minutes longer than another. Ranks that hang later are
+seen by `--stall-timeout`."""
 
 STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls")
 """What of a transport's description stays true after the start."""
@@ -91,7 +96,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     choice = choose_attention(
         attention_shape(model_config, parallel, device, config.page_size, cache_dtype),
         config.attention_backend,
-        may_record=not config.disable_cuda_graph and config.pp_size == 1,
+        may_record=not why_not_recorded(config, device),
     )
     with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
         model = load_model(
@@ -103,14 +108,16 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
             seed=config.random_seed,
             attention=choice.attention,
         )
-    free = FreeMemory(before_nbytes, free_nbytes(device), _shared_nbytes(config, device))
+    now_nbytes = free_nbytes(device)
+    plan = plan_graphs(config, model, layout, choice, context_length)
+    free = FreeMemory(before_nbytes, now_nbytes, _shared_nbytes(config, device), plan.nbytes)
     page_counts = decide_page_counts(layout, config, context_length, free)
     transport = _start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
     landing = start_landing(config, transport, layout, pool)
     staging = start_staging(config, transport, layout, pool, clock)
     grammars = _grammars(config, model_config) if model.head is not None else None
-    graphs, graphs_told = start_graphs(config, model, pool, choice, context_length)
+    graphs, plan = start_graphs(plan, model, pool, choice, context_length)
     runner = ModelRunner(model, pool, clock, grammars, graphs)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
@@ -131,7 +138,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
         describe=_describe(rank, model, layout, page_counts, choice, transport)
-        | {"cuda_graphs": graphs_told},
+        | {"cuda_graphs": plan.told},
         host_id=host_id(),
         pid=os.getpid(),
     )
@@ -185,7 +192,8 @@ def _meet_other_ranks(config: ServerConfig, rank: int, device: torch.device) -> 
         pp_size=config.pp_size,
         backend="nccl" if device.type == "cuda" else "gloo",
         init_method=_meeting_place(config),
-        timeout_s=RANKS_MEET_TIMEOUT_S,
+        meet_timeout_s=RANKS_MEET_TIMEOUT_S,
+        pass_timeout_s=PASS_TIMEOUT_S,
     )
 
 
@@ -209,6 +217,11 @@ def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
 
 def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLayout:
     check_parallel(model_config, config.tp_size, config.pp_size)
+    if config.layer_group_count > model_config.layer_count:
+        raise ConfigError(
+            f"--layer-group-count {config.layer_group_count}: must be in "
+            f"1..{model_config.layer_count}, the model's layers"
+        )
     layout = ServerLayout(
         components=cache_components(model_config, config.kv_cache_dtype),
         tp_size=config.tp_size,

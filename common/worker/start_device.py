@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from common.config import ServerConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, NotNow
 
 HOST_REFUSAL = "can't allocate memory"
 """What torch's RuntimeError says on a CPU; on CUDA the error has a type of its own."""
@@ -57,4 +57,4 @@ def enough_memory(what: str, remedy: str) -> Iterator[None]:
             raise
         # What follows is an account of the allocator, lines long.
         told = ". ".join(str(exc).replace("\n", " ").split(". ")[:2]).rstrip(".")
-        raise ConfigError(f"no memory for {what}: {told}; {remedy}") from exc
+        raise NotNow(f"no memory for {what}: {told}; {remedy}") from exc

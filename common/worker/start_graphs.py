@@ -1,54 +1,140 @@
-"""Records a rank's decode passes before it is ready, where that is possible."""
+"""Records a rank's decode passes before it is ready, where that is possible.
+
+What recordings keep belongs to the memory that weights and pool share, so it is found out before
+the pool takes the rest: they are made twice, first over a pool of next to nothing.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from common.config import ServerConfig
+import torch
+
+from common.config import Role, ServerConfig
 from common.engine.attention.choose import AttentionChoice
 from common.engine.cuda_graphs import CudaRecorder, recorded_sizes
 from common.engine.decode_graphs import DecodeGraphs
-from common.engine.kernel_trial import KERNEL_FAILURES
+from common.engine.kernel_trial import KERNEL_FAILURES, give_memory_back
 from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
+from common.layout.cache_layout import RankLayout
 
 log = logging.getLogger(__name__)
 
 
-def start_graphs(
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """What will be recorded.
+
+    sizes: of batches, ascending; empty if nothing is. nbytes: of torch's memory that recordings
+    keep. told: what is recorded or why nothing is, for /server_info.
+    """
+
+    sizes: tuple[int, ...]
+    nbytes: int
+    told: str
+
+
+def why_not_recorded(config: ServerConfig, device: torch.device) -> str:
+    """Why a rank records no decode passes, whatever its attention can do; "" if it may."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if config.role is Role.PREFILL:
+        return "a prefill server decodes nothing"
+    if config.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    if config.pp_size > 1:
+        return "a pipeline stage waits for another one inside its pass"
+    return ""
+
+
+def plan_graphs(
     config: ServerConfig,
+    model: CausalLm,
+    layout: RankLayout,
+    choice: AttentionChoice,
+    context_length: int,
+) -> GraphPlan:
+    """Try all recordings, and measure what they take, over a pool of one page."""
+    device = model.context.device
+    reason = why_not_recorded(config, device)
+    if not reason and choice.recordable is None:
+        reason = f"{choice.attention.name} attention can't be recorded"
+    if reason:
+        return GraphPlan((), 0, f"off: {reason}")
+    sizes = tuple(recorded_sizes(_largest(config)))
+
+    def record() -> DecodeGraphs:
+        pool = KvPool.allocate(layout, [1] * len(layout.groups), device)
+        return _record(sizes, model, pool, choice, context_length)
+
+    try:
+        nbytes = kept_nbytes(
+            record,
+            lambda: torch.cuda.memory_reserved(device),
+            lambda: give_memory_back(device),
+        )
+    except KERNEL_FAILURES as exc:
+        plan = _failed(exc)
+    else:
+        plan = GraphPlan(sizes, nbytes, f"batches of {sizes[0]} to {sizes[-1]}, {nbytes >> 20} MiB")
+    give_memory_back(device)
+    return plan
+
+
+def start_graphs(
+    plan: GraphPlan, model: CausalLm, pool: KvPool, choice: AttentionChoice, context_length: int
+) -> tuple[DecodeGraphs | None, GraphPlan]:
+    """(recordings or None, the plan as it came out). Writes to the scratch page only."""
+    if not plan.sizes:
+        return None, plan
+    graphs: DecodeGraphs | None = None
+    try:
+        graphs = _record(plan.sizes, model, pool, choice, context_length)
+    except KERNEL_FAILURES as exc:
+        plan = _failed(exc)
+    # What ran before each recording, on a stream that nothing else uses.
+    give_memory_back(model.context.device)
+    return graphs, plan
+
+
+def kept_nbytes(
+    make: Callable[[], object], reserved: Callable[[], int], give_back: Callable[[], None]
+) -> int:
+    """Bytes that what `make` returns keeps as long as it lives, and no longer.
+
+    reserved: bytes that this process holds of the device. give_back: gives up those that nothing
+    uses.
+    """
+    give_back()
+    before = reserved()
+    made = make()
+    give_back()
+    taken = reserved() - before
+    del made
+    return max(0, taken)
+
+
+def _record(
+    sizes: tuple[int, ...],
     model: CausalLm,
     pool: KvPool,
     choice: AttentionChoice,
     context_length: int,
-) -> tuple[DecodeGraphs | None, str]:
-    """(recordings or None, what is recorded or why nothing is; for /server_info).
+) -> DecodeGraphs:
+    assert choice.recordable is not None
+    recorder = CudaRecorder(model.context.device)
+    return DecodeGraphs(
+        model, pool, choice.recordable, recorder, batch_sizes=sizes, token_max=context_length
+    )
 
-    Writes to the scratch page only.
-    """
-    if model.context.device.type != "cuda":
-        return None, f"off: the device is {model.context.device.type}"
-    if config.disable_cuda_graph:
-        return None, "off: --disable-cuda-graph"
-    if config.pp_size > 1:
-        return None, "off: a pipeline stage waits for another one inside its pass"
-    if choice.recordable is None:
-        return None, f"off: {choice.attention.name} attention can't be recorded"
-    sizes = recorded_sizes(_largest(config))
-    try:
-        graphs = DecodeGraphs(
-            model,
-            pool,
-            choice.recordable,
-            CudaRecorder(model.context.device),
-            batch_sizes=sizes,
-            token_max=context_length,
-        )
-    except KERNEL_FAILURES as exc:
-        reason = f"off: they can't be recorded: {type(exc).__name__}: {exc}"[:300]
-        log.warning("decode passes are launched kernel by kernel, slower: %s", reason)
-        return None, reason
-    return graphs, f"batches of {sizes[0]} to {sizes[-1]}"
+
+def _failed(exc: Exception) -> GraphPlan:
+    reason = f"off: they can't be recorded: {type(exc).__name__}: {exc}"[:300]
+    log.warning("decode passes are launched kernel by kernel, slower: %s", reason)
+    return GraphPlan((), 0, reason)
 
 
 def _largest(config: ServerConfig) -> int:

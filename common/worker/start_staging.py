@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from common.channel.gate import Gate
 from common.channel.keys import load_curve
 from common.clock import Clock
@@ -15,6 +11,7 @@ from common.layout.cache_layout import RankLayout
 from common.transport.transport import Transport
 from common.transport.ucx import convert_float8, copy_runs
 from common.worker.copier import Copier
+from common.worker.copy_trial import measure_copies
 from common.worker.gather_buffers import GatherBuffers
 from common.worker.landing import REGION as LANDING_REGION
 from common.worker.landing import SLOT_NBYTES_MAX, Landing
@@ -25,9 +22,6 @@ from common.worker.staging import Staging
 STAGING_BUFFER_COUNT = 4
 """Buffers of one slot each on a prefill rank: one is filled while others are put, and every one of
 up to four targets can have one."""
-
-TRIAL_RUN_NBYTES = 4096
-TRIAL_COUNT = 5
 
 
 def start_landing(
@@ -65,26 +59,7 @@ def start_staging(
     return Staging(
         transport,
         GatherBuffers(region, len(layout.groups), SLOT_NBYTES_MAX, copier),
-        copy_bandwidth=copy_bandwidth(region, clock),
+        copies=measure_copies(region, SLOT_NBYTES_MAX, clock),
         clock=clock,
         curve=load_curve(config.curve_secret_key_file, config.curve_peer_keys_file),
     )
-
-
-def copy_bandwidth(region: Tensor, clock: Clock) -> float:
-    """Bytes per second of copying scattered runs between the two halves of a warm region."""
-    if region.device.type == "cuda":
-        torch.cuda.synchronize(region.device)
-        return 1e12  # far above any link, and far below what a card does
-    half = len(region) // 2
-    count = half // TRIAL_RUN_NBYTES
-    starts = np.random.default_rng(0).permutation(count).astype(np.int64) * TRIAL_RUN_NBYTES
-    targets = np.arange(count, dtype=np.int64) * TRIAL_RUN_NBYTES
-    sizes = np.full(count, TRIAL_RUN_NBYTES, dtype=np.int64)
-    source, target = region[:half].numpy(), region[half:].numpy()
-    seconds: list[float] = []
-    for _ in range(TRIAL_COUNT):
-        started_at = clock.now()
-        copy_runs(target, source, targets, starts, sizes)
-        seconds.append(clock.now() - started_at)
-    return count * TRIAL_RUN_NBYTES / max(min(seconds), 1e-9)

@@ -9,8 +9,6 @@ without the interpreter lock. Knows nothing of models or hand-overs.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -20,10 +18,9 @@ import torch
 
 from common.engine.pending_step import PendingStep
 from common.protocol.worker import StepDone
+from common.worker.device_thread import DeviceThread
 from common.worker.io_loop import Outbox, Progress
 from common.worker.sends import Computed
-
-log = logging.getLogger(__name__)
 
 Launched = Computed | PendingStep
 
@@ -99,17 +96,14 @@ class TellingThread:
         progress: Progress,
         record: Callable[[], Mark],
         fail: Callable[[], None],
-        prepare: Callable[[], None] = lambda: None,
+        device: torch.device,
     ) -> None:
-        """record: a mark behind what the calling thread has launched. fail: ends the worker.
-        prepare: called on the thread, before it waits for anything."""
+        """record: a mark behind what the calling thread has launched. fail: ends the worker."""
         self._outbox = outbox
         self._progress = progress
         self._record = record
-        self._fail = fail
-        self._prepare = prepare
         self._marked: SimpleQueue[_Marked | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="telling", daemon=True)
+        self._thread = DeviceThread("telling", device, self._run, fail)
 
     def start(self) -> None:
         self._thread.start()
@@ -122,20 +116,16 @@ class TellingThread:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            self._prepare()
-            while (marked := self._marked.get()) is not None:
-                marked.mark.synchronize()
-                _tell(
-                    self._outbox,
-                    self._progress,
-                    marked.layer_count,
-                    marked.launched,
-                    self._outbox.put,
-                )
-        except Exception:
-            log.error("the device failed", exc_info=True)
-            self._fail()
+        while (marked := self._marked.get()) is not None:
+            # Raises what the device failed with.
+            marked.mark.synchronize()
+            _tell(
+                self._outbox,
+                self._progress,
+                marked.layer_count,
+                marked.launched,
+                self._outbox.put,
+            )
 
 
 def start_telling(
@@ -144,14 +134,7 @@ def start_telling(
     """For launches of the calling thread on this device."""
     if device.type != "cuda":
         return TellingAtOnce(outbox, progress)
-    return TellingThread(
-        outbox,
-        progress,
-        _record_event,
-        fail,
-        # A thread begins with the first device, and would make itself at home there.
-        prepare=lambda: torch.cuda.set_device(device),
-    )
+    return TellingThread(outbox, progress, _record_event, fail, device)
 
 
 def _record_event() -> Mark:

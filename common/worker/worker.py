@@ -21,7 +21,6 @@ import gc
 import logging
 import signal
 import sys
-import threading
 from queue import SimpleQueue
 
 from common.channel.keys import load_own_curve
@@ -30,8 +29,11 @@ from common.clock import SystemClock
 from common.config import ServerConfig
 from common.engine.model_runner import OnLayer
 from common.errors import ConfigError
+from common.exit_codes import EXIT_FAILED, exit_code_of
+from common.worker.device_thread import DeviceThread
 from common.worker.digester import DigestThread
 from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
+from common.worker.last_resort import end_process_after
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staged_io import StagedIo
@@ -40,8 +42,8 @@ from common.worker.telling import start_telling
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
-EXIT_CONFIG = 2
+ENGINE_PATIENCE_S = 10.0
+"""How long an engine may go on once a thread beside it has failed: most steps end in less."""
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine thread may keep the interpreter from the I/O thread. The default, 5 ms, is as
@@ -59,7 +61,7 @@ def run_worker(config: ServerConfig, rank: int) -> int:
         client = LocalClient(config.scheduler_ipc_path, f"worker-{rank}", address, curve)
     except ConfigError as error:
         log.error("%s", error)
-        return EXIT_CONFIG
+        return exit_code_of(error)
     except Exception:
         log.error("worker %d can't start", rank, exc_info=True)
         return EXIT_FAILED
@@ -125,7 +127,7 @@ class _Worker:
         signal.signal(signal.SIGTERM, lambda *_: self._steps.put(None))
         # A Ctrl-C reaches the whole process group; the supervisor decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        io_thread = threading.Thread(target=self._run_io, name="io", daemon=True)
+        io_thread = DeviceThread("I/O", self._device, self._loop.run, self._fail_thread)
         io_thread.start()
         self._digests.start()
         self._telling.start()
@@ -173,14 +175,7 @@ class _Worker:
 
         return on_layer
 
-    def _run_io(self) -> None:
-        try:
-            self._loop.run()
-        except Exception:
-            log.error("the I/O thread failed", exc_info=True)
-            self._has_thread_failed = True
-            self._steps.put(None)
-
     def _fail_thread(self) -> None:
         self._has_thread_failed = True
         self._steps.put(None)
+        end_process_after(ENGINE_PATIENCE_S, EXIT_FAILED)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
@@ -15,6 +17,7 @@ CHUNKS = (20, 13, 1, 1)
 TOPOLOGIES = ((2, 1), (1, 2))
 # A rank that failed leaves the other waiting this long at most.
 TIMEOUT_S = 60.0
+PASS_TIMEOUT_S = 61.0
 
 
 def compute(path: Path, prompt: list[int], parallel: ParallelContext) -> Tensor | None:
@@ -41,9 +44,22 @@ def run_rank(rank: int, paths: list[Path], prompt: list[int], shared: Path) -> N
             pp_size=pp_size,
             backend="gloo",
             init_method=f"file://{shared / f'meeting-{tp_size}-{pp_size}'}",
-            timeout_s=TIMEOUT_S,
+            meet_timeout_s=TIMEOUT_S,
+            pass_timeout_s=PASS_TIMEOUT_S,
         )
+        timeouts = shared / f"timeouts-{tp_size}-{pp_size}-{rank}"
+        timeouts.write_text(json.dumps(group_timeouts_s(parallel)))
         assert parallel.least(9 - rank, torch.device("cpu")) == 8
         logits = [compute(path, prompt, parallel) for path in paths]
         torch.save(logits, shared / f"logits-{tp_size}-{pp_size}-{rank}.pt")
         parallel.leave()
+
+
+def group_timeouts_s(parallel: ParallelContext) -> list[float]:
+    """Of the group of all ranks, and of the stage's if there is one."""
+    groups = [dist.group.WORLD, parallel.tp_group]
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in groups
+        if group is not None
+    ]

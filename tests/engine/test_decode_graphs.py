@@ -19,6 +19,7 @@ from common.engine.cuda_graphs import recorded_sizes
 from common.engine.decode_graphs import DecodeGraphs
 from common.engine.forward_batch import SequenceChunk
 from common.engine.kv_pool import KvPool
+from common.engine.layers import moe
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
@@ -39,10 +40,10 @@ class Traced:
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         compute()
         self._operations = make_fx(compute)()
-        self.output = torch.empty_like(compute())
+        self.output = compute()
 
     def replay(self) -> None:
-        self.output.copy_(self._operations())
+        self._operations()
 
 
 def make_graphs(model: CausalLm, pool: KvPool) -> tuple[DecodeGraphs, DenseAttention]:
@@ -64,8 +65,23 @@ def decoding(lengths: list[int], seed: int) -> list[SequenceChunk]:
     ]
 
 
-@pytest.mark.parametrize("recipe", ["llama", "qwen3_moe", "qwen3_next"])
-def test_a_replay_is_the_pass_itself(tiny_checkpoint: Checkpoints, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "has_grouped_kernel"),
+    [
+        ("llama", True),
+        ("qwen3_moe", True),
+        ("qwen3_next", True),
+        ("qwen3_moe", False),
+        ("qwen3_next", False),
+    ],
+)
+def test_a_replay_is_the_pass_itself(
+    tiny_checkpoint: Checkpoints,
+    recipe: str,
+    has_grouped_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moe, "has_grouped_kernel", lambda device, dtype: has_grouped_kernel)
     model = load_model(tiny_checkpoint(recipe), dtype="float32")
     replayed, plain = make_pool(model, PAGE_COUNT), make_pool(model, PAGE_COUNT)
     graphs, attention = make_graphs(model, replayed)
@@ -84,6 +100,22 @@ def test_a_replay_is_the_pass_itself(tiny_checkpoint: Checkpoints, recipe: str) 
             page_nbytes = replayed.layout.groups[group].page_nbytes
             after = [buffer[page_nbytes:].view(torch.float32) for buffer in buffers]
             torch.testing.assert_close(after[0], after[1], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_all_sizes_keep_the_logits_of_the_largest(tiny_checkpoint: Checkpoints) -> None:
+    model = load_model(tiny_checkpoint("llama"), dtype="float32")
+    outputs: list[Tensor] = []
+
+    def record(compute: Callable[[], Tensor]) -> Traced:
+        recording = Traced(compute)
+        outputs.append(recording.output)
+        return recording
+
+    pool = make_pool(model, PAGE_COUNT)
+    DecodeGraphs(model, pool, DenseAttention(), record, batch_sizes=SIZES, token_max=TOKEN_MAX)
+    assert sorted(len(output) for output in outputs) == SIZES
+    kept = {o.untyped_storage().data_ptr(): o.untyped_storage().nbytes() for o in outputs}
+    assert sum(kept.values()) == SIZES[-1] * model.config.vocab_size * 4
 
 
 def test_a_batch_above_the_largest_recording_is_left_alone(tiny_checkpoint: Checkpoints) -> None:

@@ -16,8 +16,11 @@ from common.engine.grammar import GrammarCompiler, lark_of
 from common.engine.grammar_table import GrammarTable
 from common.engine.sampler import Sampler
 from common.errors import GrammarError
+from common.frontend.constraints import CHOICE_COUNT_MAX, read_choice
+from common.frontend.fields import Fields, JsonValue
 from common.frontend.tokenizer import load_tokenizer
-from common.request import GRAMMAR_LENGTH_MAX, Grammar, GrammarKind, SamplingParams
+from common.request import Grammar, GrammarKind, SamplingParams
+from common.request_bounds import GRAMMAR_LENGTH_MAX
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
 TOKENIZER = load_tokenizer(str(CHECKPOINT), lambda: 0.0)
@@ -127,6 +130,17 @@ def test_json_follows_its_schema_whatever_the_logits_say(compiler: GrammarCompil
     assert len(set(texts)) > 30
 
 
+@pytest.mark.parametrize("length", [1, 55])
+def test_as_many_choices_as_are_taken_can_be_followed(
+    compiler: GrammarCompiler, length: int
+) -> None:
+    choices: list[JsonValue] = [f"{i}{'x' * (length - 1)}" for i in range(CHOICE_COUNT_MAX)]
+    grammar = read_choice(Fields({"guided_choice": choices}), "guided_choice")
+    outputs = run(compiler, [params(seed, grammar) for seed in range(20)])
+    texts = {TOKENIZER.decode(output) for output in outputs}
+    assert texts <= set(choices) and len(texts) > 5
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"logit_bias": {9: 50}}],
@@ -195,7 +209,7 @@ def test_an_output_that_broke_its_grammar_elsewhere_fails_alone(compiler: Gramma
     sampler.add(0, params(0, PHONE), torch.tensor([*PROMPT, *TOKENIZER.encode("x")]), len(PROMPT))
     sampler.add(1, params(0, PHONE), torch.tensor([*PROMPT, *TOKENIZER.encode("+")]), len(PROMPT))
     sampled = step(sampler, [0, 1], len(PROMPT) + 1)
-    assert list(sampled.failed) == [0]
+    assert list(sampled.failed) == [0] and sampled.unfit == {0}
     assert "grammar" in sampled.failed[0]
     assert TOKENIZER.decode(sampled.token_ids[1:]).isdigit()
 

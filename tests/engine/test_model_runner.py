@@ -210,8 +210,8 @@ def test_a_reused_slot_knows_nothing_of_its_last_request(checkpoint: Path) -> No
         ([2**40], greedy(), f"token id {2**40}"),
         ([5], greedy(temperature=math.nan), "temperature=nan"),
         ([5], greedy(top_k=0), "top_k=0"),
-        ([5], greedy(logit_bias={VOCAB: 1.0}), f"logit_bias[{VOCAB}]"),
-        ([5], greedy(token_ids_logprob=(-3,)), "token_ids_logprob -3"),
+        ([5], greedy(logit_bias={VOCAB: 1.0}), f"logit_bias: token id {VOCAB}"),
+        ([5], greedy(token_ids_logprob=(-3,)), "token_ids_logprob=-3"),
     ],
 )
 def test_a_request_that_can_not_run_fails_alone_when_its_token_is_due(
@@ -220,7 +220,7 @@ def test_a_request_that_can_not_run_fails_alone_when_its_token_is_due(
     good = track(1, random_prompt(6, VOCAB, 1))
     bad = track(2, tokens, sampling)
     done = driver.step(chunks=[(bad, len(tokens)), (good, 6)])
-    assert list(done.failed) == [2] and named in done.failed[2]
+    assert list(done.failed) == done.unfit == [2] and named in done.failed[2]
     assert done.token_ids[0] == NO_TOKEN and len(good.output) == 1
     done = driver.step(decode=[good, bad])  # and again, until it is retired
     assert list(done.failed) == [2] and len(good.output) == 2
@@ -235,7 +235,7 @@ def test_a_cache_that_is_not_finite_fails_its_sequence_alone(checkpoint: Path) -
     driver.step(chunks=[(good, 12), (bad, 12)])
     driver.pool.view("k", 1)[bad.pages[0]] = math.nan
     done = driver.step(decode=[bad, good])
-    assert done.failed == {2: NOT_FINITE}
+    assert done.failed == {2: NOT_FINITE} and done.unfit == []
     driver.decode([good], 5)
     alone = Driver(checkpoint)
     other = track(1, random_prompt(12, VOCAB, 1))

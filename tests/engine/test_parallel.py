@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from common.engine.distributed import ParallelContext
 from common.errors import ConfigError
-from tests.engine.parallel_ranks import CHUNKS, TIMEOUT_S, TOPOLOGIES, compute, run_rank
+from tests.engine.parallel_ranks import (
+    CHUNKS,
+    PASS_TIMEOUT_S,
+    TIMEOUT_S,
+    TOPOLOGIES,
+    compute,
+    run_rank,
+)
 from tests.engine.tiny_checkpoints import Recipe, build_checkpoint, random_prompt
 
 Checkpoints = Callable[[str], Path]
@@ -77,26 +85,50 @@ def test_two_ranks_compute_what_one_does(
 def test_a_rank_outside_the_server_is_named() -> None:
     with pytest.raises(ConfigError, match=r"rank=2: must be in 0\.\.1"):
         ParallelContext.join(
-            rank=2, tp_size=2, pp_size=1, backend="gloo", init_method="env://", timeout_s=1.0
-        )
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_meet_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rank 1 of 2 could not join"):
-        ParallelContext.join(
-            rank=1,
+            rank=2,
             tp_size=2,
             pp_size=1,
             backend="gloo",
-            init_method=f"file://{tmp_path / 'meeting'}",
-            timeout_s=0.2,
+            init_method="env://",
+            meet_timeout_s=1.0,
+            pass_timeout_s=1.0,
         )
+
+
+# Both backends: NCCL by itself would miss a rank only in the first pass.
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_ranks_that_do_not_come_are_named(tmp_path: Path, backend: str) -> None:
+    said = "rank 1 of 4 could not join: rank 0, 2, 3 did not come within 0.05 s"
+    with pytest.raises(ConfigError, match=said):
+        ParallelContext.join(
+            rank=1,
+            tp_size=2,
+            pp_size=2,
+            backend=backend,
+            init_method=f"file://{tmp_path / 'meeting'}",
+            meet_timeout_s=0.05,
+            pass_timeout_s=60.0,
+        )
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_rank_that_met_the_others_waits_for_them_as_long_as_a_pass_may(shared: Path) -> None:
+    for tp_size, pp_size in TOPOLOGIES:
+        for rank in range(2):
+            timeouts_s = json.loads((shared / f"timeouts-{tp_size}-{pp_size}-{rank}").read_text())
+            assert timeouts_s == [PASS_TIMEOUT_S] * (1 + (tp_size > 1))
 
 
 def test_one_rank_needs_no_process_group() -> None:
     context = ParallelContext.join(
-        rank=0, tp_size=1, pp_size=1, backend="gloo", init_method="unused", timeout_s=1.0
+        rank=0,
+        tp_size=1,
+        pp_size=1,
+        backend="gloo",
+        init_method="unused",
+        meet_timeout_s=1.0,
+        pass_timeout_s=1.0,
     )
     assert context == ParallelContext()
     assert not torch.distributed.is_initialized()

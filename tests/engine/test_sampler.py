@@ -304,7 +304,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) ->
     clean = draw(sampler, logits, [0, 1, 2])
     logits[1, 55] = bad
     sampled = draw(sampler, logits, [0, 1, 2])
-    assert sampled.failed == {1: NOT_FINITE}
+    assert sampled.failed == {1: NOT_FINITE} and not sampled.unfit
     assert set(sampled.logprobs) == {0, 2}
     assert [sampled.token_ids[row] for row in (0, 2)] == [clean.token_ids[row] for row in (0, 2)]
 
@@ -314,7 +314,7 @@ def test_a_row_with_every_token_masked_fails_alone() -> None:
     sampler.add(0, params(min_new_tokens=1, stop_token_ids=(2,)), torch.tensor([1]), 1)
     sampler.add(1, params(), torch.tensor([1]), 1)
     sampled = draw(sampler, torch.tensor([[1.0, 2, 3], [1, 2, 3]]), [0, 1], position=1)
-    assert sampled.failed == {0: ALL_MASKED} and sampled.token_ids[1] == 2
+    assert sampled.failed == {0: ALL_MASKED} and sampled.unfit == {0} and sampled.token_ids[1] == 2
 
 
 def test_no_rows_draw_nothing() -> None:
@@ -335,10 +335,10 @@ def test_no_rows_draw_nothing() -> None:
         ({"repetition_penalty": math.inf}, "repetition_penalty=inf"),
         ({"presence_penalty": math.nan}, "presence_penalty=nan"),
         ({"frequency_penalty": -math.inf}, "frequency_penalty=-inf"),
-        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias[{VOCAB}]"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias[-1]"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias: token id {VOCAB}"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias=-1"),
         ({"logit_bias": {1: math.nan}}, "logit_bias[1]=nan"),
-        ({"token_ids_logprob": (VOCAB,)}, f"token_ids_logprob {VOCAB}"),
+        ({"token_ids_logprob": (VOCAB,)}, f"token_ids_logprob: token id {VOCAB}"),
         ({"top_logprobs_num": -1}, "top_logprobs_num=-1"),
     ],
 )

@@ -19,6 +19,7 @@ from common.clock import SystemClock
 from common.config import Role, ServerConfig
 from common.engine.attention.choose import choose_attention
 from common.engine.distributed import ParallelContext
+from common.engine.kernel_trial import give_memory_back
 from common.engine.kv_pool import DTYPES, KvPool
 from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
@@ -28,7 +29,7 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step
 from common.request import SamplingParams
-from common.worker.start_graphs import start_graphs
+from common.worker.start_graphs import plan_graphs, start_graphs
 from tests.gpu.model_shapes import EngineLoad, ModelShape, write_model
 from tests.gpu.report import Section
 
@@ -38,6 +39,8 @@ TIMED_STEPS = 20
 REPEATS = 5
 COPY_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
+RECORDED_SLACK_NBYTES = 32 << 20
+"""What torch's blocks may round up one way and not the other."""
 
 
 def check_engine_section(section: Section, device: torch.device, shape: ModelShape) -> None:
@@ -49,6 +52,13 @@ def check_engine_section(section: Section, device: torch.device, shape: ModelSha
         engine = Engine(write_model(Path(directory), shape), device, shape.engine)
     section.figure("attention", engine.attention)
     section.figure("recorded decode passes", engine.recorded)
+    if engine.planned_nbytes:
+        section.figure("recordings, MiB", engine.recorded_nbytes / (1 << 20))
+        section.check(
+            "recordings take the memory that was set aside for them",
+            engine.recorded_nbytes <= engine.planned_nbytes + RECORDED_SLACK_NBYTES,
+            f"{engine.recorded_nbytes} bytes, set aside: {engine.planned_nbytes}",
+        )
     measure_decode(section, engine, shape.engine, copy_rate)
     longest = max(shape.engine.prompts)
     for length, chunk in (*((n, n) for n in shape.engine.prompts), (longest, shape.engine.chunk)):
@@ -115,7 +125,11 @@ class Engine:
             device=device.type,
             cuda_graph_max_bs=load.streams,
         )
-        graphs, self.recorded = start_graphs(flags, model, pool, choice, token_max)
+        plan = plan_graphs(flags, model, rank, choice, token_max)
+        reserved_nbytes = reserved(device)
+        graphs, plan = start_graphs(plan, model, pool, choice, token_max)
+        self.recorded, self.planned_nbytes = plan.told, plan.nbytes
+        self.recorded_nbytes = reserved(device) - reserved_nbytes
         self._runner = ModelRunner(model, pool, SystemClock(), graphs=graphs)
         self._step_id = 0
 
@@ -215,6 +229,12 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
         synchronize(device)
         seconds.append((time.perf_counter() - started_at) / REPEATS)
     return statistics.median(seconds[1:])
+
+
+def reserved(device: torch.device) -> int:
+    """Bytes that torch holds of the device and something uses."""
+    give_memory_back(device)
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def synchronize(device: torch.device) -> None:

@@ -34,6 +34,9 @@ from tests.gpu.report import Section
 
 SIZES_MIB = {"cuda": (256, 1024, 4096), "cpu": (16, 64)}
 WAYS = {"direct": HandOver.DIRECT, "staged": HandOver.LANDING}
+CHOICE_MIB = {"cuda": 256, "cpu": 16}
+CHOICE_MIN = 0.8
+"""What `--hand-over auto` must reach of the quicker way, measured one after the other."""
 SPARE_PAGES = 8
 REPEATS = 5
 # Beside both pools: contexts, staging and landing slots, and what comparing takes.
@@ -53,6 +56,27 @@ def check_sizes_section(section: Section, device: torch.device) -> None:
             else:
                 page_count = (size_mib << 20) // layout.groups[0].page_nbytes
                 time_size(section, name, device, layout, page_count, hand_over)
+    for layer_count in (LAYER_COUNTS[0], LAYER_COUNTS[-1]):
+        check_choice(section, device, layout_of(layer_count))
+
+
+def check_choice(section: Section, device: torch.device, layout: RankLayout) -> None:
+    """That the prices measured at start lead to the quicker way, for pages of one size."""
+    page_nbytes = layout.groups[0].page_nbytes
+    page_count = (CHOICE_MIB[device.type] << 20) // page_nbytes
+    rates = {
+        way: time_size(
+            section, f"{page_nbytes >> 10} KiB runs {way}", device, layout, page_count, hand_over
+        )
+        for way, hand_over in (*WAYS.items(), ("auto", HandOver.AUTO))
+    }
+    if device.type == "cuda":
+        best = max(rates["direct"], rates["staged"])
+        section.check(
+            f"{page_nbytes >> 10} KiB runs go the quicker way",
+            rates["auto"] >= CHOICE_MIN * best,
+            f"{rates['auto']:.1f} GB/s of {best:.1f}",
+        )
 
 
 def time_size(
@@ -62,8 +86,8 @@ def time_size(
     layout: RankLayout,
     page_count: int,
     hand_over: HandOver,
-) -> None:
-    """page_count: of each hand-over. Every one is checked, all but the first are timed."""
+) -> float:
+    """GB/s; page_count: of each hand-over. Every one is checked, all but the first are timed."""
     server: ServerLayout = layout.server
     pool_pages = page_count + SPARE_PAGES
     pair = StagedPair(
@@ -94,10 +118,13 @@ def time_size(
                 rates.append(page_count * layout.groups[0].page_nbytes / seconds / 1e9)
     finally:
         pair.close()
-    section.figure(f"{name}: GB/s", statistics.median(rates))
+    rate = statistics.median(rates)
+    section.figure(f"{name}: GB/s", rate)
     section.figure(f"{name}: puts", put_count)
+    section.figure(f"{name}: prices", pair.hand_over)
     what = f"{name}: every page arrives, no other changes"
     section.check(what, not wrong, f"wrong: {wrong[:8]}")
+    return rate
 
 
 def fill(buffer: Tensor, layout: RankLayout, device: torch.device) -> None:

@@ -14,8 +14,9 @@ from common.engine.cast import CACHE_DTYPES, cast
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
+from common.planner.link_cost import CopyCost, CopyCosts
 from common.protocol.codec import encode_layout
-from common.protocol.worker import ConnectPeer, Expect, PeerOpened, Send, WorkerToScheduler
+from common.protocol.worker import ConnectPeer, Expect, PeerOpened, WorkerToScheduler
 from common.transport import transport as moving
 from common.transport.ucx import UcxSettings, UcxTransport, copy_runs
 from common.worker.copier import Copier
@@ -28,6 +29,7 @@ from common.worker.sends import Sends
 from common.worker.staged_io import StagedIo
 from common.worker.staging import REGION as STAGING_REGION
 from common.worker.staging import Staging
+from tests.worker.whole_send import WholeSend
 
 WAIT_S = 30.0
 CPU = torch.device("cpu")
@@ -75,7 +77,7 @@ class Rank:
         staging = Staging(
             transport,
             GatherBuffers(region, len(layout.groups), BUFFER_NBYTES, copier),
-            copy_bandwidth=5e9,
+            copies=CopyCosts(CopyCost(2e-6, 5e9), CopyCost(2e-6, 5e9)),
             clock=SystemClock(),
         )
         return Rank(layout, transport, pool, None, staging)
@@ -185,8 +187,8 @@ def send_of(
     source_pages: Sequence[int],
     target_pages: Sequence[int],
     transfer_id: int = 70,
-) -> Send:
-    return Send(
+) -> WholeSend:
+    return WholeSend(
         send_id=send_id,
         step_id=0,
         transfer_id=transfer_id,

@@ -21,7 +21,6 @@ from common.protocol.worker import (
     PeerConnected,
     PeerFailed,
     PeerOpened,
-    Send,
     SendSettled,
     WorkerToScheduler,
 )
@@ -31,6 +30,7 @@ from common.worker.io_loop import Outbox
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
 from common.worker.sends import Computed, Sends
+from tests.worker.whole_send import WholeSend, send_whole
 
 WAIT_S = 30.0
 TOKENS = 45
@@ -123,7 +123,7 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def send_of(send_id: int, start: int, stop: int, **changes: object) -> Send:
+def send_of(send_id: int, start: int, stop: int, **changes: object) -> WholeSend:
     values: dict[str, object] = {
         "send_id": send_id,
         "step_id": 0,
@@ -136,7 +136,7 @@ def send_of(send_id: int, start: int, stop: int, **changes: object) -> Send:
         "target_pages": [(0, [5, 1, 30, 12, 13, 14, 2, 9, 20, 21, 22, 8])],
         **changes,
     }
-    return Send(**values)  # type: ignore[arg-type]
+    return WholeSend(**values)  # type: ignore[arg-type]
 
 
 def fill(rank: Rank, seed: int) -> None:
@@ -155,7 +155,7 @@ def test_a_send_reaches_every_target_rank_and_touches_nothing_else(world: World)
         before.append(rank.pool.buffers[0].clone())
     pieces = [(0, 11), (11, 32), (32, TOKENS)]
     for send_id, (start, stop) in enumerate(pieces):
-        assert world.source.sends.send(send_of(send_id, start, stop)) == []
+        assert send_whole(world.source.sends, send_of(send_id, start, stop)) == []
     settled = world.source.wait_for(3)
     assert [m.error for m in settled if isinstance(m, SendSettled)] == ["", "", ""]
     nbytes = sum(message.nbytes for message in settled if isinstance(message, SendSettled))
@@ -199,7 +199,7 @@ def test_a_send_that_can_not_be_done_settles_at_once(
 ) -> None:
     world.connected()
     before = [rank.pool.buffers[0].clone() for rank in world.targets]
-    settled = world.source.sends.send(send_of(1, 0, 8, **changes))
+    settled = send_whole(world.source.sends, send_of(1, 0, 8, **changes))
     assert len(settled) == 1 and named in settled[0].error
     assert (settled[0].nbytes, settled[0].is_quiet, settled[0].rank) == (0, True, 0)
     for rank, buffer in zip(world.targets, before, strict=True):
@@ -208,13 +208,13 @@ def test_a_send_that_can_not_be_done_settles_at_once(
 
 def test_a_send_without_bytes_settles_at_once_and_well(world: World) -> None:
     world.connected()
-    settled = world.source.sends.send(send_of(1, 8, 8))
+    settled = send_whole(world.source.sends, send_of(1, 8, 8))
     assert [(message.error, message.nbytes) for message in settled] == [("", 0)]
 
 
 def test_a_send_while_connecting_is_answered(world: World) -> None:
     assert world.connect(world.announce()) == []
-    assert world.source.sends.send(send_of(1, 0, 8))[0].error == "peer target is connecting"
+    assert send_whole(world.source.sends, send_of(1, 0, 8))[0].error == "peer target is connecting"
 
 
 def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> None:
@@ -224,7 +224,7 @@ def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> N
     assert [type(message) for message in told] == [PeerFailed]
     failed = told[0]
     assert isinstance(failed, PeerFailed) and failed.reason.startswith("target/1: ")
-    settled = world.source.sends.send(send_of(1, 0, 8))
+    settled = send_whole(world.source.sends, send_of(1, 0, 8))
     assert "peer target is failed" in settled[0].error
     assert world.source.links.close("target") == []
     assert world.source.wait_for(1) == [PeerClosed("target", 0)]
@@ -233,7 +233,7 @@ def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> N
 def test_closing_settles_what_is_under_way_before_it_is_told(world: World) -> None:
     world.connected()
     for send_id in range(8):
-        assert world.source.sends.send(send_of(send_id, 0, TOKENS)) == []
+        assert send_whole(world.source.sends, send_of(send_id, 0, TOKENS)) == []
     assert world.source.links.close("target") == []
     assert world.source.links.close("target") == []  # asked twice, answered once
     told = world.source.wait_for(9)
@@ -258,7 +258,7 @@ def test_a_cancelled_transfer_settles_once_and_is_quiet() -> None:
                 source_pages=[(0, scattered)],
                 target_pages=[(0, ascending)],
             )
-            assert world.source.sends.send(send) == []
+            assert send_whole(world.source.sends, send) == []
         world.source.sends.cancel(CancelSends(71))
         world.source.sends.cancel(CancelSends(99))  # of nobody
         settled = {m.send_id: m for m in world.source.wait_for(2) if isinstance(m, SendSettled)}
@@ -276,7 +276,7 @@ def test_layer_groups_leave_as_they_are_computed_and_the_last_is_exposed() -> No
         world.connected()
         fill(world.source, 3)
         sends = world.source.sends
-        assert sends.send(send_of(1, 0, TOKENS, step_id=5)) == []
+        assert send_whole(sends, send_of(1, 0, TOKENS, step_id=5)) == []
         assert sends.apply_computed(Computed(4, 2)) == []  # the step before
         assert not any(rank.pool.buffers[0].any() for rank in world.targets)
         assert sends.apply_computed(Computed(5, 1)) == []
@@ -295,7 +295,7 @@ def test_layer_groups_leave_as_they_are_computed_and_the_last_is_exposed() -> No
 
 def test_a_send_that_waits_for_the_engine_can_be_cancelled(world: World) -> None:
     world.connected()
-    assert world.source.sends.send(send_of(1, 0, TOKENS, step_id=5)) == []
+    assert send_whole(world.source.sends, send_of(1, 0, TOKENS, step_id=5)) == []
     (settled,) = world.source.sends.cancel(CancelSends(70))
     assert (settled.error, settled.is_quiet, settled.nbytes) == (moving.CANCELLED, True, 0)
     assert world.source.sends.apply_computed(Computed(5, 1)) == []
@@ -304,7 +304,7 @@ def test_a_send_that_waits_for_the_engine_can_be_cancelled(world: World) -> None
 
 def test_closing_a_peer_settles_what_waits_for_the_engine(world: World) -> None:
     world.connected()
-    assert world.source.sends.send(send_of(1, 0, TOKENS, step_id=5)) == []
+    assert send_whole(world.source.sends, send_of(1, 0, TOKENS, step_id=5)) == []
     (settled,) = world.source.sends.cancel_peer("target", "the peer is closed")
     assert settled.error == "the peer is closed" and world.source.sends.open_count == 0
 

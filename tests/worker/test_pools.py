@@ -90,6 +90,22 @@ def test_on_a_gpu_weights_and_pool_share_the_fraction_of_what_was_free() -> None
     assert 350 * MIB - 65536 < nbytes <= 350 * MIB
 
 
+def test_recorded_passes_take_their_share_before_the_pool_does() -> None:
+    layout = gqa_layout()
+    config = config_of(device="cuda", mem_fraction_static=0.75)
+    free = FreeMemory(1000 * MIB, 600 * MIB, None, recorded_nbytes=50 * MIB)
+    counts = decide_page_counts(layout, config, 1 << 30, free)
+    nbytes = sum(KvPool.buffer_nbytes(layout, counts))
+    assert 300 * MIB - 65536 < nbytes <= 300 * MIB
+    asked = config_of(device="cuda", max_total_tokens=16 * 16 * 560)  # 560 MiB of 600
+    with pytest.raises(ConfigError, match=f" {550 * MIB} are free"):
+        decide_page_counts(layout, asked, 4096, free)
+    crowded = FreeMemory(1000 * MIB, 300 * MIB, None, recorded_nbytes=50 * MIB)
+    said = f"weights take {700 * MIB} and recorded decode passes {50 * MIB} bytes .*-max-bs, or end"
+    with pytest.raises(ConfigError, match=said):
+        decide_page_counts(layout, config, 4096, crowded)
+
+
 @pytest.mark.parametrize("now", [300, 249, 100])
 def test_weights_that_leave_a_gpu_no_page_say_which_flag_gives_room(now: int) -> None:
     config = config_of(device="cuda", mem_fraction_static=0.7)

@@ -10,7 +10,14 @@ from common.config import HandOver
 from common.engine.cast import raw
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
-from common.protocol.worker import Expect, PeerConnected, Send, SendSettled
+from common.protocol.worker import (
+    CloseTransfer,
+    Expect,
+    OpenTransfer,
+    PeerConnected,
+    Send,
+    SendSettled,
+)
 from tests.worker.staged_world import PAGE_COUNT, Rank, World
 
 COMPONENTS = (
@@ -35,6 +42,9 @@ COMPONENTS = (
     CacheComponent(
         "block", (2,), (Segment("row", 1, 40),), Live(LiveKind.BLOCK, 4), Shard.REPLICATE, "float32"
     ),
+    CacheComponent(
+        "window", (2,), (Segment("head", 2, 16),), Live(LiveKind.WINDOW, 20), Shard.SPLIT, "float32"
+    ),
 )
 SOURCE = ServerLayout(COMPONENTS, 1, ((0, 4),), 8, layer_group_count=2)
 TARGET = ServerLayout(COMPONENTS, 2, ((0, 1), (1, 3), (3, 4)), 16)
@@ -54,18 +64,23 @@ def fill(rank: Rank, seed: int) -> None:
         buffer.copy_(noise)
 
 
+def without(pages: list[tuple[int, list[int]]], *, windows: bool) -> list[tuple[int, list[int]]]:
+    """Lists of window groups left empty, or all others."""
+    kinds = [group.live.kind is LiveKind.WINDOW for group in SOURCE.groups]
+    return [
+        (0, []) if is_window == windows else found
+        for found, is_window in zip(pages, kinds, strict=True)
+    ]
+
+
+def open_transfer() -> OpenTransfer:
+    source_pages = without(pages_of(SOURCE, 30), windows=True)
+    return OpenTransfer(70, "target", source_pages, pages_of(TARGET, 10))
+
+
 def send_of(send_id: int, start: int, stop: int) -> Send:
-    return Send(
-        send_id=send_id,
-        step_id=0,
-        transfer_id=70,
-        peer="target",
-        token_start=start,
-        token_stop=stop,
-        is_final=stop == TOKENS,
-        source_pages=pages_of(SOURCE, 30),
-        target_pages=pages_of(TARGET, 10),
-    )
+    windows = without(pages_of(SOURCE, 30), windows=False) if stop == TOKENS else []
+    return Send(send_id, 0, 70, start, stop, stop == TOKENS, windows)
 
 
 def live_rows(rank: Rank, first_page: int, component: str, layer: int, segment: str) -> Tensor:
@@ -98,12 +113,15 @@ def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
             rank.landing.expect(Expect(70, "source", TOKENS, pages_of(TARGET, 10)))
         scratch = [[b[: len(b) // (PAGE_COUNT + 1)].clone() for b in r.pool.buffers]
                    for r in world.targets]  # fmt: skip
+        world.source.sends.open(open_transfer())
         for send_id, (start, stop) in enumerate([(0, FIRST_CHUNK), (FIRST_CHUNK, TOKENS)]):
             world.source.told += world.source.sends.send(send_of(send_id, start, stop))
             (settled,) = world.wait_for(1)
             assert isinstance(settled, SendSettled) and settled.error == ""
             if start == 0:
                 assert settled.nbytes == 38 * 4 * 128 + 2 * (38 // 4) * 40, "nothing but streamable"
+        world.source.sends.close(CloseTransfer(70))
+        assert world.source.sends.transfer_count == 0
         for rank, before in zip(world.targets, scratch, strict=True):
             for group in rank.layout.groups:
                 for cell in group.cells:

@@ -30,7 +30,6 @@ from common.protocol.worker import (
     PeerOpened,
     PrefillChunk,
     ReclaimPeer,
-    Send,
     SendSettled,
     Step,
     StepDone,
@@ -42,6 +41,7 @@ from tests.worker.test_worker_processes import (
     PREFILL_PAGES,
     Pair,
 )
+from tests.worker.whole_send import WholeSend
 from tests.worker.worker_processes import WorkerProcesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -193,8 +193,10 @@ def test_a_staged_hand_over_settles_while_the_engines_compute(checkpoint: Path) 
                     )
                 )
         pair.expect_transfer(8, 64)
-        send = Send(8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES[:4])])
-        pair.prefill.tell(send)
+        send = WholeSend(
+            8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES[:4])]
+        )
+        pair.prefill.tell_send(send)
         settled, earlier = pair.prefill.expect_after(SendSettled)
         computed_count = sum(isinstance(message, StepDone) for message in earlier)
         assert settled.error == "" and computed_count < steps
@@ -256,8 +258,10 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
         os.kill(pair.decode.processes[0].pid, signal.SIGSTOP)
         sends = 6
         for index in range(sends):
-            pair.prefill.tell(
-                Send(index, 0, 8, "decode", 0, 40, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES)])
+            pair.prefill.tell_send(
+                WholeSend(
+                    index, 0, 8, "decode", 0, 40, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES)]
+                )
             )
         os.kill(pair.decode.processes[0].pid, signal.SIGKILL)
         settled = [pair.prefill.expect(SendSettled) for _ in range(sends)]

@@ -30,6 +30,7 @@ from tests.worker.staged_world import (
     send_of,
     server_layout,
 )
+from tests.worker.whole_send import send_whole
 
 TOKENS = 93
 SOURCE_PAGES = [7, 2, 31, 4, 18, 9, 40, 41, 3, 60, 11, 12]
@@ -92,7 +93,7 @@ def test_a_staged_send_reaches_its_pages_and_touches_nothing_else(
             before.append(rank.pool.buffers[0].clone())
         world.expect(70, TOKENS, TARGET_PAGES)
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        world.source.told += world.source.sends.send(send)
+        world.source.told += send_whole(world.source.sends, send)
         (message,) = world.wait_for(1)
         assert (settled(message).error, settled(message).is_quiet) == ("", True)
         for rank, held in zip(world.targets, before, strict=True):
@@ -132,7 +133,7 @@ def test_without_need_nothing_is_staged(hand_over: HandOver) -> None:
         fill(world.source, 1)
         held = world.targets[0].pool.buffers[0].clone()
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        world.source.told += world.source.sends.send(send)
+        world.source.told += send_whole(world.source.sends, send)
         assert settled(world.wait_for(1)[0]).error == ""
         wanted = after_hand_over(
             world.source, world.targets[0], held, TOKENS, SOURCE_PAGES, TARGET_PAGES
@@ -161,13 +162,13 @@ def test_a_transfer_that_stalls_leaves_slots_to_the_others() -> None:
         world.stalled = True
         two_transfers(world)
         first = send_of(1, 256, range(1, 33), range(1, 33), transfer_id=70)
-        assert world.source.sends.send(first) == []
+        assert send_whole(world.source.sends, first) == []
         for _ in range(20):
             world.turn()
         free, _, held = lane_state(world)
         assert held == {70: 3} and free == 1  # a ring of 4, three of them for one transfer
         second = send_of(2, 256, range(33, 65), range(33, 65), transfer_id=71)
-        assert world.source.sends.send(second) == []
+        assert send_whole(world.source.sends, second) == []
         for _ in range(20):
             world.turn()
         assert lane_state(world)[2] == {70: 3, 71: 1}
@@ -189,7 +190,7 @@ def test_a_cancelled_transfer_settles_when_its_credits_are_back() -> None:
         two_transfers(world)
         for send_id, pages in ((1, range(1, 33)), (2, range(33, 65))):
             send = send_of(send_id, 256, pages, pages, transfer_id=69 + send_id)
-            assert world.source.sends.send(send) == []
+            assert send_whole(world.source.sends, send) == []
         for _ in range(20):
             world.turn()
         assert world.source.sends.cancel(CancelSends(70)) == []  # its slots are not back
@@ -214,7 +215,7 @@ def test_what_the_target_forgot_fails_the_send_and_returns_every_slot() -> None:
         assert landing is not None
         landing.forget(Forget(70))
         send = send_of(1, 256, range(1, 33), range(1, 33), transfer_id=70)
-        assert world.source.sends.send(send) == []
+        assert send_whole(world.source.sends, send) == []
         message = settled(world.wait_for(1)[0])
         assert "transfer 70: is not expected from this peer" in message.error
         assert torch.equal(world.targets[0].pool.buffers[0], before)
@@ -230,7 +231,7 @@ def test_a_lost_message_is_sent_again() -> None:
         world.expect(70, TOKENS, TARGET_PAGES)
         world.stalled = True
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        assert world.source.sends.send(send) == []
+        assert send_whole(world.source.sends, send) == []
         staging, landing = world.source.staging, world.targets[0].landing
         assert staging is not None and landing is not None
         while not staging.counters.repeated:
@@ -270,7 +271,7 @@ def test_a_target_that_dies_in_mid_piece_returns_every_buffer(tls: str) -> None:
         world.connect()
         world.stalled = True
         send = send_of(1, 256, range(1, 33), range(1, 33), transfer_id=70)
-        assert world.source.sends.send(send) == []
+        assert send_whole(world.source.sends, send) == []
         for _ in range(10):
             world.turn()
         assert lane_state(world)[2]  # slots are full and not credited
@@ -294,7 +295,7 @@ def test_closing_settles_what_waits_for_credits_first_and_the_peer_can_come_agai
             two_transfers(world)
             world.stalled = True
             send = send_of(1, 256, range(1, 33), range(1, 33), transfer_id=70)
-            assert world.source.sends.send(send) == []
+            assert send_whole(world.source.sends, send) == []
             for _ in range(10):
                 world.turn()
             world.source.told += world.source.sends.cancel_peer("target", "closed")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from common.clock import ManualClock
 from common.engine.pending_step import PendingStep
@@ -41,7 +42,11 @@ class Rig:
         self.has_failed = threading.Event()
         marks = iter(self.marks)
         self.telling = TellingThread(
-            self.outbox, self.progress, lambda: next(marks), self.has_failed.set
+            self.outbox,
+            self.progress,
+            lambda: next(marks),
+            self.has_failed.set,
+            torch.device("cpu"),
         )
         self.telling.start()
 

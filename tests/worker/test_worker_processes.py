@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,13 +23,14 @@ from common.protocol.worker import (
     PeerFailed,
     PeerOpened,
     PrefillChunk,
-    Send,
     SendSettled,
     Step,
     StepDone,
 )
 from common.request import SamplingParams
 from tests.engine.tiny_checkpoints import Reference, random_prompt
+from tests.transport.process_faults import Faults, build
+from tests.worker.whole_send import WholeSend
 from tests.worker.worker_processes import ANSWER_TIMEOUT_S, WorkerProcesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -81,8 +83,8 @@ class Pair:
             piece = PrefillChunk(request_id, start, stop, is_last)
             tokens += self.prefill.step(new=new, grants=grants, chunks=[piece]).token_ids
             new, grants = [], []
-            self.prefill.tell(
-                Send(
+            self.prefill.tell_send(
+                WholeSend(
                     send_id=request_id * 1000 + start,
                     step_id=0,
                     transfer_id=request_id,
@@ -190,8 +192,8 @@ def test_a_hand_over_settles_while_the_engine_computes(pair: Pair) -> None:
         chunks = [PrefillChunk(900 + index, 0, 512, is_last=True)]
         retired = [900 + index - 1] if index else []
         pair.prefill.tell(Step(10_000 + index, new, grants, chunks, [], retired))
-    pair.prefill.tell(
-        Send(8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, [*range(1, 9)])])
+    pair.prefill.tell_send(
+        WholeSend(8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, [*range(1, 9)])])
     )
     settled, earlier = pair.prefill.expect_after(SendSettled)
     assert settled.error == ""
@@ -217,15 +219,15 @@ def test_a_hand_over_settles_while_the_engine_computes(pair: Pair) -> None:
 def test_bad_page_ids_are_answered_and_nothing_is_written(
     pair: Pair, source: list[int], target: list[int], named: str
 ) -> None:
-    pair.prefill.tell(
-        Send(5, 0, 5, "decode", 0, 8 * len(source), True, [(0, source)], [(0, target)])
+    pair.prefill.tell_send(
+        WholeSend(5, 0, 5, "decode", 0, 8 * len(source), True, [(0, source)], [(0, target)])
     )
     settled = pair.prefill.expect(SendSettled)
     assert (settled.error, settled.nbytes, settled.is_quiet) == (named, 0, True)
 
 
 def test_a_send_to_a_peer_that_is_not_connected_is_answered(pair: Pair) -> None:
-    pair.prefill.tell(Send(6, 0, 6, "nobody", 0, 8, True, [(0, [1])], [(0, [1])]))
+    pair.prefill.tell_send(WholeSend(6, 0, 6, "nobody", 0, 8, True, [(0, [1])], [(0, [1])]))
     settled = pair.prefill.expect(SendSettled)
     assert settled.error == "peer nobody is not connected"
 
@@ -269,7 +271,7 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             os.kill(decode.processes[0].pid, signal.SIGKILL)
             failed = prefill.expect(PeerFailed)
             assert failed.peer == "decode" and failed.reason
-        prefill.tell(Send(1, 0, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
+        prefill.tell_send(WholeSend(1, 0, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
         assert "failed" in prefill.expect(SendSettled).error
         prefill.tell(ClosePeer("decode"))
         assert prefill.expect(PeerClosed).peer == "decode"
@@ -339,3 +341,40 @@ def test_settings_that_can_not_work_end_the_start_with_one_line_and_exit_code_2(
         assert worker.processes[0].wait(ANSWER_TIMEOUT_S) == 2
         lines = worker.log.splitlines()
         assert len(lines) == 1 and "--context-length 5000: must be in 1..1024" in lines[0]
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    build(tmp_path)
+    return Faults(tmp_path, tmp_path / "faults")
+
+
+def test_a_transport_that_breaks_ends_the_worker_with_the_reason(
+    checkpoint: Path, faults: Faults
+) -> None:
+    """It would live on else, and no peer could ever connect to it again."""
+    with WorkerProcesses(checkpoint, Role.DECODE, {0: faults.environment}) as worker:
+        worker.wait_ready()
+        faults.set("epoll_wait", errno.ENOMEM)
+        worker.tell(OpenPeer("prefill"))  # wakes the progress thread
+        assert worker.processes[0].wait(ANSWER_TIMEOUT_S) == 1
+        reason = "the I/O thread failed: TransportBroken: epoll_wait: Cannot allocate memory"
+        assert reason in worker.log
+
+
+def test_a_broken_transport_ends_a_worker_whose_engine_waits_for_another_rank(
+    checkpoint: Path, faults: Faults
+) -> None:
+    with WorkerProcesses(checkpoint, Role.DECODE, {0: faults.environment}, tp_size=2) as worker:
+        worker.wait_ready()
+        os.kill(worker.processes[1].pid, signal.SIGSTOP)
+        prompt = random_prompt(16, 1)
+        worker.start_step(
+            new=[NewSequence(1, prompt, 16, GREEDY)],
+            grants=[PageGrant(1, 0, 0, [1, 2])],
+            chunks=[PrefillChunk(1, 0, 16, is_last=True)],
+        )
+        faults.set("epoll_wait", errno.ENOMEM)
+        worker.tell(OpenPeer("prefill"))
+        assert worker.processes[0].wait(ANSWER_TIMEOUT_S) == 1
+        assert "the engine did not end within 10 s" in worker.log

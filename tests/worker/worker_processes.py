@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -17,7 +19,9 @@ from common.clock import SystemClock
 from common.config import Role, ServerConfig, write_config
 from common.protocol.codec import decode_worker_to_scheduler, encode
 from common.protocol.worker import (
+    CloseTransfer,
     NewSequence,
+    OpenTransfer,
     PageGrant,
     PrefillChunk,
     SchedulerToWorker,
@@ -28,6 +32,7 @@ from common.protocol.worker import (
     WorkerToScheduler,
 )
 from common.request import SamplingParams
+from tests.worker.whole_send import WholeSend
 
 # A worker imports torch and UCX, which takes seconds on a busy machine with two cores.
 START_TIMEOUT_S = 120.0
@@ -39,7 +44,15 @@ Message = TypeVar("Message", bound=WorkerToScheduler)
 class WorkerProcesses:
     """All ranks of one server, started as the supervisor would, and a socket instead of it."""
 
-    def __init__(self, checkpoint: Path, role: Role, **changes: object) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        role: Role,
+        environments: Mapping[int, Mapping[str, str]] | None = None,
+        **changes: object,
+    ) -> None:
+        """environments: what single ranks find in theirs beside the test's own."""
+        self._environments = environments or {}
         # Not under pytest's directory, whose path is too long for a Unix socket.
         self._runtime_dir = Path(tempfile.mkdtemp(prefix="baton-test-"))
         values: dict[str, object] = {
@@ -63,6 +76,7 @@ class WorkerProcesses:
         self._waiting: list[WorkerToScheduler] = []
         self._next_step_id = 1
         self._started: list[int] = []
+        self._opened: dict[int, OpenTransfer] = {}
         self.log_path = self._runtime_dir / "log"
         self.processes = [self._start(rank) for rank in range(self.config.rank_count)]
         self.ready: list[WorkerReady] = []
@@ -70,7 +84,12 @@ class WorkerProcesses:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "common.worker", "--config", self.config.config_path]
         with self.log_path.open("ab") as log:
-            return subprocess.Popen([*command, "--rank", str(rank)], stdout=log, stderr=log)
+            return subprocess.Popen(
+                [*command, "--rank", str(rank)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environments.get(rank, {})},
+            )
 
     @property
     def log(self) -> str:
@@ -88,6 +107,16 @@ class WorkerProcesses:
         payload = encode(message)
         for rank in range(len(self.processes)):
             assert self._server.send(f"worker-{rank}", payload) is SendResult.SENT
+
+    def tell_send(self, whole: WholeSend) -> None:
+        """Begin a Send; the first one with these pages opens its transfer."""
+        known = self._opened.get(whole.transfer_id)
+        if known != whole.opening:
+            if known is not None:
+                self.tell(CloseTransfer(whole.transfer_id))
+            self._opened[whole.transfer_id] = whole.opening
+            self.tell(whole.opening)
+        self.tell(whole.send)
 
     def tell_bytes(self, payload: bytes) -> None:
         assert self._server.send("worker-0", payload) is SendResult.SENT

@@ -4,7 +4,7 @@ Nothing is gathered or copied. The library is imported when the backend is made,
 whoever makes it checks every kind of layer against SDPA first (`choose.py`), and kinds that it
 can't do are SDPA's in the same pass. Its kernels ask that keys and values have equal strides: in an
 envelope they do. It needs a CUDA device, and no machine that had one has run it yet: without one
-only the page runs and the choice of plans are tested; `tests/gpu/check.py` does the rest.
+all but the compiled kernels is tested (`tests/kernel_packages`); `tests/gpu/check.py` has the rest.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.engine.config.json_fields import JsonFields
-from common.errors import ConfigError
+from common.errors import ConfigError, config_error
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -85,7 +85,7 @@ def _read_header(path: Path) -> list[TensorEntry]:
             header = file.read(header_nbytes)
         file_nbytes = path.stat().st_size
     except OSError as exc:
-        raise ConfigError(f"{path}: can't be read: {exc.strerror or exc}") from exc
+        raise config_error(f"{path}: can't be read: {exc.strerror or exc}", exc) from exc
     try:
         parsed: object = json.loads(header)
     except ValueError as exc:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
 from common.engine.config.model import ModelConfig
-from common.errors import ConfigError
+from common.errors import config_error
 
 # Bytes of a tensor that are looked at: all of a small one, else this many samples of that size,
 # the first and the last bytes included. Enough to tell any two trainings apart in some ms per GB;
@@ -91,7 +91,7 @@ def _file_digests(path: Path, entries: list[TensorEntry]) -> dict[str, bytes]:
                     digest.update(file.read(nbytes))
                 digests[entry.name] = digest.digest()
     except OSError as exc:
-        raise ConfigError(f"{path}: can't be read: {exc.strerror or exc}") from exc
+        raise config_error(f"{path}: can't be read: {exc.strerror or exc}", exc) from exc
     return digests
 
 

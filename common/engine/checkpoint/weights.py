@@ -24,7 +24,7 @@ from common.engine.checkpoint.scaled_tensors import (
     scales_name,
 )
 from common.engine.config.weight_format import WeightFormat
-from common.errors import ConfigError
+from common.errors import ConfigError, config_error
 
 INTEGER_DTYPES = ("I64", "I32")
 NAMES_SHOWN_MAX = 8
@@ -256,7 +256,9 @@ def _copy_file(path: Path, sources: list[_Source], weight_format: WeightFormat |
                 if piece.index_count:
                     _check_indexes(source.values, part, piece.index_count)
                 piece.target.copy_(part)
-    except (OSError, SafetensorError) as exc:
+    except OSError as exc:
+        raise config_error(f"{path}: can't be read: {exc}", exc) from exc
+    except SafetensorError as exc:
         raise ConfigError(f"{path}: can't be read: {exc}") from exc
 
 

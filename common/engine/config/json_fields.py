@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, config_error
 
 JsonValue = object
 
@@ -28,7 +28,7 @@ class JsonFields:
         try:
             parsed: JsonValue = json.loads(path.read_text(encoding="utf-8"))
         except OSError as exc:
-            raise ConfigError(f"{path}: can't be read: {exc.strerror or exc}") from exc
+            raise config_error(f"{path}: can't be read: {exc.strerror or exc}", exc) from exc
         except ValueError as exc:
             raise ConfigError(f"{path}: is not valid JSON: {exc}") from exc
         if not isinstance(parsed, dict):

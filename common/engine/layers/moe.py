@@ -6,7 +6,6 @@ Every rank routes alike and computes a slice of every expert's inner features.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,49 +13,9 @@ from torch import Tensor
 
 from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.config.model import MoeConfig
+from common.engine.layers.expert_groups import ExpertGroups, has_grouped_kernel
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, fastest, gated_silu
-
-GROUP_ALIGNMENT_NBYTES = 16
-"""What torch.nn.functional.grouped_mm asks of strides on CUDA."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertGroups:
-    """n rows in the order of their experts.
-
-    experts: int64[n], ascending. ends: int32[experts], behind the last row of each.
-    """
-
-    experts: Tensor
-    ends: Tensor
-
-    @staticmethod
-    def of(experts: Tensor, expert_count: int) -> ExpertGroups:
-        # Not bincount: on a GPU the host waits for it.
-        counts = experts.new_zeros(expert_count).scatter_add_(0, experts, torch.ones_like(experts))
-        return ExpertGroups(experts, counts.cumsum(0).to(torch.int32))
-
-    def multiply(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [n, in] times each one's expert of weights [experts, out, in]: [n, out]."""
-        if _takes_groups(rows, weights):
-            return F.grouped_mm(rows, weights.transpose(1, 2), offs=self.ends)
-        outputs = rows.new_empty(len(rows), weights.shape[1])
-        first = 0
-        for expert, end in enumerate(self.ends.tolist()):
-            if first < end:
-                torch.mm(rows[first:end], weights[expert].t(), out=outputs[first:end])
-            first = end
-        return outputs
-
-
-def _takes_groups(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch has one kernel for all experts. On CUDA that is for bfloat16 only, and for rows
-    of whole 16 bytes; on a CPU it is the same products in a loop of its own."""
-    if not rows.is_cuda:
-        return True
-    row_nbytes = [size * rows.element_size() for size in weights.shape[1:]]
-    return rows.dtype == torch.bfloat16 and all(n % GROUP_ALIGNMENT_NBYTES == 0 for n in row_nbytes)
 
 
 class MoeMlp:
@@ -87,6 +46,7 @@ class MoeMlp:
         self.inner = context.cut(moe.intermediate_size)
         inner_size = len(self.inner)
         self.activation = fastest(activation, context, inner_size)
+        self.has_grouped_kernel = has_grouped_kernel(context.device, context.dtype)
         self.router = context.empty(moe.expert_count, hidden_size)
         self.gate_up = context.empty(moe.expert_count, len(self.parts) * inner_size, hidden_size)
         self.down = context.empty(moe.expert_count, hidden_size, inner_size)
@@ -94,13 +54,23 @@ class MoeMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.mix_experts(hidden, *self.route(hidden))
 
-    def mix_experts(self, hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        """What each token's experts make of it, summed by their shares; both [T, k]."""
+    def mix_experts(
+        self, hidden: Tensor, shares: Tensor, experts: Tensor, *, is_distinct: bool = True
+    ) -> Tensor:
+        """What each token's experts make of it, summed by their shares; both [T, k].
+
+        is_distinct: whether no token has an expert twice.
+        """
         # Tokens are brought into expert order, so that each expert is one product; the way back
         # sums a token's experts in the order of its own top-k, whatever else is in the batch.
         by_choice = experts.flatten()
         order = by_choice.argsort(stable=True)
-        groups = ExpertGroups.of(by_choice[order], self.expert_count)
+        groups = ExpertGroups.of(
+            by_choice[order],
+            self.expert_count,
+            row_max=len(hidden) if is_distinct else len(order),
+            has_kernel=self.has_grouped_kernel,
+        )
         given = hidden[order // self.experts_per_token]
         outputs = groups.multiply(self.activation(self.expand(given, groups)), self.down)
         by_token = torch.empty_like(outputs)

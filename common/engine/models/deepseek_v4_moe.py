@@ -68,7 +68,10 @@ class HashMoeMlp:
             experts = (scores + self.bias).topk(self.experts.experts_per_token, dim=-1).indices
         shares = scores.gather(1, experts)
         shares = shares / (shares.sum(dim=-1, keepdim=True) + SUM_EPSILON) * self.scaling
-        return self.experts.mix_experts(hidden, shares, experts) + self.shared(hidden)
+        # What a checkpoint's table names may repeat.
+        is_distinct = self.table is None
+        mixed = self.experts.mix_experts(hidden, shares, experts, is_distinct=is_distinct)
+        return mixed + self.shared(hidden)
 
     def weights(self) -> Iterator[Weight]:
         yield from self.experts.weights()

@@ -15,9 +15,10 @@ from torch import Tensor
 from common.engine.attention.scores import ScoreRule
 from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.config.model import ModelConfig, MoeConfig
+from common.engine.layers.expert_groups import ExpertGroups
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation
-from common.engine.layers.moe import ExpertGroups, MoeMlp
+from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import WideNorm
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family, gqa_cache
