@@ -45,6 +45,7 @@ SECTIONS = {
     "latent_reads": "bench.latent_reads",
     "verify": "bench.verify",
     "frontend": "bench.frontend",
+    "large_bodies": "bench.large_bodies",
     "tails": "bench.tails",
     "goodput": "bench.goodput",
     "gpu": "bench.gpu",

@@ -147,10 +147,10 @@ def start_frontend(directory: Path) -> Iterator[Served]:
     ids = load_tokenizer(config.tokenizer_path, SystemClock().wall).encode(PROMPT)
     outputs = ",".join(map(str, ids))
     with (
-        start("bench.instant_engine", config.scheduler_ipc_path, outputs),
+        start("bench.instant_engine", config.frontend_ipc_path, outputs),
         start("common.frontend", "--config", config.config_path) as process,
     ):
-        clients = LocalClient(config.scheduler_ipc_path, CLIENTS)
+        clients = LocalClient(config.frontend_ipc_path, CLIENTS)
 
         def tell_read(count: int) -> None:
             sent = clients.send(count.to_bytes(COUNT_NBYTES, "little"))

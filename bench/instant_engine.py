@@ -27,6 +27,7 @@ from common.protocol.frontend import (
     FlushDone,
     FrontendToScheduler,
     GetState,
+    Outputs,
     SchedulerToFrontend,
     ServerInfo,
     State,
@@ -69,11 +70,12 @@ class InstantEngine:
         match message:
             case Submit(request_id):
                 one = self._running[request_id] = Running(message)
-                return [self._advance(one)] if message.sampling.max_new_tokens == 1 else []
+                is_short = message.sampling.max_new_tokens == 1
+                return [Outputs([self._advance(one)])] if is_short else []
             case Cancel(request_id, reason):
                 if self._running.pop(request_id, None) is None:
                     return []
-                return [Failed(request_id, 499, "aborted", reason)]
+                return [Outputs([Failed(request_id, 499, "aborted", reason)])]
             case Drain():
                 return []
             case FlushCache(call_id):
@@ -86,20 +88,19 @@ class InstantEngine:
         self._unread_count -= token_count
         assert self._unread_count >= 0, "a token was read that was never sent"
 
-    def step(self) -> list[SchedulerToFrontend]:
+    def step(self) -> Outputs | None:
         """One token for each running request, or nothing while the last ones are under way."""
-        if self._unread_count:
-            return []
-        messages = [self._advance(one) for one in list(self._running.values())]
-        self._unread_count = len(messages)
-        return messages
+        if self._unread_count or not self._running:
+            return None
+        self._unread_count = len(self._running)
+        return Outputs([self._advance(one) for one in list(self._running.values())])
 
-    def _advance(self, one: Running) -> SchedulerToFrontend:
-        submit = one.submit
-        token_id = self._token_ids[one.token_count % len(self._token_ids)]
+    def _advance(self, one: Running) -> Tokens:
+        submit, offset = one.submit, one.token_count
+        token_id = self._token_ids[offset % len(self._token_ids)]
         one.token_count += 1
         if one.token_count < submit.sampling.max_new_tokens:
-            return Tokens(submit.request_id, [token_id])
+            return Tokens(submit.request_id, [token_id], offset=offset)
         del self._running[submit.request_id]
         trace = RequestTrace(
             request_id=submit.request_id,
@@ -108,7 +109,7 @@ class InstantEngine:
             origin=submit.origin,
         )
         finish = FinishReason(FinishKind.LENGTH)
-        return Tokens(submit.request_id, [token_id], finish=finish, trace=trace)
+        return Tokens(submit.request_id, [token_id], finish=finish, trace=trace, offset=offset)
 
 
 def main(path: str, token_ids: Sequence[int]) -> None:
@@ -133,8 +134,9 @@ def main(path: str, token_ids: Sequence[int]) -> None:
                 say(INFO)
             for answer in engine.handle(decode_frontend_to_scheduler(payload)):
                 say(answer)
-        for token in engine.step():
-            say(token)
+        outputs = engine.step()
+        if outputs is not None:
+            say(outputs)
 
 
 if __name__ == "__main__":

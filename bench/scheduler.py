@@ -1,4 +1,5 @@
-"""What one round of the decode scheduler costs with 256 running requests."""
+"""What one round of the decode scheduler costs with 256 running requests, and one event of the
+prefill scheduler with 1,000 that wait."""
 
 from __future__ import annotations
 
@@ -11,21 +12,66 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout
 from common.protocol.frontend import Submit
-from common.protocol.worker import Step, StepDone
-from common.request import SamplingParams
+from common.protocol.worker import Step, StepDone, WorkerBeat
+from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import Effect, FromFrontend, FromWorker, ToWorkers
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from decode_server.scheduler import DecodeScheduler
+from prefill_server.scheduler import PrefillScheduler
 
 RUNNING_COUNT = 256
 ROUND_COUNT = 400
 WARM_UP_COUNT = 50
 TARGET_MS = 1.0
 NOW = 1.0
+# Prompts that wait for pages, all of another one that is held.
+QUEUED_COUNT = 1000
+QUEUED_TOKENS = 4000
+HELD_TOKENS = 8000
+PREFILL_PAGE_COUNT = 600
+EVENT_COUNT = 400
+EVENT_TARGET_MS = 0.1
 
 
 def run() -> list[Row]:
-    """Rows: `schedule(now)` alone, and the handling of a finished step before it."""
+    """Rows: `schedule(now)` alone, and the handling of a finished step before it; an event of a
+    prefill server whose queue fits nowhere."""
+    return [*measure_decode(), measure_queue()]
+
+
+def measure_queue() -> Row:
+    """A worker's beat, and the decision after it."""
+    limits = SchedulerLimits(8192, RUNNING_COUNT, 2 * QUEUED_COUNT)
+    core = PrefillScheduler(_facts(PREFILL_PAGE_COUNT), limits)
+    core.handle(FromFrontend(_routed(1, HELD_TOKENS)), NOW)
+    steps = _sent(core.schedule(NOW))
+    while steps:
+        core.handle(FromWorker(_finish(steps.pop(0))), NOW)
+        steps += _sent(core.schedule(NOW))
+    for index in range(QUEUED_COUNT):
+        core.handle(FromFrontend(_routed(2 + index, QUEUED_TOKENS)), NOW)
+    core.schedule(NOW)
+    event_ms: list[float] = []
+    for index in range(EVENT_COUNT):
+        started_at = time.perf_counter()
+        core.handle(FromWorker(WorkerBeat(0, index)), NOW)
+        core.schedule(NOW)
+        event_ms.append(1e3 * (time.perf_counter() - started_at))
+    value = statistics.median(event_ms[WARM_UP_COUNT:])
+    target = at_most(EVENT_TARGET_MS)
+    return Row(
+        "event_1000_queued", value, "ms", samples=len(event_ms) - WARM_UP_COUNT, target=target
+    )
+
+
+def _routed(index: int, token_count: int) -> Submit:
+    """A prompt that is computed before its decode server asks, and shares nothing with others."""
+    tokens = [index, *range(1000, 1000 + token_count - 1)]
+    sampling = SamplingParams(max_new_tokens=1, seed=index)
+    return Submit(index, tokens, sampling, 1e6, Bootstrap("bench", 1, index, "bench"))
+
+
+def measure_decode() -> list[Row]:
     core = DecodeScheduler(_facts(), SchedulerLimits(8192, RUNNING_COUNT, 1024), [], is_local=True)
     for index in range(RUNNING_COUNT):
         sampling = SamplingParams(max_new_tokens=4000, seed=index)
@@ -70,14 +116,14 @@ def _finish(step: Step) -> StepDone:
     return StepDone(step.step_id, sampled, [5000] * len(sampled))
 
 
-def _facts() -> ServerFacts:
+def _facts(page_count: int = 100_000) -> ServerFacts:
     components = gqa_components(layer_count=32, kv_head_count=8, head_dim=128, dtype="bfloat16")
     layout = ServerLayout(components, 1, ((0, 32),), 16)
     return ServerFacts(
         incarnation="bench",
         layout=layout,
         layout_bytes=encode_layout(layout),
-        page_counts=(100_000,),
+        page_counts=(page_count,),
         fingerprint={},
         sequence_token_max=8192,
         eos_token_ids=frozenset(),

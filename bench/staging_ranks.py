@@ -22,8 +22,10 @@ from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.protocol.codec import decode_layout, encode_layout
 from common.protocol.worker import (
+    CloseTransfer,
     ConnectPeer,
     Expect,
+    OpenTransfer,
     PeerConnected,
     PeerOpened,
     Send,
@@ -162,14 +164,14 @@ class StagedPair:
         self._pipe.send(Expect(TRANSFER, "source", token_count, [(0, target_pages)]))
         assert self._pipe.recv() == "expected"
         self._send_id += 1
-        send = Send(
-            self._send_id, 0, TRANSFER, "target", 0, token_count, True, [(0, source_pages)],
-            [(0, target_pages)],
-        )  # fmt: skip
+        send = Send(self._send_id, 0, TRANSFER, 0, token_count, is_final=True)
+        pages = ([(0, source_pages)], [(0, target_pages)])
         start = time.perf_counter()
+        self.source.sends.open(OpenTransfer(TRANSFER, "target", *pages))
         self.source.told += self.source.sends.send(send)
         settled = self.source.wait()
         seconds = time.perf_counter() - start
+        self.source.sends.close(CloseTransfer(TRANSFER))
         assert isinstance(settled, SendSettled) and not settled.error, settled
         return seconds, settled.run_count
 

@@ -1,8 +1,7 @@
 """A prefill and a decode server as a simulation sees them: queues, pages, and steps that take time.
 
 Both batch as `common/scheduling/batcher.py` does: one step at a time, with every running sequence
-and, first come first served, prompt tokens up to a budget. What they leave out stands in
-`simulate.py`.
+and prompt tokens up to a budget, shared as there. What they leave out stands in `simulate.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from functools import partial
 from bench.serve.client import Outcome
 from bench.simulator.machine import Machine
 from bench.simulator.profile import Profile
+from common.scheduling.chunks import share_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,11 @@ class Engine:
         running = list(self._running.values())
         budget = max(1, self._profile.chunk_token_max - len(running))
         chunks: list[tuple[Request, int, int]] = []
-        for prompt in self._prompts.values():
-            if budget == 0:
-                break
-            start = prompt.computed_count
-            stop = min(prompt.prompt_count, start + budget)
-            budget -= stop - start
-            chunks.append((prompt, start, stop))
+        prompts = list(self._prompts.values())
+        left = [prompt.prompt_count - prompt.computed_count for prompt in prompts]
+        for prompt, count in zip(prompts, share_step(left, left, budget), strict=True):
+            if count:
+                chunks.append((prompt, prompt.computed_count, prompt.computed_count + count))
         self._is_computing = True
         self.step_count += 1
         context_count = sum(one.cached_count for one in running)

@@ -1,7 +1,7 @@
 """The frontend process: `python -m common.frontend --config FILE`, started by the supervisor.
 
 Binds the port before anything slow, so that a port in use is said at once. Ends with 0 when it was
-asked to stop, with 2 and one line if it can't be what the settings say.
+asked to stop, with 2 and one line if it can't be what the settings say, with 75 if it can't now.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import uvloop
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, SystemClock
 from common.config import ServerConfig, read_config
-from common.errors import ConfigError, RequestError
+from common.errors import ConfigError, RequestError, config_error
+from common.exit_codes import exit_code_of
 from common.frontend import info, openai_api, page, sglang_api, timelines, token_api
-from common.frontend.app import build_app
+from common.frontend.app import HEADERS_NBYTES_MAX, build_app
+from common.frontend.bodies import BodyReader, keep_no_large_blocks
 from common.frontend.context import FrontendContext
 from common.frontend.grammar_check import GrammarCheck
+from common.frontend.http_protocol import UVICORN_LOGGER, is_told_here, make_protocol
 from common.frontend.request_log import RequestLog
 from common.frontend.scheduler_client import SchedulerClient
 from common.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -35,7 +38,6 @@ from common.log import setup_log
 from common.metrics.server import ServerMetrics
 
 LISTEN_BACKLOG = 2048  # connections that may wait to be accepted; a burst of clients fits
-HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request; more is a 400
 STOP_PROBE_S = 1.0  # a scheduler that lives answers in milliseconds
 # After the drain, for the last answers to leave before connections are closed.
 LAST_ANSWERS_S = 2
@@ -51,13 +53,14 @@ def main() -> int:
     try:
         config = read_config(parser.parse_args().config)
         setup_log(config.role, "frontend", config.log_level)
+        keep_no_large_blocks()
         clock = SystemClock()
         with bind(config.host, config.port) as listener:
             tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
             uvloop.run(serve(config, listener, tokenizer, clock))
     except ConfigError as exc:
         sys.stderr.write(f"baton frontend: {exc}\n")
-        return 2
+        return exit_code_of(exc)
     return 0
 
 
@@ -70,13 +73,13 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as exc:
-        raise ConfigError(f"{address}: can't be used: {exc.strerror}") from exc
+        raise config_error(f"{address}: can't be used: {exc.strerror}", exc) from exc
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(where)
     except OSError as exc:
         listener.close()
-        raise ConfigError(f"{address}: can't be bound: {exc.strerror}") from exc
+        raise config_error(f"{address}: can't be bound: {exc.strerror}", exc) from exc
     return listener
 
 
@@ -86,7 +89,7 @@ async def serve(
     """Serve until SIGTERM or SIGINT, then let open requests end, for at most the drain timeout."""
     tracing = open_tracing(config)
     metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
-    channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
+    channel = AsyncLocalClient(config.frontend_ipc_path, "frontend")
     client = SchedulerClient(
         channel, metrics, RequestLog(config.request_history, clock), tracing, clock
     )
@@ -95,6 +98,7 @@ async def serve(
         scheduler=client,
         metrics=metrics,
         tokenizer=tokenizer,
+        bodies=BodyReader(config.max_body_nbytes),
         grammars=GrammarCheck(config),
         clock=clock,
         started_wall_s=clock.wall(),
@@ -104,7 +108,8 @@ async def serve(
         uvicorn.Config(
             build_app(context, [part.build_router(context) for part in PARTS]),
             log_config=None,
-            http="h11",  # whatever else is installed: its limits are the ones that are tested
+            # h11, whatever else is installed: its limits are the ones that are tested.
+            http=make_protocol(clock),
             h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
             access_log=config.log_requests,
             backlog=LISTEN_BACKLOG,
@@ -112,7 +117,9 @@ async def serve(
             lifespan="off",
         )
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    uvicorn_logger = logging.getLogger(UVICORN_LOGGER)
+    uvicorn_logger.setLevel(logging.WARNING)
+    uvicorn_logger.addFilter(lambda record: not is_told_here(record))
     async with asyncio.TaskGroup() as tasks:
         receiver = tasks.create_task(client.run())
         stop = asyncio.Event()

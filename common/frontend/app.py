@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
@@ -19,7 +20,9 @@ from common.frontend.api_keys import ApiKeys, KeyCheck
 from common.frontend.context import FrontendContext
 from common.frontend.errors import error_response
 from common.frontend.openapi import PATH, DescribedApp
+from common.frontend.origins import OriginCheck, Origins
 
+HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request
 CONTENT_LENGTH_DIGITS_MAX = 19  # 2**63; Python refuses to read numbers of thousands of digits
 
 logger = logging.getLogger(__name__)
@@ -39,8 +42,17 @@ def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI
     for router in routers:
         app.include_router(router)
     add_error_answers(app)
-    app.add_middleware(BodyLimit, nbytes_max=context.config.max_body_nbytes)
+    app.add_middleware(SizeLimits, body_nbytes_max=context.config.max_body_nbytes)
+    app.add_middleware(OriginCheck, origins=Origins(context.config))
     app.add_middleware(KeyCheck, keys=ApiKeys(context.config))
+    if context.config.allowed_origins:
+        # Outside the check of keys: a browser asks first (OPTIONS), and shows none with that.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=context.config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     app.add_middleware(LastResort)
     return app
 
@@ -69,19 +81,19 @@ def add_error_answers(app: FastAPI) -> None:
         return response
 
 
-class BodyLimit:
-    """Answers 413 to a body of more than `nbytes_max` bytes, said or sent."""
+class SizeLimits:
+    """Answers 413 to a body of more than `body_nbytes_max` bytes, said or sent, 431 to headers of
+    more than HEADERS_NBYTES_MAX, and 400 to a body whose length is said in two ways."""
 
-    def __init__(self, app: ASGIApp, nbytes_max: int) -> None:
+    def __init__(self, app: ASGIApp, body_nbytes_max: int) -> None:
         self._app = app
-        self._nbytes_max = nbytes_max
+        self._nbytes_max = body_nbytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        said = Headers(scope=scope).get("content-length", "0")
-        error = self._check_said(said)
+        error = _check_headers(scope) or self._check_said(Headers(scope=scope))
         if error is not None:
             response = error_response(scope["path"], error)
             response.headers["Connection"] = "close"
@@ -99,7 +111,11 @@ class BodyLimit:
 
         await self._app(scope, receive_counted, send)
 
-    def _check_said(self, said: str) -> RequestError | None:
+    def _check_said(self, headers: Headers) -> RequestError | None:
+        said = headers.get("content-length", "0")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Proxies differ in which of them counts, and so in where the next request begins.
+            return RequestError("Content-Length and Transfer-Encoding: only one may be given")
         if not (said.isascii() and said.isdecimal()):
             return RequestError(f"Content-Length {said[:32]!r}: must be a number")
         if len(said) > CONTENT_LENGTH_DIGITS_MAX or int(said) > self._nbytes_max:
@@ -111,6 +127,18 @@ class BodyLimit:
             f"the body has {found}; at most {self._nbytes_max} bytes are read (--max-body-bytes)",
             status=413,
         )
+
+
+def _check_headers(scope: Scope) -> RequestError | None:
+    """The server's own bound holds only for what comes in pieces."""
+    nbytes = len(scope["path"]) + len(scope["query_string"])
+    nbytes += sum(len(name) + len(value) for name, value in scope["headers"])
+    if nbytes <= HEADERS_NBYTES_MAX:
+        return None
+    return RequestError(
+        f"request line and headers have {nbytes} bytes; at most {HEADERS_NBYTES_MAX} are read",
+        status=431,
+    )
 
 
 class LastResort:

@@ -10,10 +10,25 @@ from __future__ import annotations
 
 from common.frontend import openai_call, openai_chat, sampling, validation
 from common.frontend.constraints import CHOICE_COUNT_MAX
-from common.frontend.fields import INTEGER_MAX, JsonObject, JsonValue
+from common.frontend.fields import JsonObject, JsonValue
 from common.frontend.rooms import PORT_MAX, ROOM_DIGITS_MAX
 from common.frontend.tools import NAME_PATTERN, TOOL_COUNT_MAX
-from common.request import GRAMMAR_LENGTH_MAX
+from common.request_bounds import (
+    ASKED_LOGPROB_COUNT_MAX,
+    GRAMMAR_LENGTH_MAX,
+    INT64_MAX,
+    LOGIT_BIAS,
+    LOGIT_BIAS_COUNT_MAX,
+    RID_LENGTH_MAX,
+    ROOM_MAX,
+    SAMPLING_NUMBERS,
+    SEED_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    TOP_K_ALL,
+    TOP_K_MAX,
+    TOP_LOGPROB_COUNT_MAX,
+    NumberBounds,
+)
 
 # ---- values --------------------------------------------------------------------------------------
 
@@ -23,16 +38,13 @@ def _or_null(kind: str, **bounds: JsonValue) -> JsonObject:
     return {"type": [kind, "null"], **bounds}
 
 
-def _integer(low: int, high: int = INTEGER_MAX) -> JsonObject:
+def _integer(low: int, high: int = INT64_MAX) -> JsonObject:
     return _or_null("integer", minimum=low, maximum=high)
 
 
-def _number(low: float, high: float) -> JsonObject:
-    return _or_null("number", minimum=low, maximum=high)
-
-
-def _number_above(low: float, high: float) -> JsonObject:
-    return _or_null("number", exclusiveMinimum=low, maximum=high)
+def _number_bounds(bounds: NumberBounds) -> JsonObject:
+    low = "minimum" if bounds.is_low_allowed else "exclusiveMinimum"
+    return {low: bounds.low, "maximum": bounds.high}
 
 
 def _list(items: JsonObject, **bounds: JsonValue) -> JsonObject:
@@ -79,28 +91,24 @@ PROMPT_IDS: JsonObject = {**TOKEN_IDS, "minItems": 1}
 
 SAMPLING: JsonObject = {
     "n": _integer(1, sampling.N_MAX),
-    "temperature": _number(0.0, sampling.FLOAT32_MAX),
     "top_k": {
-        **_integer(-1, sampling.TOP_K_MAX),
+        **_integer(TOP_K_ALL, TOP_K_MAX),
         "not": {"const": 0},
-        "description": "-1 is all tokens.",
+        "description": f"{TOP_K_ALL} is all tokens.",
     },
-    "top_p": _number_above(0.0, 1.0),
-    "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number_above(0.0, 2.0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
+    **{
+        name: _or_null("number", **_number_bounds(bounds))
+        for name, bounds in SAMPLING_NUMBERS.items()
+    },
     "logit_bias": _or_null(
         "object",
-        additionalProperties={
-            "type": "number", "minimum": -sampling.FLOAT32_MAX, "maximum": sampling.FLOAT32_MAX
-        },
+        additionalProperties={"type": "number", **_number_bounds(LOGIT_BIAS)},
         propertyNames={"pattern": "^[0-9]{1,19}$"},
-        maxProperties=sampling.LOGIT_BIAS_COUNT_MAX,
+        maxProperties=LOGIT_BIAS_COUNT_MAX,
         description="From token ids to what is added to their logits.",
     ),
     "stop": _texts(sampling.STOP_COUNT_MAX, sampling.STOP_LENGTH_MAX),
-    "stop_token_ids": _list(TOKEN_ID, maxItems=sampling.STOP_TOKEN_COUNT_MAX),
+    "stop_token_ids": _list(TOKEN_ID, maxItems=STOP_TOKEN_COUNT_MAX),
     "ignore_eos": BOOLEAN,
     "skip_special_tokens": BOOLEAN,
     "no_stop_trim": BOOLEAN,
@@ -109,7 +117,7 @@ SAMPLING: JsonObject = {
     "regex": GRAMMAR,
     "ebnf": GRAMMAR,
 }  # fmt: skip
-SEED = _integer(-INTEGER_MAX - 1)
+SEED = _integer(-SEED_MAX - 1, SEED_MAX)
 SGLANG_SAMPLING = _object(
     {
         **SAMPLING,
@@ -123,7 +131,7 @@ SGLANG_SAMPLING = _object(
     },
     additionalProperties=False,
 )
-RID: JsonObject = {"type": "string", "minLength": 1, "maxLength": validation.RID_LENGTH_MAX}
+RID: JsonObject = {"type": "string", "minLength": 1, "maxLength": RID_LENGTH_MAX}
 REQUEST: JsonObject = {
     "model": TEXT,
     "rid": {"anyOf": [RID, {"type": "array", "items": RID}, NULL]},
@@ -131,7 +139,7 @@ REQUEST: JsonObject = {
     "timeout": _or_null("number", exclusiveMinimum=0, description="Seconds, --request-timeout's."),
     "bootstrap_host": _one_or_list(TEXT),
     "bootstrap_port": _one_or_list(_integer(1, PORT_MAX)),
-    "bootstrap_room": _one_or_list(_integer(0)),
+    "bootstrap_room": _one_or_list(_integer(0, ROOM_MAX)),
     "kv_transfer_params": _object(
         {
             "do_remote_decode": BOOLEAN,
@@ -257,11 +265,11 @@ GENERATE = _body(
         "sampling_params": _one_or_list(SGLANG_SAMPLING),
         "return_logprob": _one_or_list(BOOLEAN),
         "logprob_start_len": _one_or_list(_integer(-1)),
-        "top_logprobs_num": _one_or_list(_integer(0, sampling.TOP_LOGPROBS_MAX)),
+        "top_logprobs_num": _one_or_list(_integer(0, TOP_LOGPROB_COUNT_MAX)),
         "token_ids_logprob": {
             "anyOf": [
-                _list(TOKEN_ID, maxItems=sampling.ASKED_LOGPROBS_MAX),
-                {"type": "array", "items": _list(TOKEN_ID, maxItems=sampling.ASKED_LOGPROBS_MAX)},
+                _list(TOKEN_ID, maxItems=ASKED_LOGPROB_COUNT_MAX),
+                {"type": "array", "items": _list(TOKEN_ID, maxItems=ASKED_LOGPROB_COUNT_MAX)},
             ]
         },
         "return_text_in_logprobs": BOOLEAN,
@@ -280,7 +288,7 @@ COMPLETION = _body(
             ]
         },
         "echo": BOOLEAN,
-        "logprobs": _integer(0, sampling.TOP_LOGPROBS_MAX),
+        "logprobs": _integer(0, TOP_LOGPROB_COUNT_MAX),
         "best_of": {**_integer(1), "description": "No other number than n."},
         **_refused(("suffix",)),
     },

@@ -23,7 +23,8 @@ from common.frontend.fields import (
     parse_object,
     shown,
 )
-from common.request import GRAMMAR_LENGTH_MAX, Grammar, GrammarKind
+from common.request import Grammar, GrammarKind
+from common.request_bounds import GRAMMAR_LENGTH_MAX
 
 ANY_OBJECT: JsonObject = {"type": "object"}
 CHOICE_COUNT_MAX = 1024
@@ -114,10 +115,11 @@ def read_ebnf(fields: Fields, key: str) -> Grammar:
 
 
 def read_choice(fields: Fields, key: str) -> Grammar:
+    """One terminal, which is one item of a parser's row however many choices there are: as rules,
+    as many as are taken could not be followed."""
     texts = fields.texts(key, CHOICE_COUNT_MAX, GRAMMAR_LENGTH_MAX)
-    return _bounded(
-        GrammarKind.LARK, f"start: {' | '.join(map(json.dumps, texts))}", fields.name(key)
-    )
+    choices = " | ".join(map(json.dumps, texts))
+    return _bounded(GrammarKind.LARK, f"start: CHOICE\nCHOICE: {choices}", fields.name(key))
 
 
 def _read_each(fields: Fields, readers: dict[str, Reader]) -> list[Constraint]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from common.clock import Clock
 from common.config import ServerConfig
+from common.frontend.bodies import BodyReader
 from common.frontend.grammar_check import GrammarCheck
 from common.frontend.request_handle import RequestHandle
 from common.frontend.sample import Sample
@@ -27,6 +28,7 @@ class FrontendContext:
     scheduler: SchedulerClient
     metrics: ServerMetrics
     tokenizer: Tokenizer
+    bodies: BodyReader
     grammars: GrammarCheck
     clock: Clock
     started_wall_s: float

@@ -6,6 +6,8 @@ and 429 for failures of the server and retry them, five times and on both server
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import orjson
 from fastapi import Response
 
@@ -21,6 +23,13 @@ class FailedRequest(RequestError):
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.message, status=failed.status)
         self.kind = failed.kind
+
+
+def raise_failed(failures: Iterable[Failed | None]) -> None:
+    """Raises: FailedRequest of the first failure, if there is one."""
+    for failed in failures:
+        if failed is not None:
+            raise FailedRequest(failed)
 
 
 def json_response(content: object, status: int = 200) -> Response:

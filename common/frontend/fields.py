@@ -14,11 +14,11 @@ from typing import TypeAlias, TypeGuard
 import msgspec
 
 from common.errors import RequestError
+from common.request_bounds import INT64_MAX, NumberBounds
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
 
-INTEGER_MAX = 2**63 - 1  # what a message to the scheduler can carry
 # Objects and lists in each other. What reads them goes down with them, up to three calls a level,
 # and the interpreter allows a thousand; a schema of a hundred nested objects has two hundred.
 NESTING_MAX = 256
@@ -136,11 +136,11 @@ class Fields:
         name = self.name(key)
         return RequestError(f"{name}={shown(self.get(key))}: must be {allowed}", field=name)
 
-    def integer(self, key: str, default: int, low: int, high: int = INTEGER_MAX) -> int:
+    def integer(self, key: str, default: int, low: int, high: int = INT64_MAX) -> int:
         value = self.optional_integer(key, low, high)
         return default if value is None else value
 
-    def optional_integer(self, key: str, low: int, high: int = INTEGER_MAX) -> int | None:
+    def optional_integer(self, key: str, low: int, high: int = INT64_MAX) -> int | None:
         value = self.get(key)
         if value is None:
             return None
@@ -148,23 +148,13 @@ class Fields:
             raise self.error(key, f"an integer in {low}..{high}")
         return value
 
-    def number(
-        self,
-        key: str,
-        default: float,
-        low: float,
-        high: float,
-        *,
-        is_low_allowed: bool = True,
-    ) -> float:
-        """A number between the bounds, finite ones; the low one may be excluded."""
+    def number(self, key: str, default: float, bounds: NumberBounds) -> float:
         value = self.get(key)
         if value is None:
             return default
-        if is_number(value) and (low < value <= high or (is_low_allowed and value == low)):
+        if is_number(value) and bounds.admits(value):
             return float(value)
-        opening = "[" if is_low_allowed else "("
-        raise self.error(key, f"a finite number in {opening}{low:g}, {high:g}]")
+        raise self.error(key, f"a finite number in {bounds}")
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.get(key)

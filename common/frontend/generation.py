@@ -181,6 +181,8 @@ class SampleGroup:
         ]
         self._context = context
         self._trace_parent = trace_parent
+        self._is_streaming = False
+        self._open_count = len(self.continuations)
         self._handles = ExitStack()
         self._changed: dict[int, Continuation] = {}  # by index: one entry per sample at most
         self._broken: Exception | None = None  # the first mistake in reading what came
@@ -188,7 +190,11 @@ class SampleGroup:
         self._waiting: asyncio.Future[None] | None = None
 
     def submit(self, *, is_streaming: bool) -> None:
-        """Raises: RequestError if the scheduler takes one of them not; then none goes on."""
+        """is_streaming: whether `changes` tells of every step, or only of samples that have ended.
+
+        Raises: RequestError if the scheduler takes one of them not; then none goes on.
+        """
+        self._is_streaming = is_streaming
         with ExitStack() as handles:
             submitted = [
                 handles.enter_context(
@@ -220,6 +226,8 @@ class SampleGroup:
             self._broken = self._broken or exc
         if one.is_stopped:
             handle.stop(STOPPED)
+        if not (self._is_streaming or one.is_ended or self._broken):
+            return
         self._changed[one.sample.index] = one
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -230,20 +238,23 @@ class SampleGroup:
     async def __aexit__(self, *_: object) -> None:
         self._handles.close()
 
-    async def changes(self) -> AsyncIterator[Continuation]:
-        """Each sample after it has grown, until all have ended; several steps may come as one."""
-        open_count = len(self.continuations)
-        while open_count:
+    @property
+    def is_over(self) -> bool:
+        """Whether `changes` has told of the end of every sample."""
+        return not self._open_count
+
+    async def changes(self) -> AsyncIterator[list[Continuation]]:
+        """The samples that have grown, until all have ended; several steps may come as one."""
+        while not self.is_over:
             if not self._changed:
                 # Not an asyncio.Event: that asks the system for the process's id at every wait.
                 self._waiting = self._loop.create_future()
                 await self._waiting
             if self._broken is not None:
                 raise self._broken
-            # One at a time: what others become while this one is told of, is told of once.
-            one = self._changed.pop(next(iter(self._changed)))
-            open_count -= one.is_ended
-            yield one
+            changed, self._changed = list(self._changed.values()), {}
+            self._open_count -= sum(one.is_ended for one in changed)
+            yield changed
 
 
 def request_limits(context: FrontendContext, named_host: str | None = None) -> Limits:

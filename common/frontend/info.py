@@ -14,7 +14,6 @@ from msgspec import structs
 
 from common.config import EngineType, Role, shown_settings
 from common.errors import RequestError
-from common.frontend.bodies import read_call
 from common.frontend.context import FrontendContext
 from common.frontend.errors import json_response
 from common.frontend.fields import Fields, JsonObject
@@ -294,11 +293,11 @@ def _add_commands(router: APIRouter, context: FrontendContext) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         """Abort the open requests whose rid starts with `rid`, or all of them."""
-        rid = await read_call(request, rid_to_abort)
+        rid = await context.bodies.read(request, rid_to_abort)
         count = context.scheduler.cancel_matching(rid)
         return json_response({"success": True, "aborted_count": count})
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.post("/flush_cache")
     async def flush_cache(request: Request) -> Response:
         """Forget cached prefixes: 200 if done, 400 if requests are under way."""
         done = await context.scheduler.flush_cache(_flush_timeout_s(request))

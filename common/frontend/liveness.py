@@ -6,29 +6,39 @@ Knows nothing of sockets or of time: it is told `now`, in seconds of a monotonic
 from __future__ import annotations
 
 from common.protocol.frontend import State
+from common.scheduling.silence import Silence
 
+# The scheduler is looked at every second or so. Where it was not, this process did not run, and
+# what the scheduler said meanwhile has not been read yet.
+LOOK_GAP_MAX_S = 2.5
 SILENCE_MAX_S = 5.0  # several watch intervals; a scheduler step takes milliseconds
 GONE_AFTER_S = 10.0  # silent this long, its open requests are answered for it
 STALL_MAX_S = 30.0  # far above one chunk of any model that is served, below a client's patience
 
 
 class Liveness:
-    """What the health checks ask. Starts out as heard from, and not ready."""
+    """What the health checks ask. Starts out as heard from, and not ready.
+
+    Silence and standstill count only while this process ran itself: a frontend that was stopped for
+    a minute blames nobody.
+    """
 
     def __init__(self, now: float) -> None:
         self.state: State | None = None
-        self._heard_at = now
-        self._moved_at = now
+        self._silence = Silence(now, gap_max_s=LOOK_GAP_MAX_S)
+        self._standstill = Silence(now, gap_max_s=LOOK_GAP_MAX_S)
         self._lost_reason = ""
 
     def hear(self, now: float) -> None:
         """Any message came."""
-        self._heard_at = now
+        self._silence.look(now)
+        self._silence.hear()
 
     def hear_state(self, state: State, now: float) -> None:
         """A State came: the engine moved if it took a step or has none to take."""
+        self._standstill.look(now)
         if self.state is None or state.step_count != self.state.step_count or not is_busy(state):
-            self._moved_at = now
+            self._standstill.hear()
         self.state = state
 
     def lose(self, reason: str) -> None:
@@ -37,21 +47,22 @@ class Liveness:
 
     def is_gone(self, now: float) -> bool:
         """Whether nobody will answer the open requests any more."""
-        return bool(self._lost_reason) or now - self._heard_at > GONE_AFTER_S
+        return bool(self._lost_reason) or self._silence.look(now) > GONE_AFTER_S
 
     def trouble(self, now: float, *, is_started: bool) -> str:
         """Why the server is not healthy, "" if it is. A peer that is missing is no trouble here.
 
-        A scheduler may be silent while it starts: it answers when its workers have their weights.
+        To be asked at least every LOOK_GAP_MAX_S. A scheduler may be silent while it starts: it
+        answers when its workers have their weights.
         """
         if self._lost_reason or not is_started:
             return self._lost_reason
-        silent_s = now - self._heard_at
+        silent_s = self._silence.look(now)
         if silent_s > SILENCE_MAX_S:
             return f"the scheduler has not answered for {silent_s:.0f} s"
         if self.state is not None and self.state.trouble:
             return self.state.trouble
-        stalled_s = now - self._moved_at
+        stalled_s = self._standstill.look(now)
         if self.state is not None and is_busy(self.state) and stalled_s > STALL_MAX_S:
             return f"the engine has not finished a step for {stalled_s:.0f} s"
         return ""

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request, Response
 
 from common.errors import RequestError
 from common.frontend import openai_chat
-from common.frontend.bodies import read_call, request_name
+from common.frontend.bodies import request_name
 from common.frontend.context import FrontendContext
 from common.frontend.fields import NOT_SUPPORTED, Fields, JsonObject, is_integer
 from common.frontend.generation import Continuation, request_limits
 from common.frontend.openai_call import LogprobChoice, OpenAiCall, make_call, read_choice
 from common.frontend.openai_run import Growth, answer, finish_fields
 from common.frontend.sample import Limits, Sample
-from common.frontend.sampling import TOP_LOGPROBS_MAX, SamplingNames
+from common.frontend.sampling import SamplingNames
 from common.frontend.tokenizer import Tokenizer
 from common.frontend.validation import (
     Prompt,
@@ -26,6 +26,7 @@ from common.frontend.validation import (
     encode_prompt,
 )
 from common.request import TokenLogprobs
+from common.request_bounds import TOP_LOGPROB_COUNT_MAX
 
 PATH = "/v1/completions"
 NAME_PREFIX = "cmpl-"
@@ -40,7 +41,7 @@ def build_router(context: FrontendContext) -> APIRouter:
     async def completions(request: Request) -> Response:
         limits = request_limits(context, request.url.hostname)
         name = request_name(request, NAME_PREFIX)
-        call, has_echo = await read_call(
+        call, has_echo = await context.bodies.read(
             request, lambda body: parse_completion(body, context.tokenizer, limits, name)
         )
         return await answer(
@@ -61,7 +62,8 @@ def parse_completion(
     if not has_echo and is_integer(fields.get("max_tokens")):
         fields.integer("max_tokens", 1, 1)
     logprobs = LogprobChoice(
-        top_count=fields.optional_integer("logprobs", 0, TOP_LOGPROBS_MAX), has_prompt=has_echo
+        top_count=fields.optional_integer("logprobs", 0, TOP_LOGPROB_COUNT_MAX),
+        has_prompt=has_echo,
     )
     choice = read_choice(fields, limits, NAMES, logprobs, max_new_tokens_default=MAX_TOKENS_DEFAULT)
     best_of = fields.integer("best_of", choice.n, 1)

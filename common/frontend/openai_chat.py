@@ -7,7 +7,7 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from common.errors import RequestError
-from common.frontend.bodies import read_call, request_name
+from common.frontend.bodies import request_name
 from common.frontend.constraints import only_one
 from common.frontend.context import FrontendContext
 from common.frontend.fields import NOT_SUPPORTED, Fields, JsonObject, JsonValue, parse_object, shown
@@ -19,7 +19,7 @@ from common.frontend.sample import Limits
 from common.frontend.sampling import SamplingNames
 from common.frontend.tokenizer import Tokenizer
 from common.frontend.tools import ToolUse, read_tools
-from common.frontend.validation import check_encoded
+from common.frontend.validation import encode_prompt
 
 PATH = "/v1/chat/completions"
 NAME_PREFIX = "chatcmpl-"
@@ -46,7 +46,7 @@ def build_router(context: FrontendContext) -> APIRouter:
         limits = request_limits(context, request.url.hostname)
         name = request_name(request, NAME_PREFIX)
         parser = context.config.tool_call_parser
-        call, tools = await read_call(
+        call, tools = await context.bodies.read(
             request, lambda body: parse_chat(body, context.tokenizer, limits, name, parser)
         )
         return await answer(request, context, call, ChatShape(context.tokenizer, tools))
@@ -71,8 +71,7 @@ def parse_chat(
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
     choice = replace(choice, constraint=constraint)
     text = render(fields, tokenizer, tools.shown)
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    prompt = check_encoded(text, token_ids, "messages", limits)
+    prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
     return make_call(fields, [prompt], choice, limits, name), tools
 
 

@@ -12,6 +12,7 @@ from typing import Self
 
 from common.frontend.spans import RequestIds
 from common.protocol.frontend import Failed, Tokens
+from common.protocol.joined_tokens import JoinedTokens
 
 
 class RequestHandle:
@@ -19,6 +20,7 @@ class RequestHandle:
 
     Messages that pile up while the reader is busy are joined into one, so what is held is bounded
     by the request's own output. Leaving the `with` block before the end cancels the request.
+    token_count: of the output that was delivered. ends_by: when the scheduler must have ended it.
     """
 
     def __init__(
@@ -27,11 +29,13 @@ class RequestHandle:
         request_id: int,
         rid: str,
         *,
+        ends_by: float,
         is_streaming: bool,
         is_measured: bool,
     ) -> None:
         self.request_id = request_id
         self.rid = rid
+        self.ends_by = ends_by
         self.is_streaming = is_streaming
         self.is_measured = is_measured
         self.tokens_at: float | None = None
@@ -40,7 +44,8 @@ class RequestHandle:
         self.is_cancelled = False
         self.is_complete = False
         self._cancel = cancel
-        self._pending: list[Tokens] = []
+        self.token_count = 0
+        self._pending = JoinedTokens()
         self._failed: Failed | None = None
         self._wake = asyncio.Event()
         self._on_delivery: Callable[[], None] = self._wake.set
@@ -48,7 +53,7 @@ class RequestHandle:
     def tell(self, on_delivery: Callable[[], None]) -> None:
         """Call `on_delivery` whenever `take` has something to give: for one who reads many."""
         self._on_delivery = on_delivery
-        if self._pending or self._failed is not None:
+        if not self._pending.is_empty or self._failed is not None:
             on_delivery()
 
     def cancel(self, reason: str = "aborted by the client") -> None:
@@ -78,16 +83,17 @@ class RequestHandle:
             self._failed = message
             self.is_ended = True
         else:
-            self._pending.append(message)
+            self._pending.add(message)
+            self.token_count += len(message.token_ids)
             self.is_ended = message.finish is not None
         self._on_delivery()
 
     def take(self) -> list[Tokens | Failed]:
         """What has come since the last call: tokens as one message, and the failure after them."""
         taken: list[Tokens | Failed] = []
-        if self._pending:
-            taken.append(join_tokens(self._pending))
-            self._pending = []
+        tokens = self._pending.take()
+        if tokens is not None:
+            taken.append(tokens)
         if self._failed is not None:
             taken.append(self._failed)
             self._failed = None
@@ -102,19 +108,3 @@ class RequestHandle:
             if is_ended:
                 return
             await self._wake.wait()
-
-
-def join_tokens(messages: list[Tokens]) -> Tokens:
-    """One message that says what `messages`, consecutive ones of one request, say together."""
-    if len(messages) == 1:
-        return messages[0]
-    last = messages[-1]
-    return Tokens(
-        request_id=last.request_id,
-        token_ids=[token for message in messages for token in message.token_ids],
-        logprobs=[entry for message in messages for entry in message.logprobs],
-        prompt_logprobs=[entry for message in messages for entry in message.prompt_logprobs],
-        cached_token_count=max(message.cached_token_count for message in messages),
-        finish=last.finish,
-        trace=last.trace,
-    )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import secrets
 
 from common.errors import RequestError
-from common.frontend.fields import INTEGER_MAX, Fields, JsonValue
+from common.frontend.fields import Fields, JsonValue
 from common.frontend.sample import Limits
 from common.request import Bootstrap
+from common.request_bounds import ROOM_MAX
 
 PORT_MAX = 65535
 KEY = "kv_transfer_params"
@@ -52,12 +53,12 @@ def read_bootstraps(
     for i in range(count):
         one = Fields({"bootstrap_room": rooms[i], "bootstrap_host": hosts[i]})
         one.values["bootstrap_port"] = ports[i]
-        number = one.optional_integer("bootstrap_room", 0)
+        number = one.optional_integer("bootstrap_room", 0, ROOM_MAX)
         if number is None:
             raise fields.error("bootstrap_room", f"a room for each of {count} samples")
         number += steps[i]
-        if number > INTEGER_MAX:
-            most = INTEGER_MAX - steps[i]
+        if number > ROOM_MAX:
+            most = ROOM_MAX - steps[i]
             raise fields.error("bootstrap_room", f"at most {most} for {count} samples")
         host = one.text("bootstrap_host", "") or limits.default_host
         if not host:
@@ -109,7 +110,7 @@ def _read_held(fields: Fields, count: int, limits: Limits) -> list[Bootstrap | N
         raise fields.error("bootstrap_room", f"absent, since {KEY} is given")
     if is_first:
         host, port, engine = limits.named_host, limits.default_port, limits.engine
-        room = secrets.randbelow(INTEGER_MAX - count)
+        room = secrets.randbelow(ROOM_MAX - count)
     else:
         host, port, engine = _read_address(given, limits)
         room = _read_room(given, count)
@@ -137,7 +138,7 @@ def _read_address(given: Fields, limits: Limits) -> tuple[str, int, str]:
 def _read_room(given: Fields, count: int) -> int:
     text = given.text("remote_request_id", "")
     is_number = text.isascii() and text.isdecimal() and len(text) <= ROOM_DIGITS_MAX
-    if not is_number or int(text) > INTEGER_MAX - count:
+    if not is_number or int(text) > ROOM_MAX - count:
         raise given.error("remote_request_id", "what the prefill server has answered")
     return int(text)
 

@@ -14,22 +14,26 @@ import msgspec
 
 from common.errors import RequestError
 from common.frontend.constraints import Constraint, read_sglang_constraint
-from common.frontend.fields import INTEGER_MAX, NOT_SUPPORTED, Fields, shown
+from common.frontend.fields import NOT_SUPPORTED, Fields, shown
 from common.frontend.sample import Limits, TextOptions
-from common.protocol.bounds import PROMPT_LOGPROBS_NBYTES_MAX
 from common.request import SamplingParams, logprobs_nbytes
+from common.request_bounds import (
+    INT64_MAX,
+    LOGIT_BIAS,
+    LOGIT_BIAS_COUNT_MAX,
+    PROMPT_LOGPROBS_NBYTES_MAX,
+    SAMPLING_NUMBERS,
+    SEED_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    TOP_K_ALL,
+    TOP_K_MAX,
+)
 
 N_MAX = 128  # as OpenAI's
 STOP_COUNT_MAX = 64  # each costs a step per character of output
 STOP_LENGTH_MAX = 1024
-STOP_TOKEN_COUNT_MAX = 1024
-TOP_LOGPROBS_MAX = 128  # reported for every token, so it multiplies the size of an answer
-ASKED_LOGPROBS_MAX = 1024
-LOGIT_BIAS_COUNT_MAX = 4096
 MAX_NEW_TOKENS_DEFAULT = 128  # SGLang's
 GREEDY_BELOW = 1e-6  # SGLang's: a smaller temperature overflows the logits
-TOP_K_MAX = 2**31 - 1
-FLOAT32_MAX = 3.4028234663852886e38  # parameters are float32 on the device
 
 CONSTRAINTS = ("json_schema", "regex", "ebnf")
 UNSUPPORTED_KEYS = ("structural_tag", "stop_regex")
@@ -127,20 +131,20 @@ def read_sampling(
     if max_new_tokens is None:
         max_new_tokens = max_new_tokens_default
     # A prefill server answers one token whatever is asked for, so there is nothing to compare.
-    high = INTEGER_MAX if max_new_tokens is None or limits.is_prefill else max_new_tokens
+    high = INT64_MAX if max_new_tokens is None or limits.is_prefill else max_new_tokens
     min_new_tokens = fields.integer(names.min_tokens, 0, 0, high)
-    temperature = fields.number("temperature", 1.0, 0.0, FLOAT32_MAX)
+    temperature = _read_number(fields, "temperature", 1.0)
     params = SamplingParams(
         max_new_tokens=1,
         seed=0,
         min_new_tokens=min_new_tokens,
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_k=_read_top_k(fields),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0, is_low_allowed=False),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 2.0, is_low_allowed=False),
-        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        top_p=_read_number(fields, "top_p", 1.0),
+        min_p=_read_number(fields, "min_p", 0.0),
+        repetition_penalty=_read_number(fields, "repetition_penalty", 1.0),
+        presence_penalty=_read_number(fields, "presence_penalty", 0.0),
+        frequency_penalty=_read_number(fields, "frequency_penalty", 0.0),
         logit_bias=_read_logit_bias(fields, limits.vocab_size),
         stop_token_ids=fields.token_ids("stop_token_ids", limits.vocab_size, STOP_TOKEN_COUNT_MAX),
         ignore_eos=fields.boolean("ignore_eos", False),
@@ -172,7 +176,7 @@ def fit_to_prompt(
     Raises: RequestError if the client insists on more output than fits, or on too many
         log-probabilities of the prompt.
     """
-    seed = secrets.randbelow(INTEGER_MAX) if choice.seed is None else choice.seed
+    seed = secrets.randbelow(SEED_MAX) if choice.seed is None else choice.seed
     _check_told(choice, prompt_length)
     grammar = None if choice.constraint is None else choice.constraint.grammar
     if limits.is_prefill:
@@ -223,7 +227,7 @@ def derive_seed(seed: int, sample_index: int) -> int:
     if sample_index == 0:
         return seed
     digest = hashlib.blake2b(struct.pack("<QQ", seed, sample_index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & INTEGER_MAX
+    return int.from_bytes(digest, "little") & SEED_MAX
 
 
 def _read_max(fields: Fields, names: SamplingNames) -> tuple[str, int | None]:
@@ -236,18 +240,22 @@ def _read_max(fields: Fields, names: SamplingNames) -> tuple[str, int | None]:
 
 
 def _read_top_k(fields: Fields) -> int:
-    top_k = fields.integer("top_k", -1, -1, TOP_K_MAX)
+    top_k = fields.integer("top_k", TOP_K_ALL, TOP_K_ALL, TOP_K_MAX)
     if top_k == 0:
-        raise fields.error("top_k", f"-1 for all tokens, or an integer in 1..{TOP_K_MAX}")
+        raise fields.error("top_k", f"{TOP_K_ALL} for all tokens, or an integer in 1..{TOP_K_MAX}")
     return top_k
+
+
+def _read_number(fields: Fields, key: str, default: float) -> float:
+    return fields.number(key, default, SAMPLING_NUMBERS[key])
 
 
 def _read_seed(fields: Fields, names: SamplingNames) -> int | None:
     """Clients may send any 64-bit integer; negative ones are folded into what the engine takes."""
     for key in names.seeds:
-        seed = fields.optional_integer(key, -INTEGER_MAX - 1)
+        seed = fields.optional_integer(key, -SEED_MAX - 1, SEED_MAX)
         if seed is not None:
-            return seed & INTEGER_MAX
+            return seed & SEED_MAX
     return None
 
 
@@ -266,5 +274,5 @@ def _read_logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
             )
         if not given.has(key):
             raise given.error(key, "a finite number")
-        bias[int(key)] = given.number(key, 0.0, -FLOAT32_MAX, FLOAT32_MAX)
+        bias[int(key)] = given.number(key, 0.0, LOGIT_BIAS)
     return bias

@@ -18,7 +18,8 @@ from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import ChannelClosed, SendResult
 from common.clock import Clock
 from common.errors import ProtocolError, RequestError
-from common.frontend.liveness import SILENCE_MAX_S, Liveness
+from common.frontend.failure_log import FailureLog
+from common.frontend.liveness import GONE_AFTER_S, Liveness
 from common.frontend.request_handle import RequestHandle
 from common.frontend.request_log import RequestLog
 from common.frontend.tracing import Tracing
@@ -32,6 +33,7 @@ from common.protocol.frontend import (
     FlushDone,
     FrontendToScheduler,
     GetState,
+    Outputs,
     SchedulerToFrontend,
     ServerInfo,
     State,
@@ -44,6 +46,7 @@ from common.request import Bootstrap, FinishReason, Origin, RequestTrace, Sampli
 STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 UNREADY_WATCH_INTERVAL_S = 0.1  # whoever waits for a server to be ready is told so soon
+ANSWER_WAIT_S = 1.0  # for each look at a scheduler that is silent
 
 
 class SchedulerClient:
@@ -63,6 +66,7 @@ class SchedulerClient:
     ) -> None:
         self.server_info: ServerInfo | None = None
         self.log = log
+        self._failures = FailureLog()
         self._tracing = tracing
         self.late_message_count = 0
         self._channel = channel
@@ -129,7 +133,13 @@ class SchedulerClient:
         if not is_sent:
             raise RequestError("too many requests are queued", status=503)
         handle = RequestHandle(
-            self.cancel, request_id, rid, is_streaming=is_streaming, is_measured=is_measured
+            self.cancel,
+            request_id,
+            rid,
+            # A scheduler that reads it any later is given up.
+            ends_by=self._clock.now() + budget_s + GONE_AFTER_S,
+            is_streaming=is_streaming,
+            is_measured=is_measured,
         )
         handle.span_ids = span_ids
         self._open[request_id] = handle
@@ -238,15 +248,21 @@ class SchedulerClient:
                 ):
                     await self._look_now.wait()
 
-    async def watch_once(self, timeout_s: float = SILENCE_MAX_S) -> None:
-        """One look at the scheduler; gives up on the open requests once it is gone."""
+    async def watch_once(self, timeout_s: float = ANSWER_WAIT_S) -> None:
+        """One look at the scheduler; gives up on the open requests once it is gone, and on those
+        that it has forgotten."""
         self._flush_unsent()
-        self._metrics.measure_rate(self._clock.now())
+        asked_at = self._clock.now()
+        self._metrics.measure_rate(asked_at)
         try:
             await self.get_state(timeout_s)
         except RequestError:
             if self._liveness.is_gone(self._clock.now()):
                 self._fail_open(self.trouble())
+            return
+        # All that it said before this answer has been read.
+        for handle in [one for one in self._open.values() if one.ends_by < asked_at]:
+            self._fail_lost(handle, "the end of the output was lost: its time is over for long")
 
     # ---- what comes in -----------------------------------------------------------------------
 
@@ -254,10 +270,12 @@ class SchedulerClient:
         """Take one message of the scheduler. One for nobody is counted, not an error."""
         self._liveness.hear(self._clock.now())
         match message:
-            case Tokens():
-                self._handle_tokens(message)
-            case Failed():
-                self._handle_failed(message)
+            case Outputs(items):
+                for item in items:
+                    if isinstance(item, Tokens):
+                        self._handle_tokens(item)
+                    else:
+                        self._handle_failed(item)
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_hand_over(trace)
@@ -277,6 +295,13 @@ class SchedulerClient:
         handle = self._open.get(message.request_id)
         if handle is None:
             self._refuse_late(message.request_id, is_end=message.finish is not None)
+            return
+        if message.offset != handle.token_count:
+            self._fail_lost(
+                handle,
+                f"output was lost on its way from the scheduler: it goes on with token "
+                f"{message.offset}, {handle.token_count} have come",
+            )
             return
         now = self._clock.now()
         if message.token_ids and handle.is_measured:
@@ -328,6 +353,8 @@ class SchedulerClient:
         self._free_rid(handle)
         if not handle.is_measured:
             return
+        if failure:
+            self._failures.note(failure, handle.rid, trace.message if trace is not None else "")
         if trace is not None:
             self._tracing.end(self.log.add(trace), handle.span_ids)
             kind = finish.kind if finish is not None else None
@@ -364,8 +391,17 @@ class SchedulerClient:
     def _fail_open(self, reason: str, kind: str = "scheduler_lost", status: int = 500) -> None:
         """Answer every open request in the scheduler's place."""
         for handle in list(self._open.values()):
-            self._close(handle, None, kind)
-            handle.deliver(Failed(handle.request_id, status, kind, reason))
+            self._fail(handle, kind, reason, status)
+
+    def _fail_lost(self, handle: RequestHandle, reason: str) -> None:
+        """End a request whose answer can't be whole any more, here and at the scheduler."""
+        self.cancel(handle.request_id, reason)
+        self._fail(handle, "output_lost", reason, 500)
+
+    def _fail(self, handle: RequestHandle, kind: str, reason: str, status: int) -> None:
+        """Answer a request in the scheduler's place."""
+        self._close(handle, None, kind)
+        handle.deliver(Failed(handle.request_id, status, kind, reason))
 
     def _send(self, message: FrontendToScheduler) -> bool:
         """Whether the message was queued; not if the scheduler has not read for a long time."""

@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
 
-from common.frontend.bodies import read_call, request_name, trace_parent
+from common.frontend.bodies import request_name, trace_parent
 from common.frontend.context import FrontendContext
-from common.frontend.errors import FailedRequest, error_body, json_response
+from common.frontend.errors import error_body, json_response, raise_failed
 from common.frontend.generation import Continuation, SampleGroup, request_limits
 from common.frontend.stages import trace_fields
 from common.frontend.streaming import (
     CLIENT_GONE_STATUS,
+    DONE,
     EventStream,
     event,
     run_until_disconnect,
@@ -39,7 +40,7 @@ def build_router(context: FrontendContext) -> APIRouter:
     async def generate(request: Request) -> Response:
         limits = request_limits(context, request.url.hostname)
         rid = request_name(request)
-        call = await read_call(
+        call = await context.bodies.read(
             request, lambda body: parse_generate(body, context.tokenizer, limits, rid)
         )
         await context.check_grammars(call.samples)
@@ -65,9 +66,8 @@ class GenerateRun:
         """Raises: RequestError if one of the samples failed; the others are cancelled then."""
         async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
             group.submit(is_streaming=False)
-            async for one in group.changes():
-                if one.failure is not None:
-                    raise FailedRequest(one.failure)
+            async for ended in group.changes():
+                raise_failed(one.failure for one in ended)
         items = [self._item(one) for one in group.continuations]
         return items if self._call.is_list else items[0]
 
@@ -76,14 +76,18 @@ class GenerateRun:
         is_started = False
         async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
             group.submit(is_streaming=True)
-            async for one in group.changes():
-                if one.failure is not None and not is_started:
-                    raise FailedRequest(one.failure)
+            async for grown in group.changes():
+                if not is_started:
+                    raise_failed([grown[0].failure])
                 is_started = True
-                item = self._item(one)
-                if self._call.is_list:
-                    item["index"] = one.sample.index
-                yield event(item)
+                told = b"".join(map(self._event, grown))
+                yield told + DONE if group.is_over else told
+
+    def _event(self, one: Continuation) -> bytes:
+        item = self._item(one)
+        if self._call.is_list:
+            item["index"] = one.sample.index
+        return event(item)
 
     def _item(self, one: Continuation) -> dict[str, object]:
         meta: dict[str, object] = {

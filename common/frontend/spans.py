@@ -17,7 +17,6 @@ for it. Knows nothing of how spans leave the process.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ from common.config import Role
 from common.failures import ABORTED
 from common.frontend.stages import HAND_OVER_STAGES, Stage, chunks_of, stages_of
 from common.request import RequestTrace
+from common.request_bounds import TRACE_PARENT
 
-_TRACE_PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 0x01
 
 Attributes = Mapping[str, str | int | float]
@@ -69,7 +68,7 @@ def new_trace() -> SpanIds:
 
 def parse_trace_parent(text: str) -> SpanIds | None:
     """None if there is none, or one that nobody can belong to."""
-    match = _TRACE_PARENT.fullmatch(text)
+    match = TRACE_PARENT.fullmatch(text)
     if match is None or not int(match[1], 16) or not int(match[2], 16):
         return None
     return SpanIds(match[1], match[2], bool(int(match[3], 16) & _SAMPLED))

@@ -18,13 +18,14 @@ from common.errors import RequestError
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
+EVENT_START, EVENT_END = b"data: ", b"\n\n"
+DONE = EVENT_START + b"[DONE]" + EVENT_END
 CLIENT_GONE_STATUS = 499  # nobody reads it; it shows in access logs
 
 
 def event(content: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return EVENT_START + orjson.dumps(content) + EVENT_END
 
 
 async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive) -> T | None:
@@ -32,27 +33,33 @@ async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive)
 
     receive: the connection's, after the body has been read.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_wait_disconnect(receive))
+    working = asyncio.current_task()
+    assert working is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and not working.uncancel():
+            return None
+        raise
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()
 
 
 class EventStream(Response):
     """Sends events as they come. The status waits for the first one, so an early error has its own.
 
-    events: bytes of whole events, without the closing mark. describe_error: what stands in the
-    event that tells of a `RequestError` after the first one.
+    events: bytes of whole events, those of one step together, and with the last ones the closing
+    mark. describe_error: what stands in the event that tells of a `RequestError` after the first.
     """
 
     media_type = "text/event-stream"
@@ -85,10 +92,8 @@ class EventStream(Response):
             except RequestError as error:
                 if not is_started:
                     raise
-                await _send_body(send, event(self._describe_error(error)))
-        if not is_started:
-            await self._send_start(send)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await _send_body(send, event(self._describe_error(error)) + DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_start(self, send: Send) -> None:
         await send(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from common.frontend.bodies import read_call
 from common.frontend.context import FrontendContext
 from common.frontend.errors import json_response
 from common.frontend.fields import Fields, JsonValue, check_token_ids
@@ -30,7 +29,9 @@ def build_router(context: FrontendContext) -> APIRouter:
         limits = request_limits(context)
         tokenizer = context.tokenizer
         return json_response(
-            await read_call(request, lambda body: tokenize_body(Fields(body), tokenizer, limits))
+            await context.bodies.read(
+                request, lambda body: tokenize_body(Fields(body), tokenizer, limits)
+            )
         )
 
     @router.post("/detokenize")
@@ -39,7 +40,9 @@ def build_router(context: FrontendContext) -> APIRouter:
         limits = request_limits(context)
         tokenizer = context.tokenizer
         return json_response(
-            await read_call(request, lambda body: detokenize_body(Fields(body), tokenizer, limits))
+            await context.bodies.read(
+                request, lambda body: detokenize_body(Fields(body), tokenizer, limits)
+            )
         )
 
     return router

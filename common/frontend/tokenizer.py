@@ -18,6 +18,7 @@ from common.errors import ConfigError, RequestError
 from common.frontend.chat_template import ChatTemplate
 from common.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from common.frontend.fields import JsonObject, JsonValue
+from common.frontend.token_bound import token_nbytes_max
 
 # The names under which a checkpoint lists the special tokens that templates may refer to.
 NAMED_TOKENS = (
@@ -52,6 +53,7 @@ class Tokenizer:
         self._has_byte_level = "ByteLevel" in decoder
         self._has_byte_fallback = "ByteFallback" in decoder
         self._bytes_of: dict[int, bytes] = {}  # bounded by the vocabulary
+        self._token_nbytes_max = token_nbytes_max(backend)
 
     @property
     def vocab_size(self) -> int:
@@ -64,7 +66,15 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as exc:
             raise RequestError("the text has a lone surrogate, which is no character") from exc
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike `encode`, this lets other threads run.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def token_count_min(self, text: str) -> int:
+        """So many tokens `text` has at least, found without encoding it."""
+        if self._token_nbytes_max is None:
+            return 0
+        return -(-len(text) // self._token_nbytes_max)  # a character is a byte or more
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids` on their own; ids that the tokenizer does not know have none."""

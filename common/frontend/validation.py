@@ -22,18 +22,16 @@ from common.frontend.fields import (
 )
 from common.frontend.rooms import read_bootstraps, spread, transfer_params
 from common.frontend.sample import Limits, Sample
-from common.frontend.sampling import (
-    ASKED_LOGPROBS_MAX,
-    TOP_LOGPROBS_MAX,
-    SamplingChoice,
-    fit_to_prompt,
-    read_sglang_sampling,
-)
+from common.frontend.sampling import SamplingChoice, fit_to_prompt, read_sglang_sampling
 from common.frontend.tokenizer import Tokenizer
 from common.request import Bootstrap, SamplingParams
-
-SAMPLE_COUNT_MAX = 4096  # of one body; each is a request of its own in the scheduler's queue
-RID_LENGTH_MAX = 256
+from common.request_bounds import (
+    ASKED_LOGPROB_COUNT_MAX,
+    RID_LENGTH_MAX,
+    SAMPLE_COUNT_MAX,
+    TOP_LOGPROB_COUNT_MAX,
+    NumberBounds,
+)
 
 # What SGLang knows and we do not; each would change the answer.
 UNSUPPORTED_KEYS = (
@@ -159,7 +157,7 @@ def read_timeout(fields: Fields, limits: Limits) -> float:
     Raises: RequestError.
     """
     longest_s = limits.request_timeout_s
-    return fields.number("timeout", longest_s, 0.0, longest_s, is_low_allowed=False)
+    return fields.number("timeout", longest_s, NumberBounds(0.0, longest_s, is_low_allowed=False))
 
 
 def check_sample_count(count: int) -> None:
@@ -167,17 +165,19 @@ def check_sample_count(count: int) -> None:
         raise RequestError(f"the body asks for {count} samples; at most {SAMPLE_COUNT_MAX}")
 
 
-def encode_prompt(text: JsonValue, name: str, tokenizer: Tokenizer, limits: Limits) -> Prompt:
-    """A prompt given as text. Raises: RequestError if it is empty or too long."""
+def encode_prompt(
+    text: JsonValue, name: str, tokenizer: Tokenizer, limits: Limits, *, has_special: bool = True
+) -> Prompt:
+    """A prompt given as text. has_special: whether the tokenizer adds its special tokens.
+
+    Raises: RequestError if it is empty or too long.
+    """
     if not isinstance(text, str):
         raise RequestError(f"{name}={shown(text)}: must be a string", field=name)
     if not text:
         raise RequestError(f"{name}: must not be empty", field=name)
-    return check_encoded(text, tokenizer.encode(text), name, limits)
-
-
-def check_encoded(text: str, token_ids: list[int], name: str, limits: Limits) -> Prompt:
-    """A prompt that the tokenizer has encoded. Raises: RequestError if the model can't take it."""
+    check_token_count(tokenizer.token_count_min(text), name, limits, "at least ")
+    token_ids = tokenizer.encode(text, add_special_tokens=has_special)
     check_length(token_ids, name, limits)
     if max(token_ids) >= limits.vocab_size:
         raise RequestError(
@@ -200,9 +200,14 @@ def check_length(token_ids: list[JsonValue] | list[int], name: str, limits: Limi
     """Raises: RequestError unless the prompt has a token and leaves room for one more."""
     if not token_ids:
         raise RequestError(f"{name}: the prompt is empty; it must have a token", field=name)
-    if len(token_ids) >= limits.request_token_max:
+    check_token_count(len(token_ids), name, limits)
+
+
+def check_token_count(count: int, name: str, limits: Limits, about: str = "") -> None:
+    """about: what is known of the count. Raises: RequestError unless one more token has room."""
+    if count >= limits.request_token_max:
         raise RequestError(
-            f"{name}: the prompt has {len(token_ids)} tokens; must be at most "
+            f"{name}: the prompt has {about}{count} tokens; must be at most "
             f"{limits.request_token_max - 1}, since a request may have {limits.request_token_max} "
             "in all (the context length or the KV pool)",
             field=name,
@@ -303,9 +308,9 @@ def _logprob_fields(
         seed=0,
         return_logprob=choice.boolean("return_logprob", False),
         logprob_start_len=choice.integer("logprob_start_len", -1, -1, len(prompt.token_ids)),
-        top_logprobs_num=choice.integer("top_logprobs_num", 0, 0, TOP_LOGPROBS_MAX),
+        top_logprobs_num=choice.integer("top_logprobs_num", 0, 0, TOP_LOGPROB_COUNT_MAX),
         token_ids_logprob=choice.token_ids(
-            "token_ids_logprob", limits.vocab_size, ASKED_LOGPROBS_MAX
+            "token_ids_logprob", limits.vocab_size, ASKED_LOGPROB_COUNT_MAX
         ),
     )
     return found if found.return_logprob else SamplingParams(max_new_tokens=1, seed=0)

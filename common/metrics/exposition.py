@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from common.config import EngineType, MetricsNames
 from common.metrics.definitions import Kind, Metric, View
+from common.metrics.instruments import Counter, Histogram
 from common.metrics.recorded import RECORDED
 from common.metrics.seen import COUNTERS, QUEUES, SEEN
 from common.metrics.snapshot import Seen, Snapshot, queue_depth, see, sum_of

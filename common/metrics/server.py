@@ -1,27 +1,22 @@
 """What a server measures: requests and hand-overs as they end, and the exposition of it all.
 
-With `exposition.py` the only importer of prometheus_client. Knows nothing of HTTP, messages or who
-measured: it takes plain values and `RequestTrace`s, and lives in the frontend process. What is true
-*now* comes as a `Snapshot` at scrape time; what happened is counted when it happens.
+Knows nothing of HTTP, messages or who measured: it takes plain values and `RequestTrace`s, and
+lives in the frontend process. What is true *now* comes as a `Snapshot` at scrape time; what
+happened is counted when it happens.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.config import EngineType, MetricsNames
 from common.failures import ABORTED
 from common.metrics.definitions import Kind, Metric
 from common.metrics.exposition import Exposition, Instrument
+from common.metrics.instruments import Counter, Histogram
 from common.metrics.recorded import RECORDED
 from common.metrics.snapshot import Snapshot
 from common.request import FinishKind, HandOverTrace, RequestTrace
@@ -42,11 +37,8 @@ class ServerMetrics:
         engine_type: EngineType,
         names: MetricsNames = MetricsNames.SGLANG,
     ) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
-        # By is_streaming: a label is looked up for a request's end, not for every token.
-        self._output_tokens: dict[bool, Counter] = {}
         for metric in RECORDED:
             self._define(metric)
         instruments: dict[str, Instrument] = {**self._counters, **self._histograms}
@@ -66,12 +58,12 @@ class ServerMetrics:
         """The instrument of one metric; it has the metric's own labels only."""
         if metric.kind is Kind.HISTOGRAM:
             self._histograms[metric.key] = Histogram(
-                metric.key, metric.text, metric.labels, registry=None, buckets=metric.buckets
+                metric.key, metric.text, metric.buckets, metric.labels
             )
             return
-        counter = Counter(metric.key, metric.text, metric.labels, registry=None)
+        counter = Counter(metric.key, metric.text, metric.labels)
         for values in metric.starts_at:
-            counter.labels(*values)
+            counter.inc(0, *values)
         self._counters[metric.key] = counter
 
     # ---- what happened -----------------------------------------------------------------------
@@ -81,16 +73,13 @@ class ServerMetrics:
     ) -> None:
         """Output tokens came, `interval_s` after the ones before; None for a request's first."""
         self._generated_count += token_count
-        counter = self._output_tokens.get(is_streaming)
-        if counter is None:
-            counter = self._counters["output_tokens"].labels(_flag(is_streaming))
-            self._output_tokens[is_streaming] = counter
-        counter.inc(token_count)
+        self._counters["output_tokens"].inc(token_count, _flag(is_streaming))
         if interval_s is None or self._is_prefill:
             return
+        interval_s /= token_count
+        self._histograms["inter_token"].observe(interval_s, count=token_count)
         for _ in range(token_count):
-            self._histograms["inter_token"].observe(interval_s / token_count)
-            self._intervals_s.append(interval_s / token_count)
+            self._intervals_s.append(interval_s)
 
     def observe_end(
         self, trace: RequestTrace, *, is_streaming: bool, finish: FinishKind | None = None
@@ -101,14 +90,14 @@ class ServerMetrics:
         client waits for is measured on the decode server alone, so that sums over both are right.
         """
         flag = _flag(is_streaming)
-        self._counters["prompt_tokens"].labels(flag).inc(trace.prompt_token_count)
-        self._counters["cached_tokens"].labels("device").inc(trace.cached_token_count)
+        self._counters["prompt_tokens"].inc(trace.prompt_token_count, flag)
+        self._counters["cached_tokens"].inc(trace.cached_token_count, "device")
         if self._is_prefill:
             self.observe_hand_over(trace)
         if trace.status != "ok":
             self.observe_failure(trace.status, is_streaming=is_streaming)
             return
-        self._counters["requests"].labels(flag, str(finish or FinishKind.STOP)).inc()
+        self._counters["requests"].inc(1, flag, str(finish or FinishKind.STOP))
         self._histograms["prompt_length"].observe(trace.prompt_token_count)
         self._histograms["output_length"].observe(trace.output_token_count)
         if not self._is_prefill:
@@ -116,22 +105,22 @@ class ServerMetrics:
 
     def _observe_latencies(self, trace: RequestTrace, flag: str) -> None:
         waited_s = trace.reserve_s + trace.hand_over.queue_s
-        self._histograms["e2e"].labels(flag).observe(trace.e2e_s)
+        self._histograms["e2e"].observe(trace.e2e_s, flag)
         self._histograms["queue_time"].observe(waited_s)
         self._histograms["inference_time"].observe(max(0.0, trace.e2e_s - waited_s))
         if trace.output_token_count > 0:
-            self._histograms["ttft"].labels(flag).observe(trace.ttft_s)
+            self._histograms["ttft"].observe(trace.ttft_s, flag)
             self._observe_stages(trace)
         if trace.output_token_count > 1:
             mean_s = trace.decode_s / (trace.output_token_count - 1)
-            self._histograms["per_output_token"].labels(flag).observe(mean_s)
+            self._histograms["per_output_token"].observe(mean_s, flag)
 
     def observe_failure(self, kind: str, *, is_streaming: bool) -> None:
         """A request ended in an error, or its client gave it up."""
         reason = FinishKind.ABORT if kind == ABORTED else "error"
-        self._counters["requests"].labels(_flag(is_streaming), str(reason)).inc()
+        self._counters["requests"].inc(1, _flag(is_streaming), str(reason))
         if reason is not FinishKind.ABORT:
-            self._counters["failed"].labels(kind).inc()
+            self._counters["failed"].inc(1, kind)
 
     def observe_hand_over(self, trace: RequestTrace) -> None:
         """A hand-over that this prefill server has sent has ended."""
@@ -140,14 +129,14 @@ class ServerMetrics:
             self._histograms["queue_time"].observe(hand_over.queue_s)
             self._histograms["bootstrap_ms"].observe(trace.reserve_s * 1e3)
             stages = self._histograms["per_stage"]
-            stages.labels("prefill_bootstrap").observe(trace.reserve_s)
-            stages.labels("prefill_forward").observe(hand_over.prefill_s)
-            stages.labels("prefill_transfer_kv_cache").observe(hand_over.transfer_s)
+            stages.observe(trace.reserve_s, "prefill_bootstrap")
+            stages.observe(hand_over.prefill_s, "prefill_forward")
+            stages.observe(hand_over.transfer_s, "prefill_transfer_kv_cache")
             self._histograms["wire_ms"].observe(hand_over.wire_s * 1e3)
             self._histograms["size_mb"].observe(hand_over.nbytes / 1e6)
             if hand_over.wire_s > 0:
                 speed = hand_over.nbytes / 1e9 / hand_over.wire_s
-                self._histograms["speed_gb_s"].labels(peer).observe(speed)
+                self._histograms["speed_gb_s"].observe(speed, peer)
             self._note_prompt(trace)
         self._count_hand_over(hand_over, peer)
 
@@ -161,18 +150,18 @@ class ServerMetrics:
             ("first_token", trace.first_token_s),
             ("decode", trace.decode_s),
         ):
-            self._histograms["stage"].labels(stage, peer).observe(seconds)
+            self._histograms["stage"].observe(seconds, stage, peer)
         self._note_prompt(trace)
         if hand_over.nbytes:
             stages = self._histograms["per_stage"]
-            stages.labels("decode_bootstrap").observe(trace.reserve_s)
-            stages.labels("decode_transferred").observe(trace.ttft_s - trace.reserve_s)
+            stages.observe(trace.reserve_s, "decode_bootstrap")
+            stages.observe(trace.ttft_s - trace.reserve_s, "decode_transferred")
             self._histograms["alloc_ms"].observe(trace.reserve_s * 1e3)
             self._count_hand_over(hand_over, peer)
 
     def _count_hand_over(self, hand_over: HandOverTrace, peer: str) -> None:
         self._handed_over_nbytes += hand_over.nbytes
-        self._counters["hand_over_bytes"].labels(peer).inc(hand_over.nbytes)
+        self._counters["hand_over_bytes"].inc(hand_over.nbytes, peer)
         self._counters["exposed_bytes"].inc(hand_over.exposed_nbytes)
         self._counters["hand_over_runs"].inc(hand_over.run_count)
 

@@ -7,7 +7,7 @@ import pytest
 from bench.frontend import Sample, rows_of
 from bench.http_load import body_of
 from bench.instant_engine import InstantEngine
-from common.protocol.frontend import Cancel, Failed, Submit, Tokens
+from common.protocol.frontend import Cancel, Failed, Outputs, Submit, Tokens
 from common.request import SamplingParams
 
 
@@ -16,38 +16,43 @@ def submit(request_id: int, token_count: int) -> Submit:
     return Submit(request_id, [1, 2], sampling, budget_s=1.0)
 
 
+def tokens_of(message: object) -> list[Tokens]:
+    assert isinstance(message, Outputs)
+    return [item for item in message.items if isinstance(item, Tokens)]
+
+
 def test_a_step_is_one_token_of_each_and_waits_until_the_last_one_is_read() -> None:
     engine = InstantEngine([7, 8])
     assert engine.handle(submit(1, 3)) == engine.handle(submit(2, 2)) == []
-    first = engine.step()
-    assert first == [Tokens(1, [7]), Tokens(2, [7])]
+    assert engine.step() == Outputs([Tokens(1, [7]), Tokens(2, [7])])
     engine.read(1)
-    assert engine.step() == []
+    assert engine.step() is None
     engine.read(1)
-    one, two = engine.step()
-    assert isinstance(one, Tokens) and isinstance(two, Tokens)
-    assert (one.token_ids, one.finish) == ([8], None)
+    one, two = tokens_of(engine.step())
+    assert (one.token_ids, one.offset, one.finish) == ([8], 1, None)
     assert two.finish is not None and two.trace is not None
     assert (two.trace.prompt_token_count, two.trace.output_token_count) == (2, 2)
     engine.read(2)
-    assert [message.token_ids for message in engine.step() if isinstance(message, Tokens)] == [[7]]
+    assert [message.token_ids for message in tokens_of(engine.step())] == [[7]]
     engine.read(1)
-    assert engine.step() == []
+    assert engine.step() is None
 
 
 def test_a_single_token_is_answered_at_once() -> None:
     engine = InstantEngine([7])
-    (answer,) = engine.handle(submit(1, 1))
-    assert isinstance(answer, Tokens) and answer.finish is not None
-    assert engine.step() == []
+    (message,) = engine.handle(submit(1, 1))
+    (answer,) = tokens_of(message)
+    assert answer.finish is not None
+    assert engine.step() is None
 
 
 def test_a_cancelled_request_ends_once() -> None:
     engine = InstantEngine([7])
     engine.handle(submit(1, 3))
-    assert engine.handle(Cancel(1)) == [Failed(1, 499, "aborted", "aborted by the client")]
+    aborted = Failed(1, 499, "aborted", "aborted by the client")
+    assert engine.handle(Cancel(1)) == [Outputs([aborted])]
     assert engine.handle(Cancel(1)) == []
-    assert engine.step() == []
+    assert engine.step() is None
 
 
 def test_rows_compare_tokens_and_answers_of_the_same_run() -> None:

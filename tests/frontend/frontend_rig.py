@@ -16,10 +16,11 @@ import msgspec
 from fastapi import APIRouter, FastAPI
 
 from common.channel.local_async import AsyncLocalClient
-from common.clock import Clock, SystemClock
+from common.clock import Clock, ManualClock, SystemClock
 from common.config import Role, ServerConfig
 from common.frontend import info, page, timelines
 from common.frontend.app import build_app
+from common.frontend.bodies import BodyReader
 from common.frontend.context import FrontendContext
 from common.frontend.grammar_check import GrammarCheck
 from common.frontend.request_log import RequestLog
@@ -52,6 +53,14 @@ class Rig:
     async def until(self, found: Callable[[ScriptedScheduler], bool]) -> None:
         """Wait until the scheduler has seen what `found` looks for."""
         await asyncio.to_thread(self.scheduler.wait_for, found)
+
+
+def listen(client: SchedulerClient, clock: ManualClock, seconds: float) -> None:
+    """Time passes for a frontend that runs and looks at its scheduler."""
+    end_at = clock.now() + seconds
+    while clock.now() < end_at:
+        clock.advance(1.0)
+        client.trouble()
 
 
 def write_model(directory: Path) -> Path:
@@ -106,10 +115,10 @@ async def open_rig(
 ) -> AsyncIterator[Rig]:
     runtime_dir = tempfile.mkdtemp(prefix="baton-test-")
     config = msgspec.structs.replace(config, runtime_dir=runtime_dir)
-    scheduler = ScriptedScheduler(Path(config.scheduler_ipc_path))
+    scheduler = ScriptedScheduler(Path(config.frontend_ipc_path))
     prepare(scheduler)
     metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
-    channel = AsyncLocalClient(config.scheduler_ipc_path, "frontend")
+    channel = AsyncLocalClient(config.frontend_ipc_path, "frontend")
     client = SchedulerClient(
         channel,
         metrics,
@@ -122,6 +131,7 @@ async def open_rig(
         scheduler=client,
         metrics=metrics,
         tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
+        bodies=BodyReader(config.max_body_nbytes),
         grammars=GrammarCheck(config),
         clock=clock,
         started_wall_s=clock.wall(),
@@ -134,7 +144,10 @@ async def open_rig(
         with scheduler:
             await client.wait_ready()
             await client.get_state()
-            async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
+            headers = {"Content-Type": "application/json"}
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", headers=headers
+            ) as http:
                 yield Rig(scheduler, context, app, http)
             receiver.cancel()
             await asyncio.gather(receiver, return_exceptions=True)

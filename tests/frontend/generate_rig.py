@@ -18,7 +18,7 @@ from common.config import Role
 from common.frontend import openai_api, sglang_api, token_api
 from common.frontend.fields import JsonObject, JsonValue
 from common.frontend.tokenizer import Tokenizer
-from common.protocol.frontend import SchedulerToFrontend, Submit, Tokens
+from common.protocol.frontend import Submit, Tokens, ToldFrontend
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
 from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, logprobs_of, trace_of
@@ -79,14 +79,14 @@ def counted_text(prompt_ids: Sequence[int], count: int, *, skips: bool = True) -
 
 def say_text(
     text: str, finish: FinishReason | None = None
-) -> Callable[[Submit], list[SchedulerToFrontend]]:
+) -> Callable[[Submit], list[ToldFrontend]]:
     """A scheduler that always answers `text`, one token per message."""
     token_ids = TOKENIZER.encode(text)
 
-    def answer(submit: Submit) -> list[SchedulerToFrontend]:
+    def answer(submit: Submit) -> list[ToldFrontend]:
         said = token_ids[: submit.sampling.max_new_tokens]
         reason = finish if len(said) == len(token_ids) else None
-        messages: list[SchedulerToFrontend] = []
+        messages: list[ToldFrontend] = []
         for place, token in enumerate(said):
             is_last = place == len(said) - 1
             messages.append(

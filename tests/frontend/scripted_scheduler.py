@@ -7,11 +7,14 @@ the right answer. What it is asked it keeps; what it answers with can be held ba
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from common.channel.local import LocalServer
 from common.channel.poller import Poller
@@ -25,13 +28,14 @@ from common.protocol.frontend import (
     FlushDone,
     FrontendToScheduler,
     GetState,
+    Outputs,
     PageGroupState,
     PeerState,
-    SchedulerToFrontend,
     ServerInfo,
     State,
     Submit,
     Tokens,
+    ToldFrontend,
 )
 from common.request import (
     FinishKind,
@@ -74,10 +78,10 @@ PEER = PeerState(
     page_size=16,
 )
 
-Answer = Callable[[Submit], list[SchedulerToFrontend]]
+Answer = Callable[[Submit], list[ToldFrontend]]
 
 
-def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[SchedulerToFrontend]:
+def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[ToldFrontend]:
     """The whole continuation: last token + 1, + 2, ...; the logprob of token t is -t/8."""
     count = submit.sampling.max_new_tokens
     last = submit.token_ids[-1]
@@ -85,7 +89,7 @@ def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[Schedule
     wants = submit.sampling.return_logprob
     start = submit.sampling.logprob_start_len
     prompt = list(enumerate(submit.token_ids))[start:] if wants and start >= 0 else []
-    messages: list[SchedulerToFrontend] = []
+    messages: list[ToldFrontend] = []
     for i, token in enumerate(outputs):
         is_last = i == count - 1
         messages.append(
@@ -161,7 +165,8 @@ class ScriptedScheduler:
         self.is_stalled = False
         self.flush_answer = (True, "the cache is empty")
         self._server = LocalServer(str(path))
-        self._orders: SimpleQueue[bytes] = SimpleQueue()
+        self._orders: SimpleQueue[ToldFrontend | bytes] = SimpleQueue()
+        self._told_counts: Counter[int] = Counter()  # tokens of each request
         self._changed = threading.Condition()
         self._is_ended = False
         self._is_known = False
@@ -181,9 +186,9 @@ class ScriptedScheduler:
         self._thread.join()
         self._server.close()
 
-    def send(self, message: SchedulerToFrontend) -> None:
+    def send(self, message: ToldFrontend) -> None:
         """Say something unasked."""
-        self.send_raw(encode(message))
+        self._orders.put(message)
 
     def send_raw(self, payload: bytes) -> None:
         """Say something that need not be a message."""
@@ -222,20 +227,33 @@ class ScriptedScheduler:
                     answers = [] if self.is_silent else self._react(message)
                     self._changed.notify_all()
                 for answer in answers:
-                    self._say(encode(answer))
+                    self._tell(answer)
             while True:
                 try:
-                    self._say(self._orders.get_nowait())
+                    order = self._orders.get_nowait()
                 except Empty:
                     break
+                if isinstance(order, bytes):
+                    self._say(order)
+                else:
+                    self._tell(order)
+
+    def _tell(self, message: ToldFrontend) -> None:
+        """Every output in a message of its own, and with the offset that it has so far."""
+        if isinstance(message, Tokens):
+            offset = self._told_counts[message.request_id]
+            self._told_counts[message.request_id] += len(message.token_ids)
+            message = msgspec.structs.replace(message, offset=offset)
+        is_output = isinstance(message, Tokens | Failed)
+        self._say(encode(Outputs([message]) if is_output else message))
 
     def _say(self, payload: bytes) -> None:
         assert self._server.send("frontend", payload) is SendResult.SENT
 
-    def _react(self, message: FrontendToScheduler) -> list[SchedulerToFrontend]:
+    def _react(self, message: FrontendToScheduler) -> list[ToldFrontend]:
         if not self._is_known:
             self._is_known = True
-            self._say(encode(self.info))
+            self._tell(self.info)
         match message:
             case Submit() if self.holds:
                 self.held[message.request_id] = message

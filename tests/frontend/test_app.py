@@ -177,6 +177,15 @@ def test_a_nonsense_content_length_is_refused(tmp_path: Path, said: str, status:
     run_with_rig(tmp_path, story, parts=PARTS)
 
 
+def test_headers_beyond_the_bound_are_431(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        for nbytes, status in ((60_000, 200), (70_000, 431)):
+            reply = await rig.http.get("/ping", headers={"X-Long": "x" * nbytes})
+            assert reply.status_code == status
+
+    run_with_rig(tmp_path, story)
+
+
 def test_a_full_queue_is_a_503_with_retry_after() -> None:
     error = FailedRequest(Failed(1, 503, "queue_full", "64 requests wait; at most 64 may"))
     reply = error_response("/v1/chat/completions", error)

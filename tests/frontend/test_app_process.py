@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from common.config import ServerConfig, write_config
+from common.exit_codes import EXIT_START_AGAIN
 from common.protocol.frontend import Cancel, Drain
 from tests.frontend.frontend_rig import decode_config
 from tests.frontend.scripted_scheduler import ScriptedScheduler
@@ -41,7 +42,7 @@ def config(tmp_path: Path) -> Iterator[ServerConfig]:
 
 @pytest.fixture
 def scheduler(config: ServerConfig) -> Iterator[ScriptedScheduler]:
-    with ScriptedScheduler(Path(config.scheduler_ipc_path)) as scheduler:
+    with ScriptedScheduler(Path(config.frontend_ipc_path)) as scheduler:
         yield scheduler
 
 
@@ -88,25 +89,28 @@ def test_it_serves_without_torch_and_ends_with_0(
     assert "listening on http://127.0.0.1:" in errors
 
 
-def test_a_port_in_use_is_one_line_and_exit_code_2(config: ServerConfig, start: Start) -> None:
+def test_a_port_in_use_is_one_line_and_exit_code_75(config: ServerConfig, start: Start) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", config.port))
         holder.listen()
         process = start()
         _, errors = process.communicate(timeout=START_TIMEOUT_S)
-    assert process.returncode == 2
+    assert process.returncode == EXIT_START_AGAIN
     assert errors == (
         f"baton frontend: --host 127.0.0.1 --port {config.port}: "
         "can't be bound: Address already in use\n"
     )
 
 
-def test_a_host_that_is_not_here_is_one_line_and_exit_code_2(
-    config: ServerConfig, start: Start
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_host_that_is_not_here_is_one_line_and_exit_code_75(
+    config: ServerConfig, start: Start, host: str
 ) -> None:
-    write_config(msgspec.structs.replace(config, host="192.0.2.1"))
-    _, errors = start().communicate(timeout=START_TIMEOUT_S)
-    assert errors.count("\n") == 1 and "--host 192.0.2.1" in errors
+    write_config(msgspec.structs.replace(config, host=host))
+    process = start()
+    _, errors = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == EXIT_START_AGAIN
+    assert errors.count("\n") == 1 and f"--host {host}" in errors
 
 
 def test_a_tokenizer_that_can_not_be_read_is_one_line_and_exit_code_2(
@@ -199,6 +203,44 @@ def test_what_is_open_when_the_drain_is_over_gets_a_typed_error(
     scheduler.wait_for(lambda s: any(isinstance(message, Cancel) for message in s.seen))
     process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 0
+
+
+def raw_answer(config: ServerConfig, request: bytes) -> bytes:
+    """All that comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", config.port), START_TIMEOUT_S) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_what_says_its_length_twice_or_has_headers_beyond_the_bound_is_refused_for_good(
+    config: ServerConfig, scheduler: ScriptedScheduler, start: Start
+) -> None:
+    start()
+    with http(config) as client:
+        assert client.get("/ping").status_code == 200
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    twice = head + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    answer = raw_answer(config, twice)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"only one may be given" in answer
+    long = b"GET /ping HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 70_000 + b"\r\n\r\n"
+    answer = raw_answer(config, long)
+    # As a whole it is answered by us, in pieces by the server below.
+    assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+
+
+def test_bytes_that_are_no_request_are_told_of_with_their_address_and_in_bounds(
+    config: ServerConfig, scheduler: ScriptedScheduler, start: Start
+) -> None:
+    process = start()
+    with http(config) as client:
+        assert client.get("/ping").status_code == 200
+    for _ in range(100):
+        assert raw_answer(config, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=START_TIMEOUT_S)
+    lines = [line for line in errors.splitlines() if "no HTTP request" in line]
+    assert 1 <= len(lines) < 60 and all("127.0.0.1:" in line for line in lines)
+    assert "Invalid HTTP request received" not in errors
 
 
 def test_a_scheduler_that_talks_nonsense_ends_the_process(

@@ -10,10 +10,11 @@ import pytest
 from common.clock import ManualClock
 from common.errors import RequestError
 from common.frontend.liveness import GONE_AFTER_S, SILENCE_MAX_S, STALL_MAX_S, Liveness
-from common.frontend.request_handle import RequestHandle, join_tokens
-from common.protocol.frontend import Cancel, Failed, GetState, State, Tokens
-from common.request import Bootstrap, FinishKind, FinishReason, SamplingParams, TokenLogprobs
-from tests.frontend.frontend_rig import Rig, run_with_rig
+from common.frontend.request_handle import RequestHandle
+from common.protocol.codec import encode
+from common.protocol.frontend import Cancel, Failed, GetState, Outputs, State, Tokens
+from common.request import Bootstrap, FinishKind, FinishReason, SamplingParams
+from tests.frontend.frontend_rig import Rig, listen, run_with_rig
 from tests.frontend.scripted_scheduler import INFO, ScriptedScheduler, count_up
 
 
@@ -78,16 +79,6 @@ def test_a_late_reader_gets_everything_in_one_message(tmp_path: Path) -> None:
         assert len(messages[0].token_ids) == 50 and messages[0].trace is not None
 
     run_with_rig(tmp_path, story)
-
-
-def test_joined_messages_say_what_the_parts_said() -> None:
-    first = Tokens(1, [5], [TokenLogprobs(5, -1.0)], [b"of a chunk"], 4)
-    last = Tokens(1, [6, 7], [TokenLogprobs(6, -2.0)], finish=FinishReason(FinishKind.STOP, 7))
-    joined = join_tokens([first, last])
-    assert joined.token_ids == [5, 6, 7]
-    assert [entry.token_id for entry in joined.logprobs] == [5, 6]
-    assert joined.prompt_logprobs == first.prompt_logprobs
-    assert (joined.cached_token_count, joined.finish) == (4, last.finish)
 
 
 def test_tokens_before_a_failure_are_read_before_it(tmp_path: Path) -> None:
@@ -176,6 +167,75 @@ def test_a_closed_channel_answers_every_open_request_and_takes_no_more(tmp_path:
     run_with_rig(tmp_path, story, prepare=hold)
 
 
+@pytest.mark.parametrize("offset", [0, 2])
+def test_output_with_a_gap_ends_its_request_here_and_at_the_scheduler(
+    tmp_path: Path, offset: int
+) -> None:
+    """It never happens; if it does, no client takes what is left for the whole answer."""
+
+    async def story(rig: Rig) -> None:
+        torn, whole = submit(rig, "torn"), submit(rig, "whole")
+        await rig.until(lambda s: len(s.held) == 2)
+        for at in (0, offset):
+            told = [Tokens(torn.request_id, [5 + at], offset=at)]
+            rig.scheduler.send_raw(encode(Outputs([*told])))
+        *_, end = await read(torn)
+        assert isinstance(end, Failed) and (end.status, end.kind) == (500, "output_lost")
+        assert f"token {offset}, 1 have come" in end.message
+        await rig.until(lambda s: [c.request_id for c in s.cancels] == [torn.request_id])
+        rig.scheduler.release(whole.request_id)
+        assert isinstance((await read(whole))[-1], Tokens)
+
+    run_with_rig(tmp_path, story, prepare=hold)
+
+
+def test_a_request_that_the_scheduler_has_forgotten_ends_soon_after_its_time(
+    tmp_path: Path,
+) -> None:
+    clock = ManualClock(100.0)
+
+    async def story(rig: Rig) -> None:
+        client = rig.context.scheduler
+        forgotten = submit(rig)
+        await rig.until(lambda s: bool(s.held))
+        clock.advance(60.0 + GONE_AFTER_S - 1.0)
+        later = submit(rig, "later")
+        await rig.until(lambda s: len(s.held) == 2)
+        await client.watch_once()
+        assert not forgotten.is_ended
+        clock.advance(2.0)
+        await client.watch_once()
+        (end,) = await read(forgotten)
+        assert isinstance(end, Failed) and (end.status, end.kind) == (500, "output_lost")
+        await rig.until(lambda s: [c.request_id for c in s.cancels] == [forgotten.request_id])
+        assert not later.is_ended
+
+    run_with_rig(tmp_path, story, prepare=hold, clock=clock)
+
+
+def test_a_frontend_that_was_stopped_itself_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the scheduler said meanwhile lies in the socket: it is not gone, and goes on."""
+    monkeypatch.setattr("common.frontend.scheduler_client.WATCH_INTERVAL_S", 1e6)
+    clock = ManualClock(100.0)
+
+    async def story(rig: Rig) -> None:
+        client = rig.context.scheduler
+        handle = submit(rig)
+        await rig.until(lambda s: bool(s.held))
+        await client.get_state()
+        rig.scheduler.is_silent = True  # the answer to the next look is late
+        clock.advance(55.0)
+        await client.watch_once(timeout_s=0.01)
+        assert client.trouble() == "" and not handle.is_ended
+        rig.scheduler.is_silent = False
+        rig.scheduler.release()
+        assert isinstance((await read(handle))[-1], Tokens)
+
+    run_with_rig(tmp_path, story, prepare=hold, clock=clock)
+
+
 def test_a_frozen_scheduler_is_unhealthy_then_given_up_and_stopped_when_it_thaws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,10 +249,10 @@ def test_a_frozen_scheduler_is_unhealthy_then_given_up_and_stopped_when_it_thaws
         await rig.until(lambda s: bool(s.held))
         await client.get_state()  # the last thing that it says
         rig.scheduler.is_silent = True
-        clock.advance(SILENCE_MAX_S + 1)
+        listen(client, clock, SILENCE_MAX_S + 1)
         assert "not answered" in client.trouble()
         assert not handle.is_ended
-        clock.advance(GONE_AFTER_S)
+        listen(client, clock, GONE_AFTER_S)
         await client.watch_once(timeout_s=0.01)
         (end,) = await read(handle)
         assert isinstance(end, Failed) and end.status == 500
@@ -271,8 +331,11 @@ def test_an_engine_without_work_may_stand_still_for_ever() -> None:
 
 def test_silence_while_starting_is_no_trouble_and_the_first_reason_stays() -> None:
     liveness = Liveness(0.0)
-    assert liveness.trouble(1e3, is_started=False) == ""
-    assert liveness.trouble(1e3, is_started=True) != ""
+    for now in range(60):
+        assert liveness.trouble(now, is_started=False) == ""
+    for now in range(60, 70):
+        trouble = liveness.trouble(now, is_started=True)
+    assert "not answered" in trouble
     liveness.lose("first")
     liveness.lose("second")
     assert liveness.trouble(0.0, is_started=False) == "first"

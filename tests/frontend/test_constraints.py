@@ -9,7 +9,8 @@ import pytest
 
 from common.config import Role
 from common.frontend.fields import JsonObject
-from common.request import GRAMMAR_LENGTH_MAX, Grammar, GrammarKind
+from common.request import Grammar, GrammarKind
+from common.request_bounds import GRAMMAR_LENGTH_MAX
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import post, run_generate
 
@@ -25,7 +26,7 @@ TEXT = (
 IS_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, TEXT)
 IS_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 IS_NUMBER = Grammar(GrammarKind.REGEX, "[0-9]+")
-IS_COLOUR = Grammar(GrammarKind.LARK, 'start: "red" | "gr\\u00fcn" | "a\\"|b"')
+IS_COLOUR = Grammar(GrammarKind.LARK, 'start: CHOICE\nCHOICE: "red" | "gr\\u00fcn" | "a\\"|b"')
 COLOURS = ["red", "grün", 'a"|b']
 LARK = 'start: "yes" | "no"'
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.frontend.fields import NESTING_MAX
-from common.protocol.frontend import SchedulerToFrontend, Submit
+from common.protocol.frontend import Submit, ToldFrontend
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate, say_text
 
@@ -32,7 +32,7 @@ FUZZ = settings(
 )
 TIMEOUT_S = 30.0
 # What a server may answer to any body: bad input, too large, not there, no room, or an answer.
-ALLOWED = {200, 400, 403, 404, 405, 413, 503}
+ALLOWED = {200, 400, 403, 404, 405, 413, 415, 421, 503}
 
 TEXT = st.text(max_size=12) | st.sampled_from(
     [
@@ -138,7 +138,7 @@ HEADERS = st.dictionaries(
 )
 
 
-def short_answer(submit: Submit) -> list[SchedulerToFrontend]:
+def short_answer(submit: Submit) -> list[ToldFrontend]:
     """Two tokens or fewer, so that a request of any length ends at once."""
     return say_text("ok")(submit)[:2] or say_text("o")(submit)
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.clock import ManualClock
 from common.config import Role
-from common.protocol.frontend import Failed, Tokens, Traced
+from common.protocol.frontend import Failed, Outputs, Tokens, Traced
 from common.request import HandOverTrace, RequestTrace, SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.scripted_scheduler import ScriptedScheduler, count_up, trace_of
@@ -167,9 +167,9 @@ def test_tokens_that_came_together_share_the_time_since_the_last(tmp_path: Path)
     async def story(rig: Rig) -> None:
         client = rig.context.scheduler
         handle = rig.context.submit([3], SamplingParams(max_new_tokens=9, seed=0), rid="r")
-        client.handle(Tokens(handle.request_id, [1]))
+        client.handle(Outputs([Tokens(handle.request_id, [1])]))
         clock.advance(0.3)
-        client.handle(Tokens(handle.request_id, [2, 3, 4]))
+        client.handle(Outputs([Tokens(handle.request_id, [2, 3, 4], offset=1)]))
         families = await scrape(rig.http)
         assert value(families, "sglang:inter_token_latency_seconds_count") == 3
         assert value(families, "sglang:inter_token_latency_seconds_sum") == pytest.approx(0.3)

@@ -23,7 +23,7 @@ from tests.frontend.browser import (
     open_tab,
 )
 from tests.frontend.page_rig import Served, serve_page
-from tests.frontend.scripted_scheduler import PAGES, PEER, SchedulerToFrontend, ScriptedScheduler
+from tests.frontend.scripted_scheduler import PAGES, PEER, ScriptedScheduler, ToldFrontend
 from tests.frontend.test_timelines import named
 
 pytestmark = [
@@ -202,7 +202,7 @@ def test_a_prompt_can_be_stopped_and_a_failure_is_told_in_words(
         assert tab.evaluate("document.getElementById('go').disabled") is False
 
 
-def fail(submit: Submit) -> list[SchedulerToFrontend]:
+def fail(submit: Submit) -> list[ToldFrontend]:
     return [Failed(submit.request_id, 503, "no_peer", "no prefill server could be reached")]
 
 

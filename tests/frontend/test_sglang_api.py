@@ -11,7 +11,7 @@ import pytest
 
 from common.config import Role
 from common.frontend.fields import JsonObject
-from common.protocol.frontend import SchedulerToFrontend, Submit, Tokens
+from common.protocol.frontend import Submit, Tokens, ToldFrontend
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import (
@@ -329,7 +329,7 @@ def test_a_prefill_server_answers_one_token_and_ends_its_body(
     async def story(rig: Rig) -> None:
         (end,) = TOKENIZER.encode("<|im_end|>")
 
-        def answer(submit: Submit) -> list[SchedulerToFrontend]:
+        def answer(submit: Submit) -> list[ToldFrontend]:
             (message,) = count_up(submit)
             assert isinstance(message, Tokens)
             stop = FinishReason(FinishKind.STOP, matched=end)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.frontend.fields import JsonObject
-from common.protocol.frontend import Failed, SchedulerToFrontend, Submit
+from common.protocol.frontend import Failed, Submit, ToldFrontend
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import (
     at,
@@ -58,7 +58,7 @@ def test_a_failure_before_the_first_token_has_its_own_status(
     run_generate(tmp_path, story)
 
 
-def failing_midway(submit: Submit) -> list[SchedulerToFrontend]:
+def failing_midway(submit: Submit) -> list[ToldFrontend]:
     """The first prompt token 5 fails after a token, all others succeed."""
     if submit.token_ids[0] != 5:
         return count_up(submit)

@@ -14,10 +14,10 @@ from common.frontend.stages import chunks_of, stages_of
 from common.protocol.frontend import Submit, Tokens, Traced
 from common.request import HandOverTrace, Origin, RequestTrace, SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig
-from tests.frontend.scripted_scheduler import SchedulerToFrontend, ScriptedScheduler, count_up
+from tests.frontend.scripted_scheduler import ScriptedScheduler, ToldFrontend, count_up
 
 
-def named(submit: Submit) -> list[SchedulerToFrontend]:
+def named(submit: Submit) -> list[ToldFrontend]:
     """The scripted continuation, its trace as a scheduler gives it: named, in three chunks."""
     messages = count_up(submit)
     last = messages[-1]
