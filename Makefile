@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# FlashInfer and fla without the gigabytes that they ask for: only what importing them takes, in a
+# place where nothing but their tests finds them.
+KERNELS := $(VENV)/kernel-packages
+KERNEL_PACKAGES := flashinfer-python fla-core apache-tvm-ffi nvidia-ml-py tabulate einops
 MODEL ?= demo/checkpoint
 FAULTS ?= 200
 TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
@@ -28,10 +32,12 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt nanobind scikit-build-core cmake ninja libucx-cu12
 	@echo "building the native part"
 	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt --no-build-isolation -e '.[dev,bench]'
+	@rm -rf $(KERNELS)
+	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt --no-deps --target $(KERNELS) $(KERNEL_PACKAGES)
 	@touch $@
 
 demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
-	@$(PY) -m demo
+	@$(PY) -m demo $(ARGS)
 
 # One thread for each test process. What starts servers waits now and then, so that there is one
 # process more than cores, and comes first: the short rest keeps all of them busy to the end.

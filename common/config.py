@@ -108,6 +108,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         late by 0.44 s at most.
     stall_timeout_s: how long the engine of a worker may stand still in a step; None: 2 s
         on a CPU, whose engine tells of every layer, 10 s on a GPU, which tells of every step.
+    allowed_hosts: names that clients may use for this server; empty: any, but only those of this
+        machine where it listens on a loopback address. allowed_origins: web pages that may use it
+        from a browser, "*" for all.
     curve_secret_key_file, curve_peer_keys_file: our key pair and the keys of our peers on the
         control channel; "": it is open.
     enable_trace, otlp_traces_endpoint: whether and where OpenTelemetry spans are sent; an endpoint
@@ -180,6 +183,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: str = ""
     admin_api_keys: tuple[str, ...] = ()
     admin_api_key_file: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
     tool_call_parser: str = ""
@@ -231,6 +236,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def scheduler_ipc(self) -> str:
         """The scheduler's local socket as ZMQ spells it."""
         return f"ipc://{self.scheduler_ipc_path}"
+
+    @property
+    def frontend_ipc_path(self) -> str:
+        """File system path of the scheduler's socket for its frontend."""
+        return str(self._in_runtime_dir("frontend.sock"))
 
     @property
     def config_path(self) -> str:

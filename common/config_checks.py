@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from common.config import Role, ServerConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, config_error
 
 
 def check_config(config: ServerConfig) -> None:
@@ -72,10 +72,8 @@ def _check_model(directory: Path) -> None:
     try:
         document = msgspec.json.decode(path.read_bytes())
     except OSError as exc:
-        raise ConfigError(
-            f"--model-path {directory}: must be a local directory with a readable config.json "
-            f"({exc.strerror})"
-        ) from exc
+        text = f"--model-path {directory}: must be a local directory with a readable config.json"
+        raise config_error(f"{text} ({exc.strerror})", exc) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--model-path {directory}: config.json is not JSON: {exc}") from exc
     if not isinstance(document, dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,10 +18,26 @@ import yaml
 from common.config import ServerConfig, with_api_keys
 from common.config_checks import check_config
 from common.errors import ConfigError
+from common.flag_help import GROUPS, PLACEHOLDERS
 from common.flag_values import Value
 from common.flags import Flag
 
 Settings = dict[str, Value]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML as its specification has it, which PyYAML does not hold: a key may stand once."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            keys = [self.construct_object(key) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            where = f"line {node.start_mark.line + 1} or below"
+            raise yaml.YAMLError(f"the key {twice!r} is given twice, {where}")
+        return mapping
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,14 +56,19 @@ def parse_settings(
     """
     parser = _Parser(
         prog=program,
+        usage=f"{program} --model-path DIR [--flag VALUE ...] [--config FILE]",
         description=description,
         epilog="[ ] shows what an omitted flag follows.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win")
     builtin = {field.name: field.default for field in msgspec.structs.fields(ServerConfig)}
-    for flag in flags:
-        _add(parser, flag, defaults.get(flag.name, builtin[flag.name]))
+    by_name = {flag.name: flag for flag in flags}
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            if name in by_name:
+                _add(group, by_name[name], defaults.get(name, builtin[name]))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown("flag", "--", unknown[0], flags))
@@ -63,7 +84,7 @@ def parse_settings(
 def read_settings(path: str, flags: Sequence[Flag]) -> Settings:
     """Settings from a YAML file whose keys are flags without the dashes. Raises: ConfigError."""
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     except OSError as exc:
         raise ConfigError(f"--config {path}: can't be read: {exc.strerror}") from exc
     except (UnicodeDecodeError, yaml.YAMLError) as exc:
@@ -109,16 +130,18 @@ def to_config(settings: Settings) -> ServerConfig:
     return config
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag, default: object) -> None:
+def _add(group: argparse._ArgumentGroup, flag: Flag, default: object) -> None:
     """`nargs` is a list in either case, so that an omitted flag is told from one given empty."""
     names = [f"--{spelling}" for spelling in flag.spellings]
-    is_shown = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+    is_shown = isinstance(default, str | int | float) and not isinstance(default, bool)
+    is_shown = is_shown and default != ""
     shown = f"{flag.help} (default: {default})" if is_shown else flag.help
     shown = shown.replace("%", "%%")
     if flag.is_switch:
-        parser.add_argument(*names, dest=flag.name, action="append_const", const="true", help=shown)
+        group.add_argument(*names, dest=flag.name, action="append_const", const="true", help=shown)
     else:
-        parser.add_argument(*names, dest=flag.name, action="append", metavar="X", help=shown)
+        placeholder = PLACEHOLDERS[flag.name]
+        group.add_argument(*names, dest=flag.name, action="append", metavar=placeholder, help=shown)
 
 
 def _parse(flag: Flag, where: str, value: str) -> Value:
@@ -141,6 +164,9 @@ def _yaml_text(value: object) -> str:
 
 def _unknown(kind: str, prefix: str, given: str, flags: Sequence[Flag]) -> str:
     spellings = [f"{prefix}{spelling}" for flag in flags for spelling in flag.spellings]
-    near = difflib.get_close_matches(given.split("=")[0], spellings, n=1)
+    named = given.split("=")[0]
+    if named.lstrip("-") == "prefill":
+        return f"unknown {kind} {given!r}: it is the decode server's, which dials prefill servers"
+    near = difflib.get_close_matches(named, spellings, n=1)
     hint = f"; did you mean {near[0]}?" if near else "; --help lists all of them"
     return f"unknown {kind} {given!r}{hint}"

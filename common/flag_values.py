@@ -59,6 +59,19 @@ def host(value: str) -> str:
     return value
 
 
+def hosts(value: str) -> tuple[str, ...]:
+    return tuple(host(part.strip()) for part in value.split(","))
+
+
+def origins(value: str) -> tuple[str, ...]:
+    """Origins as browsers write them, a JSON list as vLLM takes it included; `*` for all."""
+    parts = tuple(part.strip(" \"'") for part in value.strip("[] ").split(","))
+    for part in parts:
+        if part != "*" and not re.fullmatch(r"https?://[A-Za-z0-9._:\[\]-]+", part):
+            raise ValueError("must be origins like https://chat.example.org, or *")
+    return parts
+
+
 def address(value: str) -> str:
     """A "host:port", with an IPv6 host in brackets."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", value)

@@ -20,9 +20,11 @@ from common.flag_values import (
     cache_dtype,
     choice,
     host,
+    hosts,
     integer,
     net_devices,
     number,
+    origins,
     page_size,
     port,
     switch,
@@ -31,6 +33,7 @@ from common.flag_values import (
     trace_endpoint,
     ucx_origin,
 )
+from common.request_bounds import REQUEST_TIMEOUT_S_MAX, TOKEN_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "context_length",
         ("context-length",),
-        integer(1, 1 << 30),
+        integer(1, TOKEN_COUNT_MAX),
         "longest request in tokens [the checkpoint's]",
     ),
     Flag(
@@ -243,8 +246,8 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "heartbeat_interval_s",
         ("heartbeat-interval",),
-        number(0.05, 0.4),
-        "seconds between two heartbeats to a peer",
+        number(0.05, 300),
+        "seconds between two heartbeats to a peer, at most half of the timeouts",
     ),
     Flag(
         "peer_timeout_s",
@@ -267,7 +270,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "request_timeout_s",
         ("request-timeout",),
-        number(0.1, 86400),
+        number(0.1, REQUEST_TIMEOUT_S_MAX),
         "seconds that a request may take, and does unless its `timeout` says less",
     ),
     Flag(
@@ -297,6 +300,19 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         api_keys,
         "keys that abort_request and flush_cache ask for [--api-key]; or BATON_ADMIN_API_KEY",
         is_secret=True,
+    ),
+    Flag(
+        "allowed_hosts",
+        ("allowed-hosts",),
+        hosts,
+        "names that the Host header may say, besides localhost and IP addresses, comma separated "
+        "[any; on a loopback address none]",
+    ),
+    Flag(
+        "allowed_origins",
+        ("allowed-origins", "cors-allowed-origins"),
+        origins,
+        "origins of web pages that may use this server, comma separated, or * [none]",
     ),
     Flag("curve_secret_key_file", ("curve-secret-key-file",), text, "file of this server's key"),
     Flag("curve_peer_keys_file", ("curve-peer-keys-file",), text, "file of its peers' public keys"),

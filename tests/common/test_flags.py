@@ -12,6 +12,7 @@ import pytest
 
 from common.config import EngineType, Role, ServerConfig, read_config, write_config
 from common.errors import ConfigError
+from common.flag_help import GROUPS, PLACEHOLDERS
 from common.flags import COMMON_FLAGS
 from decode_server.config import FLAGS as DECODE_FLAGS
 from decode_server.config import parse_args as parse_decode
@@ -150,7 +151,7 @@ BAD = [
     ("--max-total-tokens", "0", "1.."),
     ("--mem-fraction-static", "1", "0.01..0.99"),
     ("--mem-fraction-static", "nan", "0.01..0.99"),
-    ("--context-length", "none", "1..1073741824"),
+    ("--context-length", "none", "1..16777216"),
     ("--load-format", "pt", "auto, dummy"),
     ("--log-level", "loud", "debug, info, warning, error"),
     ("--random-seed", str(2**63), "0..9223372036854775807"),
@@ -213,7 +214,7 @@ def test_an_unknown_or_incomplete_flag_is_named(model: Path, argv: list[str], li
 def test_each_role_refuses_the_other_s_flag(model: Path) -> None:
     with pytest.raises(ConfigError, match="unknown flag '--bootstrap-port'"):
         decode(model, "--bootstrap-port", "1")
-    with pytest.raises(ConfigError, match="unknown flag '--prefill'"):
+    with pytest.raises(ConfigError, match="unknown flag '--prefill': it is the decode server's"):
         prefill(model, "--prefill", "a:1")
 
 
@@ -240,6 +241,13 @@ def test_settings_that_do_not_go_together_are_named(
     with pytest.raises(ConfigError) as caught:
         prefill(model, *argv)
     assert line in str(caught.value)
+
+
+def test_heartbeats_may_be_as_rare_as_the_timeouts_allow(model: Path) -> None:
+    slow = ["--heartbeat-interval", "5", "--peer-timeout", "20", "--worker-timeout", "10"]
+    assert decode(model, *slow).heartbeat_interval_s == 5.0
+    with pytest.raises(ConfigError, match="--peer-timeout 9: must be at least two heartbeats"):
+        decode(model, *slow, "--peer-timeout", "9")
 
 
 def test_a_checkpoint_that_can_not_be_used_is_named(model: Path, tmp_path: Path) -> None:
@@ -298,7 +306,8 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
     values |= {"tool-call-parser": "hermes"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
-    values |= {"disable-overlap-schedule": "true"}
+    values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
+    values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000"}
     keys = tmp_path / "keys"
@@ -322,6 +331,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         ("config: other.yaml", "unknown key 'config'"),
         ("page-size: 48", "page-size 48: must be a power of two"),
         ("page-size: 16\npage_size: 32", "page-size is given twice"),
+        ("page-size: 16\npage-size: 16", "the key 'page-size' is given twice"),
         ("disable-radix-cache: 1", "disable-radix-cache 1: must be true or false"),
         ("port: null", "port None: must be an integer"),
         ("port: [1, 2]", "port '[1, 2]': must be an integer"),
@@ -400,6 +410,13 @@ def test_a_bad_start_is_one_line_and_exit_code_2(module: str) -> None:
     assert done.stderr == f"baton-{role}: --page-size 48: must be a power of two in 1..256\n"
 
 
+def test_every_flag_stands_in_one_group_of_the_help() -> None:
+    shown = [name for group in GROUPS.values() for name in group]
+    assert sorted(shown) == sorted({flag.name for flag in (*PREFILL_FLAGS, *DECODE_FLAGS)})
+    for flag in (*PREFILL_FLAGS, *DECODE_FLAGS):
+        assert (PLACEHOLDERS[flag.name] == "") == flag.is_switch, flag.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
 def test_help_names_every_flag_with_its_default_and_exits_0(module: str) -> None:
@@ -410,4 +427,6 @@ def test_help_names_every_flag_with_its_default_and_exits_0(module: str) -> None
     text = " ".join(done.stdout.split())
     for flag in PREFILL_FLAGS if module == "prefill_server" else DECODE_FLAGS:
         assert all(f"--{spelling}" in text for spelling in flag.spellings)
-    assert "a power of two in 1..256 (default: 16)" in text
+    assert "--page-size TOKENS tokens per page, a power of two in 1..256 (default: 16)" in text
+    assert "tensor parallel ranks (default: 1)" in text
+    assert "(default: )" not in text and "(default: False)" not in text
