@@ -19,10 +19,16 @@ ACCIDENTS = (
 )
 FIRST_AT = 1.0
 LAST_AT = 9.5
+# What is not mended by an accident is mended with the rest, 15 s after a story's begin.
+OUTAGE_LAST_AT = 4.0
+OUTAGE_REQUEST_COUNT = 8
+OUTAGE_TOKENS = (100, 180)
+STOPPED_FRONTEND_SHARE = 0.15
 
 
 def plan_accident(world: World, rng: random.Random) -> None:
     at = rng.uniform(FIRST_AT, LAST_AT)
+    world.calm_until = min(world.calm_until, at)
     kind = rng.choice(ACCIDENTS)
     nodes = list(world.nodes.values())
     node, other = rng.choice(nodes), rng.choice(nodes)
@@ -36,6 +42,15 @@ def plan_accident(world: World, rng: random.Random) -> None:
             _plan_storm(world, rng, kind, node, at)
         case _:
             _plan_process(world, rng, kind, node, at)
+
+
+def plan_stopped_frontends(world: World, rng: random.Random) -> None:
+    """Now and then a frontend reads nothing for a while; for some that is too much to go on."""
+    for node in world.nodes.values():
+        if rng.random() < STOPPED_FRONTEND_SHARE:
+            at, is_behind = rng.uniform(FIRST_AT, LAST_AT), rng.random() < 0.5
+            world.after(at, partial(node.stop_frontend, is_behind=is_behind))
+            world.after(at + rng.uniform(0.2, 4.0), node.resume_frontend)
 
 
 def _plan_process(world: World, rng: random.Random, kind: str, node: Node, at: float) -> None:
@@ -134,6 +149,27 @@ def _rush(world: World, rng: random.Random, at: float) -> Node:
     return rng.choice([node for node in world.nodes.values() if node.role == "prefill"])
 
 
+def plan_breaks(world: World, rng: random.Random) -> None:
+    """In some stories data connections break in the midst of hand-overs, and nothing else does; or
+    their readers stand still meanwhile, so that what was put is read long after it."""
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        at = rng.uniform(FIRST_AT, LAST_AT)
+        writer = _rush(world, rng, at)
+        world.after(at, partial(_break_off, world, writer))
+        if rng.random() < 0.5:
+            for node in world.nodes.values():
+                if node.role == "decode":
+                    duration_s = rng.uniform(0.5, 3.0)
+                    world.after(at - 0.005, partial(_stop_worker, world, node, duration_s))
+
+
+def _break_off(world: World, writer: Node) -> None:
+    if writer.is_up:
+        for node in world.nodes.values():
+            if node.role == "decode" and node.life:
+                writer.worker.hand_overs.break_off(node.facts.incarnation)
+
+
 def _stop_worker(world: World, node: Node, duration_s: float) -> None:
     """Its server's scheduler goes on, and so does what is under way in the network."""
     if node.is_up:
@@ -150,6 +186,27 @@ def _abort_all(world: World, node: Node) -> None:
             world.cancel(client)
 
 
+def plan_outage(world: World, rng: random.Random) -> None:
+    """Every prefill server ends and stays away for longer than requests wait for one, unless
+    another accident brings one back. Requests that run by then grow until some are retracted."""
+    world.tally["outages"] += 1
+    at = rng.uniform(FIRST_AT, OUTAGE_LAST_AT)
+    world.calm_until = min(world.calm_until, at)
+    for node in world.nodes.values():
+        if node.role == "prefill":
+            world.after(at, partial(_end, node))
+        for _ in range(OUTAGE_REQUEST_COUNT if node.role == "decode" else 0):
+            prompt = [rng.randint(10, 900) for _ in range(rng.randint(1, 20))]
+            count = rng.randint(*OUTAGE_TOKENS)
+            before_s = rng.uniform(0.1, 1.0)
+            world.after(at - before_s, partial(world.submit, node, prompt, count))
+
+
+def _end(node: Node) -> None:
+    if node.is_up:
+        node.crash()
+
+
 def repair(world: World) -> None:
     """From here on nothing goes wrong."""
     world.network.repair()
@@ -158,4 +215,5 @@ def repair(world: World) -> None:
             node.boot()
         elif node.is_frozen:
             node.thaw()
+        node.resume_frontend()
         node.worker.go_on()

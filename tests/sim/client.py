@@ -14,7 +14,8 @@ BUDGET_S = 20.0
 
 @dataclass
 class Client:
-    """submitted_at: when its scheduler got to see it."""
+    """submitted_at: when its scheduler got to see it. room: that it shares with its other half,
+    where both are asked at once. could_tell: whether all servers were connected when it failed."""
 
     request_id: int
     prompt: list[int]
@@ -28,6 +29,8 @@ class Client:
     is_cancelled: bool = False
     is_orphan: bool = False
     failure: str = ""
+    room: int | None = None
+    could_tell: bool = False
 
     def expected(
         self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9, count: int = 10**9

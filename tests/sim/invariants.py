@@ -33,7 +33,8 @@ def check_core(core: Core) -> None:
 
 
 def check_decode_requests(core: DecodeScheduler) -> None:
-    """Who waits is in the queue, who hands over has a transfer, and who runs is in the batch."""
+    """Who waits is in the queue, first those that have begun before; who hands over has a transfer,
+    and who runs is in the batch."""
     queue, under_way = core._endings.queue, core._receiver._under_way
     for request in core._endings.requests.values():
         name = f"request {request.request_id}"
@@ -53,8 +54,10 @@ def check_decode_requests(core: DecodeScheduler) -> None:
                 assert is_computed(core._batcher, request.sequence), f"{name} is in no batch"
             case _:
                 raise AssertionError(f"{name} is {request.state} and was not forgotten")
+    has_begun = [request.requested_at > 0.0 for request in queue]
+    assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
     assert core._receiver.under_way_count <= len(core._endings.requests), "transfers of nobody"
-    assert all(request_id in core._endings.requests for request_id in queue), "a ghost waits"
+    assert all(request.request_id in core._endings.requests for request in queue), "a ghost waits"
 
 
 def check_prefill_requests(core: PrefillScheduler) -> None:
@@ -81,6 +84,11 @@ def check_prefill_requests(core: PrefillScheduler) -> None:
                 assert request.sends_open or core._batcher.is_in_flight(sequence), f"{name} drains"
             case _:
                 raise AssertionError(f"{name} is {request.state} and was not forgotten")
+    prompts = core._batcher._prompts.values()
+    left = sum(len(sequence.token_ids) - sequence.chunk_start for sequence in prompts)
+    assert core._batcher.unplanned_count == left, "prompt tokens are counted wrongly"
+    waiting_count = sum(len(request.token_ids) for request in core._table.queue)
+    assert core._table.queue.token_count == waiting_count, "tokens that wait are counted wrongly"
 
 
 def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set[int]:
@@ -148,8 +156,8 @@ class Owned:
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Pages at the head of group 0 that are the prefix cache's are shared and not counted."""
-        for group, (pages, span) in enumerate(zip(self._pages, sequence.spans, strict=True)):
-            pages += span.page_ids[len(sequence.nodes) if group == 0 else 0 :]
+        for pages, owned in zip(self._pages, sequence.owned_pages(), strict=True):
+            pages += owned
 
     def check(self, name: str, places: list[set[int]], *, cached_count: int) -> None:
         """cached_count: pages of group 0 that the prefix cache has beside these."""

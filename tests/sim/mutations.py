@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from common.protocol.frontend import Cancel, Failed, FrontendToScheduler
 from common.protocol.peer import Abort, Quiesced, TransferDone, TransferFailed
+from common.protocol.worker import SendSettled
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.events import Effect, PeerMessage, ToFrontend
@@ -20,6 +22,7 @@ from common.scheduling.page_pool import PagePool
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, PrefillState
+from common.transport import fences
 from decode_server.arrivals import Arrivals
 from decode_server.endings import Endings as DecodeEndings
 from decode_server.prefill_peer import PrefillPeer
@@ -31,6 +34,9 @@ from prefill_server.reservations import Reservations
 from prefill_server.scheduler import PrefillScheduler
 from prefill_server.sender import Sender
 from tests.sim import mutations_ahead as ahead
+from tests.sim import mutations_promised as promised
+from tests.sim import mutations_shared as shared
+from tests.sim import mutations_told as told
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -88,7 +94,27 @@ def quiesced_before_the_puts_are_back(patch: Patch) -> None:
 
 def word_of_a_broken_connection(patch: Patch) -> None:
     """Sends that settled with bytes under way count as quiet."""
-    patch.setattr(Sender, "is_quiet", lambda self, transfer_id: True)
+    apply_settled = Sender.apply_settled
+
+    def apply_as_quiet(self: Sender, settled: SendSettled) -> PrefillRequest | None:
+        return apply_settled(self, msgspec.structs.replace(settled, is_quiet=True))
+
+    patch.setattr(Sender, "apply_settled", apply_as_quiet)
+
+
+def abort_says_closed_too_early(patch: Patch) -> None:
+    """The writer is told that its way in is closed, while our ranks still close it."""
+    ask = Receiver._ask_to_stop
+
+    def ask_early(self: Receiver, abandoned: object, reason: str) -> None:
+        abandoned.is_closed = True  # type: ignore[attr-defined]
+        ask(self, abandoned, reason)  # type: ignore[arg-type]
+
+    patch.setattr(Receiver, "_ask_to_stop", ask_early)
+
+
+def a_device_copy_counts_as_the_networks(patch: Patch) -> None:
+    patch.setitem(fences.STORED_BY, "cuda_ipc", fences.StoredBy.TARGET)
 
 
 def stale_incarnation_speaks(patch: Patch) -> None:
@@ -323,17 +349,19 @@ def _close_but_one(close: Callable[[Sequence], None], sequence: Sequence) -> Non
 
 MUTATIONS = (
     Mutation("no-quarantine", no_quarantine, 15),
-    Mutation("quarantine-by-timer", quarantine_by_timer, 4),
-    Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 4),
+    Mutation("quarantine-by-timer", quarantine_by_timer, 15),
+    Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 40),
     Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 4),
-    Mutation("word-of-a-broken-connection", word_of_a_broken_connection, 15),
-    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 262),
+    Mutation("word-of-a-broken-connection", word_of_a_broken_connection, 6),
+    Mutation("abort-says-closed-too-early", abort_says_closed_too_early, 15),
+    Mutation("a-device-copy-counts-as-the-networks", a_device_copy_counts_as_the_networks, 40),
+    Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 80),
     Mutation("done-frees-another-transfer", done_frees_another_transfer, 4),
-    Mutation("slot-not-forgotten", slot_not_forgotten, 17),
+    Mutation("slot-not-forgotten", slot_not_forgotten, 66),
     Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 35),
-    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 46),
+    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 32),
     Mutation("done-before-the-flush", done_before_the_flush, 0),
-    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 72),
+    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 32),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),
     Mutation("lost-reply", lost_reply, 0),
     Mutation("double-answer", double_answer, 0),
@@ -354,4 +382,27 @@ MUTATIONS = (
     Mutation("a-chunk-is-sent-again", ahead.a_chunk_is_sent_again, 1),
     Mutation("a-chunk-leaves-a-step-early", ahead.a_chunk_leaves_with_the_step_before, 5),
     Mutation("a-step-is-planned-as-if-alone", ahead.a_step_is_planned_as_if_alone, 0),
+    Mutation("only-the-newest-output-waits", told.only_the_newest_waits, 5),
+    Mutation("a-failure-overtakes-output", told.a_failure_overtakes, 4),
+    Mutation("a-bound-that-only-its-reader-has", promised.a_bound_that_only_its_reader_has, 0),
+    Mutation("a-page-list-is-cut", promised.a_page_list_is_cut, 0),
+    Mutation("last-of-much-output-dropped", promised.the_last_of_much_output_is_dropped, 4),
+    Mutation(
+        "second-hand-over-s-token-untold", promised.a_second_hand_over_s_token_is_not_told, 16
+    ),
+    Mutation("fence-by-death-alone", promised.fence_by_death_alone, 472),
+    Mutation("peer-wait-is-looked-at-once", promised.the_wait_for_a_server_is_looked_at_once, 10),
+    Mutation("peer-wait-runs-from-arrival", promised.the_wait_for_a_server_runs_from_arrival, 10),
+    Mutation("a-retry-begins-the-budget-anew", promised.a_retry_begins_the_budget_anew, 2),
+    Mutation("a-retried-request-is-put-behind", promised.a_retried_request_is_put_behind, 0),
+    Mutation("a-withdrawal-is-forgotten", promised.a_withdrawal_is_forgotten, 3),
+    Mutation("a-waiting-half-is-not-told", promised.a_waiting_half_is_not_told, 9),
+    Mutation(
+        "an-expired-reservation-is-unanswered", promised.an_expired_reservation_is_not_answered, 4
+    ),
+    Mutation("a-copy-is-forgotten", shared.a_copy_is_forgotten, 34),
+    Mutation("a-block-of-another-is-not-locked", shared.a_block_of_another_is_not_locked, 34),
+    Mutation("pages-of-a-transfer-are-kept", shared.pages_of_a_transfer_are_kept, 0),
+    Mutation("windows-of-the-first-chunk-leave", shared.windows_of_the_first_chunk_leave, 0),
+    Mutation("closed-with-its-last-send", shared.a_transfer_is_closed_with_its_last_send, 0),
 )

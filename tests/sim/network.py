@@ -12,8 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from common.scheduling.events import PeerMessage
-
 DELAY_S = 0.002
 LATE_S = 0.1
 # How much later the second of two comes: mostly when the first is settled.
@@ -37,14 +35,7 @@ class Network:
         self._tally = tally
         self._arrival: dict[tuple[str, str], float] = {}
 
-    def carry(
-        self,
-        source: str,
-        target: str,
-        message: PeerMessage,
-        now: float,
-        deliver: Callable[[], None],
-    ) -> None:
+    def carry(self, source: str, target: str, now: float, deliver: Callable[[], None]) -> None:
         """Deliver a message some time later, once, twice or never."""
         pair = frozenset((source, target))
         if pair in self.cut:

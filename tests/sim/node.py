@@ -13,9 +13,10 @@ from common.config import HandOver, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, Segment, Shard
 from common.protocol.codec import encode_layout
-from common.protocol.frontend import Drain, Failed, GetState, State, Submit, Tokens
+from common.protocol.frontend import Drain, Failed, GetState, Outputs, State, Submit
 from common.protocol.peer import TransferRequest
 from common.protocol.worker import Step, StepDone, WorkerToScheduler
+from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
     Dial,
     Effect,
@@ -23,6 +24,7 @@ from common.scheduling.events import (
     FromFrontend,
     FromPeer,
     FromWorker,
+    FrontendBehind,
     GiveUp,
     ProcessesGone,
     Tick,
@@ -35,8 +37,10 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
+from tests.sim import wire
 from tests.sim.client import EOS
 from tests.sim.invariants import check_core
+from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class Node:
         self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
         self.is_local = False
+        self.host_id = "here"
         self.may_fall_back = False
         self.in_flight_max = IN_FLIGHT_MAX
         self.self_test_interval_s = 30.0
@@ -64,6 +69,7 @@ class Node:
         self.is_frozen = False
         self.is_draining = False
         self.thawed_at = 0.0
+        self.is_frontend_stopped = False
         self.backlog: list[Event] = []
         self._is_turning = False
         self._answers: list[Event] = []
@@ -89,6 +95,9 @@ class Node:
         self.world.tally["restarts"] += self.life > 1
         self.is_up, self.is_frozen, self.is_draining = True, False, False
         self.backlog = []
+        self.peer_waits = PeerWaits()
+        self.is_frontend_stopped = False
+        self.undelivered = Undelivered()
         layout = self.layout
         self.facts = ServerFacts(
             incarnation=f"{self.name}-{self.life}",
@@ -98,7 +107,7 @@ class Node:
             fingerprint={"model": "sim"},
             sequence_token_max=512,
             eos_token_ids=frozenset({EOS}),
-            host_id="here",
+            host_id=self.host_id,
             pids=(hash_pid(self.name, self.life),),
             hand_over=self.hand_over,
             verify=self.verify,
@@ -132,7 +141,7 @@ class Node:
 
         def reply(message: WorkerToScheduler) -> None:
             if self.life == life and self.is_up:
-                self.feed(FromWorker(message))
+                self.feed(FromWorker(wire.from_worker(message)))
 
         self.worker = SimWorker(
             self.facts, world.rng, world.after, reply, world.transport, world.tally
@@ -181,7 +190,30 @@ class Node:
         if self.is_up:
             self.world.tally["drains"] += 1
             self.is_draining = True
-            self.feed(FromFrontend(Drain()))
+            self.feed(FromFrontend(wire.from_frontend(Drain())))
+
+    def stop_frontend(self, *, is_behind: bool) -> None:
+        """What it is told waits for it. is_behind: more than may wait while steps are computed."""
+        if self.is_up:
+            self.world.tell(self.name, f"its frontend stops, steps are held: {is_behind}")
+            self.world.tally["stopped frontends"] += 1
+            self.is_frontend_stopped = True
+            if is_behind:
+                self.feed(FrontendBehind(True))
+
+    def resume_frontend(self) -> None:
+        if self.is_up and self.is_frontend_stopped:
+            self.world.tell(self.name, "its frontend goes on")
+            self.is_frontend_stopped = False
+            self.thawed_at = self.world.now
+            self.tell_frontend()
+            self.feed(FrontendBehind(False))
+
+    def tell_frontend(self) -> None:
+        while (sent := self.undelivered.take()) is not None:
+            message = wire.to_frontend(sent)
+            for output in message.items if isinstance(message, Outputs) else ():
+                self.world.reply(self.name, output)
 
     def freeze(self) -> None:
         if self.is_up:
@@ -205,11 +237,13 @@ class Node:
         """Its workers' beats lie in its socket with the tick: all are taken, then it decides."""
         if not self.is_up:
             return
-        beats = [FromWorker(beat) for beat in self.worker.beats()]
+        beats = [FromWorker(wire.from_worker(beat)) for beat in self.worker.beats()]
         if self.is_frozen:
             self.backlog += beats
             return
         self.turn([*beats, Tick()], must_check=True)
+        if isinstance(self.core, DecodeScheduler):
+            self.peer_waits.check(self.core, self.world.now)
 
     def feed(self, event: Event) -> None:
         if self.is_up and self.is_frozen:
@@ -227,6 +261,8 @@ class Node:
         for event in events:
             self.take(event)
         self.schedule(must_check=must_check)
+        if not self.is_frontend_stopped:
+            self.tell_frontend()
         self._is_turning = False
         answers, self._answers = self._answers, []
         for event in answers:
@@ -247,6 +283,8 @@ class Node:
     def schedule(self, *, must_check: bool) -> None:
         """Pages are looked at whenever they seem to have moved, and if that is asked for."""
         self.carry_out(self.core.schedule(self.world.now))
+        if isinstance(self.core, DecodeScheduler):
+            self.peer_waits.note(self.core, self.world.now)
         pool = self.core.account.pool
         counts = [*map(len, pool._free), *map(len, pool._used)]
         if counts == self._page_counts and not must_check:
@@ -266,13 +304,14 @@ class Node:
                 self.world.tell(f"{self.name} ->", effect)
             match effect:
                 case ToFrontend(message=message):
-                    if isinstance(message, Tokens | Failed):
-                        self.world.reply(self.name, message)
+                    if isinstance(message, Failed) and message.message.startswith(NONE_THERE):
+                        self.peer_waits.check_answer(message.request_id, self.world.now)
+                    self.undelivered.add(message)
                 case ToWorkers(message=worker_message):
                     if self.role == "decode" and isinstance(worker_message, Step):
                         count = len(worker_message.chunks)
                         self.world.tally["prompts computed by decode servers"] += count
-                    self.worker.handle(worker_message, self.world.find_worker)
+                    self.worker.handle(wire.to_worker(worker_message), self.world.find_worker)
                 case ToPeer(link=link, message=peer_message):
                     self.world.tally[type(peer_message).__name__] += 1
                     if isinstance(peer_message, TransferRequest) and peer_message.is_self_test:
@@ -289,9 +328,12 @@ class Node:
 
     def harvest(self) -> None:
         """Add what its core has counted in this life to what happened."""
-        (effect,) = self.core.handle(FromFrontend(GetState(0)), self.world.now)
-        assert isinstance(effect, ToFrontend) and isinstance(effect.message, State)
-        for name, value in effect.message.counters.items():
+        asked = FromFrontend(wire.from_frontend(GetState(0)))
+        (effect,) = self.core.handle(asked, self.world.now)
+        assert isinstance(effect, ToFrontend)
+        state = wire.to_frontend(effect.message)
+        assert isinstance(state, State)
+        for name, value in state.counters.items():
             self.world.tally[f"{self.role}: {name}"] += int(value)
 
 

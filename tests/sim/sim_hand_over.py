@@ -1,9 +1,11 @@
 """What the workers of simulated servers write into each other's pages, and when they say so.
 
 A hand-over copies in two pieces with time between them and settles after the second. Over shared
-memory a piece is at the target once it is put. Over tcp it is on its way for a while and lands
-whatever became of its source, unless the target has closed the door that it was sent to. A staged
-piece lies in a slot until the target's process scatters it, if it still expects it by then.
+memory a piece is at the target once it is put. Over a network it is on its way for a while and
+lands whatever became of its source, unless the target has closed the door that it was sent to. Over
+CUDA IPC the source's device copies it for a while, even if its process is stopped, and whatever
+doors the target closes; only the end of the process ends that. A staged piece lies in a slot until
+the target's process scatters it, if it still expects it by then.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ from collections import Counter
 from collections.abc import Callable
 
 from common.config import HandOver
+from common.protocol import worker
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.worker import (
     ClosePeer,
+    CloseTransfer,
     ConnectPeer,
     Expect,
     Forget,
     Forgotten,
     OpenPeer,
+    OpenTransfer,
     PeerClosed,
     PeerConnected,
+    PeerFailed,
     PeerOpened,
-    Send,
     SendSettled,
 )
 from common.scheduling.facts import ServerFacts
@@ -32,11 +37,16 @@ from tests.sim.digests import regions_of
 from tests.sim.oracle import rows_to_send
 from tests.sim.sim_cache import SimCache
 from tests.sim.sim_process import SimProcess
+from tests.worker.whole_send import WholeSend as Send
 
 # How often a send looks whether its last piece has arrived.
 POLL_S = 0.01
 # Of staged pieces, how many wait in their slot long enough to be given up and forgotten.
 LATE_SCATTER_SHARE = 0.2
+# Of device copies, how many wait long for what the device does first.
+LATE_COPY_SHARE = 0.2
+# What carries pieces over a network. "posix" stores at once, "cuda_ipc" has a device copy.
+NETWORKS = ("tcp", "rc_mlx5", "cuda_copy,tcp")
 
 Rows = list[tuple[int, int]]
 Find = Callable[[str], "HandOvers | None"]
@@ -45,7 +55,9 @@ Find = Callable[[str], "HandOvers | None"]
 class HandOvers:
     """All that one worker sends, and all that it lets in.
 
-    transport: "posix" or "tcp". doors: by peer, the number of what it may write through over tcp.
+    transport: as the real one names it; of "cuda_ipc,tcp" every piece takes one of the two.
+    doors: by peer, the number of what it may write through over a network.
+    transfers: that are open, by id.
     awaits: whether this server has pages set aside for a transfer; asked of every byte that lands.
     tally: what happened how often. damage_rate: of pieces, how many leave a wrong value behind.
     """
@@ -76,10 +88,18 @@ class HandOvers:
         self._modes: dict[str, HandOver] = {}
         self._cancelled: set[int] = set()
         self._refused: set[int] = set()
+        self.transfers: dict[int, OpenTransfer] = {}
         self._sends_open: dict[int, Send] = {}
         self._waiting: list[Send] = []
         self._in_flight: Counter[int] = Counter()
+        self._in_copy: Counter[int] = Counter()
+        self._begun: set[int] = set()
         self._in_slots: Counter[int] = Counter()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether several sends have put something and not all."""
+        return len(self._begun) > 1
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -103,24 +123,48 @@ class HandOvers:
             self.process.soon(PeerConnected(message.peer, rank, transports))
 
     def close(self, message: ClosePeer) -> None:
-        for send in list(self._sends_open.values()):
-            if send.peer == message.peer:
-                self._settle(send, "closed")
-        self.targets.pop(message.peer, None)
+        self._leave(message.peer, "closed")
         for rank in range(self.facts.rank_count):
             delay = self._rng.uniform(0.0001, 0.02)
             self.process.after(delay, lambda rank=rank: self._shut(message.peer, rank))
 
+    def break_off(self, peer: str) -> None:
+        """The data connection to a peer breaks, and nothing else does."""
+        if peer in self.targets:
+            self.tally["data connections broken"] += 1
+            self._leave(peer, "the connection broke")
+            self.process.soon(PeerFailed(peer, 0, "the connection broke"))
+
+    def _leave(self, peer: str, reason: str) -> None:
+        self.targets.pop(peer, None)
+        for send in list(self._sends_open.values()):
+            if send.peer == peer:
+                self._settle(send, reason)
+
     def _shut(self, peer: str, rank: int) -> None:
-        """Nothing gets in through a door that is closed, and only then that is said."""
+        """Nothing gets in through a door that is closed, and none of our copies to there runs; only
+        then that is said."""
+        if any(send.peer == peer for send in self._sends_open.values()):
+            self.process.after(POLL_S, lambda: self._shut(peer, rank))
+            return
         if rank == 0:
             self.doors.pop(peer, None)
         self.process.say(PeerClosed(peer, rank))
 
     # ---- what leaves -----------------------------------------------------------------------------
 
-    def send(self, send: Send, finished_step: int) -> None:
+    def open_transfer(self, message: OpenTransfer) -> None:
+        assert message.transfer_id not in self.transfers
+        self.transfers[message.transfer_id] = message
+
+    def close_transfer(self, message: CloseTransfer) -> None:
+        del self.transfers[message.transfer_id]
+        under_way = [s for s in self._sends_open.values() if s.transfer_id == message.transfer_id]
+        assert not under_way, f"transfer_id={message.transfer_id} is closed too early"
+
+    def send(self, message: worker.Send, finished_step: int) -> None:
         """Waits for its step, as the real one does for each layer group."""
+        send = Send.of(message, self.transfers[message.transfer_id])
         self._sends_open[send.send_id] = send
         if send.step_id > finished_step:
             self._waiting.append(send)
@@ -155,7 +199,7 @@ class HandOvers:
             if self._rng.random() < LATE_SCATTER_SHARE:
                 wait += self._rng.uniform(0.1, 1.0)
             second = first
-        elif self.transport == "tcp":
+        elif self.transport != "posix":
             flight = self._rng.uniform(0.0005, 0.02)
         times = [(first, send.token_start, middle, 0.0), (second, middle, send.token_stop, wait)]
         for at, start, stop, in_slot in times:
@@ -172,13 +216,20 @@ class HandOvers:
             return
         if send.transfer_id in self._cancelled or send.send_id in self._refused:
             return
+        self._begun.add(send.send_id)
         is_last = send.is_final and stop == send.token_stop
         rows = rows_to_send(self._cache.lives, start, stop, is_last=is_last)
         values = [self._cache.take(send.source_pages, group, item) for group, item in rows]
         if self._is_staged(send):
             self._stage(send, target, rows, values, wait)
-        elif self.transport == "tcp":
-            self._put_over_tcp(send, target, rows, values, flight)
+            return
+        carrier = self.transport
+        if carrier == "cuda_ipc,tcp":
+            carrier = self._rng.choice(("cuda_ipc", "tcp"))
+        if carrier in NETWORKS:
+            self._put_over_network(send, target, rows, values, flight)
+        elif carrier == "cuda_ipc":
+            self._copy_by_device(send, target, rows, values, flight)
         else:
             self.tally["pieces over shared memory"] += 1
             target.write(send, rows, values)
@@ -199,7 +250,20 @@ class HandOvers:
 
         target.process.receive(wait, scatter)
 
-    def _put_over_tcp(
+    def _copy_by_device(
+        self, send: Send, target: HandOvers, rows: Rows, values: list[int], flight: float
+    ) -> None:
+        self._in_copy[send.send_id] += 1
+
+        def land() -> None:
+            self._in_copy[send.send_id] -= 1
+            self.tally["pieces copied by a device"] += 1
+            target.write(send, rows, values)
+
+        is_late = self._rng.random() < LATE_COPY_SHARE
+        self.process.beside(self._rng.uniform(0.1, 1.0) if is_late else flight, land)
+
+    def _put_over_network(
         self, send: Send, target: HandOvers, rows: Rows, values: list[int], flight: float
     ) -> None:
         door = self._doors_there[send.peer]
@@ -208,10 +272,10 @@ class HandOvers:
         def land() -> None:
             self._in_flight[send.send_id] -= 1
             if target.doors.get(self.facts.incarnation) == door:
-                self.tally["pieces over tcp"] += 1
+                self.tally["pieces over a network"] += 1
                 target.write(send, rows, values)
             else:
-                self.tally["pieces over tcp at a closed door"] += 1
+                self.tally["pieces over a network at a closed door"] += 1
 
         target.process.receive(flight, land)
 
@@ -226,10 +290,11 @@ class HandOvers:
         is_cancelled = send.transfer_id in self._cancelled
         is_quiet = self._in_flight[send.send_id] == 0
         has_landed = is_quiet and (self._in_slots[send.send_id] == 0 or is_cancelled)
-        if not has_landed and not error:
+        if self._in_copy[send.send_id] or (not has_landed and not error):
             self.process.after(POLL_S, lambda: self._settle(send, error))
             return
         del self._sends_open[send.send_id]
+        self._begun.discard(send.send_id)
         if is_cancelled:
             error = "cancelled"
         elif send.send_id in self._refused:

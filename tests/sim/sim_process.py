@@ -54,6 +54,10 @@ class SimProcess:
         else:
             call()
 
+    def beside(self, delay: float, call: Call) -> None:
+        """Something that a device of this process does, until the process ends."""
+        self._clock(delay, lambda: None if self.is_dead else call())
+
     def receive(self, delay: float, call: Call) -> None:
         """Something of somebody else's gets here after a while, and is read when it runs."""
         self._clock(delay, lambda: self._arrived.append(call) if self.is_stopped else call())

@@ -15,10 +15,12 @@ from common.protocol.digests import Digest, Digested
 from common.protocol.worker import (
     CancelSends,
     ClosePeer,
+    CloseTransfer,
     ConnectPeer,
     Expect,
     Forget,
     OpenPeer,
+    OpenTransfer,
     SchedulerToWorker,
     Send,
     Step,
@@ -74,6 +76,10 @@ class SimWorker:
                 self._tally["steps sent ahead"] += self._is_computing
                 self._steps.append(message)
                 self._compute_next()
+            case OpenTransfer():
+                self.hand_overs.open_transfer(message)
+            case CloseTransfer():
+                self.hand_overs.close_transfer(message)
             case Send():
                 self.hand_overs.send(message, self._finished_step)
             case CancelSends():

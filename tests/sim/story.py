@@ -10,10 +10,17 @@ from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from decode_server.scheduler import DecodeScheduler
-from tests.sim.accidents import plan_accident, repair
+from tests.sim.accidents import (
+    plan_accident,
+    plan_breaks,
+    plan_outage,
+    plan_stopped_frontends,
+    repair,
+)
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.invariants import forgotten_transfers
 from tests.sim.node import Node
+from tests.sim.promises import check_rooms
 from tests.sim.world import GRACE_S, TICK_S, World
 
 QUIET_AT = 15.0  # accidents stop here; what is left must end by itself
@@ -29,6 +36,7 @@ HAND_OVERS = (
     (HandOver.DIRECT, HandOver.AUTO),
     (HandOver.LANDING, HandOver.AUTO),
 )
+TRANSPORTS_LIKE = {"posix": ("cuda_ipc", "cuda_ipc,tcp"), "tcp": ("rc_mlx5", "cuda_copy,tcp")}
 DAMAGE_RATE = 0.03
 SLOW_STEP_RATES = (0.0, 0.0, 0.02, 0.2)
 SELF_TEST_INTERVALS_S = (0.0, 2.0, 30.0)
@@ -51,6 +59,18 @@ END_AT = 75.0  # later than any deadline and grace
 TWO_STEP_SHARE = 0.35
 HOLD_S = 6.0
 POLL_S = 0.01
+
+# Stories in which no prefill server is there for more than ten seconds.
+OUTAGE_SHARE = 0.15
+
+# Routed requests whose first half comes late.
+LATE_HALF_SHARE = 0.2
+LATE_HALF_S = (0.3, 2.0)
+
+# Requests that come at once and begin alike, in stories whose prefixes are cached.
+BURST_COUNT_MAX = 3
+BURST_SIZES = (2, 6)
+SHARED_TOKENS = (4, 80)
 
 # Requests of a hungry story that all grow far beyond what admission leaves free.
 HUNGRY_SHARE = 0.2
@@ -88,7 +108,7 @@ def run_story(
     ]
     _choose_lives(world, seed)
     modes = random.Random(seed ^ 0xCAFE)
-    world.transport = modes.choice(("posix", "tcp"))
+    _choose_transport(world, seed, modes.choice(("posix", "tcp")))
     one_of = modes.choice(HAND_OVERS)
     for node in world.nodes.values():
         node.hand_over = modes.choice(one_of)
@@ -120,9 +140,16 @@ def run_story(
             is_hungry=is_hungry,
             two_step_share=TWO_STEP_SHARE if has_two_steps else 0.0,
         )
+    if len(world.lives) == 1:
+        _plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     if has_accidents:
         for _ in range(rng.randint(0, ACCIDENT_COUNT_MAX)):
             plan_accident(world, rng)
+        outage = random.Random(seed ^ 0x0FF)
+        if outage.random() < OUTAGE_SHARE:
+            plan_outage(world, outage)
+        plan_stopped_frontends(world, random.Random(seed ^ 0xF407))
+        plan_breaks(world, random.Random(seed ^ 0xB2EA))
     world.run(QUIET_AT)
     repair(world)
     _run_to_rest(world)
@@ -131,6 +158,17 @@ def run_story(
         node.harvest()
     _count_traits(world)
     return world
+
+
+def _choose_transport(world: World, seed: int, kind: str) -> None:
+    """kind: "posix" or "tcp", or what works like it. Some networks are between two machines, where
+    nobody sees the other's processes."""
+    rng = random.Random(seed ^ 0xF0CE)
+    world.transport = rng.choice((kind, kind, *TRANSPORTS_LIKE[kind]))
+    if kind == "tcp" and rng.random() < 0.5:
+        world.tally["between machines"] += 1
+        for node in world.nodes.values():
+            node.host_id = node.role
 
 
 def _count_traits(world: World) -> None:
@@ -246,14 +284,46 @@ def _plan_request(
         room = Bootstrap(prefill.name, 1, rng.getrandbits(62))
         world.after(at + rng.uniform(0, 0.1), lambda: submit_decode(room))
         if not is_orphan:
+            late_s = _late_s(prompt)
             world.after(
-                at + rng.uniform(0, 0.1),
+                at + rng.uniform(0, 0.1) + late_s,
                 lambda: _submit_first_half(world, prefill, prompt, room),
             )
     else:
         world.after(at, lambda: submit_decode(None))
     if rng.random() < 0.25:
         world.after(at + rng.uniform(0.1, 1.5), lambda: held and world.cancel(held[0]))
+
+
+def _late_s(prompt: list[int]) -> float:
+    """How much later than its decode half a routed request's other one comes: most at once, some
+    when that has gone."""
+    rng = random.Random(f"late {prompt}")
+    return rng.uniform(*LATE_HALF_S) if rng.random() < LATE_HALF_SHARE else 0.0
+
+
+def _plan_bursts(world: World, rng: random.Random, decodes: list[Node]) -> None:
+    """Prompts of which some are equal, some end in their own way, and some are given up."""
+    for _ in range(rng.randint(1, BURST_COUNT_MAX)):
+        shared = [rng.randint(10, 900) for _ in range(rng.randint(*SHARED_TOKENS))]
+        at = rng.uniform(0.5, 8.0)
+        for _ in range(rng.randint(*BURST_SIZES)):
+            end = [rng.randint(10, 900) for _ in range(rng.choice((0, 0, 1, 20)))]
+            _plan_burst_request(world, rng, rng.choice(decodes), shared + end, at)
+
+
+def _plan_burst_request(
+    world: World, rng: random.Random, decode: Node, prompt: list[int], at: float
+) -> None:
+    held: list[Client] = []
+    max_new_tokens = rng.randint(1, 20)
+
+    def submit() -> None:
+        held.append(world.submit(decode, prompt, max_new_tokens))
+
+    world.after(at + rng.uniform(0, 0.01), submit)
+    if rng.random() < 0.3:
+        world.after(at + rng.uniform(0.02, 0.3), lambda: held and world.cancel(held[0]))
 
 
 def rng_of(prompt: list[int]) -> random.Random:
@@ -323,10 +393,13 @@ def judge(world: World) -> None:
         )
         if is_finished:
             assert client.output == expected, f"request {client.request_id}: incomplete"
+    check_rooms(world)
     for node in world.nodes.values():
         assert not node.given_up, f"{node.name} gave up: {node.given_up}"
         pool = node.core.account.pool
         assert node.core.is_idle, f"{node.name} still has requests"
+        transfers = node.worker.hand_overs.transfers
+        assert not transfers, f"{node.name}: workers still know the pages of {list(transfers)}"
         for group in range(len(pool.page_counts)):
             assert pool.quarantined_count(group) == 0, f"{node.name}: pages still in quarantine"
             assert pool.used_count(group) == _kept(node, group), f"{node.name}: pages lost"

@@ -12,7 +12,8 @@ from tests.sim.accidents import ACCIDENTS
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "stories": (
-        *("over posix", "over tcp", "by direct", "by landing", "by auto"),
+        *("over posix", "over tcp", "over rc_mlx5", "over cuda_copy,tcp", "over cuda_ipc"),
+        *("over cuda_ipc,tcp", "between machines", "by direct", "by landing", "by auto"),
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time"),
@@ -20,7 +21,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
         *("crashes", "crashes that leave a worker", "restarts", "drains", "frozen schedulers"),
-        *("stopped workers", "slow steps", "pools that ran full"),
+        "outages",
+        *("stopped workers", "stopped frontends", "slow steps", "pools that ran full"),
         *("steps sent ahead", "tokens of who had left"),
     ),
     "messages": (
@@ -30,16 +32,17 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("TransferFailed", "self-tests"),
     ),
     "pieces of hand-overs": (
-        *("pieces over shared memory", "pieces over tcp", "pieces over tcp at a closed door"),
+        *("pieces over shared memory", "pieces over a network", "pieces copied by a device"),
+        "pieces over a network at a closed door",
         *("pieces through slots", "pieces in slots not expected any more", "pieces damaged"),
-        "connections broken with bytes under way",
+        *("connections broken with bytes under way", "data connections broken"),
     ),
     "requests": (
         *("requests", "cancelled requests", "decode: finished", "decode: failed"),
         *("decode: aborted", "decode: timed_out", "decode: retracted"),
         *("decode: verified", "decode: mismatched", "prompts computed by decode servers"),
         *("prefill: finished", "prefill: aborted", "prefill: timed_out"),
-        *("prefill: hold_expired", "decode: holds_lost"),
+        *("prefill: hold_expired", "prefill: followed", "decode: holds_lost"),
         *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
     ),
 }

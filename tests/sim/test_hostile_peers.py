@@ -97,7 +97,7 @@ def lie_to_prefill(world: World, draws: Draws) -> PeerMessage:
                 attachment=draws.integer(*ATTACHMENTS),
             )  # fmt: skip
         case 3:
-            return peer.Abort(transfer, inc, to, "a lie")
+            return peer.Abort(transfer, inc, to, "a lie", is_closed=bool(draws.number() % 2))
         case 4:
             return peer.Heartbeat(inc, draws.integer(1), draws.integer(1), True, draws.integer(1))
         case _:

@@ -8,7 +8,6 @@ import pytest
 
 from common.layout.component import SLOT, LiveKind
 from common.protocol.frontend import GetState, State
-from common.protocol.worker import Send
 from common.scheduling.events import FromFrontend, ToFrontend
 from decode_server.verifier import Verifier
 from tests.sim.__main__ import has_two_steps, problem_of, run_chunk
@@ -19,6 +18,7 @@ from tests.sim.sim_cache import UNWRITTEN, Known, SimCache
 from tests.sim.sim_hand_over import HandOvers
 from tests.sim.story import run_story
 from tests.sim.tally import missing
+from tests.worker.whole_send import WholeSend
 
 # Of the stories below that pass as long as nothing is planted.
 PLANTED_SEEDS = range(20)
@@ -74,7 +74,7 @@ def test_window_pages_that_are_paired_by_their_place_in_the_list_are_found(
     write = HandOvers.write
 
     def write_by_place(
-        self: HandOvers, send: Send, rows: list[tuple[int, int]], values: list[object]
+        self: HandOvers, send: WholeSend, rows: list[tuple[int, int]], values: list[object]
     ) -> None:
         groups = self.facts.layout.groups
         places: dict[int, int] = {}

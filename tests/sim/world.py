@@ -10,6 +10,7 @@ says, and all pages must be back.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -23,15 +24,19 @@ from common.scheduling.events import (
     FromPeer,
     PeerMessage,
 )
+from tests.sim import wire
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.network import Network
 from tests.sim.node import Node
+from tests.sim.promises import are_connected
 from tests.sim.sim_worker import SimWorker
 
 TICK_S = 0.25
 # A deadline is looked at with every event, and a tick is one.
 GRACE_S = 2 * TICK_S
 REDELIVER_S = 0.05
+# Failures that accidents can't cause: of what servers of one version and one model tell each other.
+FAULTS = ("bad_request", "bad_reservation", "prompt_mismatch", "too_large", "bad_logits")
 
 
 class World:
@@ -43,6 +48,7 @@ class World:
     is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
     is_hurried: whether some clients have little time. hold_s: how long a prefill server keeps half
     of a request, or what it computed ahead.
+    calm_until: when the first accident happens.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
     last_due_at: when the last of what is planned happens, ticks and what they bring aside.
@@ -58,6 +64,7 @@ class World:
         self.slow_step_rate = 0.0
         self.transport = "posix"
         self.is_hurried = False
+        self.calm_until = math.inf
         self.hold_s = 30.0
         self.is_honest = False
         self.slots_ran_out = False
@@ -113,22 +120,26 @@ class World:
             return
         life, sender_life = receiver.life, sender.life
         back = f"{sender.name}:1" if sender.role == "prefill" else sender.name
+        payload = wire.sent(message)
+
+        def hear() -> None:
+            receiver.feed(FromPeer(back, wire.heard_by_peer(receiver.role, payload)))
 
         def deliver() -> None:
             # Who dials keeps what it sent until somebody listens there again; who is dialled loses
             # it with the connection.
             if receiver.life == life and receiver.is_up:
-                receiver.feed(FromPeer(back, message))
+                hear()
             elif sender.role == "decode" and sender.life == sender_life:
                 if receiver.is_up:
                     self.tally["messages met by a successor"] += 1
-                    receiver.feed(FromPeer(back, message))
+                    hear()
                 else:
                     self.after(REDELIVER_S, deliver)
             else:
                 self.tally["messages lost with a process"] += 1
 
-        self.network.carry(sender.name, receiver.name, message, self.now, deliver)
+        self.network.carry(sender.name, receiver.name, self.now, deliver)
 
     def find_worker(self, incarnation: str) -> SimWorker | None:
         for node in self.nodes.values():
@@ -148,6 +159,7 @@ class World:
     ) -> Client:
         client = Client(len(self.clients) + 1, prompt, max_new_tokens, node.name)
         client.budget_s = budget_s
+        client.room = room.room if room is not None and not room.engine else None
         self.clients[client.request_id] = client
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
         self.tally["requests"] += 1
@@ -155,13 +167,14 @@ class World:
             client.finals.append("refused: server is down or stopping")
             return client
         submit = Submit(client.request_id, list(prompt), sampling, budget_s, room)
-        node.feed(FromFrontend(submit))
+        node.feed(FromFrontend(wire.from_frontend(submit)))
         return client
 
     def cancel(self, client: Client) -> None:
         client.is_cancelled = True
         self.tally["cancelled requests"] += 1
-        self.nodes[client.node].feed(FromFrontend(Cancel(client.request_id)))
+        cancel = wire.from_frontend(Cancel(client.request_id))
+        self.nodes[client.node].feed(FromFrontend(cancel))
 
     def reply(self, node: str, message: Tokens | Failed) -> None:
         client = self.clients[message.request_id]
@@ -173,9 +186,12 @@ class World:
             assert message.status in FAILURES[message.kind], f"{message}"
             is_lie = message.message.startswith("prefill wrote")
             assert not (self.is_honest and is_lie), f"{message}"
+            assert not (self.is_honest and message.kind in FAULTS), f"{message}"
             client.finals.append("failed")
             client.failure = f"{message.kind}: {message.message}"
+            client.could_tell = client.room is not None and are_connected(self.nodes.values())
             return
+        assert message.offset == len(client.output), f"{message}: {len(client.output)} have come"
         client.output += message.token_ids
         if message.finish is not None:
             client.finals.append("finished")

@@ -1,0 +1,79 @@
+"""Bugs of sharing: prefixes among prompts, and the pages of a transfer among its Sends.
+
+Knows nothing of stories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+import pytest
+
+from common.scheduling.facts import ServerFacts
+from common.scheduling.peers import Outbox
+from common.scheduling.prefix_cache import CacheNode, PrefixCache
+from common.scheduling.sequence import PageAccount, Sequence
+from prefill_server.request import PrefillRequest
+from prefill_server.sender import Sender
+
+Patch = pytest.MonkeyPatch
+
+
+def a_copy_is_forgotten(patch: Patch) -> None:
+    """Of a block that another prompt was first with, the own page never comes back."""
+    close = PageAccount.close
+
+    def close_without(self: PageAccount, sequence: Sequence) -> None:
+        sequence.copies = []
+        close(self, sequence)
+
+    patch.setattr(PageAccount, "close", close_without)
+
+
+def a_block_of_another_is_not_locked(patch: Patch) -> None:
+    """What hangs below it is read, and the block itself can be evicted."""
+    insert = PrefixCache.insert
+
+    def insert_unlocked(
+        self: PrefixCache,
+        tokens: List[int],
+        computed_count: int,
+        pages: List[int],
+        locked: list[CacheNode],
+    ) -> list[CacheNode]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "lock", lambda nodes: None)
+            return insert(self, tokens, computed_count, pages, locked)
+
+    patch.setattr(PrefixCache, "insert", insert_unlocked)
+
+
+def pages_of_a_transfer_are_kept(patch: Patch) -> None:
+    patch.setattr(Sender, "close", lambda self, request: None)
+
+
+def windows_of_the_first_chunk_leave(patch: Patch) -> None:
+    """Window pages are told with all others, and they have moved along until they leave."""
+    init = Sender.__init__
+
+    def init_without_windows(self: Sender, facts: ServerFacts, outbox: Outbox) -> None:
+        init(self, facts, outbox)
+        self._is_window = [False] * len(self._is_window)
+
+    patch.setattr(Sender, "__init__", init_without_windows)
+
+
+def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
+    """Workers are to forget pages that puts still read."""
+    send = Sender._send
+
+    def send_and_close(
+        self: Sender, request: PrefillRequest, token_stop: int, step_id: int, *, is_final: bool
+    ) -> None:
+        send(self, request, token_stop, step_id, is_final=is_final)
+        if is_final:
+            sends_open, request.sends_open = request.sends_open, {}
+            self.close(request)
+            request.sends_open = sends_open
+
+    patch.setattr(Sender, "_send", send_and_close)
