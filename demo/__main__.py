@@ -100,10 +100,12 @@ def run_demo(question_count: int, transport: str, *, keep: bool) -> float:
         right_count = sum(answer.is_right for answer in answers)
         share = right_count / len(answers)
         print(f"\nrecall score: {right_count} of {len(answers)} right ({share:.1%})")
-        print(f"page:    {pair.decode.url}/")
-        print(f"metrics: {pair.decode.url}/metrics and {pair.prefill.url}/metrics")
         if keep:
+            print(f"page:    {pair.decode.url}/")
+            print(f"metrics: {pair.decode.url}/metrics and {pair.prefill.url}/metrics")
             wait_for_interrupt()
+        else:
+            print("to look at its page and metrics: make demo ARGS=--keep")
     return share
 
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from common.config import Role, ServerConfig
+from common.exit_codes import EXIT_CONFIG
 from common.metrics.seen import QUEUES
-from common.runtime.exit_codes import EXIT_CONFIG
 from common.runtime.supervisor import END_TIMEOUT_S, LAST_ANSWERS_TIMEOUT_S
 from tests.deploy.commands import (
     DEPLOY,

@@ -79,11 +79,13 @@ def test_entry_points_are_installed() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_ucx_of_the_image_is_the_wheels_version() -> None:
-    """Both servers should run one version, whichever of the two each of them loads."""
+def test_one_version_of_ucx_is_named_everywhere() -> None:
+    """Both servers should run one, whichever build each of them loads."""
     built = re.search(r"ARG UCX_VERSION=(\S+)", DOCKERFILE)
-    pinned = re.search(r"libucx-cu12==(\S+)", (ROOT / "constraints.txt").read_text())
-    assert built is not None and pinned is not None and built[1] == pinned[1]
+    assert built is not None
+    for name in ("constraints.txt", "pyproject.toml", "tests/gpu/README.md"):
+        named = re.findall(r"libucx-cu1[23]([=<>~!]+[0-9.]+)", (ROOT / name).read_text())
+        assert named and set(named) == {f"=={built[1]}"}, f"{name}: {named}"
 
 
 def test_the_user_of_images_and_pods_is_one() -> None:

@@ -39,7 +39,8 @@ ASK = f"""
 import json, time, urllib.request
 
 def get(path, body=None):
-    request = urllib.request.Request(f"http://127.0.0.1:30001{{path}}", data=body)
+    headers = {{"Content-Type": "application/json"}}
+    request = urllib.request.Request(f"http://127.0.0.1:30001{{path}}", body, headers)
     return json.load(urllib.request.urlopen(request, timeout=60))
 
 end_at = time.monotonic() + {READY_TIMEOUT_S}
