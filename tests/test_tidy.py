@@ -21,8 +21,9 @@ TOP_LEVEL = {
 
 # Lower layers first; a package may import itself and what stands before it.
 LAYERS = [
-    {"common.config", "common.flags", "common.errors", "common.metrics", "common.log",
-     "common.clock", "common.request", "common.failures"},
+    {"common.config", "common.flags", "common.flag_help", "common.errors", "common.metrics",
+     "common.log", "common.clock", "common.request", "common.request_bounds",
+     "common.failures", "common.exit_codes"},
     {"common.layout"},
     {"common.planner"},
     {"common.protocol"},

@@ -97,10 +97,15 @@ class RawDecode:
         self._transport.close()
 
     def say(self, message: DecodeToPrefill) -> None:
-        def is_sent() -> bool:
-            return self._dialer.send(self._link, encode(message)) is SendResult.SENT
+        self.say_bytes(encode(message))
 
-        wait_until(f"{type(message).__name__} to be sent", is_sent)
+    def say_bytes(self, payload: bytes) -> None:
+        """What no codec of ours would send."""
+
+        def is_sent() -> bool:
+            return self._dialer.send(self._link, payload) is SendResult.SENT
+
+        wait_until("a message to be sent", is_sent)
 
     def wait_for(self, kind: type[M]) -> M:
         """The next message of a kind; others that come before it are dropped."""

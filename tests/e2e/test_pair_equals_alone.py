@@ -90,7 +90,7 @@ def test_greedy_tokens_equal_one_servers(house: House, decode: Node, length: int
 
 
 def test_every_chunk_of_a_long_prompt_leaves_on_its_own(house: House, decode: Node) -> None:
-    house.prefill.get("/flush_cache")
+    house.prefill.post("/flush_cache", {})
     reply = decode.generate(body(LENGTHS[-1], GREEDY))
     assert reply.timeline.hand_over.chunk_count == -(-LENGTHS[-1] // CHUNK_SIZE)
 

@@ -19,13 +19,13 @@ from common.protocol.worker import (
     PeerConnected,
     PeerOpened,
     PrefillChunk,
-    Send,
     SendSettled,
 )
 from common.request import SamplingParams
 from demo.facts import Question, is_right, make_question
 from demo.score import PAGE_TOKEN_COUNT, pages_of_fact
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet
+from tests.worker.whole_send import WholeSend
 from tests.worker.worker_processes import WorkerProcesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
@@ -112,8 +112,8 @@ class Workers:
     def send(self, transfer_id: int, count: int, source: list[int], target: list[int]) -> None:
         """Put the pages of tokens [0, count) and wait until they are flushed."""
         send_id = next(self.ids)
-        self.prefill.tell(
-            Send(
+        self.prefill.tell_send(
+            WholeSend(
                 send_id=send_id,
                 step_id=0,
                 transfer_id=transfer_id,
