@@ -127,6 +127,6 @@ def _facts(page_count: int = 100_000) -> ServerFacts:
         fingerprint={},
         sequence_token_max=8192,
         eos_token_ids=frozenset(),
-        host_id="",
+        host_ids=("",),
         pids=(),
     )

@@ -13,7 +13,8 @@ from common.layout.cache_layout import ServerLayout
 from common.planner.pairing import rank_pairs
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.frontend import PeerState
-from common.protocol.handshake import agree_verify, expected_writers, is_other_machine
+from common.protocol.handshake import agree_verify, expected_writers
+from common.protocol.hosts import PeerProcesses, peer_processes
 from common.protocol.peer import Welcome
 from common.scheduling.breaker import Breaker
 from common.scheduling.facts import ServerFacts
@@ -38,7 +39,7 @@ class PrefillPeer:
     is_proven: a hand-over has gone well since it was connected. test_problem: how the last
     self-test failed, "" if nothing has failed since the last hand-over that went well.
     is_suspect: its connection broke, and it has not been heard since.
-    is_same_host: its processes can be watched from here. is_elsewhere: it runs on another machine.
+    is_gone: those of its processes that are watched have ended.
     request_token_max: the longest prompt that it takes, or took when it was last connected; 0 if
     it never was.
     attachment: number of the last Attach that it was sent.
@@ -66,9 +67,7 @@ class PrefillPeer:
     request_token_max: int = 0
     writers: list[int] = field(default_factory=list)
     rank_pairs: list[tuple[int, int]] = field(default_factory=list)
-    pids: tuple[int, ...] = ()
-    is_same_host: bool = False
-    is_elsewhere: bool = False
+    processes: PeerProcesses = field(default_factory=PeerProcesses)
     opened: dict[int, RankDescriptor] = field(default_factory=dict)
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     is_gone: bool = False
@@ -82,14 +81,17 @@ class PrefillPeer:
     twin: str = ""
 
     @property
-    def is_fenced_by_close(self) -> bool:
-        """Whether closing what it writes through keeps the late writes of a dead process out.
+    def is_fenced(self) -> bool:
+        """Whether it can't write any more, all that it writes through here being closed.
 
-        One that was lost before it said by what it writes has tried its lanes at most; from another
-        machine those pass a socket or a queue pair of ours.
+        That keeps out what passes a socket or a queue pair of ours, as all from another machine
+        does; a process that could map our memory must have ended. A peer that was lost before it
+        said by what it writes has tried its lanes at most.
         """
+        if self.is_gone and not self.processes.has_unwatched:
+            return True
         if not self.transports:
-            return self.is_elsewhere
+            return self.processes.is_elsewhere
         return is_fenced_by_close(self.transports)
 
     @property
@@ -115,9 +117,7 @@ class PrefillPeer:
         self.request_token_max = welcome.request_token_max
         self.writers = expected_writers(layout, facts.layout)
         self.rank_pairs = rank_pairs(layout, facts.layout)
-        self.is_same_host = bool(welcome.host_id) and welcome.host_id == facts.host_id
-        self.is_elsewhere = is_other_machine(welcome.host_id, facts.host_id)
-        self.pids = tuple(welcome.pids)
+        self.processes = peer_processes(welcome.host_ids, welcome.pids, facts.host_ids)
         self.liveness = Liveness.start(now)
         self.opened = {}
         self.is_gone = False

@@ -160,8 +160,8 @@ class PrefillPeers:
         if peer.incarnation != welcome.incarnation:
             peer.breaker = Breaker(self._rng)  # a new process is not to blame for the old one
         peer.open(welcome, layout, hand_over, self._facts, now)
-        if peer.is_same_host and peer.pids:
-            self._outbox.watch_processes(peer.incarnation, peer.pids)
+        if peer.processes.watched_pids:
+            self._outbox.watch_processes(peer.incarnation, peer.processes.watched_pids)
         self._outbox.to_workers(OpenPeer(peer.incarnation, welcome.layout, link, hand_over))
 
     def handle_refuse(self, link: str, refuse: Refuse, now: float) -> str | None:
@@ -361,7 +361,7 @@ class PrefillPeers:
     def is_fenced(self, incarnation: str) -> bool:
         """Whether it can't write any more now that every rank of ours has closed."""
         peer = self._of_incarnation(incarnation)
-        return peer is not None and (peer.is_fenced_by_close or peer.is_gone)
+        return peer is not None and peer.is_fenced
 
     def note_gone(self, incarnation: str) -> bool:
         """The processes of a peer have ended. Whether that proves that nothing of it is written any
@@ -417,7 +417,7 @@ class PrefillPeers:
             fingerprint=facts.fingerprint,
             layout=facts.layout_bytes,
             hand_over=facts.hand_over,
-            host_id=facts.host_id,
+            host_ids=list(facts.host_ids),
             pids=list(facts.pids),
             verify=facts.verify,
         )

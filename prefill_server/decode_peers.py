@@ -29,6 +29,7 @@ from common.protocol.handshake import (
     compare_layouts,
     compare_versions,
 )
+from common.protocol.hosts import peer_processes
 from common.protocol.peer import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
@@ -181,8 +182,9 @@ class DecodePeers:
         peer.verify = agree_verify(self._facts.verify, hello.verify)
         peer.rank_pairs = rank_pairs(self._facts.layout, layout)
         self._peers[hello.incarnation] = peer
-        if hello.pids and hello.host_id and hello.host_id == self._facts.host_id:
-            self._outbox.watch_processes(peer.incarnation, tuple(hello.pids))
+        processes = peer_processes(hello.host_ids, hello.pids, self._facts.host_ids)
+        if processes.watched_pids:
+            self._outbox.watch_processes(peer.incarnation, processes.watched_pids)
         self._send_welcome(peer)
         return lost
 
@@ -247,7 +249,7 @@ class DecodePeers:
                 fingerprint=facts.fingerprint,
                 layout=facts.layout_bytes,
                 request_token_max=self._request_token_max,
-                host_id=facts.host_id,
+                host_ids=list(facts.host_ids),
                 pids=list(facts.pids),
                 hand_over=facts.hand_over,
                 verify=facts.verify,

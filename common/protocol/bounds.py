@@ -158,6 +158,13 @@ def _check_texts(name: str, values: object) -> None:
         check_text(name, value, TEXT_LENGTH_MAX)
 
 
+def _check_host_ids(name: str, values: object) -> None:
+    assert isinstance(values, list), f"{name} is decoded as a list"
+    check_count(name, len(values), RANK_COUNT_MAX)
+    for value in values:
+        _check_name(name, value)
+
+
 # ---- fields --------------------------------------------------------------------------------------
 
 
@@ -317,7 +324,7 @@ SAMPLING_CHECKS: dict[str, _Check] = {
 _FIELD_CHECKS: dict[str, _Check] = {
     "role": _check_name,
     "kind": _check_name,
-    "host_id": _check_name,
+    "host_ids": _check_host_ids,
     "incarnation": _check_incarnation,
     "peer_incarnation": _check_incarnation,
     "version": _int_in(0, INT32_MAX),

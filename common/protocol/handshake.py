@@ -105,14 +105,6 @@ def compare_layouts(
     return differences
 
 
-def is_other_machine(one: str, other: str) -> bool:
-    """Whether two host ids name two boots: no process of one can map memory of the other.
-
-    A host id is "<boot id> <process namespace>"; an empty one is not known.
-    """
-    return bool(one and other) and one.partition(" ")[0] != other.partition(" ")[0]
-
-
 def _compare_elements(
     name: str, our: CacheComponent, their: CacheComponent, hand_over: HandOver
 ) -> list[str]:

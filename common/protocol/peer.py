@@ -35,7 +35,7 @@ class Hello(_Message, frozen=True):
     """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack.
 
     hand_over: how this side may be written to; a peer that does not say knows no staging.
-    host_id, pids: the host and the processes behind it, for a peer there that can watch them.
+    host_ids, pids: of its ranks (see hosts.py), for a peer that can watch their processes.
     verify: how much it wants compared; one that does not say can't.
     """
 
@@ -46,7 +46,7 @@ class Hello(_Message, frozen=True):
     fingerprint: dict[str, str]
     layout: bytes
     hand_over: HandOver = HandOver.DIRECT
-    host_id: str = ""
+    host_ids: list[str] = []
     pids: list[int] = []
     verify: Verify | None = None
 
@@ -54,7 +54,7 @@ class Hello(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     """version: the one both sides speak from here on. request_token_max: longest prompt it takes.
 
-    host_id, pids: the host and the processes that will write, for the proof that they are gone.
+    host_ids, pids: of the ranks that will write (see hosts.py), for the proof that they are gone.
     """
 
     version: int
@@ -62,7 +62,7 @@ class Welcome(_Message, frozen=True):
     fingerprint: dict[str, str]
     layout: bytes
     request_token_max: int
-    host_id: str = ""
+    host_ids: list[str] = []
     pids: list[int] = []
     hand_over: HandOver = HandOver.DIRECT
     verify: Verify | None = None

@@ -28,8 +28,7 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         fingerprint=first.fingerprint,
         sequence_token_max=min(config.context_length or first.context_length, TOKEN_COUNT_MAX),
         eos_token_ids=frozenset(first.eos_token_ids),
-        # Process ids of several machines prove nothing to a peer that can only watch its own.
-        host_id=first.host_id if len({worker.host_id for worker in ordered}) == 1 else "",
+        host_ids=tuple(worker.host_id for worker in ordered),
         pids=tuple(worker.pid for worker in ordered),
         workers=tuple(worker.describe for worker in ordered),
         hand_over=config.hand_over,

@@ -13,7 +13,7 @@ from common.scheduling.in_flight import IN_FLIGHT_MAX
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """incarnation: random per process start. page_counts: per page group, the least of all ranks.
-    sequence_token_max: context length. host_id, pids: of the worker processes.
+    sequence_token_max: context length. host_ids, pids: of the worker processes, by rank.
     hand_over: how caches may travel, as far as this side is concerned. verify: how much of them it
     wants compared."""
 
@@ -24,7 +24,7 @@ class ServerFacts:
     fingerprint: dict[str, str]
     sequence_token_max: int
     eos_token_ids: frozenset[int]
-    host_id: str
+    host_ids: tuple[str, ...]
     pids: tuple[int, ...]
     workers: tuple[dict[str, str], ...] = ()
     hand_over: HandOver = HandOver.DIRECT

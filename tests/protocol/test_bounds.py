@@ -51,7 +51,7 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.Welcome, {"version": -1}, "Welcome.version=-1"),
         (peer.Welcome, {"request_token_max": -1}, "Welcome.request_token_max=-1"),
         (peer.Welcome, {"request_token_max": 2**63}, "Welcome.request_token_max="),
-        (peer.Welcome, {"host_id": "\n"}, "must be printable"),
+        (peer.Welcome, {"host_ids": ["\n"]}, "must be printable"),
         (peer.Welcome, {"pids": [0]}, r"smallest of Welcome.pids=0: must be in 1\.\."),
         (peer.Welcome, {"pids": [-5, 7]}, "smallest of Welcome.pids=-5"),
         (peer.Welcome, {"pids": [1, 2**31]}, "largest of Welcome.pids="),

@@ -56,7 +56,7 @@ class Node:
         self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
         self.is_local = False
-        self.host_id = "here"
+        self.host_ids: tuple[str, ...] = ("here",)
         self.may_fall_back = False
         self.in_flight_max = IN_FLIGHT_MAX
         self.self_test_interval_s = 30.0
@@ -107,8 +107,8 @@ class Node:
             fingerprint={"model": "sim"},
             sequence_token_max=512,
             eos_token_ids=frozenset({EOS}),
-            host_id=self.host_id,
-            pids=(hash_pid(self.name, self.life),),
+            host_ids=self.host_ids,
+            pids=tuple(hash_pid(self.name, self.life) for _ in self.host_ids),
             hand_over=self.hand_over,
             verify=self.verify,
         )

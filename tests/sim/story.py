@@ -168,7 +168,7 @@ def _choose_transport(world: World, seed: int, kind: str) -> None:
     if kind == "tcp" and rng.random() < 0.5:
         world.tally["between machines"] += 1
         for node in world.nodes.values():
-            node.host_id = node.role
+            node.host_ids = (node.role,)
 
 
 def _count_traits(world: World) -> None:

@@ -32,7 +32,7 @@ def pair(transport: str, *, is_one_host: bool) -> World:
     world.add("p0", "prefill", 4, PAGES_COUNT)
     world.add("d0", "decode", 4, PAGES_COUNT).links = ["p0:1"]
     if not is_one_host:
-        world.nodes["p0"].host_id = "there"
+        world.nodes["p0"].host_ids = ("there",)
     for node in world.nodes.values():
         node.self_test_interval_s = 0.0
         node.boot()
