@@ -8,7 +8,7 @@ that server is asked, and refuses them itself.
 from __future__ import annotations
 
 from decode_server.endings import Endings
-from decode_server.prefill_peer import PrefillPeer
+from decode_server.prefill_peer import Phase, PrefillPeer
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.recovery import FALLBACK_WAIT_S, PEER_WAIT_S
 from decode_server.request import DecodeRequest
@@ -55,8 +55,8 @@ class PromptLimits:
         missing = [peer for peer in self._peers.missing() if _may_take(peer, token_count)]
         if missing and connected:
             self._wait(request, missing, now)
-        elif not missing and any(peer.request_token_max for peer in self._peers.all()):
-            self._end(request, now)
+        elif not missing and (known := self._known()):
+            self._end(request, known, now)
 
     def _wait(self, request: DecodeRequest, missing: list[PrefillPeer], now: float) -> None:
         waited_s = now - self._missing_since.setdefault(request.request_id, now)
@@ -69,11 +69,15 @@ class PromptLimits:
             )
             self._endings.fail(request, "no_prefill_server", text, 503, now)
 
-    def _end(self, request: DecodeRequest, now: float) -> None:
+    def _known(self) -> list[PrefillPeer]:
+        """Those whose limits are known. One that refuses us counts as little as if it were away."""
+        peers = self._peers.all()
+        return [p for p in peers if p.request_token_max and p.phase is not Phase.REFUSED]
+
+    def _end(self, request: DecodeRequest, known: list[PrefillPeer], now: float) -> None:
         if self._may_fall_back:
             request.is_computed_here = True
             return
-        known = [peer for peer in self._peers.all() if peer.request_token_max]
         limits = [f"{peer.request_token_max} ({peer.link})" for peer in known[:NAMED_COUNT_MAX]]
         limits += [f"{len(known) - NAMED_COUNT_MAX} more"] if len(known) > NAMED_COUNT_MAX else []
         text = f"prefill servers take at most {', '.join(limits)}"

@@ -12,6 +12,7 @@ from collections import Counter
 from common.failures import FAILURES
 
 INTERVAL_S = 1.0
+UNKNOWN_STATUSES = (500,)
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,11 @@ class FailureLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, kind: str, rid: str, message: str) -> None:
-        """A request has ended in an error. What its client did wrong, only the client is told."""
-        if max(FAILURES[kind]) < 500:
+        """A request has ended in an error. What its client did wrong, only the client is told.
+
+        A kind that is not known here comes from a peer of another version, and is logged.
+        """
+        if max(FAILURES.get(kind, UNKNOWN_STATUSES)) < 500:
             return
         self._counts[kind] += 1
         self._latest = f"{rid}: {message}" if message else rid

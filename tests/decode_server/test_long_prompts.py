@@ -101,6 +101,21 @@ def test_a_server_that_does_not_fit_is_not_waited_for(world: World) -> None:
     assert ask(world, LONG).failure.startswith("bad_request: prompt of 65 tokens: ")
 
 
+def test_a_prompt_is_not_called_too_long_because_the_only_server_refuses_us(world: World) -> None:
+    start(world, "p0", "p1", "d0")
+    core = world.nodes["d0"].core
+    assert isinstance(core, DecodeScheduler)
+    for name in ("p0", "p1"):
+        world.nodes[name].crash()
+    world.run(world.now + 1.0)
+    for name in ("p0", "p1"):
+        core._peers.handle_link_refused(f"{name}:1", "it does not know our key", world.now)
+    client = ask(world, LONG[:8])
+    assert client.finals == []
+    world.run(world.now + PEER_WAIT_S + 0.5)
+    assert client.failure.startswith("no_prefill_server: ")
+
+
 @pytest.mark.parametrize(("prompt", "wait_s"), [(TOO_LONG, 0.0), (LONG, FALLBACK_WAIT_S)])
 def test_it_is_computed_here_where_that_is_allowed(
     world: World, prompt: list[int], wait_s: float

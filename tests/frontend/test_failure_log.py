@@ -42,3 +42,11 @@ def test_a_client_s_own_mistakes_and_aborts_are_not_in_the_log(
 
     asyncio.run(story())
     assert caplog.messages == []
+
+
+def test_a_kind_of_a_newer_peer_is_logged_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        FailureLog().note("moon_in_the_way", "a", "behind clouds")
+
+    asyncio.run(story())
+    assert "1 request failed (1 moon_in_the_way); the latest, a: behind clouds" in caplog.messages

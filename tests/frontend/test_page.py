@@ -203,7 +203,9 @@ def test_a_prompt_can_be_stopped_and_a_failure_is_told_in_words(
 
 
 def fail(submit: Submit) -> list[ToldFrontend]:
-    return [Failed(submit.request_id, 503, "no_peer", "no prefill server could be reached")]
+    return [
+        Failed(submit.request_id, 503, "no_prefill_server", "no prefill server could be reached")
+    ]
 
 
 def test_an_opened_request_stays_open_while_others_come(browser: Browser, served: Served) -> None:
