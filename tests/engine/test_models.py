@@ -41,6 +41,9 @@ PROMPT_CHUNKS = [
     [PAGE_SIZE + 1],
     [30, 18, 1, 28],
 ]
+# Of logits up to 9. transformers in float32 is off its own float64 by up to 1e-4 for these models,
+# and so are we, in other places; which CPU it is decides where.
+LOGIT_ERROR_MAX = 3e-4
 TOKEN_COUNT = 64
 PAGE_COUNT = 48
 
@@ -88,7 +91,7 @@ def test_logits_of_all_prompt_tokens_equal_transformers(
         )
         expected = reference.logits(sequence.token_ids)
         assert logits.dtype == torch.float32 and logits.shape[1] == VOCAB_SIZE
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
+        torch.testing.assert_close(logits, expected, atol=LOGIT_ERROR_MAX, rtol=0.0)
 
 
 @pytest.mark.slow
