@@ -23,9 +23,17 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything, native part included
 
+# `pip install .` in this environment leaves a copy of our packages there; then all is made anew.
+ifeq ($(shell grep -ls '"editable": *true' $(VENV)/lib/python3*/site-packages/baton-*.dist-info/direct_url.json 2>/dev/null),)
+.PHONY: $(STAMP)
+endif
+
 $(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed (Debian: apt-get install g++)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv is needed (Debian: apt-get install python3-venv)"; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include"), "Python.h"))' 2>/dev/null \
+		|| { echo "Python's headers are needed (Debian: apt-get install python3-dev)"; exit 1; }
 	@echo "making $(VENV) (a few minutes the first time)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --progress-bar off -qq -c constraints.txt torch

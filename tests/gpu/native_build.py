@@ -19,13 +19,13 @@ BUILD = ROOT / "build" / "gpu-check"
 
 def module_path() -> Path:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return SOURCES.parent / f"_ucx{suffix}"
+    return ROOT / f"baton_native{suffix}"
 
 
 def build_native() -> str:
     """What was done, in words. Raises: CalledProcessError; the compiler's words are on stderr."""
     module = module_path()
-    newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
+    newest = max(path.stat().st_mtime for path in SOURCES.iterdir() if path.is_file())
     if module.exists() and module.stat().st_mtime >= newest:
         return f"{module.name} is there"
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
