@@ -11,6 +11,7 @@ import os
 import stat
 from enum import StrEnum
 from pathlib import Path
+from socket import gethostname
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,6 +25,8 @@ DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
 API_KEY_VARIABLE = "BATON_API_KEY"
 UCX_SHARED_MEMORY_VARIABLE = "UCX_POSIX_DIR"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
+# What --host says to listen on every address.
+ANY_HOST = ("0.0.0.0", "::")
 # Settings that nobody is shown.
 SECRET_FIELDS = ("api_keys", "admin_api_keys")
 
@@ -69,6 +72,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The settings of one server, checked by `to_config`; None means: decided at start.
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
+    name: what its peers call it; "": its HTTP address.
     prefill: "host:port" of the prefill servers' bootstrap ports; empty: the server serves alone.
     bootstrap_allow: hosts, patterns and networks that a request's bootstrap_host may name.
     dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
@@ -130,6 +134,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: str
     port: int
     host: str = "127.0.0.1"
+    name: str = ""
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     prefill: tuple[str, ...] = ()
     bootstrap_allow: tuple[str, ...] = ("any",)
@@ -201,6 +206,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def trace_endpoint(self) -> str:
         """Where spans are sent; "" for nowhere."""
         return self.otlp_traces_endpoint or (DEFAULT_TRACE_ENDPOINT if self.enable_trace else "")
+
+    @property
+    def http_address(self) -> str:
+        """ "host:port" where others find its HTTP API, the host's name if it listens everywhere."""
+        host = gethostname() if self.host in ANY_HOST else self.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def engine_type(self) -> EngineType:

@@ -20,6 +20,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "addresses": {
         "host": "HOST",
+        "name": "NAME",
         "port": "PORT",
         "bootstrap_port": "PORT",
         "prefill": "HOST:PORT,...",

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from common.config import API_KEY_RULE, is_api_key
 
 Value = str | int | float | bool | tuple[str, ...] | None
+SERVER_NAME_LENGTH_MAX = 64  # half of what peers take: it stands in log lines and labels
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -56,6 +57,12 @@ def text(value: str) -> str:
 def host(value: str) -> str:
     if not value or not re.fullmatch(r"[A-Za-z0-9._:%-]+", value):
         raise ValueError("must be a host name or an IP address, without scheme, port or brackets")
+    return value
+
+
+def name(value: str) -> str:
+    if not value or len(value) > SERVER_NAME_LENGTH_MAX or not value.isprintable():
+        raise ValueError(f"must be 1 to {SERVER_NAME_LENGTH_MAX} printable characters")
     return value
 
 

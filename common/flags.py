@@ -22,6 +22,7 @@ from common.flag_values import (
     host,
     hosts,
     integer,
+    name,
     net_devices,
     number,
     origins,
@@ -59,6 +60,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "served_model_name", ("served-model-name",), text, "what clients call it [directory's name]"
     ),
     Flag("host", ("host",), host, "address to listen on"),
+    Flag("name", ("name",), name, "what peers call it in logs, metrics and pages [host:port]"),
     Flag("port", ("port",), port, "HTTP port"),
     Flag("device", ("device",), choice("cpu", "cuda"), "where the model runs: cpu or cuda"),
     Flag("dtype", ("dtype",), choice(*DTYPES), f"of weights: {OR_DTYPES}; auto: the checkpoint's"),

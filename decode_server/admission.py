@@ -176,7 +176,7 @@ class Admission:
         request.advance(DecodeEvent.RESERVED)
         request.transfer = transfer
         request.link = peer.link
-        request.peer = peer.link
+        request.peer = peer.name
         request.requested_at = request.requested_at or now
         message = self._transfer_request(request, transfer, peer.attachment, now)
         self._outbox.to_peer(peer.link, message)

@@ -42,6 +42,7 @@ class PrefillPeer:
     is_gone: those of its processes that are watched have ended.
     request_token_max: the longest prompt that it takes, or took when it was last connected; 0 if
     it never was.
+    given_name, http_address: in its own words.
     attachment: number of the last Attach that it was sent.
     must_redial: its link is of no use any more, and dialled anew before the next Hello.
     unanswered_hello_count: on this link, since anything of a handshake was heard.
@@ -79,6 +80,14 @@ class PrefillPeer:
     must_redial: bool = False
     unanswered_hello_count: int = 0
     twin: str = ""
+    given_name: str = ""
+    http_address: str = ""
+
+    @property
+    def name(self) -> str:
+        """What operators call it: its address in our settings, and the name that it was given."""
+        is_given = self.given_name not in ("", self.http_address)
+        return f"{self.given_name} ({self.link})" if is_given else self.link
 
     @property
     def is_fenced(self) -> bool:
@@ -110,6 +119,8 @@ class PrefillPeer:
         """Take in who answers here. layout, hand_over: as agreed; facts: of this server."""
         self.twin = ""
         self.incarnation = welcome.incarnation
+        self.given_name = welcome.name
+        self.http_address = welcome.http_address
         self.layout = layout
         self.layout_bytes = welcome.layout
         self.hand_over = hand_over
@@ -157,4 +168,6 @@ class PrefillPeer:
             breaker_open_count=self.breaker.open_count,
             is_self_test_failing=bool(self.test_problem),
             rank_pairs=self.rank_pairs,
+            name=self.name,
+            http_address=self.http_address,
         )

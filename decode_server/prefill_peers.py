@@ -42,6 +42,7 @@ from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.peers import (
     HELLO_INTERVAL_S,
     REFUSED_RETRY_S,
+    STOPPING_REASON,
     Condition,
     Liveness,
     Outbox,
@@ -270,7 +271,7 @@ class PrefillPeers:
         peer.asked_token_count = 0
         peer.liveness = Liveness.start(now)
         over = ", ".join(peer.transports)
-        self._outbox.report(f"prefill server {link} is connected over {over}")
+        self._outbox.report(f"prefill server {peer.name} is connected over {over}")
         return None
 
     # ---- how hand-overs went ---------------------------------------------------------------------
@@ -282,7 +283,7 @@ class PrefillPeers:
             peer.is_proven = True
             peer.test_problem = ""
             if peer.breaker.state is not BreakerState.CLOSED:
-                self._outbox.report(f"prefill server {link} works again")
+                self._outbox.report(f"prefill server {peer.name} works again")
             peer.breaker.note_success()
 
     def note_failure(self, link: str, now: float) -> None:
@@ -294,7 +295,7 @@ class PrefillPeers:
         peer.breaker.note_failure(now)
         if before is BreakerState.CLOSED and peer.breaker.state is BreakerState.OPEN:
             count = peer.breaker.failure_count
-            text = f"prefill server {link} failed {count} hand-overs in a row: left alone"
+            text = f"prefill server {peer.name} failed {count} hand-overs in a row: left alone"
             self._outbox.report(text, is_warning=True)
 
     # ---- liveness --------------------------------------------------------------------------------
@@ -329,20 +330,36 @@ class PrefillPeers:
     def handle_detached(self, link: str, message: Detached) -> str | None:
         if message.peer_incarnation != self._facts.incarnation:
             return None
-        return self.lose(link, message.reason)
+        return self.lose(link, message.reason, is_planned=message.is_planned)
 
     def lose_incarnation(self, incarnation: str, reason: str) -> str | None:
         peer = self._of_incarnation(incarnation)
         return self.lose(peer.link, reason) if peer is not None else None
 
-    def lose(self, link: str, reason: str) -> str | None:
-        """Close a peer; its incarnation, or None if there was nothing to close."""
+    def leave(self) -> int:
+        """This server stops: every peer is told. How many there were."""
+        left = [peer for peer in self._peers.values() if peer.phase in OPEN_PHASES]
+        for peer in left:
+            told = Detached(
+                self._facts.incarnation, peer.incarnation, STOPPING_REASON, is_planned=True
+            )
+            self._outbox.to_peer(peer.link, told)
+        return len(left)
+
+    def lose(self, link: str, reason: str, *, is_planned: bool = False) -> str | None:
+        """Close a peer; its incarnation, or None if there was nothing to close.
+
+        is_planned: it has said that it stops, which is nobody's fault.
+        """
         peer = self._peers.get(link)
         if peer is None or peer.phase not in OPEN_PHASES:
             return None
         peer.detail = reason
-        self.lost_count += 1
-        self._outbox.report(f"lost prefill server {link}: {reason}", is_warning=True)
+        if is_planned:
+            self._outbox.report(f"prefill server {peer.name} has stopped: {reason}")
+        else:
+            self.lost_count += 1
+            self._outbox.report(f"lost prefill server {peer.name}: {reason}", is_warning=True)
         peer.phase = Phase.CLOSING
         peer.closed = RankSet(self._facts.rank_count)
         self._outbox.to_peer(link, Detached(self._facts.incarnation, peer.incarnation, reason))
@@ -420,6 +437,8 @@ class PrefillPeers:
             host_ids=list(facts.host_ids),
             pids=list(facts.pids),
             verify=facts.verify,
+            name=facts.name,
+            http_address=facts.http_address,
         )
 
     def _of_incarnation(self, incarnation: str) -> PrefillPeer | None:

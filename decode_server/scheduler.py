@@ -55,6 +55,7 @@ from common.scheduling.events import (
     LinkRefused,
     PeerMessage,
     ProcessesGone,
+    Stopping,
     Tick,
     UnreadableRequest,
     WorkersStopped,
@@ -190,6 +191,8 @@ class DecodeScheduler:
                 is_asked = self._receiver.is_asked
                 lost = self._peers.handle_break(link, is_refused=is_refused, is_asked=is_asked)
                 self._recovery.lose(lost, now)
+            case Stopping():
+                self._leave()
             case FrontendBehind(is_behind=is_behind):
                 self._is_frontend_behind = is_behind
             case Tick() | UnreadableRequest():
@@ -362,6 +365,10 @@ class DecodeScheduler:
     def _retract(self, sequence: Sequence, now: float) -> None:
         request = self._endings.requests[sequence.request_id]
         self._endings.wait_again(request, DecodeEvent.RETRACTED, now)
+
+    def _leave(self) -> None:
+        peer_count = self._peers.leave()
+        self._outbox.report_end(len(self._endings.requests), peer_count, self._endings.counters)
 
     # ---- what others may know --------------------------------------------------------------------
 

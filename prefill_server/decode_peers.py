@@ -43,7 +43,14 @@ from common.protocol.peer import (
 )
 from common.protocol.worker import ClosePeer, ConnectPeer, PeerConnected
 from common.scheduling.facts import Pace, ServerFacts
-from common.scheduling.peers import REFUSED_RETRY_S, Condition, Liveness, Outbox, RankSet
+from common.scheduling.peers import (
+    REFUSED_RETRY_S,
+    STOPPING_REASON,
+    Condition,
+    Liveness,
+    Outbox,
+    RankSet,
+)
 from common.scheduling.sparing import Sparing
 
 # Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
@@ -72,6 +79,7 @@ class Phase(StrEnum):
 class DecodePeer:
     """One decode process. page_counts: pages per group that it has. attachment: of its Attach.
 
+    name: what operators call it; no other peer's. http_address: of its page.
     hand_over: how caches travel there; hand_over_notes: what its connections said of that.
     verify: how much of them it compares.
     """
@@ -93,6 +101,8 @@ class DecodePeer:
     detail: str = ""
     transfer_count: int = 0
     rank_pairs: list[tuple[int, int]] = field(default_factory=list)
+    name: str = ""
+    http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,7 @@ class RefusedPeer:
 
     incarnation: str
     link: str
+    name: str
     detail: str
     asked_at: float
 
@@ -160,7 +171,7 @@ class DecodePeers:
         if known is not None and known.link != link:
             # Either two names of ours are dialled by one process, or it lies. If it has dialled
             # anew, its old link falls silent and it is welcome when it asks again.
-            self._refuse(link, hello.incarnation, [SPOKEN_FOR], now)
+            self._refuse(link, hello.incarnation, hello.name, [SPOKEN_FOR], now)
             return None
         if known is not None and known.phase is Phase.WELCOMED:
             self._send_welcome(known)
@@ -174,19 +185,26 @@ class DecodePeers:
         if len(self._peers) >= PEER_COUNT_MAX:
             differences.append(f"peers: {PEER_COUNT_MAX} decode servers are connected already")
         if differences or layout is None:
-            self._refuse(link, hello.incarnation, differences, now)
+            self._refuse(link, hello.incarnation, hello.name, differences, now)
             return lost
         self._refused.pop(hello.incarnation, None)
         peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
         peer.hand_over = self._agree(hello)
         peer.verify = agree_verify(self._facts.verify, hello.verify)
         peer.rank_pairs = rank_pairs(self._facts.layout, layout)
+        peer.name, peer.http_address = self._name_of(hello), hello.http_address
         self._peers[hello.incarnation] = peer
         processes = peer_processes(hello.host_ids, hello.pids, self._facts.host_ids)
         if processes.watched_pids:
             self._outbox.watch_processes(peer.incarnation, processes.watched_pids)
         self._send_welcome(peer)
         return lost
+
+    def _name_of(self, hello: Hello) -> str:
+        """A replica that was given another's name is told from it by its incarnation."""
+        if hello.name and all(hello.name != peer.name for peer in self._peers.values()):
+            return hello.name
+        return f"{hello.name} {hello.incarnation}".lstrip()
 
     def _lose_predecessor(self, link: str, now: float) -> str | None:
         """Close the process that spoke on this link before; its incarnation if there was one."""
@@ -203,17 +221,19 @@ class DecodePeers:
             known.add(reason)
             self._outbox.report(f"refused a connection: {reason}", is_warning=True)
 
-    def _refuse(self, link: str, incarnation: str, differences: list[str], now: float) -> None:
+    def _refuse(
+        self, link: str, incarnation: str, name: str, differences: list[str], now: float
+    ) -> None:
         self.refused_count += 1
         self._outbox.to_peer(link, Refuse(self._facts.incarnation, differences))
         detail = "; ".join(differences)
         known = self._refused.pop(incarnation, None)
         if known is None or known.detail != detail:
-            text = f"refused decode server {incarnation} ({shown_link(link)}): {detail}"
+            text = f"refused decode server {name or incarnation} ({shown_link(link)}): {detail}"
             self._warn(self._told_refused.admit(text, now))
         if len(self._refused) >= REFUSED_COUNT_MAX:
             del self._refused[next(iter(self._refused))]
-        self._refused[incarnation] = RefusedPeer(incarnation, link, detail, now)
+        self._refused[incarnation] = RefusedPeer(incarnation, link, name, detail, now)
 
     def _warn(self, text: str) -> None:
         if text:
@@ -251,6 +271,8 @@ class DecodePeers:
                 request_token_max=self._request_token_max,
                 host_ids=list(facts.host_ids),
                 pids=list(facts.pids),
+                name=facts.name,
+                http_address=facts.http_address,
                 hand_over=facts.hand_over,
                 verify=facts.verify,
             ),
@@ -268,7 +290,7 @@ class DecodePeers:
         try:
             peer.page_counts = announced_page_counts(peer.layout, attach.ranks)
         except ProtocolError as error:
-            self._refuse(link, peer.incarnation, [str(error)], now)
+            self._refuse(link, peer.incarnation, peer.name, [str(error)], now)
             del self._peers[peer.incarnation]
             return
         peer.attachment = attach.attachment
@@ -294,7 +316,7 @@ class DecodePeers:
                 Attached(self._facts.incarnation, peer.incarnation, transports, peer.attachment),
             )
             self._outbox.report(
-                f"decode server {peer.incarnation} is connected over {', '.join(transports)}"
+                f"decode server {peer.name} is connected over {', '.join(transports)}"
             )
 
     def detach_unknown(self, link: str, incarnation: str) -> None:
@@ -315,23 +337,39 @@ class DecodePeers:
         is_ours = message.peer_incarnation == self._facts.incarnation
         if not is_ours or self._of(message.incarnation, link) is None:
             return False
-        return self.lose(message.incarnation, f"it detached: {message.reason}", now)
+        reason = message.reason if message.is_planned else f"it detached: {message.reason}"
+        return self.lose(message.incarnation, reason, now, is_planned=message.is_planned)
 
-    def lose(self, incarnation: str, reason: str, now: float) -> bool:
-        """Close a peer; False if it was closing already or is unknown."""
+    def leave(self) -> int:
+        """This server stops: every peer is told. How many there were."""
+        left = [peer for peer in self._peers.values() if peer.phase is not Phase.CLOSING]
+        for peer in left:
+            told = Detached(
+                self._facts.incarnation, peer.incarnation, STOPPING_REASON, is_planned=True
+            )
+            self._outbox.to_peer(peer.link, told)
+        return len(left)
+
+    def lose(self, incarnation: str, reason: str, now: float, *, is_planned: bool = False) -> bool:
+        """Close a peer; False if it was closing already or is unknown.
+
+        is_planned: it has said that it stops, which is nobody's fault.
+        """
         peer = self._peers.get(incarnation)
         if peer is None or peer.phase is Phase.CLOSING:
             return False
         self._outbox.to_peer(peer.link, Detached(self._facts.incarnation, incarnation, reason))
         peer.detail = reason
-        self.lost_count += 1
-        text = f"lost decode server {incarnation}: {reason}"
+        self.lost_count += not is_planned
+        text = f"lost decode server {peer.name}: {reason}"
+        if is_planned:
+            text = f"decode server {peer.name} has stopped: {reason}"
         if peer.phase is Phase.WELCOMED:
             # Whoever says Hello and no more can be many.
             self._warn(self._told_lost.admit(text, now))
             del self._peers[incarnation]
             return True
-        self._warn(text)
+        self._outbox.report(text, is_warning=not is_planned)
         peer.phase = Phase.CLOSING
         peer.closed = RankSet(self._facts.rank_count)
         self._outbox.to_workers(ClosePeer(incarnation))
@@ -381,11 +419,15 @@ class DecodePeers:
                 page_size=peer.layout.page_size,
                 in_flight_count=peer.transfer_count,
                 rank_pairs=peer.rank_pairs,
+                name=peer.name,
+                http_address=peer.http_address,
             )
             for peer in self._peers.values()
         ]
         refused = [
-            PeerState(shown_link(peer.link), peer.incarnation, "refused", peer.detail)
+            PeerState(
+                shown_link(peer.link), peer.incarnation, "refused", peer.detail, name=peer.name
+            )
             for peer in self._refused.values()
         ]
         return known + refused

@@ -25,6 +25,7 @@ from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefi
 class Reservation:
     """Pages of a decode server that wait for a cache, and the link they were announced on.
 
+    peer: that server's incarnation. peer_name: what operators call it.
     verify: how much of it that server compares. layout: its own, msgpack.
     """
 
@@ -33,6 +34,7 @@ class Reservation:
     message: TransferRequest
     verify: Verify = Verify.OFF
     layout: bytes = b""
+    peer_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class PrefillRequest:
         queued_at = self.queued_at or now
         return RequestTrace(
             request_id=self.client_id if self.client_id is not None else self.request_id,
-            peer=self.reservation.peer if self.reservation is not None else "",
+            peer=self.reservation.peer_name if self.reservation is not None else "",
             status=self.failure.kind if self.failure is not None else "ok",
             message=self.failure.message if self.failure is not None else "",
             arrived_s=self.arrived_at,

@@ -70,7 +70,7 @@ class Reservations:
             self.stale_count += 1
             return
         reservation = Reservation(
-            link, message.incarnation, message, peer.verify, peer.layout_bytes
+            link, message.incarnation, message, peer.verify, peer.layout_bytes, peer.name
         )
         problem = check_transfer_request(self._facts.layout, peer.layout, peer.page_counts, message)
         if problem is None and message.token_count > self._request_token_max:

@@ -52,6 +52,7 @@ from common.scheduling.events import (
     LinkRefused,
     PeerMessage,
     ProcessesGone,
+    Stopping,
     Tick,
     UnreadableRequest,
     WorkersStopped,
@@ -165,6 +166,8 @@ class PrefillScheduler:
                 self._lose(incarnation, "its processes ended", now)
             case Tick() | LinkBroke():
                 pass
+            case Stopping():
+                self._leave()
             case FrontendBehind():
                 pass  # a request has one token here, and a frontend that lags asks for no more
             case _:
@@ -374,6 +377,10 @@ class PrefillScheduler:
                 self._endings.reply_failed(half, NEVER_CAME)
         for incarnation, reason in self._peers.lost(now):
             self._lose(incarnation, reason, now)
+
+    def _leave(self) -> None:
+        peer_count = self._peers.leave()
+        self._outbox.report_end(len(self._table), peer_count, self._endings.counters)
 
     # ---- what others may know --------------------------------------------------------------------
 

@@ -122,11 +122,11 @@ class PeerListener:
             failures += [f"unknown {who}" for who in self._gate.take_refusals()]
         return [("", failure) for failure in failures]
 
-    def close(self) -> None:
-        """Drops what is still queued. Harmless if closed."""
+    def close(self, linger_ms: int = 0) -> None:
+        """What is still queued is dropped after `linger_ms`. Harmless if closed."""
         if not self._socket.closed:
             self._handshakes.close()
-        self._socket.close()
+        self._socket.close(linger_ms)
 
 
 class PeerDialer:
@@ -179,8 +179,9 @@ class PeerDialer:
     def _sockets_of(self, link: str) -> tuple[Socket, ...]:
         return (self._sockets[link], *self._handshakes[link].sockets())
 
-    def hang_up(self, link: str) -> None:
-        """Close a link for good, dropping what is still queued. Harmless if not open."""
+    def hang_up(self, link: str, linger_ms: int = 0) -> None:
+        """Close a link for good. What is still queued is dropped after `linger_ms`. Harmless if not
+        open."""
         if link not in self._sockets:
             return
         for found in self._sockets_of(link):
@@ -188,7 +189,7 @@ class PeerDialer:
             del self._link_of[found]
         self._with_news.pop(link, None)
         self._handshakes.pop(link).close()
-        self._sockets.pop(link).close()
+        self._sockets.pop(link).close(linger_ms)
 
     def sockets(self) -> tuple[SocketSet, ...]:
         return (self._socket_set,)
@@ -234,10 +235,10 @@ class PeerDialer:
             messages.extend((link, payload) for payload in received)
         return messages
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         """Hang up on everybody. Harmless if closed."""
         for link in list(self._sockets):
-            self.hang_up(link)
+            self.hang_up(link, linger_ms)
 
 
 def local_host_towards(link: str) -> str:

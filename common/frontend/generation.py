@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from common.config import Role
+from common.config import ANY_HOST, Role
 from common.errors import ProtocolError, RequestError
 from common.failures import ABORTED
 from common.frontend.context import FrontendContext
@@ -27,8 +27,6 @@ from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
 
 # Names that stand for "whatever is served": SGLang's default, and what its router fills in.
 ANY_MODEL_NAMES = ("default", "unknown")
-# What --host says to listen on every address.
-ANY_HOST = ("0.0.0.0", "::")
 STOPPED = "a stop string matched"
 
 

@@ -80,9 +80,7 @@ def _group(pages: PageCounts) -> dict[str, object]:
 
 def _peer(peer: PeerState, logged: Sequence[LoggedRequest]) -> dict[str, object]:
     """gb_per_s: what the latest hand-overs with this peer reached while bytes were on the wire."""
-    hand_overs = [
-        one.trace.hand_over for one in logged if one.trace.peer in (peer.address, peer.incarnation)
-    ]
+    hand_overs = [one.trace.hand_over for one in logged if one.trace.peer == peer.label]
     nbytes = sum(one.nbytes for one in hand_overs)
     wire_s = sum(one.wire_s for one in hand_overs)
     return structs.asdict(peer) | {"gb_per_s": nbytes / 1e9 / wire_s if wire_s > 0 else None}

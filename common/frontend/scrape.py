@@ -51,7 +51,7 @@ def not_ready_reason(context: FrontendContext) -> str:
 
 def peers_in_words(state: State) -> str:
     """Every peer and its state, for an error message."""
-    words = [f"{p.address} {p.state}{f' ({p.detail})' if p.detail else ''}" for p in state.peers]
+    words = [f"{p.label} {p.state}{f' ({p.detail})' if p.detail else ''}" for p in state.peers]
     return ", ".join(words) or "none is known"
 
 
@@ -119,7 +119,7 @@ def page_counts(group: PageGroupState) -> PageCounts:
 
 def peer_gauge(peer: PeerState) -> PeerGauge:
     return PeerGauge(
-        address=peer.address or peer.incarnation,
+        name=peer.label,
         is_connected=peer.state == "connected",
         in_flight_count=peer.in_flight_count,
         is_breaker_open=peer.breaker in ("open", "half open"),

@@ -31,7 +31,7 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class PeerGauge:
-    address: str
+    name: str
     is_connected: bool
     in_flight_count: int
     is_breaker_open: bool = False
@@ -125,7 +125,7 @@ def _see_pages(group: PageCounts) -> Iterator[Seen]:
 
 
 def _see_peer(peer: PeerGauge) -> Iterator[Seen]:
-    label = (peer.address,)
+    label = (peer.name,)
     yield Seen("peer_connected", float(peer.is_connected), label)
     yield Seen("peer_in_flight", peer.in_flight_count, label)
     yield Seen("peer_breaker_open", float(peer.is_breaker_open), label)

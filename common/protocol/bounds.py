@@ -324,6 +324,8 @@ SAMPLING_CHECKS: dict[str, _Check] = {
 _FIELD_CHECKS: dict[str, _Check] = {
     "role": _check_name,
     "kind": _check_name,
+    "name": _check_name,
+    "http_address": _check_name,
     "host_ids": _check_host_ids,
     "incarnation": _check_incarnation,
     "peer_incarnation": _check_incarnation,

@@ -114,6 +114,7 @@ class PeerState(_Message, frozen=True):
     is_self_test_failing: the last one failed, and nothing went well since.
     rank_pairs: (prefill rank, decode rank) between which bytes may travel; none before layouts are
         known.
+    name: what operators call it; unique among the peers of a server. http_address: of its page.
     """
 
     address: str
@@ -131,6 +132,12 @@ class PeerState(_Message, frozen=True):
     breaker_open_count: int = 0
     is_self_test_failing: bool = False
     rank_pairs: list[tuple[int, int]] = []
+    name: str = ""
+    http_address: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.address or self.incarnation
 
 
 class PageGroupState(_Message, frozen=True):

@@ -37,6 +37,7 @@ class Hello(_Message, frozen=True):
     hand_over: how this side may be written to; a peer that does not say knows no staging.
     host_ids, pids: of its ranks (see hosts.py), for a peer that can watch their processes.
     verify: how much it wants compared; one that does not say can't.
+    name, http_address: for operators; nothing is decided by them.
     """
 
     version_min: int
@@ -49,12 +50,15 @@ class Hello(_Message, frozen=True):
     host_ids: list[str] = []
     pids: list[int] = []
     verify: Verify | None = None
+    name: str = ""
+    http_address: str = ""
 
 
 class Welcome(_Message, frozen=True):
     """version: the one both sides speak from here on. request_token_max: longest prompt it takes.
 
     host_ids, pids: of the ranks that will write (see hosts.py), for the proof that they are gone.
+    name, http_address: for operators; nothing is decided by them.
     """
 
     version: int
@@ -66,6 +70,8 @@ class Welcome(_Message, frozen=True):
     pids: list[int] = []
     hand_over: HandOver = HandOver.DIRECT
     verify: Verify | None = None
+    name: str = ""
+    http_address: str = ""
 
 
 class Refuse(_Message, frozen=True):
@@ -99,11 +105,15 @@ class Attached(_Message, frozen=True):
 
 
 class Detached(_Message, frozen=True):
-    """The writers of this connection are gone or never came; the decode server dials again."""
+    """The writers of this connection are gone or never came; the decode server dials again.
+
+    is_planned: its sender stops because it was told to, and nothing is wrong.
+    """
 
     incarnation: str
     peer_incarnation: str
     reason: str
+    is_planned: bool = False
 
 
 class Heartbeat(_Message, frozen=True):

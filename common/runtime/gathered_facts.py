@@ -30,6 +30,8 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         eos_token_ids=frozenset(first.eos_token_ids),
         host_ids=tuple(worker.host_id for worker in ordered),
         pids=tuple(worker.pid for worker in ordered),
+        name=config.name or config.http_address,
+        http_address=config.http_address,
         workers=tuple(worker.describe for worker in ordered),
         hand_over=config.hand_over,
         verify=config.verify_transfer,

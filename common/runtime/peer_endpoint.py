@@ -62,10 +62,11 @@ class PeerEndpoint:
         else:
             self.links = PeerDialer(curve)
 
-    def close(self) -> None:
-        self.links.close()
+    def close(self, linger_ms: int = 0) -> None:
+        """What was said last may take `linger_ms` to leave."""
+        self.links.close(linger_ms)
         if self._gate is not None:
-            self._gate.close()
+            self._gate.close(linger_ms)
 
     # ---- what comes in ---------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from common.scheduling.events import (
     LinkRefused,
     ProcessesGone,
     Report,
+    Stopping,
     Tick,
     ToFrontend,
     ToPeer,
@@ -146,10 +147,11 @@ class SchedulerLoop:
                 self._carry_out(self._core.schedule(self._clock.now()))
             # After all that was decided: workers have their next step before clients hear of this.
             self._frontend.flush()
+        self._feed(Stopping())
         self._send_workers(Shutdown())
 
     def close(self) -> None:
-        self._peers.close()
+        self._peers.close(LAST_MESSAGES_MS)
         self._frontend.close()
         self._local.close(LAST_MESSAGES_MS)
 

@@ -89,6 +89,10 @@ class FrontendBehind(msgspec.Struct, frozen=True):
     is_behind: bool
 
 
+class Stopping(msgspec.Struct, frozen=True):
+    """This server was told to end, and does so now: whatever is left is given up."""
+
+
 Event = (
     FromFrontend
     | FromWorker
@@ -101,6 +105,7 @@ Event = (
     | LinkBroke
     | WorkersStopped
     | FrontendBehind
+    | Stopping
 )
 
 

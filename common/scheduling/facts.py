@@ -14,6 +14,7 @@ from common.scheduling.in_flight import IN_FLIGHT_MAX
 class ServerFacts:
     """incarnation: random per process start. page_counts: per page group, the least of all ranks.
     sequence_token_max: context length. host_ids, pids: of the worker processes, by rank.
+    name, http_address: what peers show of it.
     hand_over: how caches may travel, as far as this side is concerned. verify: how much of them it
     wants compared."""
 
@@ -26,6 +27,8 @@ class ServerFacts:
     eos_token_ids: frozenset[int]
     host_ids: tuple[str, ...]
     pids: tuple[int, ...]
+    name: str = ""
+    http_address: str = ""
     workers: tuple[dict[str, str], ...] = ()
     hand_over: HandOver = HandOver.DIRECT
     verify: Verify = Verify.OFF

@@ -5,6 +5,7 @@ Knows nothing of roles, sockets or threads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -59,12 +60,26 @@ class Outbox:
     def report(self, text: str, *, is_warning: bool = False) -> None:
         self._effects.append(Report(text, is_warning))
 
+    def report_end(
+        self, request_count: int, peer_count: int, counters: Mapping[str, float]
+    ) -> None:
+        """The last line of a server that was told to stop. request_count: of those given up."""
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in counters.items() if count)
+        self.report(
+            f"stopping: {peer_count} peers are told, {request_count} requests are given up; "
+            f"since the start: {counts or 'no requests'}"
+        )
+
     def give_up(self, reason: str) -> None:
         self._effects.append(GiveUp(reason))
 
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+STOPPING_REASON = "it was told to stop"
+"""What peers are told by a server that ends as planned."""
 
 
 class Condition(msgspec.Struct, frozen=True):

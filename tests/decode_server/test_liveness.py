@@ -139,3 +139,21 @@ def test_a_peer_whose_address_answers_nobody_is_given_up_at_once(world: World) -
     world.run(world.now + 0.5)
     assert [client.finals for client in clients] == [["finished"]] * 4
     decode.feed(LinkBroke("gone:1", is_refused=True))  # one that is not known any more
+
+
+@pytest.mark.parametrize(("name", "other"), [("p0", "d0"), ("d0", "p0")])
+def test_a_server_that_stops_as_planned_is_not_counted_as_lost(
+    world: World, name: str, other: str
+) -> None:
+    world.nodes[name].leave()
+    world.run(world.now + 1.3)
+    assert counters(world, other)["peers_lost"] == 0
+    states = {peer.name: peer for peer in world.nodes[other].core._state(1).peers}
+    assert all(peer.state != "connected" for shown, peer in states.items() if name in shown)
+
+
+def test_requests_of_a_server_that_stops_go_to_another(world: World) -> None:
+    clients = ask(world)
+    world.nodes["p0"].leave()
+    world.run(world.now + 2.0)
+    assert [client.finals for client in clients] == [["finished"]] * 4

@@ -144,6 +144,7 @@ class Peer(msgspec.Struct):
     transports: list[str]
     in_flight_count: int
     hand_over: list[str]
+    name: str = ""
 
 
 class PageGroup(msgspec.Struct):

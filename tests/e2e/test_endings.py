@@ -84,6 +84,20 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs(fleet: Fleet, decode: 
     remains.check_gone()
 
 
+def test_a_planned_stop_is_told_to_peers_and_is_no_loss(fleet: Fleet, prefill: Node) -> None:
+    lost_count = prefill.info().counters["peers_lost"]
+    ways = ("--transport", "shm", "--name", "blue")
+    decode = fleet.decode([prefill], *ways).wait_ready()
+    assert "blue" in [peer.name for peer in prefill.info().peers]
+    assert decode.terminate() == 0
+    assert "stopping: 1 peers are told, 0 requests are given up; since the start: " in decode.log
+    wait_until(
+        "its peer to know",
+        lambda: "decode server blue has stopped: it was told to stop" in prefill.log,
+    )
+    assert prefill.info().counters["peers_lost"] == lost_count
+
+
 def test_a_second_signal_ends_a_draining_server_at_once(fleet: Fleet, decode: Node) -> None:
     remains = Remains(decode)
     with decode.stream(body(ENDLESS)) as events:

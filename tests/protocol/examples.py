@@ -151,6 +151,8 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
                 1,
                 True,
                 [(0, 0), (1, 0)],
+                "decode-0",
+                "d:30000",
             )
         ],
         17,
@@ -217,6 +219,8 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         ["host"],
         [17],
         Verify.SAMPLE,
+        "decode-0",
+        "d:30000",
     ),
     peer.Attach("inc-d", "inc-p", [DESCRIPTOR], 4),
     peer.TransferRequest(
@@ -239,7 +243,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
     peer.Heartbeat("inc-d", 1, 2, True, 3, 4, "stuck", True),
-    peer.Detached("inc-d", "inc-p", "lost"),
+    peer.Detached("inc-d", "inc-p", "lost", True),
 ]
 PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Welcome(
@@ -252,10 +256,12 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         [17],
         HandOver.LANDING,
         Verify.FULL,
+        "prefill-0",
+        "p:30000",
     ),
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
-    peer.Detached("inc-p", "inc-d", "lost"),
+    peer.Detached("inc-p", "inc-d", "lost", True),
     peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, [TOLD], [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),

@@ -27,6 +27,7 @@ from common.scheduling.events import (
     FrontendBehind,
     GiveUp,
     ProcessesGone,
+    Stopping,
     Tick,
     ToFrontend,
     ToPeer,
@@ -191,6 +192,12 @@ class Node:
             self.world.tally["drains"] += 1
             self.is_draining = True
             self.feed(FromFrontend(wire.from_frontend(Drain())))
+
+    def leave(self) -> None:
+        """It was told to stop: its scheduler ends, and its workers once they have heard of it."""
+        self.feed(Stopping())
+        self.is_frozen = True
+        self.world.after(0.05, self.crash)
 
     def stop_frontend(self, *, is_behind: bool) -> None:
         """What it is told waits for it. is_behind: more than may wait while steps are computed."""

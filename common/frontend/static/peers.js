@@ -14,7 +14,7 @@ const CHARACTER = 6.7, BOLD_CHARACTER = 7.6; // about the width of one, at 12px
 let drawnKey = "";
 
 export function showPeers(state) {
-  const peers = [...state.peers].sort((a, b) => a.address.localeCompare(b.address));
+  const peers = [...state.peers].sort((a, b) => nameOf(a).localeCompare(nameOf(b)));
   const width = Math.max(240, find("picture").clientWidth);
   const key = JSON.stringify([width, state.layout, state.engine_type, peers]);
   if (key === drawnKey) return;
@@ -30,6 +30,7 @@ export function health(peer) {
   return peer.is_self_test_failing || !["", "closed"].includes(peer.breaker) ? "warn" : "good";
 }
 
+const nameOf = peer => peer.name || peer.address || peer.incarnation;
 const isRetried = peer => peer.state.endsWith("ing") && peer.detail !== "";
 
 function condition(peer) {
@@ -47,7 +48,7 @@ function picture(state, peers, width) {
   const own = { title: width < 420 ? "this server" : `this ${isPrefill ? "prefill" : "decode"} server`, isOwn: true,
     ...state.layout };
   const others = peers.map(peer => ({ ...peer,
-    title: (isPrefill ? "decode " : "") + (peer.address || peer.incarnation) }));
+    title: (isPrefill ? "decode " : "") + nameOf(peer) }));
   for (const box of [own, ...others]) {
     box.isLeft = Boolean(box.isOwn) === isPrefill;
     box.x = box.isLeft ? 1 : width - boxWidth - 1;
@@ -175,7 +176,7 @@ function titled(node, words) {
 
 function inWords(state, peers) {
   const here = `this ${state.role} server with ${plural(rankCount(state.layout), "rank")}`;
-  const there = peers.map(peer => `${peer.address || peer.incarnation} ${condition(peer)}, ` +
+  const there = peers.map(peer => `${nameOf(peer)} ${condition(peer)}, ` +
     `${plural(rankCount(peer), "rank")}, ${peer.in_flight_count} hand-overs under way`);
   return [here, ...there].join("; ");
 }
@@ -184,7 +185,7 @@ function showTroubles(state, peers) {
   const troubled = peers.filter(peer => health(peer) !== "good");
   find("troubles").replaceChildren(...troubled.map(peer => {
     const item = element("li", health(peer));
-    say(item, `${peer.address || peer.incarnation}: ${condition(peer)}` +
+    say(item, `${nameOf(peer)}: ${condition(peer)}` +
       (peer.detail ? `: ${peer.detail}` : ""));
     return item;
   }));
@@ -194,7 +195,7 @@ function showTable(peers) {
   fillTable(find("links"),
     [["peer"], ["state"], ["transports"], ["layout"], ["under way", true], ["GB/s", true],
       ["hand-over"], ["verified"]],
-    peers.map(peer => [[peer.address || peer.incarnation], [condition(peer)],
+    peers.map(peer => [[nameOf(peer)], [condition(peer)],
       [[...new Set(peer.transports)].join(", ")],
       [rankCount(peer) ? `TP ${peer.tp_size} PP ${peer.pp_size}, page ${peer.page_size}` : ""],
       [String(peer.in_flight_count), true],
