@@ -79,7 +79,7 @@ def quarantine_by_timer(patch: Patch) -> None:
 
 
 def fence_by_closing_over_shared_memory(patch: Patch) -> None:
-    patch.setattr(PrefillPeer, "is_fenced_by_close", property(lambda self: True))
+    patch.setattr(PrefillPeer, "is_fenced", property(lambda self: True))
 
 
 def quiesced_before_the_puts_are_back(patch: Patch) -> None:
