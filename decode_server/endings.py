@@ -22,10 +22,10 @@ from decode_server.waiting import WaitingQueue
 # Other kinds of failure are counted as `failed` alone.
 COUNTED = (
     *("finished", "failed", "aborted", "timed_out", "transfer_failed", "bootstrap_failed"),
-    *("retracted", "retried", "holds_lost"),
+    *("no_prefill_server", "retracted", "retried", "holds_lost"),
 )
 # Kinds that say that a request's other half never came.
-BOOTSTRAP_FAILURES = ("no_prefill_server", "rendezvous_timeout", "other_half_aborted")
+BOOTSTRAP_FAILURES = ("rendezvous_timeout", "other_half_aborted")
 ENDED = (DecodeState.DRAINING, DecodeState.FINISHED, DecodeState.FAILED)
 
 

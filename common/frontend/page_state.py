@@ -25,11 +25,12 @@ PERCENTILES = (50, 90, 99)
 
 
 async def page_state(context: FrontendContext) -> dict[str, object]:
-    """Everything on the page. requests: newest first."""
+    """Everything on the page. requests, failures: newest first; also failures that are older."""
     seen = await look(context)
     state = seen.state or State(0, False, {}, {}, [], [])
     config = context.config
     logged = context.scheduler.log.newest()
+    failed = [one for one in logged if one.trace.status != "ok"]
     return {
         "served_model_name": config.served_model_name,
         "engine_type": str(config.engine_type),
@@ -57,6 +58,7 @@ async def page_state(context: FrontendContext) -> dict[str, object]:
         "peers": [_peer(peer, logged) for peer in state.peers],
         "percentiles": _percentiles(context, logged),
         "requests": [_request(context, one) for one in logged[:REQUEST_COUNT]],
+        "failures": [_request(context, one) for one in failed[:REQUEST_COUNT]],
     }
 
 

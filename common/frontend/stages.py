@@ -16,6 +16,7 @@ from msgspec import structs
 from common.config import Role
 from common.request import RequestTrace
 
+NO_SERVER = "no_prefill_server"
 HAND_OVER_STAGES = ("queue", "prefill", "transfer")
 
 
@@ -36,6 +37,7 @@ class Stage:
 def stages_of(trace: RequestTrace, role: Role) -> list[Stage]:
     """The stages of one request of a server of that role; they add up to `trace.e2e_s`.
 
+    One that ended for want of a prefill server has waited for that, and not for pages.
     A hand-over that went well has all of its stages, also those that took no time. A request that
     failed has no first token; what it did after it was asked for is `unanswered`.
     """
@@ -43,8 +45,9 @@ def stages_of(trace: RequestTrace, role: Role) -> list[Stage]:
     is_told = role is Role.DECODE and trace.peer != ""
     there = Role.PREFILL if is_told else role
     is_answered = trace.output_token_count > 0
+    first = NO_SERVER if trace.status == NO_SERVER and not is_answered else "reserve"
     spans = [
-        ("reserve", trace.reserve_s, role),
+        (first, trace.reserve_s, role),
         ("queue", hand_over.queue_s, there),
         ("prefill", hand_over.prefill_s, there),
         ("transfer", hand_over.transfer_s, there),
@@ -52,7 +55,7 @@ def stages_of(trace: RequestTrace, role: Role) -> list[Stage]:
         ("decode", trace.decode_s if is_answered else 0.0, role),
     ]
     is_handed_over = is_answered and (is_told or role is Role.PREFILL)
-    always = {"reserve", *(HAND_OVER_STAGES if is_handed_over else ())}
+    always = {first, *(HAND_OVER_STAGES if is_handed_over else ())}
     found: list[Stage] = []
     start_s = 0.0
     for name, duration_s, clock in spans:

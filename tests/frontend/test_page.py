@@ -12,6 +12,7 @@ import pytest
 
 from common.config import Role
 from common.protocol.frontend import Failed, PageGroupState, PeerState, Submit
+from common.request import HandOverTrace
 from tests.frontend.browser import (
     CHROMIUM,
     DESK,
@@ -23,7 +24,7 @@ from tests.frontend.browser import (
     open_tab,
 )
 from tests.frontend.page_rig import Served, serve_page
-from tests.frontend.scripted_scheduler import PAGES, PEER, ScriptedScheduler, ToldFrontend
+from tests.frontend.scripted_scheduler import PAGES, PEER, ScriptedScheduler, ToldFrontend, trace_of
 from tests.frontend.test_timelines import named
 
 pytestmark = [
@@ -71,6 +72,7 @@ FAINT_TEXTS = """
   return { seen, found };
 })()
 """
+NOBODY = "no prefill server could be reached"
 # What happens when one comes back to the tab, until the server has answered.
 LOOK_AGAIN = "document.dispatchEvent(new Event('visibilitychange')), fetch('/state').then(() => 0)"
 # What can be reached by keyboard has a name that is read out.
@@ -104,7 +106,8 @@ def in_trouble(scheduler: ScriptedScheduler) -> None:
             PEER, tp_size=4, page_size=64, rank_pairs=pairs, in_flight_count=2, breaker="closed"
         ),
         PeerState("10.1.22.33:8998", "def", "connected", "no answer in 2 s", ["tcp"], 1, 2, 16,
-                  breaker="open", is_self_test_failing=True),
+                  breaker="open", is_self_test_failing=True, name="blue (10.1.22.33:8998)",
+                  http_address="blue.example:30000"),
         PeerState("prefill-7.some.long.name.example:8998", "ghi", "connecting",
                   "silent for 0.8 s"),
         PeerState("[::1]:9", "", "refused", "layout: 32 layers here, 24 there"),
@@ -152,9 +155,7 @@ def test_peers_are_drawn_and_told_of(browser: Browser, served: Served) -> None:
         assert tab.evaluate(count.format(".link.warn")) == 1
         assert tab.evaluate(count.format(".link.bad")) == 2
         troubles = tab.text("#troubles")
-        assert (
-            "10.1.22.33:8998: connected, left alone (breaker open), its self-test fails" in troubles
-        )
+        assert "blue (10.1.22.33:8998): connected, left alone (breaker open)" in troubles
         assert "example:8998: not connected: silent for 0.8 s" in troubles
         assert "[::1]:9: refused: layout: 32 layers here, 24 there" in troubles
         assert "2 hand-overs under way" in str(
@@ -200,6 +201,42 @@ def test_a_prompt_can_be_stopped_and_a_failure_is_told_in_words(
         wait_text(tab, "#figures", "Refused: no prefill server could be reached")
         served.scheduler.answer = named
         assert tab.evaluate("document.getElementById('go').disabled") is False
+
+
+def test_failures_are_found_and_drawn_as_what_they_are(browser: Browser, served: Served) -> None:
+    with open_tab(browser, served.url) as tab:
+        served.scheduler.answer = fail_traced
+        generate(tab, "abc")
+        wait_text(tab, "#figures", "Refused: no prefill server could be reached")
+        served.scheduler.answer = named
+        served.post()
+        wait_text(tab, "#requests", "3 out")
+        assert "with 127.0.0.1:8998" in tab.text("#requests summary"), (
+            "the newest row names its peer"
+        )
+        tab.click("#failed-only")
+        tab.wait("the others to go", lambda tab: "3 out" not in tab.text("#requests"))
+        assert "no prefill server" in tab.text("#requests")
+        drawn = "row.querySelector('.place i').className"
+        found = f"[...document.querySelectorAll('.request')].map(row => {drawn})"
+        assert "no_prefill_server" in tab.evaluate(found)  # type: ignore[operator]
+        tab.click("#failed-only")
+        wait_text(tab, "#requests", "3 out")
+
+
+def test_a_peer_leads_to_its_own_page_and_one_in_trouble_is_in_the_headline(
+    browser: Browser, served: Served
+) -> None:
+    with open_tab(browser, served.url) as tab:
+        wait_text(tab, "#ready", "ready, 3 of 4 peers in trouble")
+        links = "[...document.querySelectorAll('#links a')].map(a => [a.textContent, a.href])"
+        assert tab.evaluate(links) == [["blue (10.1.22.33:8998)", "http://blue.example:30000/"]]
+
+
+def fail_traced(submit: Submit) -> list[ToldFrontend]:
+    trace = trace_of(submit, 0, status="no_prefill_server")
+    lost = msgspec.structs.replace(trace, peer="", hand_over=HandOverTrace(), reserve_s=0.01)
+    return [Failed(submit.request_id, 503, "no_prefill_server", NOBODY, lost)]
 
 
 def fail(submit: Submit) -> list[ToldFrontend]:

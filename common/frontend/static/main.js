@@ -2,11 +2,11 @@
 
 import { ask, askForKey, forgetKey, hasKey } from "./ask.js";
 import { element, find, say } from "./draw.js";
-import { showPeers } from "./peers.js";
+import { health, showPeers } from "./peers.js";
 import { showBuild, showNumbers } from "./pools.js";
 import { setUpPrompt, showPrompt } from "./prompt.js";
 import { showRequests } from "./requests.js";
-import { duration } from "./words.js";
+import { duration, plural } from "./words.js";
 
 const POLL_MS = 1000, SELDOM_MS = 15000, ANSWER_MS = 4000;
 const ROLES = { prefill: "prefill server", decode: "decode server", unified: "server" };
@@ -43,7 +43,9 @@ function show(state) {
   say(find("about"), `Baton ${ROLES[state.engine_type]}`);
   document.title = `${state.served_model_name}: Baton ${ROLES[state.engine_type]}`;
   const reason = state.not_ready_reason || (state.is_fresh ? "" : "the scheduler is slow to answer");
-  say(find("ready"), reason || "ready", reason ? "pill bad" : "pill good");
+  const missing = state.peers.filter(peer => health(peer) !== "good").length;
+  const word = missing ? `ready, ${missing} of ${plural(state.peers.length, "peer")} in trouble` : "ready";
+  say(find("ready"), reason || word, reason ? "pill bad" : missing ? "pill warn" : "pill good");
   find("forget").hidden = !hasKey();
   find("give").hidden = true;
   showPrompt(state);

@@ -31,6 +31,16 @@ export function health(peer) {
 }
 
 const nameOf = peer => peer.name || peer.address || peer.incarnation;
+
+// Its page, where it has said its address; whether that can be reached from here is not known.
+function pageOf(peer) {
+  if (!peer.http_address) return nameOf(peer);
+  const anchor = element("a", "", nameOf(peer));
+  anchor.href = `http://${peer.http_address}/`;
+  anchor.rel = "noreferrer";
+  return anchor;
+}
+
 const isRetried = peer => peer.state.endsWith("ing") && peer.detail !== "";
 
 function condition(peer) {
@@ -195,7 +205,7 @@ function showTable(peers) {
   fillTable(find("links"),
     [["peer"], ["state"], ["transports"], ["layout"], ["under way", true], ["GB/s", true],
       ["hand-over"], ["verified"]],
-    peers.map(peer => [[nameOf(peer)], [condition(peer)],
+    peers.map(peer => [[pageOf(peer)], [condition(peer)],
       [[...new Set(peer.transports)].join(", ")],
       [rankCount(peer) ? `TP ${peer.tp_size} PP ${peer.pp_size}, page ${peer.page_size}` : ""],
       [String(peer.in_flight_count), true],

@@ -1,21 +1,24 @@
 // The latest requests, a bar each on one scale; opened, every stage where its time lies.
 
 import { element, fillKey, find, bar, say, waterfall } from "./draw.js";
-import { STAGES, bytes, count, plural, seconds, short } from "./words.js";
+import { STAGES, bytes, count, fit, plural, seconds, short } from "./words.js";
 
 const SHOWN = ["reserve", "queue", "prefill", "transfer", "first_token", "decode"];
 fillKey(find("stage-key"), Object.fromEntries(SHOWN.map(name => [name, STAGES[name]])));
 
 const rows = new Map(); // by request: its row, so that an opened one stays open
-let shown = [];
+let shown = [], latest = null;
 
 find("scale").addEventListener("change", drawBars);
+find("failed-only").addEventListener("change", () => { if (latest !== null) showRequests(latest); });
 
 export function showRequests(state) {
-  shown = state.requests.map(request => ({ ...request, key: `${request.id} ${request.started_at}` }));
+  latest = state;
+  const isFailedOnly = find("failed-only").checked;
+  shown = (isFailedOnly ? state.failures : state.requests).map(request => ({ ...request, key: `${request.id} ${request.started_at}` }));
   const keys = new Set(shown.map(request => request.key));
-  for (const key of rows.keys()) if (!keys.has(key)) rows.delete(key);
   let isChanged = find("requests").childElementCount !== Math.max(1, shown.length);
+  for (const key of rows.keys()) if (!keys.has(key)) isChanged = rows.delete(key);
   for (const request of shown) {
     if (rows.has(request.key)) continue;
     rows.set(request.key, rowOf(request));
@@ -24,7 +27,7 @@ export function showRequests(state) {
   if (!isChanged) return;
   const nodes = shown.map(request => rows.get(request.key));
   if (nodes.length) arrange(find("requests"), nodes);
-  else find("requests").replaceChildren(element("p", "muted", "None yet."));
+  else find("requests").replaceChildren(element("p", "muted", isFailedOnly ? "None." : "None yet."));
   drawBars();
 }
 
@@ -44,6 +47,8 @@ function rowOf(request) {
     `${count(request.prompt_tokens)} in, ${count(request.completion_tokens)} out`];
   if (request.completion_tokens > 0) figures.push(`first token ${seconds(request.ttft_s)}`);
   if (rest > 0 && request.decode_s > 0) figures.push(`${short(rest / request.decode_s)} tokens/s`);
+  if (request.peer) figures.push(`with ${fit(request.peer, 28)}`);
+  if (request.rid) figures.push(fit(request.rid, 20));
   const words = element("span", "", ...figures.map(figure => element("span", "", figure)));
   if (!isWell) words.append(element("span", "bad", request.status.replaceAll("_", " ")));
   const summary = element("summary", "", words, element("div", "place"));

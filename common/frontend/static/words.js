@@ -2,6 +2,7 @@
 
 export const STAGES = {
   reserve: "wait for pages",
+  no_prefill_server: "wait for a prefill server",
   queue: "queue",
   prefill: "prefill",
   transfer: "transfer",
@@ -38,6 +39,7 @@ export const COUNTERS = {
   retracted: "retracted",
   transfer_failed: "hand-overs failed",
   bootstrap_failed: "halves never met",
+  no_prefill_server: "without a prefill server",
   verified: "caches verified",
   mismatched: "caches that differed",
   self_tests_failed: "self-tests failed",
