@@ -25,13 +25,10 @@ from common.protocol.handshake import (
     compare_layouts,
 )
 from common.protocol.peer import (
-    PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN,
     Attach,
     Attached,
     Detached,
     Heartbeat,
-    Hello,
     Refuse,
     Welcome,
 )
@@ -39,6 +36,7 @@ from common.protocol.worker import ClosePeer, OpenPeer, PeerOpened
 from common.request import Bootstrap
 from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import Pace, ServerFacts
+from common.scheduling.introductions import hello_of
 from common.scheduling.peers import (
     HELLO_INTERVAL_S,
     REFUSED_RETRY_S,
@@ -330,7 +328,8 @@ class PrefillPeers:
     def handle_detached(self, link: str, message: Detached) -> str | None:
         if message.peer_incarnation != self._facts.incarnation:
             return None
-        return self.lose(link, message.reason, is_planned=message.is_planned)
+        reason = message.reason if message.is_planned else f"it gave us up: {message.reason}"
+        return self.lose(link, reason, is_planned=message.is_planned)
 
     def lose_incarnation(self, incarnation: str, reason: str) -> str | None:
         peer = self._of_incarnation(incarnation)
@@ -407,7 +406,7 @@ class PrefillPeers:
                 if now >= peer.next_hello_at and not condition.trouble:
                     self._redial_if_due(peer)
                     peer.next_hello_at = now + HELLO_INTERVAL_S
-                    self._outbox.to_peer(peer.link, self._hello())
+                    self._outbox.to_peer(peer.link, hello_of(self._facts))
             elif peer.phase is not Phase.CLOSING:
                 incarnation = self._facts.incarnation
                 beat = peer.liveness.next_heartbeat(incarnation, now, self._pace, condition)
@@ -423,23 +422,6 @@ class PrefillPeers:
             self._outbox.hang_up(peer.link)
             self._outbox.dial(peer.link)
         peer.unanswered_hello_count += 1
-
-    def _hello(self) -> Hello:
-        facts = self._facts
-        return Hello(
-            version_min=PROTOCOL_VERSION_MIN,
-            version_max=PROTOCOL_VERSION,
-            role="decode",
-            incarnation=facts.incarnation,
-            fingerprint=facts.fingerprint,
-            layout=facts.layout_bytes,
-            hand_over=facts.hand_over,
-            host_ids=list(facts.host_ids),
-            pids=list(facts.pids),
-            verify=facts.verify,
-            name=facts.name,
-            http_address=facts.http_address,
-        )
 
     def _of_incarnation(self, incarnation: str) -> PrefillPeer | None:
         for peer in self._peers.values():

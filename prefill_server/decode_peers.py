@@ -39,10 +39,10 @@ from common.protocol.peer import (
     Heartbeat,
     Hello,
     Refuse,
-    Welcome,
 )
 from common.protocol.worker import ClosePeer, ConnectPeer, PeerConnected
 from common.scheduling.facts import Pace, ServerFacts
+from common.scheduling.introductions import welcome_of
 from common.scheduling.peers import (
     REFUSED_RETRY_S,
     STOPPING_REASON,
@@ -174,7 +174,7 @@ class DecodePeers:
             self._refuse(link, hello.incarnation, hello.name, [SPOKEN_FOR], now)
             return None
         if known is not None and known.phase is Phase.WELCOMED:
-            self._send_welcome(known)
+            self._outbox.to_peer(link, welcome_of(self._facts, self._request_token_max))
             return None
         if known is not None:
             # It dropped what we are connected to: close our side; its next Hello starts afresh.
@@ -197,7 +197,7 @@ class DecodePeers:
         processes = peer_processes(hello.host_ids, hello.pids, self._facts.host_ids)
         if processes.watched_pids:
             self._outbox.watch_processes(peer.incarnation, processes.watched_pids)
-        self._send_welcome(peer)
+        self._outbox.to_peer(link, welcome_of(self._facts, self._request_token_max))
         return lost
 
     def _name_of(self, hello: Hello) -> str:
@@ -259,25 +259,6 @@ class DecodePeers:
         """How caches will travel; direct stands for no agreement, which is a difference."""
         return agree_hand_over(self._facts.hand_over, hello.hand_over) or HandOver.DIRECT
 
-    def _send_welcome(self, peer: DecodePeer) -> None:
-        facts = self._facts
-        self._outbox.to_peer(
-            peer.link,
-            Welcome(
-                version=PROTOCOL_VERSION,
-                incarnation=facts.incarnation,
-                fingerprint=facts.fingerprint,
-                layout=facts.layout_bytes,
-                request_token_max=self._request_token_max,
-                host_ids=list(facts.host_ids),
-                pids=list(facts.pids),
-                name=facts.name,
-                http_address=facts.http_address,
-                hand_over=facts.hand_over,
-                verify=facts.verify,
-            ),
-        )
-
     def handle_attach(self, link: str, attach: Attach, now: float) -> None:
         """Connect every rank to the ranks it announced, if the announcement holds together."""
         peer = self._of(attach.incarnation, link)
@@ -337,7 +318,7 @@ class DecodePeers:
         is_ours = message.peer_incarnation == self._facts.incarnation
         if not is_ours or self._of(message.incarnation, link) is None:
             return False
-        reason = message.reason if message.is_planned else f"it detached: {message.reason}"
+        reason = message.reason if message.is_planned else f"it gave us up: {message.reason}"
         return self.lose(message.incarnation, reason, now, is_planned=message.is_planned)
 
     def leave(self) -> int:

@@ -42,6 +42,7 @@ from common.protocol.frontend import (
     Traced,
 )
 from common.request import Bootstrap, FinishReason, Origin, RequestTrace, SamplingParams
+from common.stopped import is_stopped
 
 STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
@@ -215,6 +216,8 @@ class SchedulerClient:
 
     def trouble(self) -> str:
         """Why this server is not healthy, "" if it is; says nothing of start-up or peers."""
+        if self.server_info is not None and is_stopped(self.server_info.pid):
+            return "the scheduler's process is stopped"
         return self._liveness.trouble(self._clock.now(), is_started=self.server_info is not None)
 
     # ---- the two tasks -----------------------------------------------------------------------

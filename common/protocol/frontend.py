@@ -186,7 +186,7 @@ class State(_Message, frozen=True):
 class ServerInfo(_Message, frozen=True):
     """Sent once to the frontend when all workers are ready (is_ready may still wait for a peer).
 
-    incarnation: of this process, random per start.
+    incarnation: of this process, random per start. pid: the scheduler's own.
     """
 
     token_capacity: int
@@ -197,6 +197,7 @@ class ServerInfo(_Message, frozen=True):
     fingerprint: dict[str, str]
     workers: list[dict[str, str]]
     incarnation: str = ""
+    pid: int = 0
 
 
 FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState

@@ -1,5 +1,4 @@
-"""Tells when processes of this host have ended, by pidfd: the proof that they write no more; and
-which of our own are stopped.
+"""Tells when processes of this host have ended, by pidfd: the proof that they write no more.
 
 Knows nothing of why somebody wants to know.
 """
@@ -7,7 +6,6 @@ Knows nothing of why somebody wants to know.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 
 class ProcessWatch:
@@ -56,13 +54,3 @@ class ProcessWatch:
         """Close file descriptors that are no longer polled."""
         for fd in fds:
             os.close(fd)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal (SIGSTOP, Ctrl-Z). One that a debugger holds is not:
-    profilers hold every process they look at, a hundred times a second."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False  # it has ended, which others see
-    return stat.rpartition(b") ")[2].startswith(b"T")

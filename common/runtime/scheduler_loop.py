@@ -31,7 +31,7 @@ from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, Wor
 from common.runtime.frontend_link import LAST_MESSAGES_MS, FrontendLink
 from common.runtime.gathered_facts import gather_facts
 from common.runtime.peer_endpoint import PeerEndpoint
-from common.runtime.processes import ProcessWatch, is_stopped
+from common.runtime.processes import ProcessWatch
 from common.scheduling.events import (
     Dial,
     Effect,
@@ -54,12 +54,14 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import ServerFacts
 from common.scheduling.sparing import Sparing
+from common.stopped import is_stopped
 
 log = logging.getLogger(__name__)
 
 # Effects of one round can cause events at once only through sockets, so a round is bounded by what
 # the sockets held; this bounds how long the loop goes without looking at the time.
 POLL_MAX_S = 0.5
+PAUSE_MAX_S = 0.5  # peers wait for 0.8 s; a loaded machine takes some hundredths
 
 # Refused connections that are remembered while the workers still load.
 EARLY_REFUSALS_MAX = 64
@@ -137,6 +139,7 @@ class SchedulerLoop:
                 timeout = min(timeout, max(0.0, self._core.next_wakeup(now) - now))
             self._poller.wait_writable(self._frontend.endpoint, waits=self._frontend.has_unsent)
             ready = self._poller.poll(timeout)
+            self._note_pause(self._clock.now() - now - timeout)
             self._receive_frontend()
             self._receive_local()
             self._receive_peers()
@@ -149,6 +152,11 @@ class SchedulerLoop:
             self._frontend.flush()
         self._feed(Stopping())
         self._send_workers(Shutdown())
+
+    def _note_pause(self, pause_s: float) -> None:
+        """Peers may have given this server up meanwhile, and say so: here is why."""
+        if pause_s > PAUSE_MAX_S:
+            log.warning("this scheduler did not run for %.1f s: stopped, or without a CPU", pause_s)
 
     def close(self) -> None:
         self._peers.close(LAST_MESSAGES_MS)
@@ -287,6 +295,7 @@ class SchedulerLoop:
             fingerprint=first.fingerprint,
             workers=[worker.describe for _, worker in sorted(self._workers.items())],
             incarnation=facts.incarnation,
+            pid=os.getpid(),
         )
         self._tell_info()
         self._feed(Tick())

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from common.runtime.processes import is_stopped
+from common.stopped import is_stopped
 
 
 def test_a_process_is_stopped_from_sigstop_to_sigcont() -> None:

@@ -18,6 +18,7 @@ from tests.e2e.fleet import (
     Body,
     Fleet,
     Node,
+    error_message,
     is_alive,
     reply_of,
     wait_until,
@@ -96,6 +97,20 @@ def test_a_planned_stop_is_told_to_peers_and_is_no_loss(fleet: Fleet, prefill: N
         lambda: "decode server blue has stopped: it was told to stop" in prefill.log,
     )
     assert prefill.info().counters["peers_lost"] == lost_count
+
+
+def test_a_scheduler_that_is_stopped_is_red_at_once_and_says_so_later(
+    decode: Node, prefill: Node
+) -> None:
+    """Its peers gave it up, and have no part in it."""
+    lost_count = prefill.info().counters["peers_lost"]
+    with decode.frozen("scheduler_process"):
+        reply = decode.get("/health")
+        assert reply.status_code == 503 and "is stopped" in error_message(reply)
+        wait_until("its peer to notice", lambda: prefill.info().counters["peers_lost"] > lost_count)
+    wait_until("it to know", lambda: "this scheduler did not run for" in decode.log)
+    wait_until("it to be told", lambda: "it gave us up: no heartbeat" in decode.log)
+    wait_until("it to be well", lambda: decode.get("/health").status_code == 200)
 
 
 def test_a_second_signal_ends_a_draining_server_at_once(fleet: Fleet, decode: Node) -> None:

@@ -159,7 +159,7 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         [{"rank": "0"}],
         "stuck",
     ),
-    frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc"),
+    frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc", 17),
 ]
 SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.Step(
