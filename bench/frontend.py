@@ -27,7 +27,7 @@ from common.channel.local import LocalClient
 from common.channel.sockets import SendResult
 from common.clock import SystemClock
 from common.config import Role, ServerConfig, write_config
-from common.frontend.tokenizer import load_tokenizer
+from common.frontend.text.tokenizer import load_tokenizer
 from demo.__main__ import CHECKPOINT
 from demo.servers import free_ports
 

@@ -42,7 +42,7 @@ DOORS = {
     "starlette": ("common/frontend/",),
     "uvicorn": ("common/frontend/",),
     "prometheus_client": ("common/metrics/",),
-    "opentelemetry": ("common/frontend/tracing.py",),
+    "opentelemetry": ("common/frontend/requests/tracing.py",),
     "safetensors": ("common/engine/",),
     "llguidance": ("common/engine/grammar.py",),
     "transformers": (),

@@ -24,16 +24,17 @@ from common.clock import Clock, SystemClock
 from common.config import ServerConfig, read_config
 from common.errors import ConfigError, RequestError, config_error
 from common.exit_codes import exit_code_of
-from common.frontend import info, openai_api, page, sglang_api, timelines, token_api
+from common.frontend.apis import info, openai_api, sglang_api, timelines, token_api
 from common.frontend.app import HEADERS_NBYTES_MAX, build_app
-from common.frontend.bodies import BodyReader, keep_no_large_blocks
+from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
 from common.frontend.context import FrontendContext
-from common.frontend.grammar_check import GrammarCheck
-from common.frontend.http_protocol import UVICORN_LOGGER, is_told_here, make_protocol
-from common.frontend.request_log import RequestLog
-from common.frontend.scheduler_client import SchedulerClient
-from common.frontend.tokenizer import Tokenizer, load_tokenizer
-from common.frontend.tracing import open_tracing
+from common.frontend.http.protocol import UVICORN_LOGGER, is_told_here, make_protocol
+from common.frontend.page import routes as page
+from common.frontend.requests.request_log import RequestLog
+from common.frontend.requests.scheduler_client import SchedulerClient
+from common.frontend.requests.tracing import open_tracing
+from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.log import setup_log
 from common.metrics.server import ServerMetrics
 

@@ -16,11 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
-from common.frontend.api_keys import ApiKeys, KeyCheck
+from common.frontend.apis.openapi import PATH, DescribedApp
 from common.frontend.context import FrontendContext
-from common.frontend.errors import error_response
-from common.frontend.openapi import PATH, DescribedApp
-from common.frontend.origins import OriginCheck, Origins
+from common.frontend.http.api_keys import ApiKeys, KeyCheck
+from common.frontend.http.errors import error_response
+from common.frontend.http.origins import OriginCheck, Origins
 
 HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request
 CONTENT_LENGTH_DIGITS_MAX = 19  # 2**63; Python refuses to read numbers of thousands of digits

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from common.clock import Clock
 from common.config import ServerConfig
-from common.frontend.bodies import BodyReader
-from common.frontend.grammar_check import GrammarCheck
-from common.frontend.request_handle import RequestHandle
-from common.frontend.sample import Sample
-from common.frontend.scheduler_client import SchedulerClient
-from common.frontend.tokenizer import Tokenizer
+from common.frontend.bodies.reader import BodyReader
+from common.frontend.bodies.sample import Sample
+from common.frontend.requests.request_handle import RequestHandle
+from common.frontend.requests.scheduler_client import SchedulerClient
+from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.tokenizer import Tokenizer
 from common.metrics.server import ServerMetrics
 from common.request import Bootstrap, SamplingParams
 

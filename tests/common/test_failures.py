@@ -18,7 +18,7 @@ PLACES = (
 
 def nodes() -> Iterator[ast.AST]:
     for place in PLACES:
-        for path in (ROOT / place).glob("*.py"):
+        for path in (ROOT / place).rglob("*.py"):
             yield from ast.walk(ast.parse(path.read_text()))
 
 

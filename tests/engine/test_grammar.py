@@ -16,9 +16,9 @@ from common.engine.grammar import GrammarCompiler, lark_of
 from common.engine.grammar_table import GrammarTable
 from common.engine.sampler import Sampler
 from common.errors import GrammarError
-from common.frontend.constraints import CHOICE_COUNT_MAX, read_choice
-from common.frontend.fields import Fields, JsonValue
-from common.frontend.tokenizer import load_tokenizer
+from common.frontend.bodies.constraints import CHOICE_COUNT_MAX, read_choice
+from common.frontend.bodies.fields import Fields, JsonValue
+from common.frontend.text.tokenizer import load_tokenizer
 from common.request import Grammar, GrammarKind, SamplingParams
 from common.request_bounds import GRAMMAR_LENGTH_MAX
 

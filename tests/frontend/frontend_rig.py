@@ -18,15 +18,16 @@ from fastapi import APIRouter, FastAPI
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, ManualClock, SystemClock
 from common.config import Role, ServerConfig
-from common.frontend import info, page, timelines
+from common.frontend.apis import info, timelines
 from common.frontend.app import build_app
-from common.frontend.bodies import BodyReader
+from common.frontend.bodies.reader import BodyReader
 from common.frontend.context import FrontendContext
-from common.frontend.grammar_check import GrammarCheck
-from common.frontend.request_log import RequestLog
-from common.frontend.scheduler_client import SchedulerClient
-from common.frontend.tokenizer import load_tokenizer
-from common.frontend.tracing import open_tracing
+from common.frontend.page import routes as page
+from common.frontend.requests.request_log import RequestLog
+from common.frontend.requests.scheduler_client import SchedulerClient
+from common.frontend.requests.tracing import open_tracing
+from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.tokenizer import load_tokenizer
 from common.metrics.server import ServerMetrics
 from tests.frontend.scripted_scheduler import ScriptedScheduler
 from tests.frontend.tiny_tokenizers import write_tokenizer

@@ -15,9 +15,9 @@ import msgspec
 import uvicorn
 
 from common.config import Role
-from common.frontend import openai_api, sglang_api, token_api
-from common.frontend.fields import JsonObject, JsonValue
-from common.frontend.tokenizer import Tokenizer
+from common.frontend.apis import openai_api, sglang_api, token_api
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.frontend import Submit, Tokens, ToldFrontend
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig

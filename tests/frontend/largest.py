@@ -11,11 +11,11 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from common.frontend import body_schemas
-from common.frontend.constraints import CHOICE_COUNT_MAX
-from common.frontend.fields import JsonObject, JsonValue
-from common.frontend.openapi import BODIES
-from common.frontend.tools import TOOL_COUNT_MAX
+from common.frontend.apis.openapi import BODIES
+from common.frontend.bodies import body_schemas
+from common.frontend.bodies.constraints import CHOICE_COUNT_MAX
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.bodies.tools import TOOL_COUNT_MAX
 from common.request_bounds import GRAMMAR_LENGTH_MAX, RID_LENGTH_MAX, ROOM_MAX
 
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")

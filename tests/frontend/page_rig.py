@@ -15,7 +15,8 @@ import httpx
 import uvicorn
 
 from common.clock import SystemClock
-from common.frontend import info, openai_api, page, timelines
+from common.frontend.apis import info, openai_api, timelines
+from common.frontend.page import routes as page
 from tests.frontend.frontend_rig import decode_config, open_rig
 from tests.frontend.scripted_scheduler import ScriptedScheduler
 

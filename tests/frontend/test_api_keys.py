@@ -10,7 +10,7 @@ import pytest
 
 from common.config import shown_settings
 from common.errors import ConfigError
-from common.frontend.api_keys import ADMIN_PATHS, OPEN_PATHS, ApiKeys
+from common.frontend.http.api_keys import ADMIN_PATHS, OPEN_PATHS, ApiKeys
 from decode_server.config import parse_args
 from tests.frontend.frontend_rig import Rig, decode_config, run_with_rig, write_model
 

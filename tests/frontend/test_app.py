@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
-from common.frontend.errors import FailedRequest, error_body, error_response
+from common.frontend.http.errors import FailedRequest, error_body, error_response
 from common.protocol.frontend import Failed
 from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
 

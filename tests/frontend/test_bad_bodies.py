@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RequestError
-from common.frontend.fields import NESTING_MAX, JsonObject, JsonValue, parse_object
-from common.frontend.validation import parse_generate
+from common.frontend.bodies.fields import NESTING_MAX, JsonObject, JsonValue, parse_object
+from common.frontend.bodies.validation import parse_generate
 from tests.frontend.test_validation import DECODE, PREFILL, TOKENIZER, parse
 
 # ---- bad input -----------------------------------------------------------------------------------

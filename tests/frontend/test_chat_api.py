@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Role
-from common.frontend.fields import JsonObject, JsonValue
+from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.protocol.frontend import Failed
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.generate_rig import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.errors import RequestError
-from common.frontend import chat_template
-from common.frontend.chat_template import ChatTemplate
-from common.frontend.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject
+from common.frontend.text import chat_template
+from common.frontend.text.chat_template import ChatTemplate
 
 HELLO: JsonObject = {"role": "user", "content": "hello"}
 

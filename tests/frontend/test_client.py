@@ -9,8 +9,8 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import RequestError
-from common.frontend.liveness import GONE_AFTER_S, SILENCE_MAX_S, STALL_MAX_S, Liveness
-from common.frontend.request_handle import RequestHandle
+from common.frontend.requests.liveness import GONE_AFTER_S, SILENCE_MAX_S, STALL_MAX_S, Liveness
+from common.frontend.requests.request_handle import RequestHandle
 from common.protocol.codec import encode
 from common.protocol.frontend import Cancel, Failed, GetState, Outputs, State, Tokens
 from common.request import Bootstrap, FinishKind, FinishReason, SamplingParams
@@ -217,7 +217,7 @@ def test_a_frontend_that_was_stopped_itself_blames_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the scheduler said meanwhile lies in the socket: it is not gone, and goes on."""
-    monkeypatch.setattr("common.frontend.scheduler_client.WATCH_INTERVAL_S", 1e6)
+    monkeypatch.setattr("common.frontend.requests.scheduler_client.WATCH_INTERVAL_S", 1e6)
     clock = ManualClock(100.0)
 
     async def story(rig: Rig) -> None:
@@ -240,7 +240,7 @@ def test_a_frozen_scheduler_is_unhealthy_then_given_up_and_stopped_when_it_thaws
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The client's own looks would be answers of a scheduler that the clock calls frozen.
-    monkeypatch.setattr("common.frontend.scheduler_client.WATCH_INTERVAL_S", 1e6)
+    monkeypatch.setattr("common.frontend.requests.scheduler_client.WATCH_INTERVAL_S", 1e6)
     clock = ManualClock(100.0)
 
     async def story(rig: Rig) -> None:
@@ -292,7 +292,7 @@ def test_concurrent_calls_get_their_own_answers(tmp_path: Path) -> None:
 def test_a_start_is_noticed_at_once_and_not_at_the_next_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.frontend.scheduler_client.WATCH_INTERVAL_S", 1e6)
+    monkeypatch.setattr("common.frontend.requests.scheduler_client.WATCH_INTERVAL_S", 1e6)
 
     async def story(rig: Rig) -> None:
         looks = sum(isinstance(m, GetState) for m in rig.scheduler.seen)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Role
-from common.frontend.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject
 from common.request import Grammar, GrammarKind
 from common.request_bounds import GRAMMAR_LENGTH_MAX
 from tests.frontend.frontend_rig import Rig

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.frontend.detokenizer import REPLACEMENT
-from common.frontend.stop_strings import StopStrings
-from common.frontend.tokenizer import Tokenizer
+from common.frontend.text.detokenizer import REPLACEMENT
+from common.frontend.text.stop_strings import StopStrings
+from common.frontend.text.tokenizer import Tokenizer
 from tests.frontend.tiny_tokenizers import BACKENDS, byte_fallback_backend
 
 TOKENIZERS = {name: Tokenizer(make(), None) for name, make in BACKENDS.items()}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, RequestError
-from common.frontend import sglang_api
-from common.frontend.dial_rules import DialRules
+from common.frontend.apis import sglang_api
+from common.frontend.bodies.dial_rules import DialRules
 from decode_server.config import parse_args
 from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig, write_model
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from common.frontend import failure_log
-from common.frontend.failure_log import FailureLog
+from common.frontend.requests import failure_log
+from common.frontend.requests.failure_log import FailureLog
 
 
 def test_a_flood_of_failures_is_one_line_at_once_and_one_with_all_the_others(

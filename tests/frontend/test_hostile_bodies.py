@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.frontend.fields import NESTING_MAX
+from common.frontend.bodies.fields import NESTING_MAX
 from common.protocol.frontend import Submit, ToldFrontend
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate, say_text

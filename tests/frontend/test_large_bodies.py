@@ -17,11 +17,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers
 
 from common.errors import RequestError
-from common.frontend import bodies, openai_api, sglang_api, token_api
-from common.frontend.bodies import HELD_BODY_COUNT, LARGE_BODY_NBYTES, BodyReader
-from common.frontend.fields import JsonObject
-from common.frontend.token_bound import token_nbytes_max
-from common.frontend.tokenizer import Tokenizer
+from common.frontend.apis import openai_api, sglang_api, token_api
+from common.frontend.bodies import reader as bodies
+from common.frontend.bodies.fields import JsonObject
+from common.frontend.bodies.reader import HELD_BODY_COUNT, LARGE_BODY_NBYTES, BodyReader
+from common.frontend.text.token_bound import token_nbytes_max
+from common.frontend.text.tokenizer import Tokenizer
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.tiny_tokenizers import (
     byte_fallback_backend,

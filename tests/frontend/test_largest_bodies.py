@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from common.errors import RequestError
-from common.frontend.dial_rules import DialRules
-from common.frontend.openai_api import parse_completion
-from common.frontend.openai_chat import parse_chat
-from common.frontend.sample import Limits, Sample
-from common.frontend.tokenizer import Tokenizer, load_tokenizer
-from common.frontend.validation import parse_generate
+from common.frontend.apis.openai_api import parse_completion
+from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.bodies.dial_rules import DialRules
+from common.frontend.bodies.sample import Limits, Sample
+from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
 from common.protocol.frontend import Submit
 from common.protocol.peer import TransferRequest

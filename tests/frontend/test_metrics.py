@@ -262,7 +262,7 @@ def test_the_states_of_a_group_s_pages_add_up_to_its_pool(tmp_path: Path) -> Non
 def test_a_silent_scheduler_shows_as_down_with_the_gauges_heard_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.frontend.scrape.SCRAPE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("common.frontend.requests.scrape.SCRAPE_TIMEOUT_S", 0.01)
 
     async def story(rig: Rig) -> None:
         rig.scheduler.is_silent = True

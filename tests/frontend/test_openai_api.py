@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Role
-from common.frontend.fields import JsonObject, JsonValue
+from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import (

@@ -14,17 +14,18 @@ from schemathesis import Case, GenerationMode
 from schemathesis.core import NotSet
 from schemathesis.specs.openapi.checks import negative_data_rejection, response_schema_conformance
 
-from common.frontend import body_schemas, openapi
-from common.frontend.dial_rules import DialRules
-from common.frontend.fields import Fields, JsonObject, JsonValue
-from common.frontend.info import rid_to_abort
-from common.frontend.openai_api import parse_completion
-from common.frontend.openai_chat import parse_chat
-from common.frontend.sample import Limits
-from common.frontend.sampling import KNOWN_KEYS
-from common.frontend.token_api import detokenize_body, tokenize_body
-from common.frontend.tokenizer import Tokenizer, load_tokenizer
-from common.frontend.validation import parse_generate
+from common.frontend.apis import openapi
+from common.frontend.apis.info import rid_to_abort
+from common.frontend.apis.openai_api import parse_completion
+from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.token_api import detokenize_body, tokenize_body
+from common.frontend.bodies import body_schemas
+from common.frontend.bodies.dial_rules import DialRules
+from common.frontend.bodies.fields import Fields, JsonObject, JsonValue
+from common.frontend.bodies.sample import Limits
+from common.frontend.bodies.sampling import KNOWN_KEYS
+from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate
 from tests.frontend.test_hostile_bodies import ALLOWED, Ask, search

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from common.errors import ConfigError
-from common.frontend import openai_api, sglang_api
+from common.frontend.apis import openai_api, sglang_api
 from common.protocol.frontend import FlushCache
 from decode_server.config import parse_args
 from tests.frontend.browser import CHROMIUM, DESK, WHY_NOT, chromium, open_tab

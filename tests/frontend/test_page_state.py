@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from common.config import Role
-from common.frontend.page_files import DIRECTORY, FILES, PAGE_PATHS
+from common.frontend.page.files import DIRECTORY, FILES, PAGE_PATHS
 from common.protocol.frontend import Traced
 from common.request import HandOverTrace, RequestTrace, SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig
+from tests.frontend.scripted_scheduler import PEER
 
 
 def test_every_file_is_sent_as_what_it_is_and_nothing_else_may_run(tmp_path: Path) -> None:
@@ -106,17 +107,17 @@ def test_percentiles_are_of_the_latest_requests_that_were_answered(tmp_path: Pat
 def test_a_prefill_server_counts_what_it_handed_to_each_peer(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         hand_over = HandOverTrace(prefill_s=0.2, nbytes=3_000_000, wire_s=0.001)
-        trace = RequestTrace(7, peer="abc", hand_over=hand_over, output_token_count=1)
+        trace = RequestTrace(7, peer=PEER.label, hand_over=hand_over, output_token_count=1)
         rig.context.scheduler.handle(Traced(trace))
         body = (await rig.http.get("/state")).json()
-        assert body["peers"][0]["gb_per_s"] == pytest.approx(3.0), "known by its incarnation"
+        assert body["peers"][0]["gb_per_s"] == pytest.approx(3.0), "known by its name"
         assert "first_token" not in {one["name"] for one in body["percentiles"]}
 
     run_with_rig(tmp_path, story, role=Role.PREFILL, prefill=())
 
 
 def test_state_says_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.frontend.scrape.SCRAPE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("common.frontend.requests.scrape.SCRAPE_TIMEOUT_S", 0.01)
 
     async def story(rig: Rig) -> None:
         rig.scheduler.is_silent = True

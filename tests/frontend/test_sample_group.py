@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import RequestError
-from common.frontend.generation import Continuation, SampleGroup
-from common.frontend.sample import Sample, TextOptions
+from common.frontend.bodies.sample import Sample, TextOptions
+from common.frontend.requests.generation import Continuation, SampleGroup
 from common.protocol.frontend import Tokens
 from common.request import FinishKind, FinishReason, SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig

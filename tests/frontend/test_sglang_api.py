@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Role
-from common.frontend.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject
 from common.protocol.frontend import Submit, Tokens, ToldFrontend
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import Rig

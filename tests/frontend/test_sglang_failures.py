@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.frontend.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject
 from common.protocol.frontend import Failed, Submit, ToldFrontend
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import (

@@ -11,9 +11,9 @@ import pytest
 
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
-from common.frontend import openai_api, sglang_api
-from common.frontend.request_log import LoggedRequest
-from common.frontend.spans import (
+from common.frontend.apis import openai_api, sglang_api
+from common.frontend.requests.request_log import LoggedRequest
+from common.frontend.requests.spans import (
     Span,
     decode_spans,
     name_request,
@@ -22,7 +22,7 @@ from common.frontend.spans import (
     prefill_spans,
     trace_parent_of,
 )
-from common.frontend.tracing import open_tracing
+from common.frontend.requests.tracing import open_tracing
 from common.request import HandOverTrace, Origin, RequestTrace
 from tests.e2e.collector import collector
 from tests.frontend.frontend_rig import Rig, decode_config, run_with_rig
@@ -153,8 +153,8 @@ def traced(tmp_path: Path, endpoint: str, role: Role = Role.DECODE) -> ServerCon
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans leave before `close` returns, however slow the machine is."""
-    monkeypatch.setattr("common.frontend.tracing.CLOSE_TIMEOUT_S", 60.0)
-    monkeypatch.setattr("common.frontend.tracing.EXPORT_TIMEOUT_S", 60)
+    monkeypatch.setattr("common.frontend.requests.tracing.CLOSE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("common.frontend.requests.tracing.EXPORT_TIMEOUT_S", 60)
 
 
 @pytest.mark.slow
@@ -196,8 +196,8 @@ def test_a_prefill_server_joins_the_trace_it_is_told_of(tmp_path: Path) -> None:
 def test_a_collector_that_is_not_there_costs_spans_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.frontend.tracing.CLOSE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("common.frontend.tracing.QUEUED_SPAN_COUNT_MAX", 512)
+    monkeypatch.setattr("common.frontend.requests.tracing.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("common.frontend.requests.tracing.QUEUED_SPAN_COUNT_MAX", 512)
     tracing = open_tracing(traced(tmp_path, "http://127.0.0.1:9"))
     for _ in range(400):  # four spans each: more than the queue holds
         tracing.end(LOGGED, tracing.begin(""))

@@ -10,7 +10,7 @@ import pytest
 
 from common.clock import ManualClock
 from common.config import Role
-from common.frontend.stages import chunks_of, stages_of
+from common.frontend.requests.stages import chunks_of, stages_of
 from common.protocol.frontend import Submit, Tokens, Traced
 from common.request import HandOverTrace, Origin, RequestTrace, SamplingParams
 from tests.frontend.frontend_rig import Rig, run_with_rig

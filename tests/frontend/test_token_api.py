@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.frontend.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import TOKENIZER, VOCAB_SIZE, post_object, run_generate
 

@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import ConfigError, RequestError
-from common.frontend.fields import JsonObject, JsonValue
-from common.frontend.tokenizer import BYTE_ALPHABET, Tokenizer, load_tokenizer
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.text.tokenizer import BYTE_ALPHABET, Tokenizer, load_tokenizer
 from tests.frontend.tiny_tokenizers import BACKENDS, CHATML, byte_level_backend, write_tokenizer
 
 WALL = datetime(2026, 7, 26, 12, 0).timestamp()
@@ -148,7 +148,7 @@ def test_a_broken_tokenizer_config_is_named(content: str, message: str, tmp_path
 
 def test_loading_imports_neither_torch_nor_transformers(chat_dir: Path) -> None:
     code = (
-        "import sys; from common.frontend.tokenizer import load_tokenizer; "
+        "import sys; from common.frontend.text.tokenizer import load_tokenizer; "
         f"load_tokenizer({str(chat_dir)!r}, lambda: 0.0); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from common.frontend.tool_calls import ToolCall, ToolFormat, joined, tool_parser
+from common.frontend.text.tool_calls import ToolCall, ToolFormat, joined, tool_parser
 
 NAMES = {"get_weather", "add"}
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"]é"}]}}'

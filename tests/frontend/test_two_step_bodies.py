@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from common.errors import RequestError
-from common.frontend.dial_rules import DialRules
-from common.frontend.fields import JsonObject, JsonValue
-from common.frontend.openai_api import parse_completion
-from common.frontend.sample import Limits
-from common.frontend.tokenizer import Tokenizer
+from common.frontend.apis.openai_api import parse_completion
+from common.frontend.bodies.dial_rules import DialRules
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.bodies.sample import Limits
+from common.frontend.text.tokenizer import Tokenizer
 from common.request import Bootstrap
 from tests.frontend.tiny_tokenizers import byte_level_backend
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RequestError
-from common.frontend.fields import JsonObject, JsonValue, parse_object
-from common.frontend.sample import Limits, TextOptions
-from common.frontend.sampling import derive_seed
-from common.frontend.tokenizer import Tokenizer
-from common.frontend.validation import GenerateCall, parse_generate
+from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object
+from common.frontend.bodies.sample import Limits, TextOptions
+from common.frontend.bodies.sampling import derive_seed
+from common.frontend.bodies.validation import GenerateCall, parse_generate
+from common.frontend.text.tokenizer import Tokenizer
 from common.request import Bootstrap, SamplingParams
 from tests.frontend.tiny_tokenizers import byte_level_backend
 

@@ -1,0 +1,321 @@
+"""What a server says of itself, and what an operator tells it: health, info, abort, flush.
+
+Field names follow SGLang's, which routers and benches read. Knows nothing of prompts or text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import structs
+
+from common.config import EngineType, Role, shown_settings
+from common.errors import RequestError
+from common.frontend.bodies.fields import Fields, JsonObject
+from common.frontend.context import FrontendContext
+from common.frontend.http.errors import json_response
+from common.frontend.requests.scrape import (
+    describe_group,
+    look,
+    not_ready_reason,
+    pool_token_count,
+    take_snapshot,
+    used_token_count,
+)
+from common.metrics.server import CONTENT_TYPE
+from common.protocol.frontend import Failed
+from common.request import SamplingParams
+
+PROBE_TIMEOUT_S = 20.0  # SGLang's; what a health check may wait for one token
+FLUSH_TIMEOUT_S_MAX = 600.0
+WEIGHT_VERSION = "default"
+
+
+def build_router(context: FrontendContext) -> APIRouter:
+    router = APIRouter()
+    _add_health(router, context)
+    _add_info(router, context)
+    _add_loads(router, context)
+    _add_commands(router, context)
+    return router
+
+
+# ---- health ------------------------------------------------------------------------------------
+
+
+def _add_health(router: APIRouter, context: FrontendContext) -> None:
+    @router.get("/health")
+    @router.get("/ready")
+    async def health() -> Response:
+        """200 if a request could be served now. Cheap: says what was heard last."""
+        return _health(context)
+
+    @router.get("/ping")
+    async def ping() -> Response:
+        """200 as long as the server's processes answer, ready or not."""
+        trouble = context.scheduler.trouble()
+        if trouble:
+            raise RequestError(trouble, status=503)
+        return json_response({"status": "alive"})
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        """200 if one token was generated just now. A prefill server has no request of its own to
+        generate for: it answers as /health does, which sees a stalled engine."""
+        response = _health(context)
+        if context.config.role is Role.DECODE:
+            await _generate_one(context)
+        return response
+
+
+def _health(context: FrontendContext) -> Response:
+    reason = not_ready_reason(context)
+    if reason:
+        raise RequestError(reason, status=503)
+    state = context.scheduler.state
+    assert state is not None, "a server without a state is not ready"
+    return json_response({"status": "ok", "step_count": state.step_count})
+
+
+async def _generate_one(context: FrontendContext) -> None:
+    """Raises: RequestError 503 unless the pair generates a token in time."""
+    sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
+    handle = context.scheduler.submit(
+        [0],
+        sampling,
+        budget_s=PROBE_TIMEOUT_S,
+        rid=f"HEALTH_CHECK_{uuid4().hex}",
+        is_measured=False,
+    )
+    with handle:
+        async for message in handle:
+            if isinstance(message, Failed):
+                raise RequestError(f"no token could be generated: {message.message}", status=503)
+
+
+# ---- info --------------------------------------------------------------------------------------
+
+
+def _add_info(router: APIRouter, context: FrontendContext) -> None:
+    architecture = _read_architecture(context.config.model_path)
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> Response:
+        return json_response(_model_info(context, architecture))
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def server_info() -> Response:
+        return json_response(await _server_info(context, architecture))
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model_card(context)]})
+
+    @router.get("/v1/models/{model:path}")
+    async def model_card(model: str) -> Response:
+        name = context.config.served_model_name
+        if model != name:
+            raise RequestError(
+                f"model {model!r} is not served here; {name!r} is", field="model", status=404
+            )
+        return json_response(_model_card(context))
+
+
+def _read_architecture(model_path: str) -> dict[str, object]:
+    """model_type and architectures as the checkpoint's config.json says them."""
+    document = msgspec.json.decode((Path(model_path) / "config.json").read_bytes())
+    return {key: document.get(key) for key in ("model_type", "architectures")}
+
+
+def _disaggregation_mode(context: FrontendContext) -> str:
+    """As SGLang spells it: "null" is a server that does both halves."""
+    engine_type = context.config.engine_type
+    return "null" if engine_type is EngineType.UNIFIED else str(engine_type)
+
+
+def _model_info(context: FrontendContext, architecture: dict[str, object]) -> dict[str, object]:
+    config = context.config
+    return {
+        "model_path": config.model_path,
+        "served_model_name": config.served_model_name,
+        "tokenizer_path": config.tokenizer_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": WEIGHT_VERSION,
+        "load_format": config.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": config.tool_call_parser or None,
+        "disaggregation_mode": _disaggregation_mode(context),
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        **architecture,
+    }
+
+
+async def _server_info(
+    context: FrontendContext, architecture: dict[str, object]
+) -> dict[str, object]:
+    """The settings, and what the scheduler and the workers say of themselves."""
+    config = context.config
+    info = context.scheduler.server_info
+    seen = await look(context)
+    workers = info.workers if info else []
+    return {
+        **shown_settings(config),
+        **architecture,
+        "version": context.version,
+        "status": not_ready_reason(context) or "ready",
+        "dp_size": 1,
+        "disaggregation_mode": _disaggregation_mode(context),
+        "disaggregation_bootstrap_port": config.bootstrap_port,
+        "max_total_num_tokens": pool_token_count(seen.state),
+        "max_running_requests": info.running_max if info else config.max_running_requests,
+        "max_request_token_count": info.request_token_max if info else None,
+        "vocab_size": info.vocab_size if info else None,
+        "eos_token_ids": info.eos_token_ids if info else None,
+        "fingerprint": info.fingerprint if info else {},
+        "workers": workers,
+        "ucx_in_use": [
+            {key: value for key, value in worker.items() if key.startswith("ucx")}
+            for worker in workers
+        ],
+        "is_state_fresh": seen.is_fresh,
+        "peers": [structs.asdict(peer) for peer in seen.state.peers] if seen.state else [],
+        "page_groups": [describe_group(g) for g in seen.state.page_groups] if seen.state else [],
+        "internal_states": [
+            {
+                "queues": seen.state.queues if seen.state else {},
+                "counters": seen.state.counters if seen.state else {},
+                "step_count": seen.state.step_count if seen.state else 0,
+            }
+        ],
+    }
+
+
+def _model_card(context: FrontendContext) -> dict[str, object]:
+    info = context.scheduler.server_info
+    return {
+        "id": context.config.served_model_name,
+        "object": "model",
+        "created": int(context.started_wall_s),
+        "owned_by": "baton",
+        "root": context.config.model_path,
+        "parent": None,
+        "max_model_len": info.request_token_max if info else context.config.context_length,
+    }
+
+
+# ---- loads and metrics -------------------------------------------------------------------------
+
+
+def _add_loads(router: APIRouter, context: FrontendContext) -> None:
+    @router.get("/get_load")
+    async def get_load() -> Response:
+        """An array with one entry per data parallel rank: routers sum over it."""
+        load = _load(context)
+        return json_response(
+            [
+                {
+                    "dp_rank": 0,
+                    "num_reqs": load["num_total_reqs"],
+                    "num_waiting_reqs": load["num_waiting_reqs"],
+                    "num_tokens": load["num_used_tokens"],
+                }
+            ]
+        )
+
+    @router.get("/v1/loads")
+    async def loads() -> Response:
+        load = _load(context)
+        return json_response(
+            {
+                "timestamp": context.clock.wall(),
+                "version": context.version,
+                "dp_rank_count": 1,
+                "loads": [load],
+            }
+        )
+
+    @router.api_route("/metrics", methods=["GET", "HEAD"])
+    async def metrics() -> Response:
+        exposition = context.metrics.expose(await take_snapshot(context))
+        return Response(exposition, media_type=CONTENT_TYPE)
+
+
+def _load(context: FrontendContext) -> dict[str, object]:
+    """The load as heard last, in the words of SGLang's /v1/loads."""
+    state = context.scheduler.state
+    info = context.scheduler.server_info
+    queues = state.queues if state else {}
+    used, capacity = used_token_count(state), pool_token_count(state)
+    running, waiting = queues.get("running", 0), queues.get("waiting", 0)
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": context.scheduler.open_request_count,
+        "num_used_tokens": used,
+        "max_total_num_tokens": capacity,
+        "token_usage": used / max(1, capacity),
+        "gen_throughput": context.metrics.throughput,
+        "max_running_requests": info.running_max if info else None,
+        "disaggregation": {
+            "mode": _disaggregation_mode(context),
+            "prefill_bootstrap_queue_reqs": queues.get("bootstrap", 0),
+            "prefill_inflight_queue_reqs": queues.get("inflight", 0),
+            "decode_prealloc_queue_reqs": queues.get("prealloc", 0),
+            "decode_transfer_queue_reqs": queues.get("transfer", 0),
+            "decode_retracted_queue_reqs": queues.get("retracted", 0),
+        },
+    }
+
+
+# ---- commands ----------------------------------------------------------------------------------
+
+
+def rid_to_abort(body: JsonObject) -> str:
+    """What the rids to abort begin with; "" is all of them. Raises: RequestError."""
+    fields = Fields(body)
+    if fields.boolean("abort_all", False):
+        return ""
+    rid = fields.text("rid", "")
+    if not rid:
+        raise RequestError("rid must be a non-empty string, or abort_all true", field="rid")
+    return rid
+
+
+def _add_commands(router: APIRouter, context: FrontendContext) -> None:
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        """Abort the open requests whose rid starts with `rid`, or all of them."""
+        rid = await context.bodies.read(request, rid_to_abort)
+        count = context.scheduler.cancel_matching(rid)
+        return json_response({"success": True, "aborted_count": count})
+
+    @router.post("/flush_cache")
+    async def flush_cache(request: Request) -> Response:
+        """Forget cached prefixes: 200 if done, 400 if requests are under way."""
+        done = await context.scheduler.flush_cache(_flush_timeout_s(request))
+        if not done.is_flushed:
+            raise RequestError(done.message)
+        return json_response({"success": True, "message": done.message})
+
+
+def _flush_timeout_s(request: Request) -> float:
+    given = request.query_params.get("timeout", "")
+    if not given:
+        return 30.0
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 < timeout_s <= FLUSH_TIMEOUT_S_MAX:
+        raise RequestError(
+            f"timeout={given!r}: must be seconds in 0..{FLUSH_TIMEOUT_S_MAX:g}", field="timeout"
+        )
+    return timeout_s

@@ -1,0 +1,205 @@
+"""Runs one OpenAI call and tells of it, whole or in chunks. The two dialects differ by a `Shape`.
+
+Knows nothing of bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+import orjson
+from fastapi import Request, Response
+
+from common.frontend.apis.openai_call import OpenAiCall
+from common.frontend.bodies.reader import trace_parent
+from common.frontend.context import FrontendContext
+from common.frontend.http.errors import error_body, json_response, raise_failed
+from common.frontend.http.streaming import (
+    CLIENT_GONE_STATUS,
+    DONE,
+    EVENT_END,
+    EVENT_START,
+    EventStream,
+    run_until_disconnect,
+)
+from common.frontend.requests.generation import Continuation, SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What is new of a sample: text, and tokens [start, stop) that begin to show with it."""
+
+    text: str
+    start: int
+    stop: int
+    is_first: bool
+
+
+class Shape(Protocol):
+    """How a dialect tells of samples."""
+
+    object_name: str
+    chunk_object_name: str
+    has_prompt_in_choice: bool  # where the ids of the prompt stand; else beside the choices
+
+    def choice(self, one: Continuation) -> dict[str, object]:
+        """A sample that has ended."""
+
+    def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
+        """Choices of the chunks that tell of `growth`; none if there is nothing to tell."""
+
+
+class OpenAiRun:
+    """One call on its way to a reply."""
+
+    def __init__(
+        self, context: FrontendContext, call: OpenAiCall, shape: Shape, trace_parent: str
+    ) -> None:
+        self._context = context
+        self._trace_parent = trace_parent
+        self._call = call
+        self._shape = shape
+        self._created_s = int(context.clock.wall())
+
+    async def reply(self) -> dict[str, object]:
+        """Raises: RequestError if a sample failed; the others are cancelled then."""
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
+            group.submit(is_streaming=False)
+            async for ended in group.changes():
+                raise_failed(one.failure for one in ended)
+        choices = [self._shape.choice(one) for one in group.continuations]
+        reply = {
+            **self._head(self._shape.object_name),
+            "choices": choices,
+            "usage": usage_fields(group.continuations, self._call.n),
+        }
+        if self._call.transfer_params is not None:
+            reply["kv_transfer_params"] = self._call.transfer_params
+        if self._call.tells_ids:
+            for choice, one in zip(choices, group.continuations, strict=True):
+                choice["token_ids"] = one.token_ids
+                where = choice if self._shape.has_prompt_in_choice else reply
+                where["prompt_token_ids"] = one.sample.token_ids
+        return reply
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Raises: RequestError if a sample failed; the others are cancelled then."""
+        stream = _Stream(self._call, self._shape, self._head(self._shape.chunk_object_name))
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
+            group.submit(is_streaming=True)
+            async for grown in group.changes():
+                raise_failed(one.failure for one in grown)
+                told = b"".join(map(stream.events, grown))
+                if group.is_over:
+                    told += stream.last_event(group.continuations) + DONE
+                if told:
+                    yield told
+
+    def _head(self, object_name: str) -> dict[str, object]:
+        return {
+            "id": self._call.name,
+            "object": object_name,
+            "created": self._created_s,
+            "model": self._context.config.served_model_name,
+        }
+
+
+class _Stream:
+    """A stream as bytes. What all of its chunks have alike is encoded once.
+
+    head: the first fields of every chunk.
+    """
+
+    def __init__(self, call: OpenAiCall, shape: Shape, head: dict[str, object]) -> None:
+        self._call = call
+        self._shape = shape
+        self._start = EVENT_START + orjson.dumps(head)[:-1] + b',"choices":['
+        self._told: dict[int, tuple[int, int]] = {}  # by index: pieces of text and tokens told
+        self._told_ids: dict[int, int] = {}  # by index: token ids told
+
+    def events(self, one: Continuation) -> bytes:
+        """Of what is new of a sample; none if nothing of that can be told yet."""
+        index = one.sample.index
+        piece_count, start = self._told.get(index, (0, 0))
+        growth = Growth(
+            text="".join(one.pieces[piece_count:]),
+            start=start,
+            stop=one.settled_count(),
+            is_first=index not in self._told,
+        )
+        self._told[index] = (len(one.pieces), growth.stop)
+        return b"".join([self._event(choice, one) for choice in self._shape.chunks(one, growth)])
+
+    def last_event(self, continuations: list[Continuation]) -> bytes:
+        """Of what all samples took together, if that is asked for."""
+        if not self._call.includes_usage:
+            return b""
+        return self._start + _tail({"usage": usage_fields(continuations, self._call.n)})
+
+    def _event(self, choice: dict[str, object], one: Continuation) -> bytes:
+        rest: dict[str, object] = {}
+        if self._call.has_running_usage:
+            rest["usage"] = usage_fields([one], self._call.n)
+        elif self._call.includes_usage:
+            rest["usage"] = None
+        if one.is_ended and self._call.transfer_params is not None:
+            rest["kv_transfer_params"] = self._call.transfer_params
+        if self._call.tells_ids:
+            self._add_ids(rest, choice, one)
+        return self._start + orjson.dumps(choice) + _tail(rest)
+
+    def _add_ids(
+        self, rest: dict[str, object], choice: dict[str, object], one: Continuation
+    ) -> None:
+        """The ids that are new since the chunk before; in the first one the prompt's too."""
+        index = one.sample.index
+        if index not in self._told_ids:
+            where = choice if self._shape.has_prompt_in_choice else rest
+            where["prompt_token_ids"] = one.sample.token_ids
+        choice["token_ids"] = one.token_ids[self._told_ids.get(index, 0) :]
+        self._told_ids[index] = len(one.token_ids)
+
+
+def _tail(rest: dict[str, object]) -> bytes:
+    """The end of an event, from behind its choices."""
+    return b"]," + orjson.dumps(rest)[1:] + EVENT_END if rest else b"]}" + EVENT_END
+
+
+def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]:
+    """A prompt counts once, however many samples, `n`, were drawn for it."""
+    of_prompt = {one.sample.index // n: one for one in reversed(continuations)}
+    prompt_count = sum(len(one.sample.token_ids) for one in of_prompt.values())
+    output_count = sum(len(one.token_ids) for one in continuations)
+    return {
+        "prompt_tokens": prompt_count,
+        "completion_tokens": output_count,
+        "total_tokens": prompt_count + output_count,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(one.cached_token_count for one in of_prompt.values())
+        },
+    }
+
+
+async def answer(
+    request: Request, context: FrontendContext, call: OpenAiCall, shape: Shape
+) -> Response:
+    """The response to a checked call; cancelled as soon as its client goes away.
+
+    Raises: RequestError if its grammar can't be followed.
+    """
+    await context.check_grammars(call.samples)
+    run = OpenAiRun(context, call, shape, trace_parent(request))
+    if call.is_streaming:
+        path = request.url.path
+        return EventStream(run.events(), lambda error: error_body(path, error))
+    reply = await run_until_disconnect(run.reply(), request.receive)
+    return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
+
+
+def finish_fields(one: Continuation) -> dict[str, object]:
+    """finish_reason and what matched; both null while the sample runs."""
+    if one.finish is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": str(one.finish.kind), "matched_stop": one.finish.matched}

@@ -1,0 +1,88 @@
+"""The document at /openapi.json: the routes, what their bodies look like, and how they fail.
+
+Bodies themselves are in `body_schemas.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+from fastapi import FastAPI
+
+from common.frontend.apis import openai_api, openai_chat, sglang_api
+from common.frontend.apis.info import FLUSH_TIMEOUT_S_MAX
+from common.frontend.bodies import body_schemas
+from common.frontend.bodies.fields import JsonObject
+
+PATH = "/openapi.json"
+BODY_METHODS = frozenset({"post", "put"})
+
+ERROR: JsonObject = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string", "minLength": 1},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message"],
+        }
+    },
+    "required": ["error"],
+}
+ERROR_RESPONSE: JsonObject = {
+    "description": "What went wrong. Routes under /v1 tell all of it, others the message only.",
+    "content": {"application/json": {"schema": ERROR}},
+}
+BODIES: dict[str, JsonObject] = {
+    sglang_api.PATH: body_schemas.GENERATE,
+    openai_api.PATH: body_schemas.COMPLETION,
+    openai_chat.PATH: body_schemas.CHAT_COMPLETION,
+    "/tokenize": body_schemas.TOKENIZE,
+    "/v1/tokenize": body_schemas.TOKENIZE,
+    "/detokenize": body_schemas.DETOKENIZE,
+    "/v1/detokenize": body_schemas.DETOKENIZE,
+    "/abort_request": body_schemas.ABORT,
+}
+FLUSH_TIMEOUT: JsonObject = {
+    "name": "timeout",
+    "in": "query",
+    "required": False,
+    "description": "Seconds to wait for requests under way.",
+    "schema": {
+        "anyOf": [
+            {"type": "number", "exclusiveMinimum": 0, "maximum": FLUSH_TIMEOUT_S_MAX},
+            {"const": "", "description": "As if it were not given."},
+        ]
+    },
+}
+
+
+class DescribedApp(FastAPI):
+    """An application whose document tells bodies and errors too."""
+
+    def openapi(self) -> JsonObject:
+        if self.openapi_schema is None:
+            with warnings.catch_warnings(action="ignore"):  # two methods of one route share an id
+                describe(super().openapi()["paths"])
+        return super().openapi()
+
+
+def describe(paths: dict[str, dict[str, JsonObject]]) -> None:
+    """Tell of every operation how errors are told, and what its body looks like if it reads one."""
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")
+            responses = operation["responses"]
+            assert isinstance(responses, dict), "FastAPI tells of one answer at least"
+            responses.pop("422", None)  # FastAPI's own; ours are told alike
+            responses["default"] = ERROR_RESPONSE
+            if path == "/flush_cache":
+                operation["parameters"] = [FLUSH_TIMEOUT]
+            if path in BODIES and method in BODY_METHODS:
+                content: JsonObject = {"application/json": {"schema": BODIES[path]}}
+                operation["requestBody"] = {"required": True, "content": content}

@@ -1,0 +1,171 @@
+"""POST and PUT /generate in SGLang's shapes: single and batch, streamed and not.
+
+Text, output_ids and log-probabilities of a stream are cumulative, as SGLang's are by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request, Response
+
+from common.frontend.bodies.reader import request_name, trace_parent
+from common.frontend.bodies.validation import GenerateCall, parse_generate
+from common.frontend.context import FrontendContext
+from common.frontend.http.errors import error_body, json_response, raise_failed
+from common.frontend.http.streaming import (
+    CLIENT_GONE_STATUS,
+    DONE,
+    EventStream,
+    event,
+    run_until_disconnect,
+)
+from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
+from common.frontend.requests.stages import trace_fields
+from common.frontend.text.tokenizer import Tokenizer
+from common.protocol.frontend import Failed
+from common.request import FinishKind, TokenLogprobs
+
+PATH = "/generate"
+WEIGHT_VERSION = "default"
+
+# One token's log-probability in SGLang's order: value, token id, text or null.
+Triple = tuple[float | None, int, str | None]
+
+
+def build_router(context: FrontendContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.api_route(PATH, methods=["POST", "PUT"])
+    async def generate(request: Request) -> Response:
+        limits = request_limits(context, request.url.hostname)
+        rid = request_name(request)
+        call = await context.bodies.read(
+            request, lambda body: parse_generate(body, context.tokenizer, limits, rid)
+        )
+        await context.check_grammars(call.samples)
+        run = GenerateRun(context, call, trace_parent(request))
+        if call.is_streaming:
+            return EventStream(run.events(), lambda error: error_body(PATH, error))
+        reply = await run_until_disconnect(run.reply(), request.receive)
+        return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
+
+    return router
+
+
+class GenerateRun:
+    """One body of /generate on its way to a reply."""
+
+    def __init__(self, context: FrontendContext, call: GenerateCall, trace_parent: str) -> None:
+        self._context = context
+        self._trace_parent = trace_parent
+        self._call = call
+        self._began_at = context.clock.now()
+
+    async def reply(self) -> object:
+        """Raises: RequestError if one of the samples failed; the others are cancelled then."""
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
+            group.submit(is_streaming=False)
+            async for ended in group.changes():
+                raise_failed(one.failure for one in ended)
+        items = [self._item(one) for one in group.continuations]
+        return items if self._call.is_list else items[0]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Raises: RequestError before the first event; a later failure ends its own sample."""
+        is_started = False
+        async with SampleGroup(self._context, self._call.samples, self._trace_parent) as group:
+            group.submit(is_streaming=True)
+            async for grown in group.changes():
+                if not is_started:
+                    raise_failed([grown[0].failure])
+                is_started = True
+                told = b"".join(map(self._event, grown))
+                yield told + DONE if group.is_over else told
+
+    def _event(self, one: Continuation) -> bytes:
+        item = self._item(one)
+        if self._call.is_list:
+            item["index"] = one.sample.index
+        return event(item)
+
+    def _item(self, one: Continuation) -> dict[str, object]:
+        meta: dict[str, object] = {
+            "id": one.sample.rid,
+            "finish_reason": finish_reason(one),
+            "prompt_tokens": len(one.sample.token_ids),
+            "weight_version": WEIGHT_VERSION,
+            "num_retractions": 0 if one.trace is None else one.trace.retraction_count,
+            "total_retractions": 0 if one.trace is None else one.trace.retraction_count,
+            "reasoning_tokens": 0,
+            "completion_tokens": len(one.token_ids),
+            "cached_tokens": one.cached_token_count,
+            "dp_rank": 0,
+        }
+        if one.is_ended:
+            meta["e2e_latency"] = self._context.clock.now() - self._began_at
+        if one.trace is not None:
+            meta["timeline"] = trace_fields(one.trace)
+        if one.sample.sampling.return_logprob:
+            texts = self._context.tokenizer if self._call.shows_logprob_text else None
+            meta.update(logprob_fields(one, texts))
+        item: dict[str, object] = {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
+        if one.is_ended and self._call.transfer_params is not None:
+            item["kv_transfer_params"] = self._call.transfer_params
+        return item
+
+
+def finish_reason(one: Continuation) -> dict[str, object] | None:
+    """SGLang's finish_reason; null while the sample runs."""
+    if one.failure is not None:
+        return _abort(one.failure.message, one.failure)
+    if one.finish is None:
+        return None
+    match one.finish.kind:
+        case FinishKind.STOP:
+            return {"type": "stop", "matched": one.finish.matched}
+        case FinishKind.LENGTH:
+            return {"type": "length", "length": len(one.token_ids)}
+        case FinishKind.ABORT:
+            return _abort(one.finish.message, None)
+
+
+def _abort(message: str, failed: Failed | None) -> dict[str, object]:
+    return {
+        "type": "abort",
+        "message": message,
+        "status_code": None if failed is None else failed.status,
+        "err_type": None if failed is None else failed.kind,
+    }
+
+
+def logprob_fields(one: Continuation, texts: Tokenizer | None) -> dict[str, object]:
+    """Log-probabilities of prompt and output. texts: also tell what the tokens spell."""
+
+    def triple(token_id: int, logprob: float | None) -> Triple:
+        return (logprob, token_id, None if texts is None else texts.token_text(token_id))
+
+    def own(entries: list[TokenLogprobs]) -> list[Triple]:
+        return [triple(entry.token_id, entry.logprob) for entry in entries]
+
+    def others(entries: list[TokenLogprobs], name: str) -> list[list[Triple] | None]:
+        """The top or the asked ids at each position; null where nothing predicts the token."""
+        pairs = [entry.top if name == "top" else entry.asked for entry in entries]
+        return [
+            None if entry.logprob is None else [triple(token_id, value) for token_id, value in many]
+            for entry, many in zip(entries, pairs, strict=True)
+        ]
+
+    prompt, output = one.prompt_logprobs, one.logprobs
+    fields: dict[str, object] = {
+        "input_token_logprobs": own(prompt),
+        "output_token_logprobs": own(output),
+        "output_token_logprobs_length": len(output),
+    }
+    if one.sample.sampling.top_logprobs_num > 0:
+        fields["input_top_logprobs"] = others(prompt, "top")
+        fields["output_top_logprobs"] = others(output, "top")
+    if one.sample.sampling.token_ids_logprob:
+        fields["input_token_ids_logprobs"] = others(prompt, "asked")
+        fields["output_token_ids_logprobs"] = others(output, "asked")
+    return fields

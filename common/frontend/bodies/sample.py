@@ -1,0 +1,72 @@
+"""What every API turns a body into: samples, each one prompt, one continuation, one request.
+
+Values only; knows no JSON, no HTTP and no scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.frontend.bodies.dial_rules import DialRules
+from common.request import Bootstrap, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against.
+
+    request_token_max: prompt and output of one request, the smaller of context and KV pool.
+    is_prefill: this server answers one token, and only to requests that name a room.
+    model_names: what clients may call the model. default_host, default_port: the prefill server
+        that a room without an address is on; "" if there is no obvious one. dial_rules: which
+        others a room may be on; None: nobody is dialled.
+    engine: this prefill server's incarnation; named_host: how its client calls it.
+    request_timeout_s: what a request may take, and does unless it asks for less.
+    """
+
+    vocab_size: int
+    request_token_max: int
+    is_prefill: bool
+    model_names: tuple[str, ...]
+    default_host: str = ""
+    default_port: int = 0
+    dial_rules: DialRules | None = None
+    engine: str = ""
+    named_host: str = ""
+    request_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How output tokens become text. keeps_stop: what ended the text stays in it.
+
+    min_new_tokens: stop strings are looked for after that many tokens.
+    """
+
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request for the scheduler. index: its place in the reply.
+
+    prompt_text: "" if the client sent token ids.
+    timeout_s: how long it may take, from here to its last token.
+    hides_output: the client asked for no output, only for the prompt's log-probabilities; the
+        token that the engine draws all the same is not shown.
+    grammar_field: what asked for the grammar in `sampling`, for errors.
+    """
+
+    index: int
+    rid: str
+    prompt_text: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    text: TextOptions
+    bootstrap: Bootstrap | None = None
+    hides_output: bool = False
+    timeout_s: float = 600.0
+    grammar_field: str = ""

@@ -1,0 +1,89 @@
+"""Who may ask: the keys that clients show, compared in constant time, and what needs none.
+
+Knows nothing of what the routes do but their paths. Runs before a body is read.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from hashlib import sha256
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.config import ServerConfig
+from common.frontend.http.errors import json_response
+from common.frontend.page.files import PAGE_PATHS
+
+# What load balancers, probes and scrapers ask for, as SGLang leaves it open, and the page's files,
+# which hold nothing by themselves: its data comes from /state.
+OPEN_PATHS = PAGE_PATHS | {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
+# What changes the state of the server for others than the one who asks.
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
+
+
+class ApiKeys:
+    """The keys of one server, kept as digests: comparing takes as long for any key shown."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._admin = [_digest(key) for key in config.admin_api_keys]
+        self._any = [_digest(key) for key in config.api_keys]
+
+    def allows(self, path: str, shown: str) -> bool:
+        """Whether a client that shows a key, "" for none, may ask for a path."""
+        if path in OPEN_PATHS:
+            return True
+        if path in ADMIN_PATHS and self._admin:
+            return _is_among(shown, self._admin)
+        return not self._any or _is_among(shown, [*self._any, *self._admin])
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_among(shown: str, digests: Iterable[bytes]) -> bool:
+    """All are compared, so that the time tells nothing of which one it was."""
+    digest = _digest(shown)
+    return sum(hmac.compare_digest(digest, known) for known in digests) > 0
+
+
+def bearer_key(headers: Headers) -> str:
+    """The key in `Authorization: Bearer KEY`; "" without one. Two headers are none."""
+    given = headers.getlist("authorization")
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+class KeyCheck:
+    """Answers 401 to whoever shows no key, or none that opens what is asked for."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            shown = bearer_key(Headers(scope=scope))
+            if not self._keys.allows(scope["path"], shown):
+                await _refusal(scope["path"], shown)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _refusal(path: str, shown: str) -> ASGIApp:
+    """In OpenAI's shape on every path, which contains SGLang's. The key is not repeated."""
+    what = "an admin key" if path in ADMIN_PATHS else "an API key"
+    found = "the one shown is not valid here" if shown else "none was shown"
+    error = {
+        "message": f"{path} needs {what} as `Authorization: Bearer KEY`; {found}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+    response = json_response({"error": error}, 401)
+    response.headers["WWW-Authenticate"] = "Bearer"
+    # The body was not read, so nothing else can come over this connection.
+    response.headers["Connection"] = "close"
+    return response

@@ -1,0 +1,283 @@
+"""Runs samples: submits them, turns their tokens into text, ends them at a stop string.
+
+Between the APIs, which know bodies and replies, and the scheduler client, which knows tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from common.config import ANY_HOST, Role
+from common.errors import ProtocolError, RequestError
+from common.failures import ABORTED
+from common.frontend.bodies.dial_rules import dial_rules
+from common.frontend.bodies.sample import Limits, Sample
+from common.frontend.context import FrontendContext
+from common.frontend.requests.request_handle import RequestHandle
+from common.frontend.text.stop_strings import StopStrings
+from common.frontend.text.tokenizer import Tokenizer
+from common.protocol.codec import decode_logprobs
+from common.protocol.frontend import Failed, Tokens
+from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
+
+# Names that stand for "whatever is served": SGLang's default, and what its router fills in.
+ANY_MODEL_NAMES = ("default", "unknown")
+STOPPED = "a stop string matched"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """matched: the token id or the stop string that ended the text."""
+
+    kind: FinishKind
+    matched: int | str | None = None
+    message: str = ""
+
+
+class Continuation:
+    """The output of one sample as it grows; it has ended once `finish` or `failure` is set.
+
+    pieces: the text so far, safe to show. logprobs: one per token if asked for. text_starts: where
+    in the text each token begins, in characters.
+    """
+
+    def __init__(self, sample: Sample, tokenizer: Tokenizer, *, is_prefill: bool) -> None:
+        self.sample = sample
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.text_starts: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.cached_token_count = 0
+        self.finish: Finish | None = None
+        self.failure: Failed | None = None
+        self.trace: RequestTrace | None = None
+        self._is_prefill = is_prefill
+        self._detokenizer = tokenizer.detokenizer(
+            sample.token_ids, skip_special_tokens=sample.text.skip_special_tokens
+        )
+        self._stops = StopStrings(sample.text.stops, keeps_match=sample.text.keeps_stop)
+        self._decoded_length = 0  # characters, shown, held back or cut off
+        self._shown_length = 0
+        self._settled_count = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string matched; the scheduler may not know yet."""
+        return self._stops.matched is not None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    def settled_count(self) -> int:
+        """How many tokens have begun to show; all at the end, but those cut off by a stop string.
+
+        Never shrinks: what is told of these tokens need not be taken back.
+        """
+        if self.finish is not None and not self.is_stopped:
+            return len(self.token_ids)
+        starts = self.text_starts
+        while self._settled_count < len(starts):
+            if starts[self._settled_count] >= self._shown_length:
+                break
+            self._settled_count += 1
+        return self._settled_count
+
+    def take(self, message: Tokens | Failed) -> None:
+        """Add what the scheduler says. After a stop string only the trace is of interest."""
+        if isinstance(message, Failed):
+            self.trace = message.trace
+            if self.is_stopped:
+                self._end(None)
+            elif message.kind == ABORTED:  # its client asked for what there is, not for an error
+                self._end(FinishReason(FinishKind.ABORT, message=message.message))
+            else:
+                self.failure = message
+            return
+        self.cached_token_count = max(self.cached_token_count, message.cached_token_count)
+        if not self._is_prefill:  # a router joins both servers' lists: one of them is empty
+            self.prompt_logprobs += _read_logprobs(message.prompt_logprobs)
+        if not self.sample.hides_output:
+            self._take_tokens(message)
+        if message.finish is not None:
+            self.trace = message.trace
+            self._end(message.finish)
+
+    def _take_tokens(self, message: Tokens) -> None:
+        last = len(message.token_ids) - 1
+        for place, token_id in enumerate(message.token_ids):
+            if self.is_stopped:
+                return
+            self.token_ids.append(token_id)
+            self.text_starts.append(self._decoded_length)
+            if message.logprobs:
+                self.logprobs.append(message.logprobs[place])
+            is_stop = place == last and self._is_stop_token(token_id, message.finish)
+            if not is_stop or self.sample.text.keeps_stop:
+                self._take_text(self._detokenizer.push(token_id))
+
+    def _is_stop_token(self, token_id: int, finish: FinishReason | None) -> bool:
+        return finish is not None and finish.kind is FinishKind.STOP and finish.matched == token_id
+
+    def _take_text(self, piece: str) -> None:
+        self._decoded_length += len(piece)
+        if len(self.token_ids) > self.sample.text.min_new_tokens:
+            piece = self._stops.push(piece)
+        self._show(piece)
+
+    def _show(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)
+            self._shown_length += len(piece)
+
+    def _end(self, reason: FinishReason | None) -> None:
+        """reason: the scheduler's; what a stop string says goes first."""
+        if not self.is_stopped and not self.sample.hides_output:
+            self._take_text(self._detokenizer.flush())
+        if self._stops.matched is not None:
+            self.finish = Finish(FinishKind.STOP, self._stops.matched)
+            return
+        self._show(self._stops.flush())
+        assert reason is not None, "only a stop string ends a request before the scheduler does"
+        is_abort = reason.kind is FinishKind.ABORT
+        if not is_abort and (self._is_prefill or self.sample.hides_output):
+            self.finish = Finish(FinishKind.LENGTH)
+        else:
+            self.finish = Finish(reason.kind, reason.matched, reason.message)
+
+
+def _read_logprobs(chunks: list[bytes]) -> list[TokenLogprobs]:
+    """Raises: RequestError if another server's words can't be read."""
+    try:
+        return [entry for chunk in chunks for entry in decode_logprobs(chunk)]
+    except ProtocolError as exc:
+        raise RequestError(f"from the prefill server: {exc}", status=500) from exc
+
+
+class SampleGroup:
+    """All samples of one body, submitted together; leaving the block cancels what is still open.
+
+    trace_parent: the span that the body belongs to, "" for none.
+    """
+
+    def __init__(
+        self, context: FrontendContext, samples: Sequence[Sample], trace_parent: str
+    ) -> None:
+        is_prefill = context.config.role is Role.PREFILL
+        self.continuations = [
+            Continuation(sample, context.tokenizer, is_prefill=is_prefill) for sample in samples
+        ]
+        self._context = context
+        self._trace_parent = trace_parent
+        self._is_streaming = False
+        self._open_count = len(self.continuations)
+        self._handles = ExitStack()
+        self._changed: dict[int, Continuation] = {}  # by index: one entry per sample at most
+        self._broken: Exception | None = None  # the first mistake in reading what came
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def submit(self, *, is_streaming: bool) -> None:
+        """is_streaming: whether `changes` tells of every step, or only of samples that have ended.
+
+        Raises: RequestError if the scheduler takes one of them not; then none goes on.
+        """
+        self._is_streaming = is_streaming
+        with ExitStack() as handles:
+            submitted = [
+                handles.enter_context(
+                    self._context.submit(
+                        one.sample.token_ids,
+                        one.sample.sampling,
+                        budget_s=one.sample.timeout_s,
+                        rid=one.sample.rid,
+                        bootstrap=one.sample.bootstrap,
+                        is_streaming=is_streaming,
+                        trace_parent=self._trace_parent,
+                    )
+                )
+                for one in self.continuations
+            ]
+            self._handles = handles.pop_all()
+        for one, handle in zip(self.continuations, submitted, strict=True):
+            handle.tell(partial(self._grow, one, handle))
+
+    def _grow(self, one: Continuation, handle: RequestHandle) -> None:
+        """Called as tokens come, not when somebody asks: a slow client's stop string still stops.
+
+        There is no task per sample, so that a token costs one switch of tasks, not two.
+        """
+        try:
+            for message in handle.take():
+                one.take(message)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is of this body, see `changes`
+            self._broken = self._broken or exc
+        if one.is_stopped:
+            handle.stop(STOPPED)
+        if not (self._is_streaming or one.is_ended or self._broken):
+            return
+        self._changed[one.sample.index] = one
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._handles.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `changes` has told of the end of every sample."""
+        return not self._open_count
+
+    async def changes(self) -> AsyncIterator[list[Continuation]]:
+        """The samples that have grown, until all have ended; several steps may come as one."""
+        while not self.is_over:
+            if not self._changed:
+                # Not an asyncio.Event: that asks the system for the process's id at every wait.
+                self._waiting = self._loop.create_future()
+                await self._waiting
+            if self._broken is not None:
+                raise self._broken
+            changed, self._changed = list(self._changed.values()), {}
+            self._open_count -= sum(one.is_ended for one in changed)
+            yield changed
+
+
+def request_limits(context: FrontendContext, named_host: str | None = None) -> Limits:
+    """What bodies are checked against. named_host: of the request's own URL.
+
+    Raises: RequestError 503 while the server starts.
+    """
+    known = context.scheduler.server_info
+    if known is None:
+        raise RequestError("the server is still starting", status=503)
+    config = context.config
+    is_prefill = config.role is Role.PREFILL
+    host, port = config.host if is_prefill else "", config.bootstrap_port
+    if len(config.prefill) == 1:
+        host, _, digits = config.prefill[0].rpartition(":")
+        port = int(digits)
+    return Limits(
+        vocab_size=known.vocab_size,
+        request_token_max=known.request_token_max,
+        is_prefill=is_prefill,
+        model_names=(config.served_model_name, config.model_path, *ANY_MODEL_NAMES),
+        default_host=host,
+        default_port=port,
+        engine=known.incarnation if is_prefill else "",
+        named_host=(named_host or "") if config.host in ANY_HOST else config.host,
+        request_timeout_s=config.request_timeout_s,
+        dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, config.prefill),
+    )

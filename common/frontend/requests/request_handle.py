@@ -1,0 +1,110 @@
+"""One open request as its route sees it: an asynchronous iterator that is sure to end.
+
+Knows nothing of sockets: the scheduler client delivers into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from common.frontend.requests.spans import RequestIds
+from common.protocol.frontend import Failed, Tokens
+from common.protocol.joined_tokens import JoinedTokens
+
+
+class RequestHandle:
+    """One submitted request; iterate over it for its `Tokens`, and for a `Failed` if it fails.
+
+    Messages that pile up while the reader is busy are joined into one, so what is held is bounded
+    by the request's own output. Leaving the `with` block before the end cancels the request.
+    token_count: of the output that was delivered. ends_by: when the scheduler must have ended it.
+    """
+
+    def __init__(
+        self,
+        cancel: Callable[[int, str], None],
+        request_id: int,
+        rid: str,
+        *,
+        ends_by: float,
+        is_streaming: bool,
+        is_measured: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.rid = rid
+        self.ends_by = ends_by
+        self.is_streaming = is_streaming
+        self.is_measured = is_measured
+        self.tokens_at: float | None = None
+        self.span_ids: RequestIds | None = None
+        self.is_ended = False
+        self.is_cancelled = False
+        self.is_complete = False
+        self._cancel = cancel
+        self.token_count = 0
+        self._pending = JoinedTokens()
+        self._failed: Failed | None = None
+        self._wake = asyncio.Event()
+        self._on_delivery: Callable[[], None] = self._wake.set
+
+    def tell(self, on_delivery: Callable[[], None]) -> None:
+        """Call `on_delivery` whenever `take` has something to give: for one who reads many."""
+        self._on_delivery = on_delivery
+        if not self._pending.is_empty or self._failed is not None:
+            on_delivery()
+
+    def cancel(self, reason: str = "aborted by the client") -> None:
+        """Ask the scheduler to stop; the end still comes as a message. Harmless after the end."""
+        self._cancel(self.request_id, reason)
+
+    def stop(self, reason: str) -> None:
+        """As `cancel`, because the answer is complete: the request counts as one that went well."""
+        self.is_complete = True
+        self.cancel(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel("the client went away")
+
+    def deliver(self, message: Tokens | Failed) -> None:
+        """Called by the client, in order; nothing comes after the end."""
+        assert not self.is_ended
+        if isinstance(message, Failed):
+            self._failed = message
+            self.is_ended = True
+        else:
+            self._pending.add(message)
+            self.token_count += len(message.token_ids)
+            self.is_ended = message.finish is not None
+        self._on_delivery()
+
+    def take(self) -> list[Tokens | Failed]:
+        """What has come since the last call: tokens as one message, and the failure after them."""
+        taken: list[Tokens | Failed] = []
+        tokens = self._pending.take()
+        if tokens is not None:
+            taken.append(tokens)
+        if self._failed is not None:
+            taken.append(self._failed)
+            self._failed = None
+        return taken
+
+    async def __aiter__(self) -> AsyncIterator[Tokens | Failed]:
+        while True:
+            self._wake.clear()
+            is_ended = self.is_ended
+            for message in self.take():
+                yield message
+            if is_ended:
+                return
+            await self._wake.wait()

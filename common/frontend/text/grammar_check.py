@@ -1,0 +1,46 @@
+"""Compiles clients' grammars before any worker has to: a bad one is the client's 400.
+
+One at a time and off the event loop, so that costly ones delay each other and nobody else. Knows
+nothing of bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from common.config import ServerConfig
+from common.engine.grammar import GrammarCompiler
+from common.errors import GrammarError, RequestError
+from common.frontend.bodies.sample import Sample
+from common.protocol.frontend import ServerInfo
+
+
+class GrammarCheck:
+    """The frontend's own compiler, with the bounds of the workers'. Made when first needed."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._tokenizer_path = config.tokenizer_path
+        self._compiler: GrammarCompiler | None = None
+        self._turn = asyncio.Lock()
+
+    async def check(self, samples: Sequence[Sample], server: ServerInfo | None) -> None:
+        """Raises: RequestError naming the field whose grammar can't be compiled."""
+        fields = {
+            sample.sampling.grammar: sample.grammar_field
+            for sample in samples
+            if sample.sampling.grammar is not None
+        }
+        if not fields:
+            return
+        assert server is not None, "samples were checked against what the server said"
+        async with self._turn:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(
+                    self._tokenizer_path, server.vocab_size, server.eos_token_ids, thread_count=1
+                )
+            for grammar, field in fields.items():
+                try:
+                    await asyncio.to_thread(self._compiler.start, grammar)
+                except GrammarError as error:
+                    raise RequestError(f"{field}: {error}", field=field) from error
