@@ -121,10 +121,10 @@ def plan_random_runs(rng: np.random.Generator, run_nbytes: int) -> CopyPlan:
 
 
 def sample_memcpy(target: np.ndarray, source: np.ndarray, plan: CopyPlan) -> float:
-    import baton_native
+    from baton_native import _ucx
 
     start = time.perf_counter()
-    baton_native.copy_runs(target, source, plan.target_offset, plan.source_offset, plan.nbytes)
+    _ucx.copy_runs(target, source, plan.target_offset, plan.source_offset, plan.nbytes)
     return plan.total_nbytes / (time.perf_counter() - start) / 1e9
 
 

@@ -37,7 +37,7 @@ from common.transport.transport import (
 )
 
 if TYPE_CHECKING:
-    import baton_native
+    from baton_native import _ucx
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class UcxTransport:
         if self._is_shared:
             check_shared_memory("UCX", WORKER_SHARED_NBYTES)
         self._origin = load_ucx(settings.ucx)
-        import baton_native  # only now: it needs the libraries loaded above
+        from baton_native import _ucx  # only now: it needs the libraries loaded above
 
-        self._native = baton_native
+        self._native = _ucx
         self._engine = start_engine(self._tls, settings)
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._regions: dict[str, Region] = {}
@@ -317,9 +317,9 @@ def copy_runs(
 
     The caller has checked that every run lies in both buffers. A transport must be open.
     """
-    import baton_native
+    from baton_native import _ucx
 
-    baton_native.copy_runs(target, source, target_offsets, source_offsets, nbytes)
+    _ucx.copy_runs(target, source, target_offsets, source_offsets, nbytes)
 
 
 def convert_float8(
@@ -337,9 +337,9 @@ def convert_float8(
     to 448; NaN stays NaN. Runs without the interpreter lock. A transport must be open.
     Raises: ValueError if a run leaves its buffers.
     """
-    import baton_native
+    from baton_native import _ucx
 
-    baton_native.convert_float8(
+    _ucx.convert_float8(
         target, source, target_offsets, source_offsets, counts, wide, is_narrowing
     )
 
@@ -367,12 +367,12 @@ def goes_through_host(transports: str) -> bool:
     return HOST_TRANSPORTS.issuperset(transports.split(","))
 
 
-def start_engine(tls: str, settings: UcxSettings) -> baton_native.Engine:
-    import baton_native
+def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:
+    from baton_native import _ucx
 
     cuda_device = -1 if settings.cuda_device is None else settings.cuda_device
     try:
-        return baton_native.Engine(
+        return _ucx.Engine(
             tls=tls,
             net_devices=settings.net_devices,
             keepalive_s=settings.keepalive_s,
@@ -380,5 +380,5 @@ def start_engine(tls: str, settings: UcxSettings) -> baton_native.Engine:
             close_patience_s=settings.close_patience_s,
             cuda_device=cuda_device,
         )
-    except baton_native.UcxError as exc:
+    except _ucx.UcxError as exc:
         raise UcxUnavailable(str(exc)) from exc

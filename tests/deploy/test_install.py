@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHECK = "from common.transport.ucx import UcxTransport; import common; \
-UcxTransport(); import baton_native; print(baton_native.__file__); print(common.__file__)"
+UcxTransport(); from baton_native import _ucx; print(_ucx.__file__); print(common.__file__)"
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -48,6 +48,6 @@ def test_a_plain_install_of_an_extra_leaves_a_checkout_that_starts(checkout: Pat
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
     native, package = run(python, "-c", CHECK, cwd=checkout).splitlines()
-    assert Path(native).parent == own
+    assert Path(native).parent == own / "baton_native"
     assert Path(package) == checkout / "common/__init__.py"
     assert "--bootstrap-port" in run(python, "-m", "prefill_server", "--help", cwd=checkout)

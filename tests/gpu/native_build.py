@@ -19,7 +19,7 @@ BUILD = ROOT / "build" / "gpu-check"
 
 def module_path() -> Path:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return ROOT / f"baton_native{suffix}"
+    return ROOT / "baton_native" / f"_ucx{suffix}"
 
 
 def build_native() -> str:
@@ -35,6 +35,7 @@ def build_native() -> str:
     ):
         subprocess.run(command, check=True, stdout=sys.stderr)
     # A process that has the old module mapped keeps it.
+    module.parent.mkdir(exist_ok=True)
     fresh = module.with_suffix(".new")
     shutil.copy2(BUILD / module.name, fresh)
     os.replace(fresh, module)

@@ -184,7 +184,7 @@ void bind_engine(nb::module_& module) {
 
 }  // namespace
 
-NB_MODULE(baton_native, module) {
+NB_MODULE(_ucx, module) {
     // `module` outlives both exceptions: a module is never unloaded.
     nb::exception<UcxError>(module, "UcxError", PyExc_RuntimeError);
     nb::exception<PlanOutOfBounds>(module, "PlanOutOfBoundsError", PyExc_ValueError);
