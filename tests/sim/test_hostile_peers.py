@@ -114,7 +114,8 @@ def lie_to_decode(world: World, draws: Draws) -> PeerMessage:
             layout = draws.pick(p0.layout_bytes, b"", p0.layout_bytes[:-3])
             assert isinstance(layout, bytes)
             model = {"model": str(draws.pick("sim", "sim", "other"))}
-            return peer.Welcome(1, inc, model, layout, draws.integer(512), "here", [1, 2])
+            hosts = ["here"] * (1 + draws.number() % 2)
+            return peer.Welcome(1, inc, model, layout, draws.integer(512), hosts, [1, 2])
         case 1:
             return peer.Refuse(inc, ["a lie"] * (draws.number() % 3))
         case 2:
