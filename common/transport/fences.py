@@ -26,6 +26,9 @@ class StoredBy(StrEnum):
 
 
 STORED_BY = {
+    # Only the threads of its connections store for a target, and StreamTargets::close shuts their
+    # sockets and returns when each of these threads has ended.
+    "stream": StoredBy.TARGET,
     # uct_tcp_ep_handle_put_req copies from a socket of the target's worker; the worker closes it.
     "tcp": StoredBy.TARGET,
     # ucp_worker_destroy closes every interface, and uct_rc_iface_cleanup_qps destroys its queue

@@ -28,7 +28,7 @@ settles nothing; what proves that it is gone is in fences.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ from common.planner.copy_plan import CopyPlan
 MemoryType = Literal["host", "cuda"]
 
 TAG_MAX = 2**63 - 1
+LOOPBACK = "127.0.0.1"
 
 CANCELLED = "cancelled"
 """`TransferSettled.error` of a transfer that `cancel` stopped."""
@@ -99,11 +100,15 @@ class TargetDescriptor:
 
     A plan's target region is an index into `regions`. `probe` is scratch memory of the target that
     connecting writes to, so that a connection that is up has already carried bytes.
+
+    worker_address: of UCX, stream_address: of a stream; empty where the target has none. Both are
+    opaque. The second one holds a secret: it is for its writer alone, and shown nowhere.
     """
 
     worker_address: bytes
     regions: tuple[RegionDescriptor, ...]
     probe: RegionDescriptor
+    stream_address: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +165,12 @@ class Transport(Protocol):
         """Memory of the caller, who keeps it alive until `close`. Raises RegionRefused."""
         ...
 
-    def open_target(self, peer: str, regions: Sequence[str] | None = None) -> TargetDescriptor:
+    def open_target(
+        self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK
+    ) -> TargetDescriptor:
         """Lets one incarnation of a peer write into the named regions, by default all.
 
+        host: the IP address of this machine at which the peer reaches it.
         Raises: PeerInUse, RegionRefused.
         """
         ...

@@ -13,24 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config import shared_memory_dir
-from common.errors import Bug, TransportError
+from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
+from common.transport.connections import Connections, NativeEvent
 from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
 from common.transport.room import WORKER_SHARED_NBYTES, check_files, check_shared_memory
 from common.transport.transport import (
-    TAG_MAX,
+    LOOPBACK,
     MemoryType,
-    PeerClosed,
     PeerConnected,
-    PeerFailed,
     PeerInUse,
     PlanOutOfBounds,
     Region,
     RegionDescriptor,
     RegionRefused,
-    TagInUse,
     TargetDescriptor,
-    TransferSettled,
     TransportBroken,
     TransportEvent,
     UnknownPeer,
@@ -43,8 +40,6 @@ log = logging.getLogger(__name__)
 
 ENGINE_FAILED = 4
 """EventKind in native/queues.hpp; nothing comes after it."""
-
-NativeEvent = tuple[int, int, str, bool, int, int, float, float]
 
 NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
 HOST_TRANSPORTS = frozenset({"posix", "sysv", "xpmem", "cma", "knem", "tcp", "self", "cuda_copy"})
@@ -100,11 +95,7 @@ class UcxTransport:
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._regions: dict[str, Region] = {}
         self._targets: dict[str, int] = {}
-        self._peers: dict[str, int] = {}
-        self._peer_names: dict[int, str] = {}
-        self._peer_transports: dict[str, str] = {}
-        self._transfer_peers: dict[int, str] = {}  # by tag, until settled
-        self._id_next = 1
+        self._connections = Connections()
         self._broken = ""
 
     def allocate(self, name: str, nbytes: int) -> Region:
@@ -138,7 +129,9 @@ class UcxTransport:
         self._regions[name] = region
         return region
 
-    def open_target(self, peer: str, regions: Sequence[str] | None = None) -> TargetDescriptor:
+    def open_target(
+        self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK
+    ) -> TargetDescriptor:
         if peer in self._targets:
             raise PeerInUse(f"open_target {peer}: already open")
         names = list(self._regions) if regions is None else list(regions)
@@ -148,7 +141,7 @@ class UcxTransport:
         check_files(f"open_target {peer}")
         if self._is_shared:
             check_shared_memory(f"open_target {peer}", WORKER_SHARED_NBYTES)
-        target_id = self._take_id()
+        target_id = self._connections.take_id()
         with self._translated(f"open_target {peer}"):
             worker_address = self._engine.open_target(target_id)
         self._targets[peer] = target_id
@@ -166,28 +159,23 @@ class UcxTransport:
             self._engine.close_target(self._targets.pop(peer))
 
     def connect(self, peer: str, descriptor: TargetDescriptor) -> None:
-        if peer in self._peers:
-            raise PeerInUse(f"connect {peer}: already connected or connecting")
+        self._connections.check_free(peer)
         check_files(f"connect {peer}")
-        peer_id = self._take_id()
+        peer_id = self._connections.take_id()
         regions = [(region.address, region.nbytes, region.key) for region in descriptor.regions]
         probe = descriptor.probe
         probe_tuple = (probe.address, probe.nbytes, probe.key)
         with self._translated(f"connect {peer}"):
             self._engine.connect(peer_id, descriptor.worker_address, regions, probe_tuple)
-        self._peers[peer] = peer_id
-        self._peer_names[peer_id] = peer
+        self._connections.add(peer, peer_id)
 
     def disconnect(self, peer: str) -> None:
         with self._translated(f"disconnect {peer}"):
-            self._engine.disconnect(self._peer_id(peer))
+            self._engine.disconnect(self._connections.id_of(peer))
 
     def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
-        peer_id = self._peer_id(peer)
-        if not 0 <= tag <= TAG_MAX:
-            raise TransportError(f"tag={tag}: must be in 0..{TAG_MAX}")
-        if tag in self._transfer_peers:
-            raise TagInUse(f"tag={tag}: a transfer to {self._transfer_peers[tag]} has not settled")
+        peer_id = self._connections.id_of(peer)
+        self._connections.check_tag(tag)
         try:
             self._engine.submit(
                 peer_id,
@@ -202,11 +190,11 @@ class UcxTransport:
             raise PlanOutOfBounds(f"transfer to {peer}: {exc}") from exc
         except self._native.UcxError as exc:
             raise TransportError(f"transfer to {peer}: {exc}") from exc
-        self._transfer_peers[tag] = peer
+        self._connections.begin(tag, peer)
 
     def cancel(self, tag: int) -> None:
         with self._translated(f"cancel {tag}"):
-            if tag in self._transfer_peers:
+            if self._connections.is_open(tag):
                 self._engine.cancel(tag)
 
     def poll(self) -> list[TransportEvent]:
@@ -235,8 +223,7 @@ class UcxTransport:
             "tls": self._tls,
             "regions": {name: region.nbytes for name, region in self._regions.items()},
             "targets": sorted(self._targets),
-            "peers": {name: self._peer_transports.get(name, "connecting") for name in self._peers},
-            "transfers_open_count": len(self._transfer_peers),
+            **self._connections.describe(),
         }
 
     @contextmanager
@@ -245,21 +232,6 @@ class UcxTransport:
             yield
         except self._native.UcxError as exc:
             raise kind(f"{what}: {exc}") from exc
-
-    def _take_id(self) -> int:
-        self._id_next += 1
-        return self._id_next - 1
-
-    def _peer_id(self, peer: str) -> int:
-        if peer not in self._peers:
-            raise UnknownPeer(f"peer {peer}: must be one of {sorted(self._peers)}")
-        return self._peers[peer]
-
-    def _forget_peer(self, peer_id: int) -> str:
-        peer = self._peer_names.pop(peer_id)
-        del self._peers[peer]
-        self._peer_transports.pop(peer, None)
-        return peer
 
     def _check_region(self, name: str, nbytes: int) -> None:
         if name in self._regions:
@@ -272,38 +244,19 @@ class UcxTransport:
         return RegionDescriptor(region.name, address, nbytes, region.memory_type, key)
 
     def _translate(self, event: NativeEvent) -> TransportEvent:
-        """The kinds are those of EventKind in native/queues.hpp."""
-        kind, identity, text, is_quiet, nbytes, run_count, seconds, issue_cpu_seconds = event
-        match kind:
-            case 0:
-                peer = self._peer_names[identity]
-                self._peer_transports[peer] = text
-                if self._has_cuda and goes_through_host(text):
-                    log.warning(
-                        "%s: GPU memory goes there through the host's, over %s: CUDA IPC needs one "
-                        "machine, with process and IPC namespaces shared, and RDMA a network card",
-                        peer,
-                        text,
-                    )
-                return PeerConnected(peer, text)
-            case 1:
-                return PeerFailed(self._forget_peer(identity), text)
-            case 2:
-                return PeerClosed(self._forget_peer(identity))
-            case 3:
-                peer = self._transfer_peers.pop(identity)
-                return TransferSettled(
-                    peer=peer,
-                    tag=identity,
-                    error=text or None,
-                    is_quiet=is_quiet,
-                    nbytes=nbytes,
-                    run_count=run_count,
-                    seconds=seconds,
-                    issue_cpu_seconds=issue_cpu_seconds,
-                )
-            case _:
-                raise Bug(f"native event of kind {kind}")
+        told = self._connections.translate(event)
+        if (
+            isinstance(told, PeerConnected)
+            and self._has_cuda
+            and goes_through_host(told.transports)
+        ):
+            log.warning(
+                "%s: GPU memory goes there through the host's, over %s: CUDA IPC needs one "
+                "machine, with process and IPC namespaces shared, and RDMA a network card",
+                told.peer,
+                told.transports,
+            )
+        return told
 
 
 def copy_runs(

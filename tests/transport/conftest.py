@@ -1,4 +1,5 @@
-"""Pairs over real UCX: `posix,tcp` puts are stores into shared memory, `tcp` is loopback."""
+"""Pairs over every transport that runs here: `posix` and `posix,tcp` puts are stores into shared
+memory, `tcp` is UCX over loopback, `stream` and `stream-tls` are streams of our own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.transport.transport_pair import Pair, start_remote
 from tests.transport.transport_servant import Remote
 
 
-@pytest.fixture(params=["posix,tcp", "tcp"], scope="module")
+@pytest.fixture(params=["posix", "posix,tcp", "tcp", "stream", "stream-tls"], scope="module")
 def tls(request: pytest.FixtureRequest) -> str:
     assert isinstance(request.param, str)
     return request.param

@@ -115,9 +115,9 @@ def test_stopped_peer_can_be_left_and_its_transfers_settle(pair: Pair, doomed: R
 
 
 def thread_state(pid: int) -> str:
-    """What the kernel says of the progress thread of a process: S asleep, T stopped, ..."""
+    """What the kernel says of a thread of the transport's: S asleep, T stopped, ..."""
     for task in Path(f"/proc/{pid}/task").iterdir():
-        if (task / "comm").read_text().strip() == "baton-ucx":
+        if (task / "comm").read_text().strip() in ("baton-ucx", "baton-stream"):
             return (task / "stat").read_text().rpartition(")")[2].split()[0]
     raise AssertionError(f"process {pid} has no progress thread")
 

@@ -13,18 +13,22 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from common.planner.copy_plan import CopyPlan
+from common.transport.stream import StreamSettings, StreamTransport
 from common.transport.transport import (
     PeerClosed,
     PeerConnected,
     PeerFailed,
     TargetDescriptor,
     TransferSettled,
+    Transport,
     TransportEvent,
 )
 from common.transport.ucx import UcxSettings, UcxTransport
 
 EVENT_PATIENCE_S = 20.0
 CLOSE_PATIENCE_S = 1.0
+REKEY_NBYTES = 1 << 20
+"""So small that every test renews keys."""
 LastEvent = PeerFailed | PeerClosed
 
 
@@ -32,17 +36,32 @@ class EventTimeout(AssertionError):
     """An event that the contract promises did not come."""
 
 
-class Writer:
-    """A transport, and its events kept until a test asks for them."""
-
-    def __init__(self, tls: str, cuda_device: int | None = None) -> None:
-        settings = UcxSettings(
+def open_transport(tls: str, cuda_device: int | None = None) -> Transport:
+    """tls: the UCX transports, or "stream" or "stream-tls" for streams of our own."""
+    if tls.startswith("stream"):
+        settings = StreamSettings(
+            is_encrypted=tls == "stream-tls",
+            connection_count=2,
+            keepalive_s=1.0,
+            rekey_nbytes=REKEY_NBYTES,
+        )
+        return StreamTransport(settings)
+    return UcxTransport(
+        UcxSettings(
             tls=tls,
             keepalive_s=1.0,
             close_patience_s=CLOSE_PATIENCE_S,
             cuda_device=cuda_device,
         )
-        self.transport = UcxTransport(settings)
+    )
+
+
+class Writer:
+    """A transport, and its events kept until a test asks for them."""
+
+    def __init__(self, tls: str, cuda_device: int | None = None) -> None:
+        """tls: as of `open_transport`."""
+        self.transport = open_transport(tls, cuda_device)
         self.events: list[TransportEvent] = []
 
     def wait_for(self, is_wanted: Callable[[TransportEvent], bool]) -> TransportEvent:

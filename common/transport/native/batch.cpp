@@ -31,8 +31,8 @@ bool is_inside(int64_t offset, int64_t nbytes, uint64_t region_nbytes) {
 
 }  // namespace
 
-Batch::Batch(uint64_t tag, const PlanArrays& plan, const std::vector<std::shared_ptr<Memory>>& sources,
-             const std::vector<TargetExtent>& targets)
+Batch::Batch(uint64_t tag, const PlanArrays& plan, const std::vector<Extent>& sources,
+             const std::vector<Extent>& targets)
     : tag(tag), submitted_(std::chrono::steady_clock::now()) {
     runs.reserve(plan.run_count);
     uint64_t total = 0;
@@ -42,7 +42,7 @@ Batch::Batch(uint64_t tag, const PlanArrays& plan, const std::vector<std::shared
         const int64_t target = plan.target_region[run];
         const bool has_source = source >= 0 && static_cast<size_t>(source) < sources.size();
         const bool has_target = target >= 0 && static_cast<size_t>(target) < targets.size();
-        const uint64_t source_nbytes = has_source ? sources[source]->nbytes() : 0;
+        const uint64_t source_nbytes = has_source ? sources[source].nbytes : 0;
         const uint64_t target_nbytes = has_target ? targets[target].nbytes : 0;
         if (!has_source || !is_inside(plan.source_offset[run], nbytes, source_nbytes)) {
             refuse("source", run, source, plan.source_offset[run], nbytes, sources.size(), source_nbytes);
@@ -51,7 +51,7 @@ Batch::Batch(uint64_t tag, const PlanArrays& plan, const std::vector<std::shared
             refuse("target", run, target, plan.target_offset[run], nbytes, targets.size(), target_nbytes);
         }
         if (nbytes > 0) {
-            runs.push_back(Run{sources[source]->address() + plan.source_offset[run],
+            runs.push_back(Run{sources[source].address + plan.source_offset[run],
                                targets[target].address + plan.target_offset[run],
                                static_cast<uint64_t>(nbytes), static_cast<uint32_t>(source),
                                static_cast<uint32_t>(target)});

@@ -3,12 +3,10 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "memory.hpp"
 #include "queues.hpp"
 
 namespace baton {
@@ -28,8 +26,8 @@ struct PlanArrays {
     size_t run_count;
 };
 
-// Where a region of the peer lies in the peer's address space.
-struct TargetExtent {
+// Where a region lies: in this process, or in the address space of the peer.
+struct Extent {
     uint64_t address;
     uint64_t nbytes;
 };
@@ -38,7 +36,7 @@ class Peer;
 
 struct Run {
     uint64_t source;
-    uint64_t target;  // in the peer's address space
+    uint64_t target;  // in the address space that the targets were given in
     uint64_t nbytes;
     uint32_t source_region;
     uint32_t target_region;
@@ -47,8 +45,8 @@ struct Run {
 class Batch {
 public:
     // Throws PlanOutOfBounds. Called on the submitting thread.
-    Batch(uint64_t tag, const PlanArrays& plan, const std::vector<std::shared_ptr<Memory>>& sources,
-          const std::vector<TargetExtent>& targets);
+    Batch(uint64_t tag, const PlanArrays& plan, const std::vector<Extent>& sources,
+          const std::vector<Extent>& targets);
 
     bool is_stopped() const { return !error_.empty(); }
     bool is_issued() const { return is_stopped() || next == runs.size(); }
@@ -60,7 +58,7 @@ public:
     size_t next = 0;              // first run not yet issued in full
     uint64_t next_offset = 0;     // bytes of that run already issued
     uint32_t window = 0;          // puts that may be outstanding
-    uint32_t outstanding = 0;     // callbacks still to come, the flush included
+    uint32_t outstanding = 0;     // callbacks or acknowledgements still to come, the flush included
     bool has_remote_puts = false; // some run went through a UCX operation
     bool is_flush_started = false;
     bool is_flushed = false;

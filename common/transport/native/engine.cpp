@@ -125,7 +125,7 @@ void Engine::close_target(uint64_t id) {
 
 void Engine::connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
                      RemoteRegionSpec probe) {
-    std::vector<TargetExtent> extents;
+    std::vector<Extent> extents;
     for (const RemoteRegionSpec& region : regions) {
         extents.push_back({region.address, region.nbytes});
     }
@@ -150,8 +150,8 @@ void Engine::disconnect(uint64_t id) {
 }
 
 void Engine::submit(uint64_t id, uint64_t tag, const PlanArrays& plan) {
-    std::vector<std::shared_ptr<Memory>> sources;
-    std::vector<TargetExtent> targets;
+    std::vector<Extent> sources;
+    std::vector<Extent> targets;
     {
         const std::lock_guard lock(mutex_);
         const auto entry = open_targets_.find(id);
@@ -159,7 +159,9 @@ void Engine::submit(uint64_t id, uint64_t tag, const PlanArrays& plan) {
             settle_gone(tag);
             return;
         }
-        sources = regions_;
+        for (const auto& memory : regions_) {
+            sources.push_back({memory->address(), memory->nbytes()});
+        }
         targets = entry->second;
     }
     auto batch = std::make_shared<std::unique_ptr<Batch>>(

@@ -84,7 +84,7 @@ private:
     // Shared with Python's threads.
     mutable std::mutex mutex_;
     std::vector<std::shared_ptr<Memory>> regions_;                // written by the progress thread only
-    std::map<uint64_t, std::vector<TargetExtent>> open_targets_;  // by connection
+    std::map<uint64_t, std::vector<Extent>> open_targets_;  // by connection
     bool is_closed_ = false;
     std::string failure_;
 

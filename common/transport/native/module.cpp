@@ -1,12 +1,12 @@
 // The Python module: argument checks, lock release, and values in and out. No decisions.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 
+#include "binding.hpp"
 #include "convert.hpp"
 #include "copy.hpp"
 #include "engine.hpp"
@@ -16,7 +16,6 @@ using namespace baton;
 
 namespace {
 
-using Int64Array = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RegionTuple = std::tuple<uint64_t, uint64_t, nb::bytes>;  // address, nbytes, key
 
@@ -24,8 +23,6 @@ RemoteRegionSpec to_spec(const RegionTuple& region) {
     const nb::bytes& key = std::get<2>(region);
     return {std::get<0>(region), std::get<1>(region), std::string(key.c_str(), key.size())};
 }
-
-nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 ucs_memory_type_t to_memory_type(const std::string& name) {
     if (name == "host") {
@@ -37,33 +34,11 @@ ucs_memory_type_t to_memory_type(const std::string& name) {
     throw nb::value_error(("memory_type=" + name + ": must be 'host' or 'cuda'").c_str());
 }
 
-PlanArrays to_plan(const Int64Array& source_region, const Int64Array& source_offset,
-                   const Int64Array& target_region, const Int64Array& target_offset,
-                   const Int64Array& nbytes) {
-    const size_t run_count = nbytes.size();
-    for (const Int64Array* array : {&source_region, &source_offset, &target_region, &target_offset}) {
-        if (array->size() != run_count) {
-            throw PlanOutOfBounds("the five arrays of a plan must have one length");
-        }
-    }
-    return {source_region.data(), source_offset.data(), target_region.data(),
-            target_offset.data(), nbytes.data(),        run_count};
-}
-
 // A view keeps its memory registered: bytes that Python can still reach never go away under it.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(const Engine& engine, size_t index) {
     auto* memory = new std::shared_ptr<Memory>(engine.region(index));
     nb::capsule owner(memory, [](void* held) noexcept { delete static_cast<std::shared_ptr<Memory>*>(held); });
     return {reinterpret_cast<uint8_t*>((*memory)->address()), {(*memory)->nbytes()}, owner};
-}
-
-nb::list drain(Engine& engine) {
-    nb::list events;
-    for (const Event& event : engine.drain()) {
-        events.append(nb::make_tuple(static_cast<int>(event.kind), event.id, event.text, event.is_quiet,
-                                     event.nbytes, event.runs, event.seconds, event.issue_seconds));
-    }
-    return events;
 }
 
 void copy_run_lists(ByteArray target, ByteArray source, Int64Array target_offsets,
@@ -176,7 +151,7 @@ void bind_engine(nb::module_& module) {
                  engine.submit(id, tag, plan);
              })
         .def("cancel", &Engine::cancel, nb::arg("tag"))
-        .def("drain", &drain)
+        .def("drain", [](Engine& engine) { return to_list(engine.drain()); })
         .def("wait", &Engine::wait, nb::arg("timeout_s"), Unlocked())
         .def("fileno", &Engine::fd)
         .def("close", &Engine::close, Unlocked());

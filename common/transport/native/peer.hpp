@@ -13,6 +13,7 @@
 
 #include "batch.hpp"
 #include "cuda.hpp"
+#include "memory.hpp"
 #include "queues.hpp"
 #include "worker.hpp"
 

@@ -1,0 +1,110 @@
+// One connected socket, encrypted or not: never waits, unless it is asked to, and then for so long at most.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../queues.hpp"
+#include "tls.hpp"
+
+namespace baton {
+
+using StreamClock = std::chrono::steady_clock;
+constexpr auto NEVER = StreamClock::time_point::max();
+
+// The connection can't be made, or not be used any more. The text says why.
+struct StreamError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+std::string system_error(const std::string& what, int error);
+
+// A file descriptor of ours.
+class File {
+public:
+    explicit File(int fd = -1) : fd_(fd) {}
+    ~File() { close(); }
+    File(File&& other) noexcept : fd_(other.release()) {}
+    File& operator=(File&& other) noexcept;
+    int fd() const { return fd_; }
+    void close();
+    int release();
+
+private:
+    int fd_;
+};
+
+// Pieces of memory that are still to be moved, of which several at a time go into a system call.
+class Pieces {
+public:
+    void clear();
+    void add(void* start, size_t nbytes);
+    bool is_empty() const { return first_ == pieces_.size(); }
+    const iovec* data() const { return pieces_.data() + first_; }
+    size_t count() const;
+    void advance(size_t nbytes);
+
+private:
+    std::vector<iovec> pieces_;
+    size_t first_ = 0;
+};
+
+// Bounds that a connection keeps, on both sides.
+struct StreamBounds {
+    double handshake_s;   // until a connection is ready
+    double stall_s;       // without a byte where one is due
+    double keepalive_s;   // between two probes of an idle connection
+    int spin_us;          // how long to look on before sleeping
+    uint64_t rekey_nbytes;  // that one TLS key encrypts
+};
+
+class Channel {
+public:
+    // Takes a connected socket, or one that is connecting, over.
+    Channel(File socket, const StreamBounds& bounds);
+    Channel(const Channel&) = delete;
+    Channel& operator=(const Channel&) = delete;
+
+    // Encrypts from here on; the handshake itself is made by what is sent and received first.
+    void encrypt(SslPtr ssl) { ssl_ = std::move(ssl); }
+    // Returns when the TLS handshake is done. Throws StreamError.
+    void shake_hands(StreamClock::time_point deadline);
+
+    // Move some of the pieces without waiting; true if any byte moved. Throws StreamError.
+    bool send_some(Pieces& pieces);
+    bool receive_some(Pieces& pieces);
+    // Whether bytes that were taken from the caller have not left yet.
+    bool has_unsent() const { return unsent_first_ < unsent_.size(); }
+    // Move all of them by `deadline`; without one, the peer may stand still for `stall_s`. `is_idle`: the
+    // first byte may take for ever. They throw StreamError, also if another thread calls `shut`.
+    void send_all(Pieces& pieces, StreamClock::time_point deadline = NEVER);
+    void receive_all(Pieces& pieces, StreamClock::time_point deadline = NEVER, bool is_idle = false);
+    // Sleep until one of the poll `events` is there, or `wake` is raised, or it is `until`: then false.
+    bool wait(short events, const Signal* wake, StreamClock::time_point until);
+
+    // Nothing is received any more from here on, by any thread. From any thread.
+    void shut() const;
+    int fd() const { return socket_.fd(); }
+    StreamClock::time_point stall_deadline() const;
+
+private:
+    bool flush_unsent();
+    size_t encrypt_some(const Pieces& pieces);
+    void renew_key(uint64_t nbytes);
+    bool wants_more(int result, const char* what);
+
+    File socket_;
+    const StreamBounds bounds_;
+    SslPtr ssl_;
+    std::vector<unsigned char> unsent_;  // gathered for one call of SSL_write
+    size_t unsent_first_ = 0;
+    uint64_t key_nbytes_ = 0;
+    bool wants_write_to_read_ = false;
+};
+
+}  // namespace baton
