@@ -28,7 +28,14 @@ from bench.handover_peers import (
 )
 from bench.report import NotRun, Row, at_least, row_of_medians
 from common.planner.copy_plan import CopyPlan
-from common.transport.transport import PeerConnected, TargetDescriptor, TransferSettled
+from common.transport.copies import copy_runs
+from common.transport.stream import StreamSettings, StreamTransport
+from common.transport.transport import (
+    PeerConnected,
+    TargetDescriptor,
+    TransferSettled,
+    Transport,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
 
 POOL_NBYTES = 512 << 20
@@ -57,7 +64,8 @@ class Pair:
     """This process as the writer, a child as the target, with our transport between them."""
 
     def __init__(self, tls: str) -> None:
-        self.transport = UcxTransport(UcxSettings(tls=tls))
+        """tls: as of `open_transport`."""
+        self.transport = open_transport(tls)
         self.source = self._allocate("source")
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe = context.Pipe()
@@ -90,6 +98,11 @@ class Pair:
         assert event.error is None, event
         return plan.total_nbytes / seconds / 1e9
 
+    def cpu_seconds(self) -> tuple[float, float]:
+        """That this process and the target's have computed since they were started."""
+        self._pipe.send("cpu")
+        return time.process_time(), self._pipe.recv()
+
     def close(self) -> None:
         self.transport.close()
         self._pipe.send(None)
@@ -97,13 +110,21 @@ class Pair:
 
 
 def serve_target(tls: str, pipe: Connection) -> None:
-    transport = UcxTransport(UcxSettings(tls=tls))
+    transport = open_transport(tls)
     view = transport.allocate("pool", POOL_NBYTES).view
     assert view is not None
     view[:] = 0
     pipe.send(transport.open_target("writer"))
-    pipe.recv()
+    while pipe.recv() is not None:
+        pipe.send(time.process_time())
     transport.close()
+
+
+def open_transport(tls: str) -> Transport:
+    """tls: UCX's transports, or "stream" or "stream-tls"."""
+    if tls.startswith("stream"):
+        return StreamTransport(StreamSettings(is_encrypted=tls == "stream-tls"))
+    return UcxTransport(UcxSettings(tls=tls))
 
 
 def plan_random_runs(rng: np.random.Generator, run_nbytes: int) -> CopyPlan:
@@ -121,10 +142,8 @@ def plan_random_runs(rng: np.random.Generator, run_nbytes: int) -> CopyPlan:
 
 
 def sample_memcpy(target: np.ndarray, source: np.ndarray, plan: CopyPlan) -> float:
-    from baton_native import _ucx
-
     start = time.perf_counter()
-    _ucx.copy_runs(target, source, plan.target_offset, plan.source_offset, plan.nbytes)
+    copy_runs(target, source, plan.target_offset, plan.source_offset, plan.nbytes)
     return plan.total_nbytes / (time.perf_counter() - start) / 1e9
 
 
@@ -133,7 +152,7 @@ def run() -> list[Row | NotRun]:
 
 
 def run_shared_memory() -> list[Row | NotRun]:
-    pair = Pair("posix,tcp")
+    pair = Pair("posix")
     reference = pair.allocate_reference()
     ours: Samples = defaultdict(list)
     memcpy: Samples = defaultdict(list)

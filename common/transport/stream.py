@@ -81,7 +81,10 @@ class StreamAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 class StreamTransport:
     """See transport.Transport for what each call promises. Not for use from several threads."""
 
-    def __init__(self, settings: StreamSettings | None = None) -> None:
+    def __init__(
+        self, settings: StreamSettings | None = None, connections: Connections | None = None
+    ) -> None:
+        """connections: shared with another transport that the same peers may be written by."""
         self._settings = settings = settings or StreamSettings()
         self._engine = _stream.Engine(
             is_encrypted=settings.is_encrypted,
@@ -96,7 +99,7 @@ class StreamTransport:
         self._regions: dict[str, Region] = {}
         self._targets: dict[str, bytes] = {}
         self._listens_at: set[str] = set()
-        self._connections = Connections()
+        self._connections = connections or Connections()
 
     def allocate(self, name: str, nbytes: int) -> Region:
         self._check_region(name, nbytes)
@@ -118,6 +121,11 @@ class StreamTransport:
         region = Region(name, index, address, nbytes, memory_type, None)
         self._regions[name] = region
         return region
+
+    def skip(self, name: str) -> None:
+        """Takes the next region's number for memory that no stream can move."""
+        self._engine.enroll(0, 0)
+        self._regions[name] = Region(name, len(self._regions), 0, 0, "cuda", None)
 
     def open_target(
         self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK

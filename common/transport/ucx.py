@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from common.config import shared_memory_dir
 from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
@@ -41,6 +38,9 @@ log = logging.getLogger(__name__)
 ENGINE_FAILED = 4
 """EventKind in native/queues.hpp; nothing comes after it."""
 
+NativeRegion = tuple[int, int, bytes]
+"""Address, size and key."""
+
 NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
 HOST_TRANSPORTS = frozenset({"posix", "sysv", "xpmem", "cma", "knem", "tcp", "self", "cuda_copy"})
 """What can't carry GPU memory but by copying it through the host's, a hundred times slower."""
@@ -50,10 +50,11 @@ HOST_TRANSPORTS = frozenset({"posix", "sysv", "xpmem", "cma", "knem", "tcp", "se
 class UcxSettings:
     """How this process uses UCX.
 
-    tls: UCX transports, comma separated; one of them of the network, because UCX watches the peer
-        through it. `auto` is posix,tcp, with rc if there is an RDMA device and with CUDA's if
-        `cuda_device` is set.
+    tls: UCX transports, comma separated. `auto` is posix, with rc if there is an RDMA device and
+        with CUDA's if `cuda_device` is set. Never tcp: UCX stores what comes over it at whatever
+        address it names, whoever sent it.
     net_devices: UCX device names, comma separated, or all.
+    ports: the first and the last that tcp may listen on; (0, 0): any.
     ucx: auto, wheel, system, or a directory; see loader.py.
     spin_us: how long the progress thread looks on after something has come or gone over a network,
         before it sleeps. A thread that the other end of a connection on the same host wakes up is
@@ -70,6 +71,7 @@ class UcxSettings:
 
     tls: str = "auto"
     net_devices: str = "all"
+    ports: tuple[int, int] = (0, 0)
     ucx: str = "auto"
     spin_us: int = 400
     keepalive_s: float = 2.0
@@ -80,7 +82,10 @@ class UcxSettings:
 class UcxTransport:
     """See transport.Transport for what each call promises. Not for use from several threads."""
 
-    def __init__(self, settings: UcxSettings | None = None) -> None:
+    def __init__(
+        self, settings: UcxSettings | None = None, connections: Connections | None = None
+    ) -> None:
+        """connections: shared with another transport that the same peers may be written by."""
         settings = settings or UcxSettings()
         self._tls = resolve_tls(settings)
         self._is_shared = "posix" in self._tls.split(",")
@@ -95,7 +100,7 @@ class UcxTransport:
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._regions: dict[str, Region] = {}
         self._targets: dict[str, int] = {}
-        self._connections = Connections()
+        self._connections = connections or Connections()
         self._broken = ""
 
     def allocate(self, name: str, nbytes: int) -> Region:
@@ -159,15 +164,19 @@ class UcxTransport:
             self._engine.close_target(self._targets.pop(peer))
 
     def connect(self, peer: str, descriptor: TargetDescriptor) -> None:
-        self._connections.check_free(peer)
-        check_files(f"connect {peer}")
-        peer_id = self._connections.take_id()
-        regions = [(region.address, region.nbytes, region.key) for region in descriptor.regions]
-        probe = descriptor.probe
-        probe_tuple = (probe.address, probe.nbytes, probe.key)
+        peer_id, target = self._prepare(peer, descriptor)
         with self._translated(f"connect {peer}"):
-            self._engine.connect(peer_id, descriptor.worker_address, regions, probe_tuple)
+            self._engine.connect(peer_id, *target)
         self._connections.add(peer, peer_id)
+
+    def try_connect(self, peer: str, descriptor: TargetDescriptor) -> bool:
+        """`connect`, or False, and no event, if no transport of this UCX reaches the target."""
+        peer_id, target = self._prepare(peer, descriptor)
+        with self._translated(f"connect {peer}"):
+            is_reached = self._engine.try_connect(peer_id, *target)
+        if is_reached:
+            self._connections.add(peer, peer_id)
+        return is_reached
 
     def disconnect(self, peer: str) -> None:
         with self._translated(f"disconnect {peer}"):
@@ -233,6 +242,17 @@ class UcxTransport:
         except self._native.UcxError as exc:
             raise kind(f"{what}: {exc}") from exc
 
+    def _prepare(
+        self, peer: str, descriptor: TargetDescriptor
+    ) -> tuple[int, tuple[bytes, list[NativeRegion], NativeRegion]]:
+        """An id for a new connection, and the target as the engine takes it."""
+        self._connections.check_free(peer)
+        check_files(f"connect {peer}")
+        regions = [(region.address, region.nbytes, region.key) for region in descriptor.regions]
+        probe = descriptor.probe
+        target = descriptor.worker_address, regions, (probe.address, probe.nbytes, probe.key)
+        return self._connections.take_id(), target
+
     def _check_region(self, name: str, nbytes: int) -> None:
         if name in self._regions:
             raise RegionRefused(f"region {name}: the name is taken")
@@ -259,60 +279,20 @@ class UcxTransport:
         return told
 
 
-def copy_runs(
-    target: NDArray[np.uint8],
-    source: NDArray[np.uint8],
-    target_offsets: NDArray[np.int64],
-    source_offsets: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-) -> None:
-    """Copies runs between two buffers of this process, without the interpreter lock.
-
-    The caller has checked that every run lies in both buffers. A transport must be open.
-    """
-    from baton_native import _ucx
-
-    _ucx.copy_runs(target, source, target_offsets, source_offsets, nbytes)
-
-
-def convert_float8(
-    target: NDArray[np.uint8],
-    source: NDArray[np.uint8],
-    target_offsets: NDArray[np.int64],
-    source_offsets: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    wide: str,
-    is_narrowing: bool,
-) -> None:
-    """Copies runs of `counts` elements and turns them to or from float8_e4m3fn on the way.
-
-    wide: the type at the other end, bfloat16 or float32. Offsets in bytes. Too large values are cut
-    to 448; NaN stays NaN. Runs without the interpreter lock. A transport must be open.
-    Raises: ValueError if a run leaves its buffers.
-    """
-    from baton_native import _ucx
-
-    _ucx.convert_float8(
-        target, source, target_offsets, source_offsets, counts, wide, is_narrowing
-    )
-
-
 def resolve_tls(settings: UcxSettings) -> str:
-    """The explicit UCX_TLS list. Raises: TransportError if it holds no network transport."""
+    """The explicit UCX_TLS list."""
     if settings.tls != "auto":
-        names = settings.tls.split(",")
-        if not any(name in NETWORK_TRANSPORTS for name in names):
-            raise TransportError(
-                f"tls={settings.tls}: must hold one of {', '.join(NETWORK_TRANSPORTS)}, "
-                "without which UCX can't notice that a peer has died"
-            )
         return settings.tls
-    names = ["posix", "tcp"]
+    names = ["posix"]
     if has_rdma_device():
         names.insert(0, "rc")
     if settings.cuda_device is not None:
         names += ["cuda_copy", "cuda_ipc"]
     return ",".join(names)
+
+
+def has_network(tls: str) -> bool:
+    return not set(NETWORK_TRANSPORTS).isdisjoint(tls.split(","))
 
 
 def goes_through_host(transports: str) -> bool:
@@ -328,6 +308,8 @@ def start_engine(tls: str, settings: UcxSettings) -> _ucx.Engine:
         return _ucx.Engine(
             tls=tls,
             net_devices=settings.net_devices,
+            has_network=has_network(tls),
+            tcp_ports="-".join(map(str, settings.ports)) if settings.ports != (0, 0) else "0",
             keepalive_s=settings.keepalive_s,
             spin_us=settings.spin_us,
             close_patience_s=settings.close_patience_s,

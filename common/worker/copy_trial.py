@@ -14,7 +14,7 @@ from torch import Tensor
 from common.clock import Clock
 from common.planner.link_cost import CopyCost, CopyCosts, measured_copy
 from common.planner.staging import Conversion, LinearCopy
-from common.transport.ucx import copy_runs
+from common.transport.copies import copy_runs
 from common.worker.copier import Copier
 
 RUN_NBYTES = 4096

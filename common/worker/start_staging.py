@@ -8,8 +8,8 @@ from common.clock import Clock
 from common.config import HandOver, Role, ServerConfig
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
+from common.transport.copies import convert_float8, copy_runs
 from common.transport.transport import Transport
-from common.transport.ucx import convert_float8, copy_runs
 from common.worker.copier import Copier
 from common.worker.copy_trial import measure_copies
 from common.worker.gather_buffers import GatherBuffers

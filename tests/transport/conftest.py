@@ -1,5 +1,6 @@
 """Pairs over every transport that runs here: `posix` and `posix,tcp` puts are stores into shared
-memory, `tcp` is UCX over loopback, `stream` and `stream-tls` are streams of our own."""
+memory, `tcp` is UCX over loopback, `stream` and `stream-tls` are streams of our own,
+and `auto` is shared memory here, with a stream beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests.transport.transport_pair import Pair, start_remote
 from tests.transport.transport_servant import Remote
 
 
-@pytest.fixture(params=["posix", "posix,tcp", "tcp", "stream", "stream-tls"], scope="module")
+@pytest.fixture(
+    params=["auto", "posix", "posix,tcp", "tcp", "stream", "stream-tls"], scope="module"
+)
 def tls(request: pytest.FixtureRequest) -> str:
     assert isinstance(request.param, str)
     return request.param

@@ -25,6 +25,7 @@ from tests.transport.transport_pair import (
     TARGET_REGIONS,
     Pair,
     apply_plan,
+    is_mapped,
     plan_of,
     plan_random,
     plan_volume,
@@ -235,14 +236,14 @@ def test_name_of_an_open_peer_is_refused_and_free_once_it_closed(pair: Pair) -> 
 
 
 def test_region_larger_than_shared_memory_is_refused(pair: Pair, tls: str) -> None:
-    if "posix" not in tls:
+    if not is_mapped(tls):
         pytest.skip("needs no shared memory")
     with pytest.raises(RegionRefused, match="/dev/shm"):
         pair.transport.allocate("huge", 1 << 50)
 
 
 def test_target_that_claims_more_memory_than_it_shares_fails(pair: Pair, tls: str) -> None:
-    if "posix" not in tls:
+    if not is_mapped(tls):
         pytest.skip("only a mapping can be checked before the first put")
     peer = f"peer{next(unique)}"
     descriptor = pair.remote.open_target(peer, ["pool"])
@@ -256,7 +257,7 @@ def test_memory_of_another_process_than_the_peer_said_is_not_written_to(
     pair: Pair, doomed: Remote, tls: str
 ) -> None:
     """A key names a process and a file of it by numbers, which another one may have meanwhile."""
-    if "posix" not in tls:
+    if not is_mapped(tls):
         pytest.skip("only a mapping can be checked before the first put")
     peer = f"peer{next(unique)}"
     descriptor = pair.remote.open_target(peer, ["pool"])

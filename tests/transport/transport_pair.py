@@ -51,6 +51,11 @@ class Pair:
         self.remote.exit()
 
 
+def is_mapped(tls: str) -> bool:
+    """Whether puts between processes of this host are stores into shared memory."""
+    return tls == "auto" or "posix" in tls
+
+
 def start_remote(tls: str) -> Remote:
     remote = Remote(tls)
     remote.call("allocate", "pool", REGION_NBYTES)

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from common.planner.copy_plan import CopyPlan
+from common.transport.auto import AutoTransport
+from common.transport.connections import Connections
 from common.transport.stream import StreamSettings, StreamTransport
 from common.transport.transport import (
     PeerClosed,
@@ -37,23 +39,25 @@ class EventTimeout(AssertionError):
 
 
 def open_transport(tls: str, cuda_device: int | None = None) -> Transport:
-    """tls: the UCX transports, or "stream" or "stream-tls" for streams of our own."""
-    if tls.startswith("stream"):
-        settings = StreamSettings(
-            is_encrypted=tls == "stream-tls",
-            connection_count=2,
-            keepalive_s=1.0,
-            rekey_nbytes=REKEY_NBYTES,
-        )
-        return StreamTransport(settings)
-    return UcxTransport(
-        UcxSettings(
-            tls=tls,
-            keepalive_s=1.0,
-            close_patience_s=CLOSE_PATIENCE_S,
-            cuda_device=cuda_device,
-        )
+    """tls: the UCX transports, or "stream" or "stream-tls" for streams of our own, or "auto"."""
+    streams = StreamSettings(
+        is_encrypted=tls == "stream-tls",
+        connection_count=2,
+        keepalive_s=1.0,
+        rekey_nbytes=REKEY_NBYTES,
     )
+    if tls.startswith("stream"):
+        return StreamTransport(streams)
+    settings = UcxSettings(
+        tls=tls,
+        keepalive_s=1.0,
+        close_patience_s=CLOSE_PATIENCE_S,
+        cuda_device=cuda_device,
+    )
+    if tls != "auto":
+        return UcxTransport(settings)
+    shared = Connections()
+    return AutoTransport(UcxTransport(settings, shared), StreamTransport(streams, shared))
 
 
 class Writer:

@@ -18,7 +18,8 @@ from common.planner.link_cost import CopyCost, CopyCosts
 from common.protocol.codec import encode_layout
 from common.protocol.worker import ConnectPeer, Expect, PeerOpened, WorkerToScheduler
 from common.transport import transport as moving
-from common.transport.ucx import UcxSettings, UcxTransport, copy_runs
+from common.transport.copies import copy_runs
+from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.copier import Copier
 from common.worker.gather_buffers import GatherBuffers
 from common.worker.landing import REGION as LANDING_REGION

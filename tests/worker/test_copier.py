@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.engine.cast import CACHE_DTYPES, cast
 from common.planner.staging import Conversion, LinearCopy
+from common.transport.copies import convert_float8, copy_runs
 from common.transport.loader import load_ucx
-from common.transport.ucx import convert_float8, copy_runs
 from common.worker.copier import Copier, copy_by_index
 
 load_ucx("auto")

@@ -10,8 +10,8 @@ import torch
 
 from common.clock import ManualClock
 from common.planner.copy_plan import Int64Array
+from common.transport.copies import copy_runs
 from common.transport.loader import load_ucx
-from common.transport.ucx import copy_runs
 from common.worker import copy_trial
 from common.worker.copier import Bytes
 from common.worker.copy_trial import measure_copies

@@ -18,8 +18,8 @@ from common.planner.staging import StagedPair
 from common.protocol.descriptor import LandingDescriptor
 from common.protocol.landing import Credit, Landed
 from common.protocol.worker import Expect, Forget, Forgotten
+from common.transport.copies import copy_runs
 from common.transport.loader import load_ucx
-from common.transport.ucx import copy_runs
 from common.worker.copier import Copier
 from common.worker.landing import (
     RING_SLOT_COUNT_MAX,

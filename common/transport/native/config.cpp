@@ -70,6 +70,7 @@ Context::Context(const EngineSettings& settings) {
     check(ucp_config_read(nullptr, nullptr, &owner.config), "ucp_config_read");
     set(owner.config, "TLS", settings.tls);
     set(owner.config, "NET_DEVICES", settings.net_devices);
+    set(owner.config, "TCP_PORT_RANGE", settings.tcp_ports);
     // Peer error handling demands lanes that can invalidate remote keys as long as rendezvous is
     // possible; tcp and cma have none, and UCX would emulate puts in software instead.
     set(owner.config, "RNDV_THRESH", "inf");

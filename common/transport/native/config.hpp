@@ -19,6 +19,8 @@ void check(ucs_status_t status, const std::string& what);
 struct EngineSettings {
     std::string tls;          // explicit list, for example "posix,tcp"
     std::string net_devices;  // "all" or a list of UCX device names
+    bool has_network = true;  // whether `tls` has a transport that other hosts are reached by
+    std::string tcp_ports = "0";  // "40000-40100"; 0: any
     double keepalive_s = 2.0;
     int spin_us = 0;
     double close_patience_s = 30.0;

@@ -125,20 +125,44 @@ void Engine::close_target(uint64_t id) {
 
 void Engine::connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
                      RemoteRegionSpec probe) {
+    remember_extents(id, regions);
+    post([this, id, address = std::move(worker_address), regions = std::move(regions),
+          probe = std::move(probe)]() mutable {
+        Peer& peer = add_peer(id, std::move(regions), std::move(probe));
+        if (!peer.reach(address)) {
+            peer.fail("no transport reaches it");
+        }
+    });
+}
+
+bool Engine::try_connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
+                         RemoteRegionSpec probe) {
+    remember_extents(id, regions);
+    return call<bool>([this, id, address = std::move(worker_address), regions = std::move(regions),
+                       probe = std::move(probe)] {
+        if (add_peer(id, regions, probe).reach(address)) {
+            return true;
+        }
+        peers_.pop_back();
+        const std::lock_guard lock(mutex_);
+        open_targets_.erase(id);
+        return false;
+    });
+}
+
+Peer& Engine::add_peer(uint64_t id, std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe) {
+    peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, std::move(regions),
+                                            std::move(probe), owns_cuda_memory_, close_patience_s_));
+    return *peers_.back();
+}
+
+void Engine::remember_extents(uint64_t id, const std::vector<RemoteRegionSpec>& regions) {
     std::vector<Extent> extents;
     for (const RemoteRegionSpec& region : regions) {
         extents.push_back({region.address, region.nbytes});
     }
-    {
-        const std::lock_guard lock(mutex_);
-        open_targets_[id] = std::move(extents);
-    }
-    post([this, id, address = std::move(worker_address), regions = std::move(regions),
-          probe = std::move(probe)]() mutable {
-        peers_.push_back(std::make_unique<Peer>(id, *initiator_, events_, regions_, std::move(regions),
-                                                std::move(probe), owns_cuda_memory_, close_patience_s_));
-        peers_.back()->connect(address);
-    });
+    const std::lock_guard lock(mutex_);
+    open_targets_[id] = std::move(extents);
 }
 
 void Engine::disconnect(uint64_t id) {
@@ -243,9 +267,14 @@ void Engine::start(const EngineSettings& settings) {
         use_primary_cuda_context(settings.cuda_device);
     }
     context_ = std::make_shared<Context>(settings);
-    probe_bytes_.resize(Peer::PROBE_NBYTES_MAX);
-    probe_ = Memory::enroll(context_, reinterpret_cast<uint64_t>(probe_bytes_.data()),
-                            probe_bytes_.size(), UCS_MEMORY_TYPE_HOST);
+    if (settings.has_network) {
+        probe_bytes_.resize(Peer::PROBE_NBYTES_MAX);
+        probe_ = Memory::enroll(context_, reinterpret_cast<uint64_t>(probe_bytes_.data()),
+                                probe_bytes_.size(), UCS_MEMORY_TYPE_HOST);
+    } else {
+        // Nothing but a mapping reaches memory of the host then.
+        probe_ = Memory::allocate(context_, Peer::PROBE_NBYTES_MAX);
+    }
     initiator_ = std::make_unique<Worker>(context_);
     epoll_fd_ = epoll_create1(EPOLL_CLOEXEC);
     if (epoll_fd_ < 0) {

@@ -46,6 +46,9 @@ public:
     // Connection ids are never reused. The outcomes are events; after engine_failed none comes.
     void connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
                  RemoteRegionSpec probe);
+    // The same, but false, and no event, if no transport of UCX reaches that worker.
+    bool try_connect(uint64_t id, std::string worker_address, std::vector<RemoteRegionSpec> regions,
+                     RemoteRegionSpec probe);
     void disconnect(uint64_t id);
     void submit(uint64_t id, uint64_t tag, const PlanArrays& plan);  // throws PlanOutOfBounds
     void cancel(uint64_t tag);
@@ -68,6 +71,8 @@ private:
     bool is_closing() const;
     void sleep();
     void watch(int fd, Worker* worker) const;
+    Peer& add_peer(uint64_t id, std::vector<RemoteRegionSpec> regions, RemoteRegionSpec probe);
+    void remember_extents(uint64_t id, const std::vector<RemoteRegionSpec>& regions);
     size_t add_region(std::shared_ptr<Memory> memory);
     Peer* find_peer(uint64_t id);
     void settle_gone(uint64_t tag);

@@ -7,8 +7,6 @@
 #include <memory>
 
 #include "binding.hpp"
-#include "convert.hpp"
-#include "copy.hpp"
 #include "engine.hpp"
 
 namespace nb = nanobind;
@@ -16,7 +14,6 @@ using namespace baton;
 
 namespace {
 
-using ByteArray = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RegionTuple = std::tuple<uint64_t, uint64_t, nb::bytes>;  // address, nbytes, key
 
 RemoteRegionSpec to_spec(const RegionTuple& region) {
@@ -41,61 +38,17 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(const Engine& engine, size_t i
     return {reinterpret_cast<uint8_t*>((*memory)->address()), {(*memory)->nbytes()}, owner};
 }
 
-void copy_run_lists(ByteArray target, ByteArray source, Int64Array target_offsets,
-                    Int64Array source_offsets, Int64Array nbytes) {
-    nb::gil_scoped_release release;
-    copy_runs(reinterpret_cast<char*>(target.data()), reinterpret_cast<const char*>(source.data()),
-              target_offsets.data(), source_offsets.data(), nbytes.data(), nbytes.size());
-}
-
-// Every run converts `counts[i]` elements; offsets are in bytes. `wide` is the type at the end that is not
-// float8: "bfloat16" or "float32".
-void convert_float8(ByteArray target, ByteArray source, Int64Array target_offsets, Int64Array source_offsets,
-                    Int64Array counts, const std::string& wide, bool is_narrowing) {
-    const int64_t wide_nbytes = wide == "bfloat16" ? 2 : wide == "float32" ? 4 : 0;
-    const int64_t target_nbytes = is_narrowing ? 1 : wide_nbytes;
-    const int64_t source_nbytes = is_narrowing ? wide_nbytes : 1;
-    if (wide_nbytes == 0 || target_offsets.size() != counts.size() || source_offsets.size() != counts.size()) {
-        throw nb::value_error("wide must be bfloat16 or float32, and the three arrays of one length");
-    }
-    for (size_t run = 0; run < counts.size(); ++run) {
-        const int64_t count = counts.data()[run];
-        const int64_t to = target_offsets.data()[run];
-        const int64_t from = source_offsets.data()[run];
-        if (count < 0 || to < 0 || from < 0 || to % target_nbytes != 0 || from % source_nbytes != 0 ||
-            to + count * target_nbytes > static_cast<int64_t>(target.size()) ||
-            from + count * source_nbytes > static_cast<int64_t>(source.size())) {
-            throw nb::value_error(("run " + std::to_string(run) + " leaves its buffers or is not aligned").c_str());
-        }
-    }
-    nb::gil_scoped_release release;
-    for (size_t run = 0; run < counts.size(); ++run) {
-        uint8_t* to = target.data() + target_offsets.data()[run];
-        const uint8_t* from = source.data() + source_offsets.data()[run];
-        const size_t count = static_cast<size_t>(counts.data()[run]);
-        if (is_narrowing && wide_nbytes == 2) {
-            narrow_bfloat16(to, reinterpret_cast<const uint16_t*>(from), count);
-        } else if (is_narrowing) {
-            narrow_float32(to, reinterpret_cast<const uint32_t*>(from), count);
-        } else if (wide_nbytes == 2) {
-            widen_bfloat16(reinterpret_cast<uint16_t*>(to), from, count);
-        } else {
-            widen_float32(reinterpret_cast<uint32_t*>(to), from, count);
-        }
-    }
-}
-
 void bind_engine(nb::module_& module) {
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<Engine>(module, "Engine")
         .def("__init__",
-             [](Engine* engine, std::string tls, std::string net_devices, double keepalive_s, int spin_us,
-                double close_patience_s, int cuda_device) {
+             [](Engine* engine, std::string tls, std::string net_devices, bool has_network, std::string tcp_ports,
+                double keepalive_s, int spin_us, double close_patience_s, int cuda_device) {
                  nb::gil_scoped_release release;
                  new (engine)
-                     Engine({tls, net_devices, keepalive_s, spin_us, close_patience_s, cuda_device});
+                     Engine({tls, net_devices, has_network, tcp_ports, keepalive_s, spin_us, close_patience_s, cuda_device});
              },
-             nb::arg("tls"), nb::arg("net_devices"), nb::arg("keepalive_s"), nb::arg("spin_us"),
+             nb::arg("tls"), nb::arg("net_devices"), nb::arg("has_network"), nb::arg("tcp_ports"), nb::arg("keepalive_s"), nb::arg("spin_us"),
              nb::arg("close_patience_s"), nb::arg("cuda_device"))
         .def("allocate", &Engine::allocate, nb::arg("nbytes"), Unlocked())
         .def("enroll",
@@ -141,6 +94,19 @@ void bind_engine(nb::module_& module) {
                                 std::move(specs), to_spec(probe));
              },
              nb::arg("id"), nb::arg("worker_address"), nb::arg("regions"), nb::arg("probe"))
+        .def("try_connect",
+             [](Engine& engine, uint64_t id, const nb::bytes& worker_address,
+                const std::vector<RegionTuple>& regions, const RegionTuple& probe) {
+                 std::vector<RemoteRegionSpec> specs;
+                 for (const RegionTuple& region : regions) {
+                     specs.push_back(to_spec(region));
+                 }
+                 std::string address(worker_address.c_str(), worker_address.size());
+                 RemoteRegionSpec probe_spec = to_spec(probe);
+                 nb::gil_scoped_release release;
+                 return engine.try_connect(id, std::move(address), std::move(specs), std::move(probe_spec));
+             },
+             nb::arg("id"), nb::arg("worker_address"), nb::arg("regions"), nb::arg("probe"))
         .def("disconnect", &Engine::disconnect, nb::arg("id"))
         .def("submit",
              [](Engine& engine, uint64_t id, uint64_t tag, Int64Array source_region, Int64Array source_offset,
@@ -165,9 +131,4 @@ NB_MODULE(_ucx, module) {
     nb::exception<PlanOutOfBounds>(module, "PlanOutOfBoundsError", PyExc_ValueError);
     bind_engine(module);
     module.def("version", [] { return std::string(ucp_get_version_string()); });
-    module.def("copy_runs", &copy_run_lists, nb::arg("target"), nb::arg("source"),
-               nb::arg("target_offsets"), nb::arg("source_offsets"), nb::arg("nbytes"));
-    module.def("convert_float8", &convert_float8, nb::arg("target"), nb::arg("source"),
-               nb::arg("target_offsets"), nb::arg("source_offsets"), nb::arg("counts"), nb::arg("wide"),
-               nb::arg("is_narrowing"));
 }

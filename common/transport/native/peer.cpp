@@ -53,7 +53,7 @@ Peer::~Peer() {
 
 // Connecting -----------------------------------------------------------------------------------------
 
-void Peer::connect(const std::string& worker_address) {
+bool Peer::reach(const std::string& worker_address) {
     worker_.touch();
     ucp_ep_params_t params{};
     params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
@@ -62,12 +62,16 @@ void Peer::connect(const std::string& worker_address) {
     params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
     params.err_handler.cb = on_endpoint_error;
     params.err_handler.arg = this;
+    if (ucp_ep_create(worker_.handle(), &params, &endpoint_) != UCS_OK) {
+        endpoint_ = nullptr;
+        return false;
+    }
     try {
-        check(ucp_ep_create(worker_.handle(), &params, &endpoint_), "ucp_ep_create");
         unpack_keys();
     } catch (const UcxError& error) {
         fail(error.what());
     }
+    return true;
 }
 
 void Peer::unpack_keys() {

@@ -42,7 +42,8 @@ public:
     Peer(const Peer&) = delete;
     Peer& operator=(const Peer&) = delete;
 
-    void connect(const std::string& worker_address);
+    // False if no transport of UCX reaches that worker. What else keeps it from connecting is a failure.
+    bool reach(const std::string& worker_address);
     void submit(std::unique_ptr<Batch> batch);
     void cancel(uint64_t tag);
     void disconnect();

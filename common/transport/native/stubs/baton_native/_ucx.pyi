@@ -18,6 +18,8 @@ class Engine:
         self,
         tls: str,
         net_devices: str,
+        has_network: bool,
+        tcp_ports: str,
         keepalive_s: float,
         spin_us: int,
         close_patience_s: float,
@@ -34,6 +36,9 @@ class Engine:
     def connect(
         self, id: int, worker_address: bytes, regions: list[_RegionTuple], probe: _RegionTuple
     ) -> None: ...
+    def try_connect(
+        self, id: int, worker_address: bytes, regions: list[_RegionTuple], probe: _RegionTuple
+    ) -> bool: ...
     def disconnect(self, id: int) -> None: ...
     def submit(
         self,
@@ -52,19 +57,3 @@ class Engine:
     def close(self) -> None: ...
 
 def version() -> str: ...
-def copy_runs(
-    target: _ByteArray,
-    source: _ByteArray,
-    target_offsets: _Int64Array,
-    source_offsets: _Int64Array,
-    nbytes: _Int64Array,
-) -> None: ...
-def convert_float8(
-    target: _ByteArray,
-    source: _ByteArray,
-    target_offsets: _Int64Array,
-    source_offsets: _Int64Array,
-    counts: _Int64Array,
-    wide: str,
-    is_narrowing: bool,
-) -> None: ...
