@@ -35,6 +35,7 @@ from bench.report import NotRun, Row, print_table
 
 SECTIONS = {
     "handover": "bench.handover",
+    "streams": "bench.streams",
     "planner": "bench.planner",
     "scheduler": "bench.scheduler",
     "engine": "bench.engine",

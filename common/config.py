@@ -91,8 +91,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
-    transport, net_devices: which transports and network devices UCX may use. ucx: which libucp is
-        loaded: "auto", "wheel", "system", or a directory.
+    transport: "auto" is UCX over shared memory, CUDA IPC and RDMA, and a stream of our own where
+        none of these reaches a peer; "shm" is shared memory alone; "stream" streams alone;
+        "ucx-tcp" is UCX over tcp, by which whoever reaches its ports writes anywhere in a worker.
+    transfer_ports: "first-last" port that workers may listen on for caches; "": any.
+    net_devices: which network devices UCX may use. ucx: which libucp is loaded: "auto", "wheel",
+        "system", or a directory.
     hand_over: "auto" stages a transfer where that is faster or its element types differ; "direct"
         never does; "landing" always does, so that the KV pool is not writable from outside.
     verify_transfer: how much of every cache that was handed over is compared with what was sent;
@@ -169,6 +173,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graph_max_bs: int = 160
     disable_overlap_schedule: bool = False
     transport: str = "auto"
+    transfer_ports: str = ""
     net_devices: str = "all"
     hand_over: HandOver = HandOver.AUTO
     verify_transfer: Verify = Verify.OFF
@@ -218,6 +223,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.role is Role.PREFILL:
             return EngineType.PREFILL
         return EngineType.DECODE if self.prefill else EngineType.UNIFIED
+
+    @property
+    def transfer_port_range(self) -> tuple[int, int]:
+        """The first and the last of `transfer_ports`; (0, 0): any."""
+        first, _, last = self.transfer_ports.partition("-")
+        return int(first or 0), int(last or 0)
 
     @property
     def rank_count(self) -> int:

@@ -20,10 +20,10 @@ def check_config(config: ServerConfig) -> None:
             f"--chunked-prefill-size {config.chunked_prefill_size}: must be a multiple of "
             f"--page-size {config.page_size}"
         )
-    if config.device == "cuda" and config.transport != "auto":
+    if config.device == "cuda" and config.transport not in ("auto", "ucx-tcp"):
         raise ConfigError(
-            f"--transport {config.transport}: must be auto with --device cuda: neither shared "
-            "memory nor tcp alone can carry what is in a GPU's memory"
+            f"--transport {config.transport}: must be auto or ucx-tcp with --device cuda: neither "
+            "shared memory nor streams can carry what is in a GPU's memory"
         )
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(

@@ -51,6 +51,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "transfers": {
         "transport": "TRANSPORT",
+        "transfer_ports": "FIRST-LAST",
         "net_devices": "DEVICES",
         "ucx": "WHICH",
         "hand_over": "MODE",

@@ -131,6 +131,14 @@ def net_devices(value: str) -> str:
     return value
 
 
+def port_range(value: str) -> str:
+    match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", value)
+    ports = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= ports[0] <= ports[1] <= 65535:
+        raise ValueError("must be FIRST-LAST, two ports in 1..65535")
+    return value
+
+
 port = integer(1, 65535)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OR_DTYPES = ", ".join(DTYPES)

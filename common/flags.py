@@ -28,6 +28,7 @@ from common.flag_values import (
     origins,
     page_size,
     port,
+    port_range,
     switch,
     text,
     tool_call_parser,
@@ -217,8 +218,14 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     Flag(
         "transport",
         ("transport",),
-        choice("auto", "shm", "tcp"),
-        "what UCX may use: auto, shm or tcp",
+        choice("auto", "shm", "stream", "ucx-tcp"),
+        "what carries caches: auto, shm, stream, or ucx-tcp, which trusts all who reach its ports",
+    ),
+    Flag(
+        "transfer_ports",
+        ("transfer-ports",),
+        port_range,
+        "ports that workers may listen on for caches, such as 40000-40031 [any]",
     ),
     Flag(
         "hand_over",

@@ -74,7 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--questions", type=int, default=QUESTION_COUNT)
     parser.add_argument("--keep", action="store_true", help="leave the pair running until Ctrl-C")
-    parser.add_argument("--transport", default="auto", help="auto, shm or tcp")
+    parser.add_argument("--transport", default="auto", help="auto, shm, stream or ucx-tcp")
     options = parser.parse_args()
     left_before = set(SHARED_MEMORY.iterdir())
     try:

@@ -189,6 +189,7 @@ def _check_ranks(name: str, value: object) -> None:
         ranks.add(descriptor.rank)
         here = f"{name}[{descriptor.rank}]"
         check_blob(f"{here}.worker_address", descriptor.worker_address, ADDRESS_NBYTES_MAX)
+        check_blob(f"{here}.stream_address", descriptor.stream_address, ADDRESS_NBYTES_MAX)
         check_count(f"{here}.regions", len(descriptor.regions), GROUP_COUNT_MAX)
         for region in (*descriptor.regions, descriptor.probe):
             _check_region(here, region)

@@ -31,8 +31,10 @@ class LandingDescriptor(msgspec.Struct, frozen=True):
 
 
 class RankDescriptor(msgspec.Struct, frozen=True):
-    """How to write into one rank: its UCX worker address and its regions, one per page group.
+    """How to write into one rank: its addresses and its regions, one per page group.
 
+    worker_address: of its UCX, stream_address: of its stream, with a secret; empty where it has
+        none.
     regions: (name, base address, nbytes, packed memory key); none if pages are not to be written.
     probe: scratch memory, described likewise, that connecting writes to.
     landing: where staged transfers arrive, if they may. page_counts: per page group, without the
@@ -45,3 +47,4 @@ class RankDescriptor(msgspec.Struct, frozen=True):
     probe: tuple[str, int, int, bytes] = ("", 0, 0, b"")
     landing: LandingDescriptor | None = None
     page_counts: list[int] = []
+    stream_address: bytes = b""

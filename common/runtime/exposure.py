@@ -27,6 +27,17 @@ def open_doors(config: ServerConfig) -> list[str]:
             "the ports where staged transfers are announced are open to whoever reaches them: set "
             "--curve-secret-key-file and --curve-peer-keys-file, or --hand-over direct"
         )
+    if config.transport == "ucx-tcp":
+        doors.append(
+            f"--transport ucx-tcp: UCX listens on every address of --net-devices "
+            f"{config.net_devices}, and whoever reaches those ports writes anywhere in this "
+            "server's workers, keys or not: let only its peers reach them, or take --transport auto"
+        )
+    elif _has_far_writers(config) and not has_keys and config.transport != "shm":
+        doors.append(
+            "caches that come over a network are not encrypted: set --curve-secret-key-file and "
+            "--curve-peer-keys-file"
+        )
     if config.nnodes > 1:
         doors.append(
             f"torch's store at --dist-init-addr {config.dist_init_addr} listens on every address "
@@ -43,9 +54,12 @@ def open_doors(config: ServerConfig) -> list[str]:
 
 def _has_open_landing(config: ServerConfig) -> bool:
     """A decode rank listens where its prefill servers reach it."""
-    is_staged = config.role is Role.DECODE and config.hand_over is not HandOver.DIRECT
+    return config.hand_over is not HandOver.DIRECT and _has_far_writers(config)
+
+
+def _has_far_writers(config: ServerConfig) -> bool:
     hosts = [address.rpartition(":")[0].strip("[]") for address in config.prefill]
-    return is_staged and not all(map(_is_loopback, hosts))
+    return config.role is Role.DECODE and not all(map(_is_loopback, hosts))
 
 
 def _is_loopback(host: str) -> bool:

@@ -33,7 +33,9 @@ class AutoTransport:
         """Both new, and with the same `Connections`."""
         self._ucx = ucx
         self._stream = stream
+        self._names: list[str] = []
         self._has_cuda = False
+        self._mapped: set[str] = set()  # targets that UCX may write to
         self._carried_by: dict[str, UcxTransport | StreamTransport] = {}
         self._epoll = select.epoll()
         for transport in (ucx, stream):
@@ -42,6 +44,7 @@ class AutoTransport:
     def allocate(self, name: str, nbytes: int) -> Region:
         region = self._ucx.allocate(name, nbytes)
         self._stream.register(name, region.address, nbytes, "host")
+        self._names.append(name)
         return region
 
     def register(self, name: str, address: int, nbytes: int, memory_type: MemoryType) -> Region:
@@ -51,22 +54,29 @@ class AutoTransport:
         else:
             self._has_cuda = True
             self._stream.skip(name)
+        self._names.append(name)
         return region
 
     def open_target(
         self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK
     ) -> TargetDescriptor:
-        target = self._ucx.open_target(peer, regions, host)
+        names = self._names if regions is None else list(regions)
+        streamed = self._stream.open_target(peer, names, host)
+        if any(name in self._names and self._ucx.is_private(name) for name in names):
+            return streamed  # UCX would reach only part of it
         try:
-            streamed = self._stream.open_target(peer, regions, host)
+            target = self._ucx.open_target(peer, names, host)
         except TransportError:
-            self._ucx.close_target(peer)
+            self._stream.close_target(peer)
             raise
+        self._mapped.add(peer)
         return replace(target, stream_address=streamed.stream_address)
 
     def close_target(self, peer: str) -> None:
-        self._ucx.close_target(peer)
         self._stream.close_target(peer)
+        if peer in self._mapped:
+            self._mapped.remove(peer)
+            self._ucx.close_target(peer)
 
     def connect(self, peer: str, descriptor: TargetDescriptor) -> None:
         if descriptor.worker_address and self._ucx.try_connect(peer, descriptor):

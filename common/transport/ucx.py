@@ -143,6 +143,11 @@ class UcxTransport:
         for name in names:
             if name not in self._regions:
                 raise RegionRefused(f"region {name}: must be one of {sorted(self._regions)}")
+            if not has_network(self._tls) and self.is_private(name):
+                raise RegionRefused(
+                    f"region {name}: over tls={self._tls} only memory that was allocated here or "
+                    "lies on a GPU can be written by others"
+                )
         check_files(f"open_target {peer}")
         if self._is_shared:
             check_shared_memory(f"open_target {peer}", WORKER_SHARED_NBYTES)
@@ -156,6 +161,11 @@ class UcxTransport:
             regions=tuple(self._describe_region(self._regions[name]) for name in names),
             probe=RegionDescriptor("probe", probe_address, probe_nbytes, "host", probe_key),
         )
+
+    def is_private(self, name: str) -> bool:
+        """Whether a region is memory of the host that no other process can map."""
+        region = self._regions[name]
+        return region.memory_type == "host" and not self._engine.is_shared(region.index)
 
     def close_target(self, peer: str) -> None:
         if peer not in self._targets:
@@ -245,7 +255,12 @@ class UcxTransport:
     def _prepare(
         self, peer: str, descriptor: TargetDescriptor
     ) -> tuple[int, tuple[bytes, list[NativeRegion], NativeRegion]]:
-        """An id for a new connection, and the target as the engine takes it."""
+        """An id for a new connection, and the target as the engine takes it.
+
+        Raises: PeerInUse, TransportError.
+        """
+        if not descriptor.worker_address:
+            raise TransportError(f"connect {peer}: it is reached by streams only")
         self._connections.check_free(peer)
         check_files(f"connect {peer}")
         regions = [(region.address, region.nbytes, region.key) for region in descriptor.regions]

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
+from common.channel.peer import local_host_towards
 from common.config import HandOver
 from common.errors import BatonError, PlanMismatch, ProtocolError
 from common.layout.cache_layout import RankLayout, ServerLayout
@@ -31,7 +32,7 @@ from common.protocol.worker import (
     WorkerToScheduler,
 )
 from common.transport import transport as moving
-from common.transport.transport import RegionDescriptor, TargetDescriptor, Transport
+from common.transport.transport import LOOPBACK, RegionDescriptor, TargetDescriptor, Transport
 from common.worker.landing import REGION as LANDING_REGION
 from common.worker.landing import Landing
 from common.worker.pools import pool_names
@@ -132,7 +133,7 @@ class PeerLinks:
         if descriptor is None:
             try:
                 landing = self._open_landing(peer, layout, link, hand_over)
-                descriptor = self._announce(peer, landing, hand_over)
+                descriptor = self._announce(peer, landing, link, hand_over)
             except BatonError as exc:
                 return PeerFailed(peer, self._rank, str(exc))
             self._opened[peer] = descriptor
@@ -154,13 +155,14 @@ class PeerLinks:
         return None
 
     def _announce(
-        self, peer: str, landing: LandingDescriptor | None, hand_over: HandOver
+        self, peer: str, landing: LandingDescriptor | None, link: str, hand_over: HandOver
     ) -> RankDescriptor:
-        """Raises: TransportError."""
+        """Raises: TransportError, ConfigError."""
         is_hidden = landing is not None and hand_over is HandOver.LANDING
         pools = [] if is_hidden else pool_names(self._layout)
         names = [*pools, LANDING_REGION] if landing is not None else pools
-        target = self._transport.open_target(peer, names)
+        host = local_host_towards(link) if link else LOOPBACK
+        target = self._transport.open_target(peer, names, host)
         regions = [(r.name, r.address, r.nbytes, r.key) for r in target.regions]
         if landing is not None:
             landing = msgspec.structs.replace(landing, region=regions.pop())
@@ -168,6 +170,7 @@ class PeerLinks:
         return RankDescriptor(
             rank=self._rank,
             worker_address=target.worker_address,
+            stream_address=target.stream_address,
             regions=regions,
             probe=(probe.name, probe.address, probe.nbytes, probe.key),
             landing=landing,
@@ -369,4 +372,9 @@ def _heard(descriptor: RankDescriptor, landing: LandingDescriptor | None) -> Tar
     regions = [region(*entry) for entry in descriptor.regions]
     if landing is not None:
         regions.append(region(*landing.region))
-    return TargetDescriptor(descriptor.worker_address, tuple(regions), region(*descriptor.probe))
+    return TargetDescriptor(
+        descriptor.worker_address,
+        tuple(regions),
+        region(*descriptor.probe),
+        descriptor.stream_address,
+    )

@@ -27,13 +27,12 @@ from common.engine.loader import attention_shape, fused_shape, load_model, read_
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
-from common.errors import ConfigError, GrammarError, TransportError
+from common.errors import ConfigError, GrammarError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
 from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
-from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.digester import Digester
 from common.worker.first_pass import first_pass_tokens, warm_up
 from common.worker.landing import Landing
@@ -47,6 +46,7 @@ from common.worker.staging import Staging
 from common.worker.start_device import device_of, enough_memory
 from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
 from common.worker.start_staging import start_landing, start_staging
+from common.worker.start_transport import PRIVATE_TRANSPORTS, start_transport
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ PASS_TIMEOUT_S = 1800.0
 and kernels compiled, which may take one rank minutes longer than another. Ranks that hang later are
 seen by `--stall-timeout`."""
 
-STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls")
+STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls", "stream")
 """What of a transport's description stays true after the start."""
 
 MORE_ROOM_FOR_WEIGHTS = "raise --tp-size or --pp-size, or end what else uses the memory"
@@ -112,7 +112,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     plan = plan_graphs(config, model, layout, choice, context_length)
     free = FreeMemory(before_nbytes, now_nbytes, _shared_nbytes(config, device), plan.nbytes)
     page_counts = decide_page_counts(layout, config, context_length, free)
-    transport = _start_transport(config, device)
+    transport = start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
     landing = start_landing(config, transport, layout, pool)
     staging = start_staging(config, transport, layout, pool, clock)
@@ -233,24 +233,9 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
     return layout
 
 
-def _start_transport(config: ServerConfig, device: torch.device) -> UcxTransport:
-    names = {"auto": "auto", "shm": "posix,tcp", "tcp": "tcp"}
-    settings = UcxSettings(
-        tls=names[config.transport],
-        net_devices=config.net_devices,
-        ucx=config.ucx,
-        cuda_device=device.index if device.type == "cuda" else None,
-    )
-    try:
-        return UcxTransport(settings)
-    except TransportError as exc:
-        asked = f"--transport {config.transport} --net-devices {config.net_devices}"
-        raise ConfigError(f"{asked} --ucx {config.ucx}: {exc}") from exc
-
-
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
-    """Room where the pool of a CPU will lie; a tcp-only pool is private memory."""
-    if device.type == "cuda" or config.transport == "tcp":
+    """Room where the pool of a CPU will lie, if that is shared memory."""
+    if device.type == "cuda" or config.transport in PRIVATE_TRANSPORTS:
         return None
     directory = shared_memory_dir()
     try:

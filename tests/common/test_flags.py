@@ -98,7 +98,8 @@ VALID = [
     ((), "disable_overlap_schedule", False),
     (("--disable-overlap-schedule",), "disable_overlap_schedule", True),
     (("--pp-size", "2"), "disable_overlap_schedule", True),
-    (("--transport", "tcp"), "transport", "tcp"),
+    (("--transport", "stream"), "transport", "stream"),
+    (("--transfer-ports", "40000-40031"), "transfer_ports", "40000-40031"),
     (("--net-devices", "lo"), "net_devices", "lo"),
     (("--ucx", "/"), "ucx", "/"),
     (("--metrics-names", "vllm"), "metrics_names", "vllm"),
@@ -157,7 +158,8 @@ BAD = [
     ("--random-seed", str(2**63), "0..9223372036854775807"),
     ("--tp-size", "0", "1..1024"),
     ("--layer-group-count", "9999", "1..1024"),
-    ("--transport", "rdma", "auto, shm, tcp"),
+    ("--transport", "tcp", "auto, shm, stream, ucx-tcp"),
+    ("--transfer-ports", "40031-40000", "FIRST-LAST"),
     ("--net-devices", "lo,nosuch0", "must be all, or some of"),
     ("--ucx", "/nowhere/at/all", "existing directory"),
     ("--request-timeout", "0", "0.1..86400"),
@@ -231,8 +233,11 @@ def test_required_flags_are_named(model: Path) -> None:
         (["--chunked-prefill-size", "100"], "--chunked-prefill-size 100: must be a multiple of"),
         (["--max-total-tokens", "15"], "--max-total-tokens 15: must be at least one page"),
         (["--port", "8998"], "--bootstrap-port 8998: must differ from --port 8998"),
-        (["--device", "cuda", "--transport", "tcp"], "--transport tcp: must be auto with --device"),
-        (["--transport", "shm", "--device", "cuda"], "--transport shm: must be auto with --device"),
+        (
+            ["--device", "cuda", "--transport", "stream"],
+            "--transport stream: must be auto or ucx-tcp",
+        ),
+        (["--transport", "shm", "--device", "cuda"], "--transport shm: must be auto or ucx-tcp"),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(

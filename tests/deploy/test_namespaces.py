@@ -116,7 +116,7 @@ def serving(
 
 
 @pytest.mark.parametrize(
-    ("unshared", "transports"), [(SHARED_PROCESSES, ["posix"]), (OWN_PROCESSES, ["tcp"])]
+    ("unshared", "transports"), [(SHARED_PROCESSES, ["posix"]), (OWN_PROCESSES, ["stream"])]
 )
 def test_servers_find_the_fastest_way_that_their_namespaces_leave(
     unshared: tuple[str, ...], transports: list[str], tmp_path: Path

@@ -34,6 +34,7 @@ from common.protocol.peer import (
     Welcome,
 )
 from common.request import SamplingParams
+from common.transport.stream import StreamTransport
 from common.transport.ucx import UcxSettings, UcxTransport
 from tests.e2e.fleet import Node, wait_until
 
@@ -51,9 +52,9 @@ class RawDecode:
         checkpoint: Path,
         layer_count: int,
         page_size: int,
-        tls: str = "auto",
+        tls: str = "posix",
     ) -> None:
-        """tls: the UCX transports that its memory can be reached over."""
+        """tls: the UCX transports that its memory can be reached over, or "stream"."""
         self._link = prefill.bootstrap
         self._fingerprint: dict[str, str] = prefill.get("/server_info").json()["fingerprint"]
         config = read_served_config(checkpoint, dtype="float32")
@@ -67,7 +68,7 @@ class RawDecode:
 
     def __enter__(self) -> RawDecode:
         self._dialer = PeerDialer()
-        self._transport = UcxTransport(UcxSettings(tls=self._tls))
+        self._transport = self._open_transport()
         self._dialer.dial(self._link)
         layout = encode_layout(self.layout)
         self.say(Hello(1, 1, "decode", self.incarnation, self._fingerprint, layout))
@@ -82,7 +83,13 @@ class RawDecode:
             [(r.name, r.address, r.nbytes, r.key) for r in found]
             for found in (target.regions, [target.probe])
         )
-        rank = RankDescriptor(0, target.worker_address, regions, probe[0])
+        rank = RankDescriptor(
+            rank=0,
+            worker_address=target.worker_address,
+            regions=regions,
+            probe=probe[0],
+            stream_address=target.stream_address,
+        )
         self.say(Attach(self.incarnation, self.welcome.incarnation, [rank]))
         self.wait_for(Attached)
         return self
@@ -95,6 +102,11 @@ class RawDecode:
     ) -> None:
         self._dialer.close()
         self._transport.close()
+
+    def _open_transport(self) -> UcxTransport | StreamTransport:
+        if self._tls == "stream":
+            return StreamTransport()
+        return UcxTransport(UcxSettings(tls=self._tls))
 
     def say(self, message: DecodeToPrefill) -> None:
         self.say_bytes(encode(message))

@@ -28,7 +28,7 @@ def prefill(fleet: Fleet) -> Iterator[Node]:
     yield fleet.prefill("--chunked-prefill-size", str(PAGE_SIZE), *flags)
 
 
-@pytest.mark.parametrize("tls", ["posix,tcp", "tcp"])
+@pytest.mark.parametrize("tls", ["posix", "stream"])
 def test_late_bytes_of_a_frozen_writer_land_in_its_pages_and_none_after_its_last_word(
     prefill: Node, tls: str
 ) -> None:

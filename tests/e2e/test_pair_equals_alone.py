@@ -54,14 +54,14 @@ def house(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> House:
     prefill = fleet.prefill(*flags, *chunks, "--page-size", str(PAGE_SIZE))
     decodes = {
         name: fleet.decode([prefill], *flags, "--transport", name, name=f"decode-{name}")
-        for name in ("shm", "tcp")
+        for name in ("shm", "stream")
     }
     alone = fleet.decode([], *flags, name="alone")
     fleet.wait_ready()
     return House(alone, prefill, decodes, Reference.load(checkpoint))
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "stream"])
 def decode(request: pytest.FixtureRequest, house: House) -> Node:
     return house.decodes[str(request.param)]
 
@@ -74,10 +74,10 @@ def body(length: int, sampling: Body, **more: object) -> Body:
     return {"input_ids": prompt(length), "sampling_params": sampling, **more}
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", ["shm", "stream"])
 def test_the_transport_that_was_asked_for_is_used(house: House, name: str) -> None:
     (peer,) = house.decodes[name].info().peers
-    assert peer.transports == [{"shm": "posix", "tcp": "tcp"}[name]]
+    assert peer.transports == [{"shm": "posix", "stream": "stream"}[name]]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

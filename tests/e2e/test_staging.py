@@ -32,7 +32,7 @@ PAIRS = {
     "16-64": (("--page-size", "16"), ("--page-size", "64", "--hand-over", "landing")),
     "64-8": (
         ("--page-size", "64", "--hand-over", "landing"),
-        ("--page-size", "8", "--transport", "tcp"),
+        ("--page-size", "8", "--transport", "stream"),
     ),
 }
 

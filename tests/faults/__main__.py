@@ -37,7 +37,7 @@ WARM_UP_S = 60.0
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--cases", default="", help="comma-separated names; all if not given")
-    parser.add_argument("--transport", default="", help="shm or tcp; both if not given")
+    parser.add_argument("--transport", default="", help="shm, stream or ucx-tcp; all if not given")
     parser.add_argument("--faults", type=int, default=0, help="so many, on all transports together")
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat, at random, this long")
     parser.add_argument("--clients", type=int, default=16)

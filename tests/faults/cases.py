@@ -13,7 +13,8 @@ from enum import StrEnum
 from tests.soak.plans import Side
 from tests.soak.servers import Part
 
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "stream", "ucx-tcp")
+NETWORK = TRANSPORTS[1:]
 WHOLE: tuple[Part, ...] = tuple(Part)
 
 
@@ -161,7 +162,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "fill-disk-then-kill-decode-server",
         (Fault(Act.FILL_DISK), Fault(Act.KILL, Side.DECODE, WHOLE, after_s=0.5)),
-        ("tcp",),
+        NETWORK,
     ),
     Case("fill-memory", (Fault(Act.FILL_MEMORY),), ("shm",)),
     # The peers give each other up and shake hands anew where there is no room for it.
@@ -178,13 +179,13 @@ CASES: tuple[Case, ...] = (
     *_on_either_side(Act.KILL, _WORKER, "worker", scene=Scene.CROWDED),
     *_on_either_side(Act.FREEZE, _WORKER, "worker", scene=Scene.CROWDED),
     *_on_either_side(Act.FREEZE, _SCHEDULER, "scheduler", ("shm",), scene=Scene.CROWDED),
-    Case("far-cut", (Fault(Act.CUT),), ("tcp",), Scene.FAR),
-    *_on_either_side(Act.KILL, _WORKER, "worker", ("tcp",), Scene.FAR),
-    *_on_either_side(Act.FREEZE, _WORKER, "worker", ("tcp",), Scene.FAR),
+    Case("far-cut", (Fault(Act.CUT),), NETWORK, Scene.FAR),
+    *_on_either_side(Act.KILL, _WORKER, "worker", NETWORK, Scene.FAR),
+    *_on_either_side(Act.FREEZE, _WORKER, "worker", NETWORK, Scene.FAR),
     Case(
         "far-cut-then-kill-prefill-worker",
         (Fault(Act.CUT), Fault(Act.KILL, Side.PREFILL, _WORKER, after_s=0.5)),
-        ("tcp",),
+        NETWORK,
         Scene.FAR,
     ),
 )

@@ -65,7 +65,9 @@ def test_settled_means_visible_at_the_target(pair: Pair) -> None:
         assert np.all(pair.remote.read("tail") == value)
 
 
-def test_memory_of_the_caller_is_a_target_like_any_other(pair: Pair) -> None:
+def test_memory_of_the_caller_is_a_target_like_any_other(pair: Pair, tls: str) -> None:
+    if tls == "posix":
+        pytest.skip("nothing but shared memory can be written")
     name = f"registered{next(unique)}"
     pair.remote.call("register", name, GUARD_NBYTES)
     peer = f"peer{next(unique)}"
@@ -80,8 +82,10 @@ def test_memory_of_the_caller_is_a_target_like_any_other(pair: Pair) -> None:
     assert not content[30_020:].any()
 
 
-def test_a_transfer_into_shared_and_into_private_memory_lands_whole(pair: Pair) -> None:
+def test_a_transfer_into_shared_and_into_private_memory_lands_whole(pair: Pair, tls: str) -> None:
     """Over shared memory some of its runs are copies and some are puts."""
+    if tls == "posix":
+        pytest.skip("nothing but shared memory can be written")
     name = f"registered{next(unique)}"
     pair.remote.call("register", name, GUARD_NBYTES)
     peer = f"peer{next(unique)}"
@@ -106,6 +110,15 @@ def test_a_run_that_leaves_in_parts_lands_whole(pair: Pair) -> None:
     content = pair.remote.read("pool")
     assert np.array_equal(content[20 : 20 + nbytes], pair.sources[0][11 : 11 + nbytes])
     assert np.all(content[:20] == 0xEE) and np.all(content[20 + nbytes :] == 0xEE)
+
+
+def test_memory_that_nobody_can_map_is_refused_where_all_is_mapped(pair: Pair, tls: str) -> None:
+    if tls != "posix":
+        pytest.skip("other transports reach it")
+    name = f"registered{next(unique)}"
+    pair.remote.call("register", name, GUARD_NBYTES)
+    told = pair.remote.failure_of("open_target", "late", [name])
+    assert told.startswith("RegionRefused") and "only memory that was allocated here" in told
 
 
 def test_plan_without_runs_settles(pair: Pair) -> None:

@@ -25,8 +25,13 @@ no_driver = pytest.mark.skipif(has_cuda_driver(), reason="needs a machine withou
 
 def test_a_cuda_device_adds_its_transports_to_the_automatic_choice() -> None:
     names = resolve_tls(UcxSettings(cuda_device=0)).split(",")
-    assert {"cuda_copy", "cuda_ipc", "tcp", "posix"} <= set(names)
+    assert {"cuda_copy", "cuda_ipc", "posix"} <= set(names)
     assert not any("cuda" in name for name in resolve_tls(UcxSettings()).split(","))
+
+
+@pytest.mark.parametrize("device", [None, 0])
+def test_tcp_is_never_chosen_by_itself(device: int | None) -> None:
+    assert "tcp" not in resolve_tls(UcxSettings(cuda_device=device)).split(",")
 
 
 @pytest.mark.parametrize(

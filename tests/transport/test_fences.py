@@ -11,6 +11,7 @@ from common.transport.fences import STORED_BY, is_fenced_by_close
     "connections",
     [
         ["tcp"],
+        ["stream"],
         ["rc_mlx5"],
         ["rc_verbs", "tcp"],
         ["dc_mlx5,tcp"],

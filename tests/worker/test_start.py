@@ -50,7 +50,7 @@ def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
         ({"pp_size": 99}, "pp_size=99: must be in 1"),
         ({"tp_size": 3}, "tp_size=3"),
         ({"ucx": "/nowhere"}, "--ucx /nowhere"),
-        ({"transport": "tcp", "net_devices": "nosuch0"}, "--net-devices nosuch0"),
+        ({"transport": "ucx-tcp", "net_devices": "nosuch0"}, "--net-devices nosuch0"),
         ({"page_size": 48}, "page_size=48"),
         ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer: the path of cpu"),
         ({"dtype": "int8"}, "dtype=int8"),
@@ -117,7 +117,9 @@ def test_weights_that_are_not_finite_are_found_by_the_first_pass(
 
 
 def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path) -> None:
-    config = config_of(checkpoint, load_format="dummy", kv_cache_dtype="bfloat16", transport="tcp")
+    config = config_of(
+        checkpoint, load_format="dummy", kv_cache_dtype="bfloat16", transport="stream"
+    )
     started = start_rank(config, 0, ManualClock())
     ready = started.ready
     assert ready.page_counts == [512 // 16] == started.page_counts
@@ -140,7 +142,7 @@ def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path)
 def test_a_cache_may_be_stored_in_less_than_the_model_computes_in(
     checkpoint: Path, dtype: str
 ) -> None:
-    config = config_of(checkpoint, kv_cache_dtype=dtype, transport="tcp")
+    config = config_of(checkpoint, kv_cache_dtype=dtype, transport="stream")
     started = start_rank(config, 0, ManualClock())
     assert {component.dtype for component in started.layout.server.components} == {dtype}
     started.transport.close()
@@ -159,7 +161,7 @@ def test_a_cache_may_be_stored_in_less_than_the_model_computes_in(
 def test_a_rank_starts_with_the_attention_that_its_layers_ask_for(
     name: str, backend: str, tiny_checkpoint: Callable[[str], Path]
 ) -> None:
-    config = config_of(tiny_checkpoint(name), transport="tcp")
+    config = config_of(tiny_checkpoint(name), transport="stream")
     started = start_rank(config, 0, ManualClock())
     assert started.ready.describe["attention"].startswith(f"{backend} (")
     started.transport.close()
