@@ -130,7 +130,7 @@ def test_a_writer_that_is_frozen_in_the_midst_of_its_puts_spoils_nothing(pair: P
             wait_until("its health", lambda: "worker 0 is stopped" in prefill.get("/health").text)
             response = caught.result()
             assert response.status_code in (503, 504), response.text
-            # Over a stream, our closing of the connection is proof enough to have them back already.
+            # Over a stream, our closing of the connection is proof enough to have them back.
             if pair.transport == "shm":
                 assert sum(group.quarantined for group in decode.info().page_groups) > 0
             last = list(events)[-1]

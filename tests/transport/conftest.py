@@ -14,10 +14,10 @@ from tests.transport.process_faults import build
 from tests.transport.transport_pair import Pair, start_remote
 from tests.transport.transport_servant import Remote
 
+KINDS = ("auto", "posix", "posix,tcp", "tcp", "stream", "stream-tls")
 
-@pytest.fixture(
-    params=["auto", "posix", "posix,tcp", "tcp", "stream", "stream-tls"], scope="module"
-)
+
+@pytest.fixture(params=KINDS, scope="module")
 def tls(request: pytest.FixtureRequest) -> str:
     assert isinstance(request.param, str)
     return request.param

@@ -139,6 +139,9 @@ class Servant:
         memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
         self._views[name] = np.frombuffer(memory, dtype=np.uint8)
 
+    def address(self, name: str) -> int:
+        return self._views[name].ctypes.data
+
     def fill(self, name: str, value: int) -> None:
         self._views[name][:] = value
 

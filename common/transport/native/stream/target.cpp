@@ -21,7 +21,8 @@ namespace {
 constexpr size_t STRANGER_COUNT_MAX = 32;
 // Connections of one writer.
 constexpr size_t CONNECTION_COUNT_MAX = 16;
-constexpr int BACKLOG = 64;
+// As many as the kernel allows: what finds no place waits a second.
+constexpr int BACKLOG = 4096;
 // How long nobody is let in after the process has run out of descriptors.
 constexpr int PAUSE_MS = 100;
 
