@@ -309,7 +309,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
     values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
-    values |= {"tool-call-parser": "hermes"}
+    values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
     values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")

@@ -19,6 +19,7 @@ namespace baton {
 namespace {
 
 constexpr size_t RECORD_NBYTES = 16 << 10;  // the most that TLS encrypts at once
+constexpr long OUT_NBYTES = 128 << 10;      // that are encrypted before they leave
 const char* const CLOSED_BY_PEER = "the peer closed the connection";
 
 void set_option(int fd, int level, int name, int value) {
@@ -99,43 +100,50 @@ StreamClock::time_point Channel::stall_deadline() const {
            std::chrono::duration_cast<StreamClock::duration>(std::chrono::duration<double>(bounds_.stall_s));
 }
 
-void Channel::shake_hands(StreamClock::time_point deadline) {
+// Records are encrypted into memory, and many of them leave with one system call.
+void Channel::encrypt(SslPtr ssl, StreamClock::time_point deadline) {
+    BIO* in = BIO_new_socket(fd(), BIO_NOCLOSE);
+    out_ = BIO_new(BIO_s_mem());
+    if (in == nullptr || out_ == nullptr) {
+        BIO_free(in);
+        BIO_free(out_);
+        throw std::bad_alloc();
+    }
+    SSL_set_bio(ssl.get(), in, out_);  // which owns them now
+    ssl_ = std::move(ssl);
+    Pieces nothing;
     while (true) {
         ERR_clear_error();
         const int result = SSL_do_handshake(ssl_.get());
+        const bool is_waiting = result != 1 && SSL_get_error(ssl_.get(), result) == SSL_ERROR_WANT_READ;
+        if (result != 1 && !is_waiting) {
+            flush_unsent();  // the alert that tells the peer why
+            fail_tls(result);
+        }
+        send_all(nothing, deadline);
         if (result == 1) {
             return;
         }
-        if (!wants_more(result, "handshake")) {
-            throw StreamError("the handshake was ended");
-        }
-        if (!wait(SSL_want_write(ssl_.get()) != 0 ? POLLOUT : POLLIN, nullptr, deadline)) {
-            throw StreamError("no handshake in time");
+        if (!wait(POLLIN, nullptr, deadline)) {
+            throw StreamError("no TLS handshake in time");
         }
     }
 }
 
-// Whether a call of OpenSSL has to be made again when there is room or something to read.
-bool Channel::wants_more(int result, const char* what) {
-    const int kind = SSL_get_error(ssl_.get(), result);
-    if (kind == SSL_ERROR_WANT_READ || kind == SSL_ERROR_WANT_WRITE) {
-        return true;
-    }
+void Channel::fail_tls(int result) {
     const int error = errno;
-    if (kind == SSL_ERROR_SYSCALL && ERR_peek_error() == 0 && error != 0) {
-        throw StreamError(system_error(what, error));
+    if (SSL_get_error(ssl_.get(), result) == SSL_ERROR_SYSCALL && ERR_peek_error() == 0 && error != 0) {
+        throw StreamError(system_error("receive", error));
     }
     throw StreamError(tls_failure(ssl_.get(), result));
 }
 
 bool Channel::send_some(Pieces& pieces) {
     if (ssl_ != nullptr) {
-        if (has_unsent()) {
-            return flush_unsent();
+        while (!pieces.is_empty() && BIO_pending(out_) < OUT_NBYTES) {
+            encrypt_record(pieces);
         }
-        const size_t taken = pieces.is_empty() ? 0 : encrypt_some(pieces);
-        pieces.advance(taken);
-        return taken > 0;
+        return flush_unsent();
     }
     if (pieces.is_empty()) {
         return false;
@@ -154,45 +162,46 @@ bool Channel::send_some(Pieces& pieces) {
     throw StreamError(system_error("send", errno));
 }
 
-// How many bytes of the pieces were taken: one record of a long piece as it lies, or of many short ones
-// gathered, which may still be unsent then.
-size_t Channel::encrypt_some(const Pieces& pieces) {
+// One record of a long piece as it lies, or of many short ones gathered.
+void Channel::encrypt_record(Pieces& pieces) {
     const iovec* piece = pieces.data();
-    if (piece->iov_len >= RECORD_NBYTES) {
-        ERR_clear_error();
-        errno = 0;
-        const int result = SSL_write(ssl_.get(), piece->iov_base, RECORD_NBYTES);
-        if (result > 0) {
-            renew_key(static_cast<uint64_t>(result));
-            return static_cast<size_t>(result);
+    const void* start = piece->iov_base;
+    size_t nbytes = RECORD_NBYTES;
+    if (piece->iov_len < RECORD_NBYTES) {
+        record_.clear();
+        for (const iovec* end = piece + pieces.count(); piece != end && record_.size() < RECORD_NBYTES; ++piece) {
+            const auto* bytes = static_cast<const unsigned char*>(piece->iov_base);
+            record_.insert(record_.end(), bytes, bytes + std::min(piece->iov_len, RECORD_NBYTES - record_.size()));
         }
-        wants_more(result, "send");
-        return 0;
+        start = record_.data();
+        nbytes = record_.size();
     }
-    unsent_.clear();
-    unsent_first_ = 0;
-    for (const iovec* end = piece + pieces.count(); piece != end && unsent_.size() < RECORD_NBYTES; ++piece) {
-        const auto* start = static_cast<const unsigned char*>(piece->iov_base);
-        const size_t nbytes = std::min(piece->iov_len, RECORD_NBYTES - unsent_.size());
-        unsent_.insert(unsent_.end(), start, start + nbytes);
+    ERR_clear_error();
+    const int result = SSL_write(ssl_.get(), start, static_cast<int>(nbytes));
+    if (result <= 0) {
+        fail_tls(result);
     }
-    const size_t taken = unsent_.size();
-    flush_unsent();
-    return taken;
+    pieces.advance(static_cast<size_t>(result));
+    renew_key(static_cast<uint64_t>(result));
 }
 
 bool Channel::flush_unsent() {
-    ERR_clear_error();
-    errno = 0;
-    const int result =
-        SSL_write(ssl_.get(), unsent_.data() + unsent_first_, static_cast<int>(unsent_.size() - unsent_first_));
-    if (result <= 0) {
-        wants_more(result, "send");
+    char* start = nullptr;
+    const long nbytes = BIO_get_mem_data(out_, &start);
+    if (nbytes == out_sent_) {
         return false;
     }
-    unsent_first_ += static_cast<size_t>(result);
-    renew_key(static_cast<uint64_t>(result));
-    return true;
+    const ssize_t sent =
+        send(fd(), start + out_sent_, static_cast<size_t>(nbytes - out_sent_), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) {
+        throw StreamError(system_error("send", errno));
+    }
+    out_sent_ += std::max<ssize_t>(sent, 0);
+    if (out_sent_ == nbytes) {
+        out_sent_ = 0;
+        BIO_reset(out_);
+    }
+    return sent > 0;
 }
 
 // One key of AES-GCM is good for some 400 GiB (RFC 8446, 5.5), and OpenSSL leaves the count to us.
@@ -215,12 +224,12 @@ bool Channel::receive_some(Pieces& pieces) {
         errno = 0;
         const size_t room = std::min<size_t>(pieces.data()->iov_len, 1 << 30);
         const int result = SSL_read(ssl_.get(), pieces.data()->iov_base, static_cast<int>(room));
-        if (result <= 0) {
-            wants_more(result, "receive");
-            wants_write_to_read_ = SSL_want_write(ssl_.get()) != 0;
+        if (result <= 0 && SSL_get_error(ssl_.get(), result) == SSL_ERROR_WANT_READ) {
             return false;
         }
-        wants_write_to_read_ = false;
+        if (result <= 0) {
+            fail_tls(result);
+        }
         pieces.advance(static_cast<size_t>(result));
         return true;
     }
@@ -259,7 +268,7 @@ void Channel::receive_all(Pieces& pieces, StreamClock::time_point deadline, bool
     while (!pieces.is_empty()) {
         if (receive_some(pieces)) {
             until = may_stall ? stall_deadline() : deadline;
-        } else if (!wait(wants_write_to_read_ ? POLLIN | POLLOUT : POLLIN, nullptr, until)) {
+        } else if (!wait(POLLIN, nullptr, until)) {
             throw StreamError("the peer stopped in the middle");
         }
     }

@@ -70,16 +70,14 @@ public:
     Channel(const Channel&) = delete;
     Channel& operator=(const Channel&) = delete;
 
-    // Encrypts from here on; the handshake itself is made by what is sent and received first.
-    void encrypt(SslPtr ssl) { ssl_ = std::move(ssl); }
-    // Returns when the TLS handshake is done. Throws StreamError.
-    void shake_hands(StreamClock::time_point deadline);
+    // Encrypts from here on. Returns when the TLS handshake is done. Throws StreamError.
+    void encrypt(SslPtr ssl, StreamClock::time_point deadline);
 
     // Move some of the pieces without waiting; true if any byte moved. Throws StreamError.
     bool send_some(Pieces& pieces);
     bool receive_some(Pieces& pieces);
     // Whether bytes that were taken from the caller have not left yet.
-    bool has_unsent() const { return unsent_first_ < unsent_.size(); }
+    bool has_unsent() const { return ssl_ != nullptr && BIO_pending(out_) > out_sent_; }
     // Move all of them by `deadline`; without one, the peer may stand still for `stall_s`. `is_idle`: the
     // first byte may take for ever. They throw StreamError, also if another thread calls `shut`.
     void send_all(Pieces& pieces, StreamClock::time_point deadline = NEVER);
@@ -93,18 +91,18 @@ public:
     StreamClock::time_point stall_deadline() const;
 
 private:
+    void encrypt_record(Pieces& pieces);
     bool flush_unsent();
-    size_t encrypt_some(const Pieces& pieces);
     void renew_key(uint64_t nbytes);
-    bool wants_more(int result, const char* what);
+    [[noreturn]] void fail_tls(int result);
 
     File socket_;
     const StreamBounds bounds_;
     SslPtr ssl_;
-    std::vector<unsigned char> unsent_;  // gathered for one call of SSL_write
-    size_t unsent_first_ = 0;
+    BIO* out_ = nullptr;                 // of ssl_: what is encrypted and has not left
+    long out_sent_ = 0;                  // of it, what has left
+    std::vector<unsigned char> record_;  // short pieces, gathered
     uint64_t key_nbytes_ = 0;
-    bool wants_write_to_read_ = false;
 };
 
 }  // namespace baton

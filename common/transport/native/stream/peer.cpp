@@ -197,8 +197,7 @@ void StreamPeer::connect(Connection& connection) {
         throw StreamError(system_error("connect", error));
     }
     if (tls_ != nullptr) {
-        opened.encrypt(tls_->open(opened.fd(), &address_.key));
-        opened.shake_hands(deadline);
+        opened.encrypt(tls_->open(&address_.key), deadline);
     } else {
         Hello hello{HELLO_MAGIC, address_.key.target, address_.key.secret};
         Pieces pieces;

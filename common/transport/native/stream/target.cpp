@@ -233,8 +233,7 @@ std::shared_ptr<const StreamTargets::Target> StreamTargets::admit(Incoming& inco
     TargetId id{};
     Secret shown{};
     if (tls_ != nullptr) {
-        incoming.channel.encrypt(tls_->open(incoming.channel.fd(), &id));
-        incoming.channel.shake_hands(deadline);
+        incoming.channel.encrypt(tls_->open(&id), deadline);
     } else {
         Hello hello{};
         Pieces pieces;

@@ -22,7 +22,6 @@ SSL_CTX* make_context(const SSL_METHOD* method) {
     }
     SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION);
     SSL_CTX_set_ciphersuites(context, CIPHERS);
-    SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
     SSL_CTX_set_num_tickets(context, 0);
     SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
     SSL_CTX_set_read_ahead(context, 1);
@@ -44,9 +43,9 @@ SSL_SESSION* session_of(SSL* ssl, const Secret& secret) {
     return nullptr;
 }
 
-SslPtr make_ssl(SSL_CTX* context, int fd) {
+SslPtr make_ssl(SSL_CTX* context) {
     SslPtr ssl(SSL_new(context));
-    if (ssl == nullptr || SSL_set_fd(ssl.get(), fd) != 1) {
+    if (ssl == nullptr) {
         throw std::bad_alloc();
     }
     return ssl;
@@ -61,8 +60,8 @@ TlsServer::TlsServer(Find find) : find_(std::move(find)), context_(make_context(
 
 TlsServer::~TlsServer() { SSL_CTX_free(context_); }
 
-SslPtr TlsServer::open(int fd, TargetId* named) const {
-    SslPtr ssl = make_ssl(context_, fd);
+SslPtr TlsServer::open(TargetId* named) const {
+    SslPtr ssl = make_ssl(context_);
     SSL_set_app_data(ssl.get(), named);
     SSL_set_accept_state(ssl.get());
     return ssl;
@@ -93,8 +92,8 @@ TlsClient::TlsClient() : context_(make_context(TLS_client_method())) {
 
 TlsClient::~TlsClient() { SSL_CTX_free(context_); }
 
-SslPtr TlsClient::open(int fd, Key* key) const {
-    SslPtr ssl = make_ssl(context_, fd);
+SslPtr TlsClient::open(Key* key) const {
+    SslPtr ssl = make_ssl(context_);
     SSL_set_app_data(ssl.get(), key);
     SSL_set_connect_state(ssl.get());
     return ssl;

@@ -26,7 +26,7 @@ public:
     TlsServer(const TlsServer&) = delete;
     TlsServer& operator=(const TlsServer&) = delete;
     // `named` is set to the target that the client proved to know the secret of.
-    SslPtr open(int fd, TargetId* named) const;
+    SslPtr open(TargetId* named) const;
 
 private:
     static int on_key(SSL* ssl, const unsigned char* identity, size_t nbytes, SSL_SESSION** session);
@@ -47,7 +47,7 @@ public:
         Secret secret;
     };
     // `key` outlives the handshake.
-    SslPtr open(int fd, Key* key) const;
+    SslPtr open(Key* key) const;
 
 private:
     static int on_key(SSL* ssl, const EVP_MD* digest, const unsigned char** identity, size_t* nbytes,
