@@ -158,10 +158,13 @@ void StreamTargets::accept_all() {
             if (is_ended_) {
                 return;
             }
-            for (const auto& [host, listener] : listeners_) {
-                entries.push_back({listener.first.fd(), POLLIN, 0});
-            }
             over = take_over();
+            // Else those who wait are let in when a thread has ended, which wakes this one.
+            const bool has_room =
+                incoming_.size() < 2 * STRANGER_COUNT_MAX + CONNECTION_COUNT_MAX * targets_.size();
+            for (const auto& [host, listener] : listeners_) {
+                entries.push_back({listener.first.fd(), static_cast<short>(has_room ? POLLIN : 0), 0});
+            }
         }
         join(std::move(over));
         if (poll(entries.data(), entries.size(), -1) <= 0) {
@@ -188,9 +191,6 @@ void StreamTargets::accept_one(int listener) {
         return;  // anything else was the connection's own end
     }
     const std::lock_guard lock(mutex_);
-    if (incoming_.size() >= 2 * STRANGER_COUNT_MAX + CONNECTION_COUNT_MAX * targets_.size()) {
-        return;
-    }
     if (std::count_if(incoming_.begin(), incoming_.end(), is_stranger) >=
         static_cast<ptrdiff_t>(STRANGER_COUNT_MAX)) {
         const auto oldest = std::find_if(incoming_.begin(), incoming_.end(), is_stranger);
