@@ -28,8 +28,9 @@ ifeq ($(shell grep -ls '"editable": *true' $(VENV)/lib/python3*/site-packages/ba
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/* common/transport/native/stream/*)
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed (Debian: apt-get install g++)"; exit 1; }
+	@echo '#include <openssl/ssl.h>' | c++ -E -x c++ - >/dev/null 2>&1 || { echo "OpenSSL 3 is needed (Debian: apt-get install libssl-dev)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv is needed (Debian: apt-get install python3-venv)"; exit 1; }
 	@$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include"), "Python.h"))' 2>/dev/null \
