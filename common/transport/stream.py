@@ -214,6 +214,10 @@ class StreamTransport:
             **self._connections.describe(),
         }
 
+    def incoming_counts(self) -> tuple[int, int]:
+        """Connections to targets here, and those of them that have not shown a secret yet."""
+        return self._engine.incoming_counts()
+
     def _check_region(self, name: str, nbytes: int) -> None:
         if name in self._regions:
             raise RegionRefused(f"region {name}: the name is taken")
