@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
-
 from baton_native import _copies
+from numpy.typing import NDArray
 
 
 def copy_runs(

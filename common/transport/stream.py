@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
+from baton_native import _stream
 
 from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
-from baton_native import _stream
 from common.transport.connections import Connections
 from common.transport.room import check_files
 from common.transport.transport import (
