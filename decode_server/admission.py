@@ -42,7 +42,6 @@ class Admission:
         receiver: Receiver,
         outbox: Outbox,
         *,
-        running_max: int,
         seed: int,
     ) -> None:
         self._incarnation = incarnation
@@ -51,22 +50,20 @@ class Admission:
         self._choice = choice
         self._receiver = receiver
         self._outbox = outbox
-        self._running_max = running_max
         self._random = random.Random(seed)
 
     @property
     def active_count(self) -> int:
-        return (
-            self._batcher.running_count
-            + self._batcher.prompt_count
-            + self._receiver.under_way_count
-        )
+        """Requests that have pages, those of transfers under way included."""
+        batcher = self._batcher
+        computing_count = batcher.running_count + batcher.prompt_count + batcher.ready_count
+        return computing_count + self._receiver.under_way_count
 
     def admit_here(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
         """Requests whose prompt this server starts to compute itself."""
         admitted: list[DecodeRequest] = []
         for request in queue:
-            if self.active_count >= self._running_max:
+            if self._batcher.is_full:
                 break
             tokens = request.token_ids
             if not self._fits(self._account.needs_to_compute(len(tokens) + 1)):
@@ -87,11 +84,16 @@ class Admission:
         return admitted
 
     def admit_remote(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
-        """Requests for which a prefill server has just been asked."""
+        """Requests for which a prefill server has just been asked.
+
+        Pages bound the transfers under way, for how many it takes to keep the batch full depends
+        on how long prefill servers take. Nobody is asked for more while caches that have come wait
+        for a place in the batch.
+        """
         admitted: list[DecodeRequest] = []
         room: list[int] = []  # not known yet; there is always a page group
         for request in queue:
-            if self.active_count >= self._running_max:
+            if self._batcher.ready_count:
                 break
             room = room or self._room()
             needs = self._account.needs_of_prompt(len(request.token_ids))

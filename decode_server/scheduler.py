@@ -148,7 +148,6 @@ class DecodeScheduler:
             Choice(self._peers, random.Random(seed + 2)),
             self._receiver,
             self._outbox,
-            running_max=limits.running_max,
             seed=seed,
         )
         self._starvation = Starvation(self._admission, self._outbox)
@@ -382,6 +381,7 @@ class DecodeScheduler:
                 "prealloc": len(self._endings.queue) if not self._is_local else 0,
                 "transfer": self._receiver.under_way_count,
                 "retracted": sum(r.output_count > 0 for r in self._endings.queue),
+                "ready": self._batcher.ready_count,
                 "running": self._batcher.running_count + self._batcher.prompt_count,
                 "draining": self._receiver.abandoned_count,
             },

@@ -7,11 +7,16 @@ computed. While one is in flight, the next may be sent, so that workers need not
     step N       a  b  c            draws a token of each; nobody knows it yet
     step N + 1      b  c  d         a reaches its length with N. If N ends b, what is drawn here
                                     for b is dropped, and its pages come back after N + 1
+
+A sequence whose cache came from elsewhere may find that as many compute as may: it is ready, holds
+its pages, and joins the steps when another one leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -26,7 +31,7 @@ from common.scheduling.sequence import PageAccount, Sequence
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
+    """chunk_token_max: prompt tokens per step. running_max: sequences that a step computes at most.
     sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less).
     in_flight_max: steps that may be with the workers. is_prompt_only: sequences leave with the
     token after their prompt."""
@@ -94,6 +99,7 @@ class Batcher:
         self.limits = limits
         self._prompts: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
+        self._ready: dict[int, Sequence] = {}
         self._retired: list[int] = []
         self._leaving: list[Sequence] = []
         self._in_flight = InFlight()
@@ -109,6 +115,21 @@ class Batcher:
     @property
     def prompt_count(self) -> int:
         return len(self._prompts)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that are here."""
+        return chain(self._running.values(), self._prompts.values(), self._ready.values())
+
+    @property
+    def ready_count(self) -> int:
+        """Sequences that could decode and wait for a place in the steps."""
+        return len(self._ready)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many sequences compute as may, those that are ready included."""
+        count = len(self._running) + len(self._prompts) + len(self._ready)
+        return count >= self.limits.running_max
 
     @property
     def is_computing(self) -> bool:
@@ -140,18 +161,29 @@ class Batcher:
         return sum(len(s.token_ids) - s.computed_count for s in self._prompts.values())
 
     def add(self, sequence: Sequence) -> None:
-        """Start computing. A sequence whose cache lacks only its last token decodes at once, but
-        not where it leaves with its next one: there that is the last chunk, which is handed over.
+        """Start computing. A sequence whose cache lacks only its last token decodes as soon as it
+        has a place, but not where it leaves with its next one: there that is the last chunk, which
+        is handed over.
         """
-        assert sequence.request_id not in self._running
-        assert sequence.request_id not in self._prompts
+        assert not self.holds(sequence.request_id)
         lacks_only_last = sequence.computed_count == len(sequence.token_ids) - 1
         if lacks_only_last and sequence.output_count > 0 and not self.limits.is_prompt_only:
-            self._running[sequence.request_id] = sequence
+            self._ready[sequence.request_id] = sequence
+            self._fill_places()
         else:
             self._prompts[sequence.request_id] = sequence
             self.unplanned_count += len(sequence.token_ids) - sequence.chunk_start
             self._under_way.note(sequence)
+
+    def holds(self, request_id: int) -> bool:
+        """Whether a request's sequence is here."""
+        return any(request_id in table for table in (self._running, self._prompts, self._ready))
+
+    def _fill_places(self) -> None:
+        """Who is ready joins the steps, in order of arrival, as far as there are places."""
+        while self._ready and len(self._running) + len(self._prompts) < self.limits.running_max:
+            request_id = next(iter(self._ready))
+            self._running[request_id] = self._ready.pop(request_id)
 
     def remove(self, sequence: Sequence) -> None:
         """Stop computing and close the sequence once no step can touch its pages any more."""
@@ -170,6 +202,7 @@ class Batcher:
             self.unplanned_count -= len(sequence.token_ids) - sequence.chunk_start
             self._under_way.forget(sequence)
         self._running.pop(sequence.request_id, None)
+        self._ready.pop(sequence.request_id, None)
         if sequence.is_known:
             sequence.is_known = False
             self._retired.append(sequence.request_id)
@@ -185,6 +218,7 @@ class Batcher:
         be. To be called until there is none."""
         if len(self._in_flight) >= self.limits.in_flight_max:
             return PlannedStep(None)
+        self._fill_places()
         if len(self._in_flight):
             return PlannedStep(self._plan_ahead())
         planned = PlannedStep(None)
@@ -266,8 +300,7 @@ class Batcher:
 
     def _cheapest(self) -> Sequence:
         """Whoever costs least to bring back: fewest tokens, latest arrival first among equals."""
-        candidates = [*self._running.values(), *self._prompts.values()]
-        return min(candidates, key=lambda s: (len(s.token_ids), -s.request_id))
+        return min(self.sequences(), key=lambda s: (len(s.token_ids), -s.request_id))
 
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
         """Within the token budget that the decodes leave."""

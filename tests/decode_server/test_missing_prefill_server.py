@@ -8,6 +8,7 @@ import pytest
 
 from common.protocol.frontend import GetState, PeerState, State
 from common.request import Bootstrap
+from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
     Dial,
     Effect,
@@ -150,9 +151,11 @@ def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: 
     assert PEER_WAIT_S - 0.1 <= wait_for_answer(world, retracted) < PEER_WAIT_S + 1
 
 
-def test_a_server_that_a_request_names_is_dialled_while_the_batch_is_full(world: World) -> None:
+def test_a_server_that_a_request_names_is_dialled_while_the_batch_is_full(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = world.nodes["d0"]
-    node.core._admission._running_max = 0
+    monkeypatch.setattr(Batcher, "ready_count", 1)
     world.submit(node, PROMPT, 4, Bootstrap("p9", 7, 1))
     world.run(world.now + 1.0)
     assert [peer.address for peer in peers(node)] == ["p0:1", "p9:7"]

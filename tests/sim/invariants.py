@@ -54,6 +54,9 @@ def check_decode_requests(core: DecodeScheduler) -> None:
                 assert is_computed(core._batcher, request.sequence), f"{name} is in no batch"
             case _:
                 raise AssertionError(f"{name} is {request.state} and was not forgotten")
+    batcher = core._batcher
+    computing_count = len(batcher._running) + len(batcher._prompts)
+    assert computing_count <= batcher.limits.running_max, "more compute than may"
     has_begun = [request.requested_at > 0.0 for request in queue]
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
     assert core._receiver.under_way_count <= len(core._endings.requests), "transfers of nobody"
@@ -107,8 +110,8 @@ def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set
 
 
 def is_computed(batcher: Batcher, sequence: Sequence) -> bool:
-    request_id = sequence.request_id
-    return (batcher._running.get(request_id) or batcher._prompts.get(request_id)) is sequence
+    tables = (batcher._running, batcher._prompts, batcher._ready)
+    return any(table.get(sequence.request_id) is sequence for table in tables)
 
 
 # ---- pages ---------------------------------------------------------------------------------------

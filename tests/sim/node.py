@@ -60,6 +60,8 @@ class Node:
         self.host_ids: tuple[str, ...] = ("here",)
         self.may_fall_back = False
         self.in_flight_max = IN_FLIGHT_MAX
+        self.running_max = 8
+        self.queue_max = 64
         self.self_test_interval_s = 30.0
         self.given_up = ""
         self.has_bare_stage = False
@@ -115,8 +117,8 @@ class Node:
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
-            running_max=8,
-            queue_max=64,
+            running_max=self.running_max,
+            queue_max=self.queue_max,
             self_test_interval_s=self.self_test_interval_s,
             bootstrap_timeout_s=self.world.hold_s,
             in_flight_max=self.in_flight_max,
