@@ -30,6 +30,7 @@ FAILURES: dict[str, tuple[int, ...]] = {
     "scheduler_lost": (500,),
     "output_lost": (500,),
     "queue_full": (503,),
+    "overloaded": (503,),
     "no_prefill_server": (503,),
     "stopping": (503,),
     "timed_out": (504,),

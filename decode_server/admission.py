@@ -92,6 +92,7 @@ class Admission:
         """
         admitted: list[DecodeRequest] = []
         room: list[int] = []  # not known yet; there is always a page group
+        may_ask_any: bool | None = None  # not known yet
         for request in queue:
             if self._batcher.ready_count:
                 break
@@ -101,13 +102,18 @@ class Admission:
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
             if not fits and not is_late and request.bootstrap is None:
                 continue  # whichever server would be asked
+            if request.bootstrap is None and not request.tested_link:
+                if may_ask_any is None:
+                    may_ask_any = self._choice.may_ask_any(now)
+                if not may_ask_any:
+                    continue
             peer = self._choice.choose(request, now)
             if peer is None:
                 continue
             if fits:
                 self._reserve(request, peer, now)
                 admitted.append(request)
-                room = []
+                room, may_ask_any = [], None
             elif is_late:
                 break
         return admitted
@@ -170,6 +176,7 @@ class Admission:
             hand_over=peer.hand_over,
             verify=peer.verify,
             source_layout=peer.layout_bytes,
+            credit=0 if _is_by_room(request) else peer.attachment,
         )
         self._receiver.add(transfer)
         peer.note_asked(token_count, now)
@@ -188,7 +195,7 @@ class Admission:
     ) -> TransferRequest:
         """A routed request that has produced nothing yet meets its other half by room; any other
         brings its tokens along."""
-        is_by_room = request.bootstrap is not None and request.output_count == 0
+        is_by_room = _is_by_room(request)
         sampling = request.sampling
         if request.output_count > 0:
             # Its prompt's log-probabilities have been told already.
@@ -210,3 +217,8 @@ class Admission:
             origin=request.origin,
             attachment=attachment,
         )
+
+
+def _is_by_room(request: DecodeRequest) -> bool:
+    """Whether the prefill server knows a request already, by the room that its router gave it."""
+    return request.bootstrap is not None and request.output_count == 0

@@ -144,8 +144,6 @@ class Endings:
             request.tried_links.clear()
             request.retraction_count += 1
             self.counters["retracted"] += 1
-        elif event is DecodeEvent.PEER_FAILED:
-            self.counters["retried"] += 1
         self.queue.add_again(request)
 
     def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:

@@ -47,6 +47,8 @@ class PrefillPeer:
     must_redial: its link is of no use any more, and dialled anew before the next Hello.
     unanswered_hello_count: on this link, since anything of a handshake was heard.
     asked_token_count: of the transfers that it was asked for since its last heartbeat.
+    credits: requests that it may be asked for at a time, by its own word; None if it sets no limit.
+    is_full: it had no room for a request, and has not been heard since.
     """
 
     link: str
@@ -60,6 +62,8 @@ class PrefillPeer:
     is_suspect: bool = False
     attachment: int = 0
     asked_token_count: int = 0
+    credits: int | None = None
+    is_full: bool = False
     phase: Phase = Phase.DIALING
     next_hello_at: float = 0.0
     incarnation: str = ""
@@ -108,6 +112,10 @@ class PrefillPeer:
         """Prompt tokens that it has to compute: by its own word, and asked for since."""
         return self.liveness.load_tokens + self.asked_token_count
 
+    def has_room(self, open_count: int) -> bool:
+        """Whether it takes another request. open_count: of those that it was asked for."""
+        return not self.is_full and (self.credits is None or open_count < self.credits)
+
     def open(
         self,
         welcome: Welcome,
@@ -126,6 +134,8 @@ class PrefillPeer:
         self.hand_over = hand_over
         self.verify = agree_verify(facts.verify, welcome.verify)
         self.request_token_max = welcome.request_token_max
+        self.credits = welcome.credits
+        self.is_full = False
         self.writers = expected_writers(layout, facts.layout)
         self.rank_pairs = rank_pairs(layout, facts.layout)
         self.processes = peer_processes(welcome.host_ids, welcome.pids, facts.host_ids)

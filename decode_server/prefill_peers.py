@@ -296,6 +296,12 @@ class PrefillPeers:
             text = f"prefill server {peer.name} failed {count} hand-overs in a row: left alone"
             self._outbox.report(text, is_warning=True)
 
+    def note_full(self, link: str) -> None:
+        """A peer had no room for a request: it is left alone until it says how much it has."""
+        peer = self._peers.get(link)
+        if peer is not None:
+            peer.is_full = True
+
     # ---- liveness --------------------------------------------------------------------------------
 
     def handle_heartbeat(self, link: str, beat: Heartbeat) -> None:
@@ -303,6 +309,8 @@ class PrefillPeers:
         if peer is not None and peer.incarnation == beat.incarnation:
             peer.is_suspect = False
             peer.asked_token_count = 0
+            peer.credits = beat.credits
+            peer.is_full = False
             peer.liveness.apply_heartbeat(beat)
 
     def handle_break(

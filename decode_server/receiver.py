@@ -54,6 +54,7 @@ class Receiver:
         self._outbox = outbox
         self._under_way: dict[int, Transfer] = {}
         self._abandoned: dict[int, _Abandoned] = {}
+        self._open: Counter[int] = Counter()
         self._repeat_at = 0.0
 
     @property
@@ -78,10 +79,25 @@ class Receiver:
         """Hand-overs under way per prefill server."""
         return dict(Counter(transfer.link for transfer in self._under_way.values()))
 
+    def open_count(self, attachment: int) -> int:
+        """Transfers that use a credit of the peer that is attached so."""
+        return self._open[attachment]
+
+    def note_quiet(self, transfer: Transfer) -> None:
+        """The peer has said its last word of a transfer, whose credit comes back."""
+        transfer.is_quiet = True
+        if transfer.credit:
+            self._open[transfer.credit] -= 1
+            if not self._open[transfer.credit]:
+                del self._open[transfer.credit]
+            transfer.credit = 0
+
     def add(self, transfer: Transfer) -> None:
         """Begin to wait for a transfer; if pieces of it may be staged, our workers are told."""
         assert not self.is_known(transfer.transfer_id)
         self._under_way[transfer.transfer_id] = transfer
+        if transfer.credit:
+            self._open[transfer.credit] += 1
         if transfer.hand_over is not HandOver.DIRECT:
             pages = [(span.first_index, list(span.page_ids)) for span in transfer.spans]
             expect = Expect(transfer.transfer_id, transfer.peer, transfer.token_count, pages)
@@ -98,6 +114,7 @@ class Receiver:
         """
         transfer = self._under_way.pop(transfer_id, None)
         if transfer is not None:
+            self.note_quiet(transfer)
             self._forget(transfer)
         return transfer
 
@@ -153,6 +170,7 @@ class Receiver:
         if abandoned is None:
             return False
         abandoned.is_quiet = True
+        self.note_quiet(abandoned.transfer)
         self._free_if_out_of_reach(abandoned)
         return True
 

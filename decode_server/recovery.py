@@ -65,6 +65,11 @@ class Recovery:
         if failed.kind in PEER_FAILURES:
             self._peers.note_failure(transfer.link, now)
         request.transfer = None
+        if failed.kind == "queue_full" and failed.is_retryable:
+            # It took others at the same moment. Nothing was tried, so nothing has failed.
+            self._peers.note_full(transfer.link)
+            self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
+            return
         kind, status = failed.kind, failed.status
         if kind == "aborted":
             # Whoever waits here did not give up; to a router an "aborted" would read as an answer.
@@ -102,6 +107,7 @@ class Recovery:
             self._endings.fail(request, kind, message, status, now)
             return
         request.is_computed_here = is_last
+        self._endings.counters["retried"] += 1
         self._endings.wait_again(request, DecodeEvent.PEER_FAILED, now)
 
     def expire(self, now: float) -> None:
@@ -109,8 +115,7 @@ class Recovery:
         for request_id in self._endings.deadlines.take_expired(now):
             request = self._endings.requests.get(request_id)
             if request is not None and request.deadline <= now:
-                text = "the request's time budget is used up"
-                self._endings.fail(request, "timed_out", text, 504, now)
+                self._end_late(request, now)
         for link, reason in self._peers.lost(now):
             self.lose(self._peers.lose(link, reason), now)
         self._drop_lost_holds(now)
@@ -118,6 +123,16 @@ class Recovery:
             self._fall_back(now)
         if not self._is_local:
             self._end_peerless(now)
+
+    def _end_late(self, request: DecodeRequest, now: float) -> None:
+        """Its time budget is used up. Who never began may find room elsewhere."""
+        if request.requested_at:
+            text = "the request's time budget is used up"
+            self._endings.fail(request, "timed_out", text, 504, now)
+            return
+        ahead_count = len(self._endings.queue) - 1
+        text = f"not begun within the request's time budget: {ahead_count} others wait"
+        self._endings.fail(request, "overloaded", text, 503, now)
 
     def _drop_lost_holds(self, now: float) -> None:
         """Whoever has waited for the server that holds its cache long enough, or for one whose

@@ -114,6 +114,7 @@ class Transfer:
     spans: the reserved pages, owned by the transfer until it settles. hand_over: how they may be
         written; unless directly, our workers must forget the transfer before anyone else has them.
     verify: how much is compared with what was sent; source_layout: of the peer, msgpack.
+    credit: the attachment that it uses a credit of until its writer is quiet; 0 if it uses none.
     is_quiet: the peer has said its last word, and the pages are compared with it.
     """
 
@@ -127,4 +128,5 @@ class Transfer:
     hand_over: HandOver = HandOver.DIRECT
     verify: Verify = Verify.OFF
     source_layout: bytes = b""
+    credit: int = 0
     is_quiet: bool = False

@@ -145,7 +145,7 @@ class DecodeScheduler:
             facts.incarnation,
             self.account,
             self._batcher,
-            Choice(self._peers, random.Random(seed + 2)),
+            Choice(self._peers, self._receiver, random.Random(seed + 2)),
             self._receiver,
             self._outbox,
             seed=seed,

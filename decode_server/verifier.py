@@ -43,7 +43,7 @@ class Verifier:
             return False
         if done.transfer_id in self._checks:  # said twice
             return True
-        transfer.is_quiet = True
+        self._receiver.note_quiet(transfer)
         self._checks[done.transfer_id] = _Check(transfer, done)
         self._outbox.to_workers(
             Digest(

@@ -11,8 +11,11 @@ Knows nothing of requests: it says which peer was lost, and the scheduler ends t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from common.config import HandOver, Verify
 from common.errors import ProtocolError
@@ -52,6 +55,7 @@ from common.scheduling.peers import (
     RankSet,
 )
 from common.scheduling.sparing import Sparing
+from prefill_server.credits import Credits
 
 # Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
 PEER_COUNT_MAX = 256
@@ -120,9 +124,16 @@ class DecodePeers:
     """Owner of every `DecodePeer`. request_token_max: the longest prompt that this server takes."""
 
     def __init__(
-        self, facts: ServerFacts, pace: Pace, outbox: Outbox, *, request_token_max: int
+        self,
+        facts: ServerFacts,
+        pace: Pace,
+        outbox: Outbox,
+        credits: Credits,
+        *,
+        request_token_max: int,
     ) -> None:
         self._facts = facts
+        self._credits = credits
         self._request_token_max = request_token_max
         self._pace = pace
         self._outbox = outbox
@@ -174,7 +185,7 @@ class DecodePeers:
             self._refuse(link, hello.incarnation, hello.name, [SPOKEN_FOR], now)
             return None
         if known is not None and known.phase is Phase.WELCOMED:
-            self._outbox.to_peer(link, welcome_of(self._facts, self._request_token_max))
+            self._send_welcome(known)
             return None
         if known is not None:
             # It dropped what we are connected to: close our side; its next Hello starts afresh.
@@ -197,7 +208,7 @@ class DecodePeers:
         processes = peer_processes(hello.host_ids, hello.pids, self._facts.host_ids)
         if processes.watched_pids:
             self._outbox.watch_processes(peer.incarnation, processes.watched_pids)
-        self._outbox.to_peer(link, welcome_of(self._facts, self._request_token_max))
+        self._send_welcome(peer)
         return lost
 
     def _name_of(self, hello: Hello) -> str:
@@ -258,6 +269,10 @@ class DecodePeers:
     def _agree(self, hello: Hello) -> HandOver:
         """How caches will travel; direct stands for no agreement, which is a difference."""
         return agree_hand_over(self._facts.hand_over, hello.hand_over) or HandOver.DIRECT
+
+    def _send_welcome(self, peer: DecodePeer) -> None:
+        level = self._credits.tell(peer.incarnation)
+        self._outbox.to_peer(peer.link, welcome_of(self._facts, self._request_token_max, level))
 
     def handle_attach(self, link: str, attach: Attach, now: float) -> None:
         """Connect every rank to the ranks it announced, if the announcement holds together."""
@@ -377,12 +392,13 @@ class DecodePeers:
             incarnation = self._facts.incarnation
             beat = peer.liveness.next_heartbeat(incarnation, now, self._pace, condition)
             if beat is not None:
-                self._outbox.to_peer(peer.link, beat)
+                level = self._credits.tell(peer.incarnation)
+                self._outbox.to_peer(peer.link, msgspec.structs.replace(beat, credits=level))
 
-    def hurry(self) -> None:
-        """There is news: everybody is told at the next occasion."""
-        for peer in self._peers.values():
-            peer.liveness.next_beat_at = 0.0
+    def hurry(self, incarnations: Iterable[str] | None = None) -> None:
+        """There is news: these, or all, are told at the next occasion."""
+        for incarnation in list(self._peers) if incarnations is None else incarnations:
+            self._peers[incarnation].liveness.next_beat_at = 0.0
 
     def states(self) -> list[PeerState]:
         """For operators; those that were refused lately come last."""

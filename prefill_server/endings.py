@@ -15,6 +15,7 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import PrefillEvent, PrefillState
+from prefill_server.credits import Credits
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.holds import HOLD_EXPIRED
 from prefill_server.outgoing import Outgoing
@@ -43,6 +44,7 @@ class Endings:
         sender: Sender,
         rendezvous: Rendezvous,
         peers: DecodePeers,
+        credits: Credits,
         outgoing: Outgoing,
         outbox: Outbox,
     ) -> None:
@@ -52,6 +54,7 @@ class Endings:
         self._sender = sender
         self._rendezvous = rendezvous
         self._peers = peers
+        self._credits = credits
         self._outgoing = outgoing
         self._outbox = outbox
         self.counters = dict.fromkeys(COUNTED, 0.0)
@@ -160,6 +163,8 @@ class Endings:
         self._table.forget(request)
         if request.reservation is not None:
             self._peers.count_transfer(request.reservation.peer, -1)
+            if request.uses_credit:
+                self._credits.end(request.reservation.peer)
 
 
 def _seen_by_target(request: PrefillRequest, trace: HandOverTrace) -> HandOverTrace:

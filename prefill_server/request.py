@@ -110,6 +110,11 @@ class PrefillRequest:
             self.chunk_ends_s.append(now - self.scheduled_at)
 
     @property
+    def uses_credit(self) -> bool:
+        """Whether its decode server brought its tokens, which it may only so often at a time."""
+        return self.reservation is not None and self.reservation.message.room is None
+
+    @property
     def is_on_its_way(self) -> bool:
         """Whether bytes or digests of it are outstanding."""
         return bool(self.sends_open or self.digests_open)

@@ -11,6 +11,7 @@ from common.scheduling.events import UnreadableRequest
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
 from common.scheduling.transitions import PrefillEvent
+from prefill_server.credits import Credits
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
 from prefill_server.holds import Holds
@@ -37,6 +38,7 @@ class Reservations:
         rendezvous: Rendezvous,
         sender: Sender,
         peers: DecodePeers,
+        credits: Credits,
         endings: Endings,
         holds: Holds,
         outbox: Outbox,
@@ -49,6 +51,7 @@ class Reservations:
         self._rendezvous = rendezvous
         self._sender = sender
         self._peers = peers
+        self._credits = credits
         self._endings = endings
         self._holds = holds
         self._outbox = outbox
@@ -84,6 +87,7 @@ class Reservations:
             self._meet(message.room, reservation, now, is_held=message.is_held)
         elif len(self._table) >= self._queue_max:
             text = f"queue full: {len(self._table)} requests"
+            self._credits.note_refused(reservation.peer)
             self._refuse(reservation, Failure("queue_full", text, 503, is_retryable=True), now)
         else:
             assert message.sampling is not None, "checked with the reservation"
@@ -181,6 +185,8 @@ class Reservations:
             return
         self._table.attach(request, reservation, now)
         self._peers.count_transfer(reservation.peer, +1)
+        if request.uses_credit:
+            self._credits.begin(reservation.peer)
         request.advance(PrefillEvent.PAIRED)
         if request.is_ahead:
             request.paired_at = now

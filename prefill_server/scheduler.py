@@ -64,6 +64,7 @@ from common.scheduling.sequence import PageAccount
 from common.scheduling.silence import Pulse
 from common.scheduling.transitions import PrefillEvent, PrefillState
 from prefill_server.admission import Admission
+from prefill_server.credits import Credits
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
 from prefill_server.holds import Holds, expired
@@ -96,8 +97,13 @@ class PrefillScheduler:
             chunk_token_max=limits.chunk_token_max,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
+        self._credits = Credits(limits.queue_max)
         self._peers = DecodePeers(
-            facts, limits.pace, self._outbox, request_token_max=self.request_token_max
+            facts,
+            limits.pace,
+            self._outbox,
+            self._credits,
+            request_token_max=self.request_token_max,
         )
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
         self._batcher = Batcher(self.account, batch_limits)
@@ -109,6 +115,7 @@ class PrefillScheduler:
             self._sender,
             self._rendezvous,
             self._peers,
+            self._credits,
             self._outgoing,
             self._outbox,
         )
@@ -122,6 +129,7 @@ class PrefillScheduler:
             self._rendezvous,
             self._sender,
             self._peers,
+            self._credits,
             self._endings,
             self._holds,
             self._outbox,
@@ -189,6 +197,7 @@ class PrefillScheduler:
             trouble,
             self._reservations.is_draining,
         )
+        self._peers.hurry(self._credits.look(self._peers.connected_ones, len(self._table)))
         self._peers.send_heartbeats(now, condition)
         self._look_at_hand_overs(now)
         return self._outbox.take()

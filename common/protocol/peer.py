@@ -57,6 +57,7 @@ class Hello(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     """version: the one both sides speak from here on. request_token_max: longest prompt it takes.
 
+    credits: as in Heartbeat.
     host_ids, pids: of the ranks that will write (see hosts.py), for the proof that they are gone.
     name, http_address: for operators; nothing is decided by them.
     """
@@ -72,6 +73,7 @@ class Welcome(_Message, frozen=True):
     verify: Verify | None = None
     name: str = ""
     http_address: str = ""
+    credits: int | None = None
 
 
 class Refuse(_Message, frozen=True):
@@ -122,6 +124,8 @@ class Heartbeat(_Message, frozen=True):
     load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
     is_draining: it takes no new hand-overs, and finishes those that it has.
     trouble: what keeps its engine from moving, "" if nothing does.
+    credits: how many requests that bring their tokens the decode server may have open at this
+        prefill server, until it hears another number; None if it does not say.
     """
 
     incarnation: str
@@ -132,6 +136,7 @@ class Heartbeat(_Message, frozen=True):
     echo_sequence: int = 0
     trouble: str = ""
     is_draining: bool = False
+    credits: int | None = None
 
 
 class TransferRequest(_Message, frozen=True):

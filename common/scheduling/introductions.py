@@ -24,8 +24,9 @@ def hello_of(facts: ServerFacts) -> Hello:
     )
 
 
-def welcome_of(facts: ServerFacts, request_token_max: int) -> Welcome:
-    """A prefill server's answer. request_token_max: the longest prompt that it takes."""
+def welcome_of(facts: ServerFacts, request_token_max: int, credit_count: int) -> Welcome:
+    """A prefill server's answer. request_token_max: the longest prompt that it takes. credit_count:
+    requests that it takes from this peer from now on."""
     return Welcome(
         version=PROTOCOL_VERSION,
         incarnation=facts.incarnation,
@@ -38,4 +39,5 @@ def welcome_of(facts: ServerFacts, request_token_max: int) -> Welcome:
         verify=facts.verify,
         name=facts.name,
         http_address=facts.http_address,
+        credits=credit_count,
     )

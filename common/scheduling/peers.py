@@ -126,7 +126,7 @@ class Liveness:
     def next_heartbeat(
         self, incarnation: str, now: float, pace: Pace, condition: Condition
     ) -> Heartbeat | None:
-        """A beat if one is due."""
+        """A beat if one is due, without credits."""
         if now < self.next_beat_at:
             return None
         self.sequence += 1

@@ -129,7 +129,7 @@ def test_pages_in_quarantine_that_starve_the_server_are_said_and_end_it() -> Non
     assert state(decode).trouble.startswith("nothing fits beside the pages in quarantine")
     assert state(decode).counters["starved"] == 1 and not decode.given_up
     world.run(world.now + 20.0)
-    assert client.failure.startswith("timed_out")
+    assert client.failure.startswith("overloaded")
     # Nobody waits any more, since the frontend sends everybody away; it is no better for that.
     world.run(world.now + STARVED_END_S - 20.0)
     assert decode.given_up
