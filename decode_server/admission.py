@@ -15,23 +15,26 @@ from common.layout.component import LiveKind
 from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
-from common.scheduling.sequence import PageAccount
+from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState
 from decode_server.choice import Choice
+from decode_server.output_lengths import Growing, OutputLengths
 from decode_server.prefill_peer import PrefillPeer
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest, Transfer
 
-# Tokens every active request is expected to grow by soon: admission leaves that much free, so that
-# a newcomer does not at once push somebody out.
-RESERVED_TOKENS = 64
+# Tokens that the window of every active request is expected to grow by soon.
+WINDOW_TOKENS = 64
+# Requests whose growth is looked at in vain, until no more are looked at for the moment.
+GROWTH_LOOK_COUNT_MAX = 8
 # A request that does not fit is passed over for smaller ones at most this long; then it is next.
 PASSED_OVER_MAX_S = 2.0
 TRANSFER_ID_BITS = 63
 
 
 class Admission:
-    """Moves requests out of the waiting queue."""
+    """Moves requests out of the waiting queue, as many as find pages beside those that the active
+    ones are expected to grow by: then a newcomer seldom pushes somebody out."""
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Admission:
         batcher: Batcher,
         choice: Choice,
         receiver: Receiver,
+        lengths: OutputLengths,
         outbox: Outbox,
         *,
         seed: int,
@@ -49,6 +53,8 @@ class Admission:
         self._batcher = batcher
         self._choice = choice
         self._receiver = receiver
+        self._lengths = lengths
+        self._growth = (-1, 0, 0)
         self._outbox = outbox
         self._random = random.Random(seed)
 
@@ -66,7 +72,8 @@ class Admission:
             if self._batcher.is_full:
                 break
             tokens = request.token_ids
-            if not self._fits(self._account.needs_to_compute(len(tokens) + 1)):
+            needs = self._account.needs_to_compute(len(tokens) + 1)
+            if not self._fits_grown(request, needs, self._room()):
                 if now - request.waiting_since > PASSED_OVER_MAX_S:
                     break
                 continue
@@ -93,6 +100,7 @@ class Admission:
         admitted: list[DecodeRequest] = []
         room: list[int] = []  # not known yet; there is always a page group
         may_ask_any: bool | None = None  # not known yet
+        look_count = 0
         for request in queue:
             if self._batcher.ready_count:
                 break
@@ -110,6 +118,9 @@ class Admission:
             peer = self._choice.choose(request, now)
             if peer is None:
                 continue
+            if fits and look_count < GROWTH_LOOK_COUNT_MAX:
+                fits = self._fits_grown(request, needs, room)
+                look_count += not fits
             if fits:
                 self._reserve(request, peer, now)
                 admitted.append(request)
@@ -130,11 +141,19 @@ class Admission:
         first = next(iter(queue), None)
         if first is None or not self.may_starve:
             return False
-        return not self._fits(self._account.needs_to_compute(len(first.token_ids) + 1))
+        needs = self._account.needs_to_compute(len(first.token_ids) + 1)
+        return not all(map(le, needs, self._room()))
 
-    def _fits(self, needs: list[int]) -> bool:
-        """Whether a newcomer's pages fit beside what the active requests are about to need."""
-        return all(map(le, needs, self._room()))
+    def _fits_grown(self, request: DecodeRequest, needs: list[int], room: list[int]) -> bool:
+        """Whether a newcomer's pages fit, and those that it is expected to grow by. Alone, it may
+        have what there is."""
+        growth = 0
+        if self.active_count:
+            growth = self._lengths.expected_growth([self._growing(request)])
+        return all(
+            need + self._pages_of(group, growth) <= available
+            for group, (need, available) in enumerate(zip(needs, room, strict=True))
+        )
 
     def _room(self) -> list[int]:
         """Pages per group that a newcomer may take; below 0 if the active ones may need more."""
@@ -144,19 +163,40 @@ class Admission:
         ]
 
     def _headroom(self, group: int) -> int:
-        """Pages of a group that the active requests are about to need. A window stops growing, a
-        slot or a tail is all there from the start."""
-        page_group = self._account.groups[group]
-        if not page_group.live.is_paged:
-            return 0
-        items = RESERVED_TOKENS
-        if page_group.live.kind is LiveKind.BLOCK:
-            items = -(-RESERVED_TOKENS // page_group.live.size)
-        headroom = self.active_count * -(-items // page_group.page_items)
-        if page_group.live.kind is LiveKind.WINDOW:
+        """Pages of a group that the active requests are expected to need, and for each one that is
+        filled in part. A window stops growing, a slot or a tail is all there from the start."""
+        live, page_items = self._account.groups[group].live, self._account.groups[group].page_items
+        if live.kind is LiveKind.WINDOW:
             page_max = self.active_count * self._account.decode_page_max(group)
-            headroom = min(headroom, max(0, page_max - self._account.pool.used_count(group)))
-        return headroom
+            headroom = self.active_count * -(-WINDOW_TOKENS // page_items)
+            return min(headroom, max(0, page_max - self._account.pool.used_count(group)))
+        if not live.is_paged:
+            return 0
+        return self._pages_of(group, self._expected_growth()) + self.active_count
+
+    def _pages_of(self, group: int, growth: int) -> int:
+        """Pages of a group for so many tokens more, where it grows with each."""
+        page_group = self._account.groups[group]
+        if not page_group.live.is_paged or page_group.live.kind is LiveKind.WINDOW:
+            return 0
+        items = -(-growth // max(1, page_group.live.size))
+        return -(-items // page_group.page_items)
+
+    def _expected_growth(self) -> int:
+        """Tokens of all active requests; found anew with every step, for it takes a while."""
+        step_count, active_count = self._batcher.step_count, self.active_count
+        if self._growth[:2] != (step_count, active_count):
+            growing = [self._growing(one) for one in self._batcher.sequences()]
+            growing += [self._growing(one) for one in self._receiver.waiting()]
+            growth = self._lengths.expected_growth(growing)
+            self._growth = (step_count, active_count, growth)
+        return self._growth[2]
+
+    def _growing(self, one: DecodeRequest | Sequence) -> Growing:
+        token_count = len(one.token_ids)
+        left_count = one.sampling.max_new_tokens - one.output_count
+        left_count = min(left_count, self._batcher.limits.sequence_token_max - token_count)
+        return Growing(token_count, one.output_count, max(0, left_count))
 
     def _reserve(self, request: DecodeRequest, peer: PrefillPeer, now: float) -> None:
         """Reserve pages for the whole cache, which are there, and ask for it."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from common.protocol.frontend import Failed, Tokens
 from common.protocol.peer import Withdraw
-from common.request import FinishReason, TokenLogprobs
+from common.request import FinishKind, FinishReason, TokenLogprobs
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import DecodeEvent, DecodeState
+from decode_server.output_lengths import OutputLengths
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.receiver import Receiver
 from decode_server.request import DecodeRequest
@@ -42,10 +43,12 @@ class Endings:
         batcher: Batcher,
         receiver: Receiver,
         peers: PrefillPeers,
+        lengths: OutputLengths,
         outbox: Outbox,
     ) -> None:
         self._incarnation = incarnation
         self._peers = peers
+        self.lengths = lengths
         self._account = account
         self._batcher = batcher
         self._receiver = receiver
@@ -65,6 +68,7 @@ class Endings:
         now: float,
     ) -> None:
         """One new token to the client; the last one ends the request."""
+        self._note_length(request, finish.kind if finish is not None else None)
         is_first = request.first_token_at == 0.0
         if is_first:
             request.first_token_at = now
@@ -101,6 +105,9 @@ class Endings:
             problem = f"self-test: {message}" if is_tried else ""
             self.tested.append((request.tested_link, problem))
         else:
+            if kind == "aborted" and request.output_count:
+                # Its client has had enough: it gives its pages back like one that ended.
+                self.lengths.note_end(request.output_count)
             self.counters["failed"] += 1
             counted = "bootstrap_failed" if kind in BOOTSTRAP_FAILURES else kind
             if counted in self.counters:
@@ -145,6 +152,16 @@ class Endings:
             request.retraction_count += 1
             self.counters["retracted"] += 1
         self.queue.add_again(request)
+
+    def _note_length(self, request: DecodeRequest, finish: FinishKind | None) -> None:
+        """What is learned from a token of an output, perhaps its last."""
+        if request.tested_link:
+            return
+        self.lengths.note_token(request.output_count)
+        if finish is FinishKind.STOP:
+            self.lengths.note_end(request.output_count)
+        elif finish is FinishKind.LENGTH:
+            self.lengths.note_cut(request.output_count)
 
     def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:
         if request.sequence is not None:

@@ -61,6 +61,11 @@ class Receiver:
     def under_way_count(self) -> int:
         return len(self._under_way)
 
+    def waiting(self) -> list[DecodeRequest]:
+        """The requests whose transfers are under way."""
+        transfers = self._under_way.values()
+        return [transfer.request for transfer in transfers if transfer.request is not None]
+
     @property
     def abandoned_count(self) -> int:
         return len(self._abandoned)

@@ -70,6 +70,7 @@ from decode_server.admission import Admission
 from decode_server.arrivals import Arrivals
 from decode_server.choice import Choice
 from decode_server.endings import Endings
+from decode_server.output_lengths import OutputLengths
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.prompt_limits import PromptLimits
 from decode_server.receiver import Receiver
@@ -115,12 +116,14 @@ class DecodeScheduler:
         self._flushes = Flushes(self.account, self._batcher, self._outbox)
         self._receiver = Receiver(facts, self.account, self._outbox)
         self._verifier = Verifier(facts, self._receiver, self._outbox)
+        lengths = OutputLengths()
         self._endings = Endings(
             facts.incarnation,
             self.account,
             self._batcher,
             self._receiver,
             self._peers,
+            lengths,
             self._outbox,
         )
         self._recovery = Recovery(
@@ -147,6 +150,7 @@ class DecodeScheduler:
             self._batcher,
             Choice(self._peers, self._receiver, random.Random(seed + 2)),
             self._receiver,
+            lengths,
             self._outbox,
             seed=seed,
         )

@@ -23,6 +23,7 @@ from common.scheduling.facts import SchedulerLimits
 from common.scheduling.peers import REFUSED_RETRY_S
 from common.scheduling.sparing import BURST
 from common.scheduling.transitions import DecodeState
+from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.recovery import PEER_WAIT_S
 from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
@@ -136,7 +137,8 @@ def test_a_server_that_comes_back_begins_the_wait_anew(world: World) -> None:
 
 def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: World) -> None:
     decode = world.nodes["d0"]
-    decode.self_test_interval_s = 0.0
+    for _ in range(REMEMBERED_COUNT):
+        decode.core._endings.lengths.note_end(1)
     world.nodes["p0"].boot()
     world.run(world.now + 3.0)
     clients = [world.submit(decode, PROMPT, 100, budget_s=60.0) for _ in range(2)]

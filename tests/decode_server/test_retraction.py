@@ -22,6 +22,7 @@ def world_of(seed: int, slot_count: int, prefill_slot_count: int = 2) -> World:
     decode = world.add("d0", "decode", 4, 60)
     decode.page_counts = (60, slot_count, slot_count, 60)
     decode.links = ["p0:1"]
+    decode.expects_short_outputs = True
     for node in world.nodes.values():
         node.boot()
     world.start_ticks()

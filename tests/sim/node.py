@@ -36,6 +36,7 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.in_flight import IN_FLIGHT_MAX
+from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
@@ -49,7 +50,11 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """One server: a core and its worker. Reborn under the same name after a crash."""
+    """One server: a core and its worker. Reborn under the same name after a crash.
+
+    expects_short_outputs: it has seen many that ended with their first token, so it takes in more
+    than its pool holds when the next ones are long.
+    """
 
     def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
         self.world, self.name, self.role = world, name, role
@@ -62,6 +67,7 @@ class Node:
         self.in_flight_max = IN_FLIGHT_MAX
         self.running_max = 8
         self.queue_max = 64
+        self.expects_short_outputs = False
         self.self_test_interval_s = 30.0
         self.given_up = ""
         self.has_bare_stage = False
@@ -136,6 +142,9 @@ class Node:
                 may_fall_back=self.may_fall_back,
                 seed=seed,
             )
+        if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
+            for _ in range(REMEMBERED_COUNT):
+                self.core._endings.lengths.note_end(1)
         self._boot_worker()
         self.feed(Tick())
 

@@ -130,6 +130,8 @@ def run_story(
     world.start_ticks()
     shared = [rng.randint(10, 900) for _ in range(24)]
     is_hungry = has_accidents and random.Random(seed ^ 0x40C6).random() < HUNGRY_SHARE
+    for decode in decodes:
+        decode.expects_short_outputs = is_hungry
     for _ in range(rng.randint(10, 40)):
         _plan_request(
             world,
