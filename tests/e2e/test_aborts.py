@@ -55,8 +55,11 @@ def pair(fleet: Fleet) -> Pair:
 
 @contextmanager
 def waiting(pair: Pair, post: Callable[[Body], None]) -> Iterator[None]:
-    with pair.decode.stream({"input_ids": SHORT_PROMPT, "sampling_params": LONG}) as other:
+    body: Body = {"input_ids": SHORT_PROMPT, "sampling_params": LONG}
+    # The second one is ready and waits for the place of the first.
+    with pair.decode.stream(body) as other, pair.decode.stream(body) as ready:
         next(other)
+        next(ready)
         post({"input_ids": SHORT_PROMPT, "sampling_params": BRIEF})
         pair.decode.wait_queued("waiting")
         yield
@@ -169,8 +172,10 @@ def test_a_prefix_aborts_all_of_its_requests_and_no_other(pair: Pair) -> None:
 def test_abort_all_aborts_what_runs_and_what_waits(pair: Pair) -> None:
     body: Body = {"input_ids": SHORT_PROMPT, "sampling_params": LONG}
     pending = [pair.fleet.in_background(pair.decode, body) for _ in range(4)]
-    pair.decode.wait_queued("running")
-    pair.decode.wait_queued("waiting", 3)
+    states = ("transfer", "ready", "running", "waiting")
+    wait_until(
+        "all to be there", lambda: sum(pair.decode.info().queues[s] for s in states) == len(pending)
+    )
     response = pair.decode.post("/abort_request", {"abort_all": True})
     assert response.json()["aborted_count"] == 4
     assert {reply_of(future.result()).finish.type for future in pending} == {"abort"}

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 SMALL_POOL_TOKENS = 640
 OUTPUT_COUNT = 180
 REQUEST_COUNT = 6
+SHORT_COUNT = 40
+SHORT: Body = {"text": "Facts:", "sampling_params": {"max_new_tokens": 64, "regex": "[a-z]"}}
 QUEUE_MAX = 2
 HASTY_TIMEOUT_S = 2
 LONG: Body = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
@@ -73,6 +75,9 @@ def test_pressure_on_the_pool_changes_no_output_and_loses_nothing(
 ) -> None:
     bodies = [pressing_body(index) for index in range(REQUEST_COUNT)]
     unpressed = [limited.small.generate(body).output_ids for body in bodies]
+    # It has to expect less than these need, or it would not run so many of them at a time.
+    for _ in range(SHORT_COUNT):
+        limited.small.generate(SHORT)
     counted_before = limited.small.info().counters["retracted"]
     streamed: list[Reply] = []
     with limited.small.stream(bodies[0]) as events:
@@ -97,7 +102,9 @@ def test_a_full_queue_is_told_while_the_others_still_run(fleet: Fleet, limited: 
     with ExitStack() as stack:
         running = stack.enter_context(limited.narrow.stream(body))
         assert next(running).meta_info.finish_reason is None
-        waiting = [fleet.in_background(limited.narrow, body) for _ in range(QUEUE_MAX)]
+        waiting = [fleet.in_background(limited.narrow, body)]
+        limited.narrow.wait_queued("ready")  # who comes now waits until it has a place
+        waiting += [fleet.in_background(limited.narrow, body) for _ in range(QUEUE_MAX)]
         limited.narrow.wait_queued("waiting", QUEUE_MAX)
         response = limited.narrow.post("/generate", body)
         assert response.status_code == 503, response.text

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from common.config import HandOver
+from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
+from common.scheduling.events import Effect, ToPeer
 from common.scheduling.page_pool import PagePool
 from common.scheduling.sequence import PageSpan, Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
@@ -61,6 +63,26 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
     assert core._receiver.under_way_count <= len(core._endings.requests), "transfers of nobody"
     assert all(request.request_id in core._endings.requests for request in queue), "a ghost waits"
+
+
+def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
+    """Nobody was asked just now for more at a time than it said it takes."""
+    links = {
+        effect.link
+        for effect in effects
+        if isinstance(effect, ToPeer)
+        and isinstance(effect.message, TransferRequest)
+        and effect.message.room is None
+    }
+    abandoned = [one.transfer for one in core._receiver._abandoned.values() if not one.is_quiet]
+    transfers = [*core._receiver._under_way.values(), *abandoned]
+    for link in links:
+        peer = core._peers.get(link)
+        assert peer is not None
+        count = sum(t.credit == peer.attachment and not t.is_quiet for t in transfers)
+        assert peer.credits is None or count <= peer.credits, (
+            f"{link} takes {peer.credits} at a time and was asked for {count}"
+        )
 
 
 def check_prefill_requests(core: PrefillScheduler) -> None:

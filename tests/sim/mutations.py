@@ -395,6 +395,7 @@ MUTATIONS = (
     Mutation("peer-wait-runs-from-arrival", promised.the_wait_for_a_server_runs_from_arrival, 10),
     Mutation("a-retry-begins-the-budget-anew", promised.a_retry_begins_the_budget_anew, 2),
     Mutation("a-retried-request-is-put-behind", promised.a_retried_request_is_put_behind, 0),
+    Mutation("credits-are-not-looked-at", promised.credits_are_not_looked_at, 0),
     Mutation("a-withdrawal-is-forgotten", promised.a_withdrawal_is_forgotten, 3),
     Mutation("a-waiting-half-is-not-told", promised.a_waiting_half_is_not_told, 9),
     Mutation(

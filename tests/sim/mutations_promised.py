@@ -18,6 +18,7 @@ from common.scheduling.transitions import DecodeEvent
 from decode_server.admission import Admission
 from decode_server.arrivals import Arrivals
 from decode_server.endings import Endings
+from decode_server.prefill_peer import PrefillPeer
 from decode_server.prefill_peers import PrefillPeers
 from decode_server.recovery import PEER_LOOK_S, PEER_WAIT_S, Recovery
 from decode_server.request import DecodeRequest, Transfer
@@ -93,6 +94,11 @@ def fence_by_death_alone(patch: Patch) -> None:
     patch.setattr(PrefillPeers, "note_gone", lambda self, incarnation: True)
 
 
+def credits_are_not_looked_at(patch: Patch) -> None:
+    """A decode server asks for more than the other one said it takes."""
+    patch.setattr(PrefillPeer, "has_room", lambda self, open_count: not self.is_full)
+
+
 # ---- when a request is answered ------------------------------------------------------------------
 
 
@@ -147,7 +153,8 @@ def a_retried_request_is_put_behind(patch: Patch) -> None:
 
     def wait_behind(self: Endings, request: DecodeRequest, event: DecodeEvent, now: float) -> None:
         wait_again(self, request, event, now)
-        self.queue[request.request_id] = self.queue.pop(request.request_id)
+        self.queue.discard(request.request_id)
+        self.queue.add(request)
 
     patch.setattr(Endings, "wait_again", wait_behind)
 

@@ -41,7 +41,7 @@ from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
 from tests.sim.client import EOS
-from tests.sim.invariants import check_core
+from tests.sim.invariants import check_core, check_credits
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
 
@@ -300,9 +300,12 @@ class Node:
 
     def schedule(self, *, must_check: bool) -> None:
         """Pages are looked at whenever they seem to have moved, and if that is asked for."""
-        self.carry_out(self.core.schedule(self.world.now))
+        effects = self.core.schedule(self.world.now)
+        self.carry_out(effects)
         if isinstance(self.core, DecodeScheduler):
             self.peer_waits.note(self.core, self.world.now)
+            if self.world.is_honest:
+                check_credits(self.core, effects)
         pool = self.core.account.pool
         counts = [*map(len, pool._free), *map(len, pool._used)]
         if counts == self._page_counts and not must_check:

@@ -72,6 +72,9 @@ BURST_COUNT_MAX = 3
 BURST_SIZES = (2, 6)
 SHARED_TOKENS = (4, 80)
 
+# What prefill servers take at a time; some have less room than requests come at once.
+QUEUE_MAXES = (64, 64, 4)
+
 # Requests of a hungry story that all grow far beyond what admission leaves free.
 HUNGRY_SHARE = 0.2
 HUNGRY_TOKENS = (60, 120)
@@ -129,6 +132,9 @@ def run_story(
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
     shared = [rng.randint(10, 900) for _ in range(24)]
+    tight = random.Random(seed ^ 0xC4ED17)
+    for prefill in prefills:
+        prefill.queue_max = tight.choice(QUEUE_MAXES) if has_accidents else prefill.queue_max
     is_hungry = has_accidents and random.Random(seed ^ 0x40C6).random() < HUNGRY_SHARE
     for decode in decodes:
         decode.expects_short_outputs = is_hungry

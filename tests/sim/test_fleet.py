@@ -14,6 +14,7 @@ from tests.sim.node import Node
 from tests.sim.story import judge
 from tests.sim.world import World
 
+SIZE = 16
 QUEUE_MAX = 64
 PROMPT_TOKENS = 24
 CHUNK_TOKENS = 24  # as simulated servers have it
@@ -81,17 +82,11 @@ class Fleet:
             self.world.run(self.world.now + 1 / rate)
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(4, marks=pytest.mark.slow),
-        pytest.param(16, marks=[pytest.mark.slow, pytest.mark.soak]),
-    ],
-)
+@pytest.mark.slow
 def test_under_three_times_the_load_nobody_is_refused_while_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, size: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fleet = Fleet(monkeypatch, size)
+    fleet = Fleet(monkeypatch, SIZE)
     before = [core._endings.counters["finished"] for core in fleet.prefills]
     fleet.load()
     fleet.world.run(fleet.world.now + BUDGET_S + 1.0)
@@ -102,6 +97,6 @@ def test_under_three_times_the_load_nobody_is_refused_while_there_is_room(
     assert min(fleet.refused) >= QUEUE_MAX - ON_ITS_WAY_COUNT, fleet.refused
     finished = [core._endings.counters["finished"] for core in fleet.prefills]
     shares = [after - then for after, then in zip(finished, before, strict=True)]
-    mean = sum(shares) / size
+    mean = sum(shares) / SIZE
     assert 0.8 * mean <= min(shares) and max(shares) <= 1.2 * mean, shares
     assert mean >= 0.9 * LOAD_S / STEP_S, "no server was idle meanwhile"
