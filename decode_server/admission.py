@@ -6,7 +6,7 @@ Knows nothing of what happens to a request after it was admitted.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from operator import le
 
 import msgspec
@@ -128,6 +128,11 @@ class Admission:
             elif is_late:
                 break
         return admitted
+
+    def short_count(self, queue: Sized, now: float) -> int:
+        """Of those that wait, how many wait for pages or places here: all, unless no prefill server
+        can be asked at the moment."""
+        return len(queue) if self._choice.may_ask_any(now) else 0
 
     @property
     def may_starve(self) -> bool:

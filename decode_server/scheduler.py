@@ -259,7 +259,7 @@ class DecodeScheduler:
             case FlushCache():
                 self._flushes.handle(message, self._endings.client_count)
             case GetState():
-                self._outbox.to_frontend(self._state(message.call_id))
+                self._outbox.to_frontend(self._state(message.call_id, now))
             case _:
                 assert_never(message)
 
@@ -375,14 +375,14 @@ class DecodeScheduler:
 
     # ---- what others may know --------------------------------------------------------------------
 
-    def _state(self, call_id: int) -> State:
+    def _state(self, call_id: int, now: float) -> State:
         peers = self._peers.states(self._receiver.counts_by_link())
         return State(
             call_id=call_id,
             is_ready=self.is_ready,
             queues={
                 "waiting": len(self._endings.queue),
-                "prealloc": len(self._endings.queue) if not self._is_local else 0,
+                "prealloc": self._admission.short_count(self._endings.queue, now),
                 "transfer": self._receiver.under_way_count,
                 "retracted": sum(r.output_count > 0 for r in self._endings.queue),
                 "ready": self._batcher.ready_count,

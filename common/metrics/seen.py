@@ -53,7 +53,7 @@ QUEUES = (
     ),
     _gauge(
         "prealloc",
-        "Requests that wait for pages.",
+        "Requests that wait for pages, and not for a prefill server.",
         "sglang:num_decode_prealloc_queue_reqs",
         side=Side.DECODE,
     ),

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from common.protocol.frontend import GetState, State
 from common.protocol.peer import Heartbeat, TransferFailed, TransferRequest
-from common.scheduling.events import Effect, FromPeer, ToPeer
+from common.scheduling.events import Effect, FromFrontend, FromPeer, ToFrontend, ToPeer
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.client import Client
@@ -28,13 +29,14 @@ class Watched:
         decode_count: int,
         prefill_count: int = 1,
         queue_max: int = 64,
+        page_count: int = 4000,
     ) -> None:
         self.world = World(seed=1)
         names = [f"p{index}" for index in range(prefill_count)]
         for name in names:
             self.world.add(name, "prefill", 4, 400).queue_max = queue_max
         for index in range(decode_count):
-            node = self.world.add(f"d{index}", "decode", 4, 4000)
+            node = self.world.add(f"d{index}", "decode", 4, page_count)
             node.links = [f"{name}:1" for name in names]
         for node in self.world.nodes.values():
             node.boot()
@@ -150,6 +152,21 @@ def test_who_can_not_begin_within_its_time_is_answered_503(
     late = watched.world.submit(watched.world.nodes["d0"], list(range(9)), 2, budget_s=1.0)
     watched.world.run(watched.world.now + 1.1)
     assert late.failure.startswith("overloaded") and not any(client.finals for client in clients)
+
+
+@pytest.mark.parametrize(("queue_max", "page_count", "prealloc"), [(4, 4000, 0), (64, 40, 9)])
+def test_operators_see_whether_pages_or_prefill_servers_are_short(
+    monkeypatch: pytest.MonkeyPatch, queue_max: int, page_count: int, prealloc: int
+) -> None:
+    watched = Watched(monkeypatch, decode_count=1, queue_max=queue_max, page_count=page_count)
+    monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
+    watched.submit("d0", 12)
+    watched.world.run(watched.world.now + 0.05)
+    asked = FromFrontend(GetState(1))
+    (told,) = watched.decode("d0").handle(asked, watched.world.now)
+    assert isinstance(told, ToFrontend) and isinstance(told.message, State)
+    assert told.message.queues["waiting"] == 12 - watched.asked["p0:1"] > 0
+    assert told.message.queues["prealloc"] == prealloc
 
 
 def test_credits_come_back_however_a_transfer_ends(monkeypatch: pytest.MonkeyPatch) -> None:

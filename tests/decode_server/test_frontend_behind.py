@@ -56,7 +56,7 @@ def test_heartbeats_deadlines_and_hand_overs_go_on(world: World) -> None:
     assert hurried.failure.startswith("timed_out") and len(hurried.output) == 1
     assert len(later.output) == 1, "its first token is the prefill server's"
     for node in world.nodes.values():
-        state = node.core._state(1)
+        state = node.state()
         assert (state.counters["peers_lost"], state.trouble) == (0, "")
     decode.feed(FrontendBehind(False))
     world.run(world.now + 1.0)

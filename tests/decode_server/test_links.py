@@ -92,7 +92,7 @@ def test_a_link_that_says_nonsense_is_given_up_and_dialled_anew(
     assert core._receiver.under_way_count == 1
     world.nodes["d0"].feed(LinkDropped(LINK, "16 malformed messages"))
     assert not is_connected(world) and core._receiver.abandoned_count == 1
-    assert "16 malformed messages" in core._state(1).peers[0].detail
+    assert "16 malformed messages" in world.nodes["d0"].state().peers[0].detail
     world.run(world.now + 5.0)
     assert watch.dialled == [HangUp(LINK), Dial(LINK)]
     assert is_connected(world) and client.finals == ["finished"]

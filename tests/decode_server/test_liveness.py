@@ -34,7 +34,7 @@ def connected(world: World) -> list[str]:
 
 
 def counters(world: World, node: str = "d0") -> dict[str, float]:
-    return world.nodes[node].core._state(1).counters
+    return world.nodes[node].state().counters
 
 
 def ask(world: World, count: int = 4) -> list[Client]:

@@ -25,7 +25,7 @@ def decode(world: World) -> Node:
 
 
 def bootstrap_failed_count(node: Node) -> float:
-    return node.core._state(1).counters["bootstrap_failed"]
+    return node.state().counters["bootstrap_failed"]
 
 
 def used_count(world: World) -> int:

@@ -349,13 +349,17 @@ class Node:
 
     def harvest(self) -> None:
         """Add what its core has counted in this life to what happened."""
+        for name, value in self.state().counters.items():
+            self.world.tally[f"{self.role}: {name}"] += int(value)
+
+    def state(self) -> State:
+        """What its core says to whoever asks."""
         asked = FromFrontend(wire.from_frontend(GetState(0)))
         (effect,) = self.core.handle(asked, self.world.now)
         assert isinstance(effect, ToFrontend)
         state = wire.to_frontend(effect.message)
         assert isinstance(state, State)
-        for name, value in state.counters.items():
-            self.world.tally[f"{self.role}: {name}"] += int(value)
+        return state
 
 
 def node_watches(node: Node) -> set[str]:
