@@ -148,7 +148,7 @@ def test_a_server_that_stops_as_planned_is_not_counted_as_lost(
     world.nodes[name].leave()
     world.run(world.now + 1.3)
     assert counters(world, other)["peers_lost"] == 0
-    states = {peer.name: peer for peer in world.nodes[other].core._state(1).peers}
+    states = {peer.name: peer for peer in world.nodes[other].state().peers}
     assert all(peer.state != "connected" for shown, peer in states.items() if name in shown)
 
 
