@@ -67,6 +67,7 @@ sim: $(STAMP) ## many thousand generated layouts and simulated schedules
 	@$(PY) -m tests.sim --seeds 5000
 
 faults: $(STAMP) ## real processes, killed, frozen and restarted under load
+	@$(PY) -m tests.transport.sanitized
 	@$(PY) -m tests.faults --faults $(FAULTS)
 
 bench: $(STAMP) ## measure everything beside its target; writes bench/out/report.html and .json

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from common.channel.gate import Gate
 from common.channel.peer import PeerListener, local_host_towards
 from common.channel.sockets import SendResult, SocketSet
-from common.errors import PlanMismatch, ProtocolError
+from common.errors import NotNow, PlanMismatch, ProtocolError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.staging import Piece, StagedPair
 from common.protocol.codec import decode_landed, encode
@@ -117,10 +118,13 @@ class Landing:
         page_counts: Sequence[int],
         host: str,
         gate: Gate | None = None,
+        ports: tuple[int, int] = (0, 0),
     ) -> None:
         """region: uint8[nbytes], known to the transport as REGION. host: listened on where a peer
-        was not dialled at any address. gate: who may connect there."""
+        was not dialled at any address. gate: who may connect there. ports: the first and the last
+        that may be listened on; (0, 0): any."""
         self._gate = gate
+        self._ports = ports
         self._region = region
         self._copier = copier
         self._layout = layout
@@ -163,7 +167,7 @@ class Landing:
                 )
         host = local_host_towards(link) if link else self._host
         if host not in self._listeners:
-            self._listeners[host] = PeerListener(host, 0, self._gate)
+            self._listeners[host] = self._listen(host)
         self.reclaim(peer)  # dialled anew by the same process: its old connection is closed
         granted = self._slots.grant(len(pairs)) if pairs else []
         if granted is None:
@@ -182,6 +186,14 @@ class Landing:
         public_key = self._gate.public_key if self._gate is not None else ""
         region = ("", 0, 0, b"")
         return LandingDescriptor(address, region, self.slot_nbytes, rings, public_key)
+
+    def _listen(self, host: str) -> PeerListener:
+        """Raises: ConfigError if nothing can be listened on."""
+        first, last = self._ports
+        for port in range(first, last):
+            with suppress(NotNow):  # it is in use
+                return PeerListener(host, port, self._gate)
+        return PeerListener(host, last, self._gate)
 
     def close(self, peer: str) -> None:
         """Nothing of this peer is scattered any more; it may still write into its slots."""

@@ -40,6 +40,7 @@ def start_landing(
         pool.page_counts,
         config.host,
         Gate(curve) if curve is not None else None,
+        config.transfer_port_range,
     )
 
 

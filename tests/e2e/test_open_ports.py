@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 LOOPBACK = "127.0.0.1"
 TRANSFER_PORTS = range(41000, 41100)
-# Beside the port that staged transfers are announced on, what a decode rank is written through.
+# What a decode rank is written through, beside the port that staged transfers are announced on.
 DATA_PORT_COUNT = {"auto": 1, "shm": 0, "stream": 1, "stream with keys": 1}
 CARRIED_BY = {"auto": "posix", "shm": "posix", "stream": "stream", "stream with keys": "stream"}
 NOISE_SIZES = (1, 8, 56, 64, 4096, 1 << 16)
@@ -71,9 +71,8 @@ def test_a_server_listens_on_what_its_mode_needs_and_nothing_else(mode: Mode) ->
     assert places(prefill) == {(LOOPBACK, prefill.port), (LOOPBACK, prefill.bootstrap_port)}
     found = places(decode) - {(LOOPBACK, decode.port)}
     assert {host for host, _ in found} == {LOOPBACK}
-    data = {port for _, port in found if port in TRANSFER_PORTS}
-    assert len(data) == DATA_PORT_COUNT[mode.name]
-    assert len(found) - len(data) == 1, "where staged transfers are announced"
+    assert all(port in TRANSFER_PORTS for _, port in found)
+    assert len(found) == DATA_PORT_COUNT[mode.name] + 1
 
 
 def test_caches_travel_as_the_mode_says(mode: Mode) -> None:

@@ -14,7 +14,7 @@ from tests.transport.process_faults import Driver
 from tests.transport.transport_pair import plan_of, unique
 from tests.transport.transport_servant import Remote
 
-TLS = "tcp,cuda_copy,cuda_ipc"
+TLS = "posix,cuda_copy,cuda_ipc"  # what is chosen where there is no RDMA
 NBYTES = 1 << 20
 PATIENCE_S = 10.0
 

@@ -150,7 +150,7 @@ def test_several_peers_with_several_batches_each_all_settle(pair: Pair, doomed: 
 
 def test_transfer_may_be_submitted_before_its_peer_is_connected(pair: Pair) -> None:
     peer = f"peer{next(unique)}"
-    pair.transport.connect(peer, pair.remote.open_target(peer, ["pool", "tail"]))
+    pair.transport.connect(peer, pair.remote.open_target(peer, list(TARGET_REGIONS)))
     assert pair.writer.copy(peer, plan_volume(1 << 20), tag=next(unique)).error is None
 
 
@@ -241,7 +241,7 @@ def test_tag_of_an_open_transfer_is_refused_and_free_once_it_settled(pair: Pair)
 
 def test_name_of_an_open_peer_is_refused_and_free_once_it_closed(pair: Pair) -> None:
     peer = pair.connect()
-    descriptor = pair.remote.open_target(f"peer{next(unique)}", ["pool", "tail"])
+    descriptor = pair.remote.open_target(f"peer{next(unique)}", list(TARGET_REGIONS))
     with pytest.raises(PeerInUse):
         pair.transport.connect(peer, descriptor)
     assert pair.writer.disconnect(peer) == PeerClosed(peer)
