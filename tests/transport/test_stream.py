@@ -177,7 +177,8 @@ def test_who_listens_in_on_what_is_encrypted_hears_nothing(ends: Ends, is_encryp
 
 
 def test_a_byte_that_is_changed_on_the_way_is_not_stored() -> None:
-    ends = Ends(is_encrypted=True)
+    # A longer record than there is has to be waited for.
+    ends = Ends(is_encrypted=True, stall_s=1.0)
     descriptor = ends.target.open_target("writer")
 
     def change(data: bytes) -> bytes:
@@ -324,4 +325,5 @@ def test_peers_that_come_and_go_leave_no_thread_and_no_descriptor(is_encrypted: 
         assert isinstance(ends.next_event(), PeerClosed)
         ends.target.close_target("writer")
     ends.close()
+    del ends
     assert in_use() == before

@@ -110,8 +110,8 @@ def oracle(checkpoint: Path) -> Reference:
     ("transport", "prefill_changes", "decode_changes"),
     [
         pytest.param("shm", {"page_size": 16}, {"page_size": 64}, marks=pytest.mark.soak),
-        pytest.param("tcp", {"page_size": 16}, {"page_size": 64}, marks=pytest.mark.soak),
-        pytest.param("tcp", {"page_size": 64}, {"page_size": 8}, marks=pytest.mark.soak),
+        pytest.param("stream", {"page_size": 16}, {"page_size": 64}, marks=pytest.mark.soak),
+        pytest.param("stream", {"page_size": 64}, {"page_size": 8}, marks=pytest.mark.soak),
         pytest.param("shm", {"tp_size": 2, "layer_group_count": 2}, {}, marks=pytest.mark.soak),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_staged_prompt_continues_as_transformers_would(
     ("transport", "prefill_dtype", "decode_dtype", "agreeing_min"),
     [
         ("shm", "float32", "bfloat16", 20),
-        pytest.param("tcp", "bfloat16", "float8_e4m3fn", 8, marks=pytest.mark.soak),
+        pytest.param("stream", "bfloat16", "float8_e4m3fn", 8, marks=pytest.mark.soak),
         pytest.param("shm", "float8_e4m3fn", "bfloat16", 8, marks=pytest.mark.soak),
     ],
 )
@@ -263,7 +263,8 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
                     index, 0, 8, "decode", 0, 40, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES)]
                 )
             )
-        os.kill(pair.decode.processes[0].pid, signal.SIGKILL)
+        pair.decode.processes[0].kill()
+        pair.decode.processes[0].wait()
         settled = [pair.prefill.expect(SendSettled) for _ in range(sends)]
         assert all(message.error and message.is_quiet for message in settled)
         assert pair.prefill.expect(PeerFailed).peer == "decode"

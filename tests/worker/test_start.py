@@ -128,7 +128,7 @@ def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path)
     assert {component.dtype for component in layout.components} == {"bfloat16"}
     assert (ready.vocab_size, ready.context_length, ready.eos_token_ids) == (512, 1024, [2])
     assert ready.fingerprint["weights"].startswith("dummy")
-    assert ready.describe["tls"] == "tcp" and ready.describe["device"] == "cpu"
+    assert ready.describe["stream"] == "not encrypted" and ready.describe["device"] == "cpu"
     assert ready.describe["attention"] == "sdpa (the path of cpu)"
     assert ready.describe["norms and activations"] == "torch (the path of cpu)"
     # What the model says of itself, as which kernels recur, is there too.

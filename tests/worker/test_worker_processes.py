@@ -141,12 +141,12 @@ def start_pair(
         yield Pair(prefill, decode)
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", "stream"])
 def pair(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Pair]:
     changes = {"transport": request.param}
     for pair in start_pair(checkpoint, changes, changes):
         connected = pair.connect()
-        expected = {"shm": "posix", "tcp": "tcp"}[request.param]
+        expected = {"shm": "posix", "stream": "stream"}[request.param]
         assert [expected in message.transports for message in connected] == [True]
         yield pair
 
@@ -268,7 +268,8 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             pair = Pair(prefill, decode)
             pair.connect()
             pair.hand_over(prompt, GREEDY, chunk=64)
-            os.kill(decode.processes[0].pid, signal.SIGKILL)
+            decode.processes[0].kill()
+            decode.processes[0].wait()
             failed = prefill.expect(PeerFailed)
             assert failed.peer == "decode" and failed.reason
         prefill.tell_send(WholeSend(1, 0, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
