@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.handover import RUN_KIB, SAMPLE_COUNT, Pair, Samples, plan_random_runs
+from bench.handover import RUN_KIB, SAMPLE_COUNT, Contenders, Pair, Samples, plan_random_runs
 from bench.report import NotRun, Row, at_least, row_of_medians
 
 # What a stream has to reach of UCX's tcp, by KiB of a run.
@@ -23,32 +23,36 @@ def run() -> list[Row | NotRun]:
     gbps: dict[str, Samples] = defaultdict(lambda: defaultdict(list))
     cpu: dict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(3)
-    for _ in range(SAMPLE_COUNT):
-        for kib in RUN_KIB:
-            warmup, plan = (plan_random_runs(rng, kib << 10) for _ in range(2))
-            for tls, pair in pairs.items():
-                pair.sample(warmup)
-                before = pair.cpu_seconds()
-                gbps[tls][f"{kib}KiB"].append(pair.sample(plan))
-                spent = [a - b for a, b in zip(pair.cpu_seconds(), before, strict=True)]
-                cpu[f"{tls}_{kib}KiB"].append(max(spent) / plan.total_nbytes * 1e9)
+    with Contenders("tcp") as contenders:
+        for _ in range(SAMPLE_COUNT):
+            for kib in RUN_KIB:
+                name = f"stream_{kib}KiB"
+                warmup, plan = (plan_random_runs(rng, kib << 10) for _ in range(2))
+                for tls, pair in pairs.items():
+                    pair.sample(warmup)
+                    before = pair.cpu_seconds()
+                    gbps[tls][name].append(pair.sample(plan))
+                    spent = [a - b for a, b in zip(pair.cpu_seconds(), before, strict=True)]
+                    cpu[f"{tls} {name}"].append(max(spent) / plan.total_nbytes * 1e9)
+                contenders.sample(name, plan, warmup)
     for pair in pairs.values():
         pair.close()
-    rows: list[Row | NotRun] = []
-    for kib in RUN_KIB:
-        size = f"{kib}KiB"
-        ours, ucx, encrypted = (gbps[tls][size] for tls in ("stream", "tcp", "stream-tls"))
-        target = at_least(UCX_TCP_RATIO_MIN[kib])
-        rows += [
-            row_of_medians(f"stream_{size}", "GB/s", ours, "UCX tcp", ucx, target),
-            row_of_medians(f"stream_tls_{size}", "GB/s", encrypted, "unencrypted", ours),
-            row_of_medians(f"stream_cpu_{size}", "CPU s/GB", cpu[f"stream_{size}"]),
-            row_of_medians(f"stream_tls_cpu_{size}", "CPU s/GB", cpu[f"stream-tls_{size}"]),
-            row_of_medians(
-                f"stream_tls_per_core_{size}",
-                "GB/s",
-                [1 / seconds for seconds in cpu[f"stream-tls_{size}"]],
-                target=at_least(ENCRYPTED_GBPS_PER_CORE_MIN),
-            ),
-        ]
-    return rows
+    rows = [row for kib in RUN_KIB for row in rows_of(kib, gbps, cpu)]
+    # What was not installed, the section handover tells.
+    return [*rows, *(row for row in contenders.results(gbps["stream"]) if isinstance(row, Row))]
+
+
+def rows_of(kib: int, gbps: dict[str, Samples], cpu: dict[str, list[float]]) -> list[Row]:
+    """Of one length of runs. cpu: seconds per GB of the side that took more."""
+    name, size = f"stream_{kib}KiB", f"{kib}KiB"
+    ours, ucx, encrypted = (gbps[tls][name] for tls in ("stream", "tcp", "stream-tls"))
+    plain_cpu, tls_cpu = cpu[f"stream {name}"], cpu[f"stream-tls {name}"]
+    per_core = [1 / seconds for seconds in tls_cpu]
+    core_target = at_least(ENCRYPTED_GBPS_PER_CORE_MIN)
+    return [
+        row_of_medians(name, "GB/s", ours, "UCX tcp", ucx, at_least(UCX_TCP_RATIO_MIN[kib])),
+        row_of_medians(f"stream_tls_{size}", "GB/s", encrypted, "unencrypted", ours),
+        row_of_medians(f"stream_cpu_{size}", "CPU s/GB", plain_cpu),
+        row_of_medians(f"stream_tls_cpu_{size}", "CPU s/GB", tls_cpu),
+        row_of_medians(f"stream_tls_per_core_{size}", "GB/s", per_core, target=core_target),
+    ]
