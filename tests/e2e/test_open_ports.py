@@ -78,6 +78,10 @@ def test_a_server_listens_on_what_its_mode_needs_and_nothing_else(mode: Mode) ->
 def test_caches_travel_as_the_mode_says(mode: Mode) -> None:
     (peer,) = mode.decode.info().peers
     assert peer.transports == [CARRIED_BY[mode.name]]
+    (worker,) = mode.decode.get("/server_info").json()["workers"]
+    if mode.name != "shm":
+        is_encrypted = mode.name == "stream with keys"
+        assert worker["stream"] == ("TLS 1.3" if is_encrypted else "not encrypted")
     assert mode.decode.generate(QUESTION).timeline.hand_over.nbytes > 0
 
 
