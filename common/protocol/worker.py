@@ -235,7 +235,7 @@ class PeerOpened(_Message, frozen=True):
 
 
 class PeerConnected(_Message, frozen=True):
-    """transports: what carries the puts. hand_over: how transfers will travel, with what was measured."""
+    """transports: what carries the puts. hand_over: how transfers will travel, as measured."""
 
     peer: str
     rank: int
