@@ -35,9 +35,14 @@ void check_version() {
     }
 }
 
+thread_local bool is_quiet = false;
+
 // UCX logs to stdout by default, which would corrupt any protocol spoken there.
 ucs_log_func_rc_t log_to_stderr(const char* file, unsigned line, const char*, ucs_log_level_t level,
                                 const ucs_log_component_config_t*, const char* message, va_list ap) {
+    if (is_quiet) {
+        return UCS_LOG_FUNC_RC_STOP;
+    }
     char text[1024];
     std::vsnprintf(text, sizeof(text), message, ap);
     const char* base = std::strrchr(file, '/');
@@ -56,6 +61,10 @@ void set(ucp_config_t* config, const char* name, const std::string& value) {
 }
 
 }  // namespace
+
+QuietLog::QuietLog() { is_quiet = true; }
+
+QuietLog::~QuietLog() { is_quiet = false; }
 
 Context::Context(const EngineSettings& settings) {
     check_version();

@@ -14,6 +14,14 @@ struct UcxError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// While it lives, UCX says nothing on this thread: of what is only tried, and may fail.
+struct QuietLog {
+    QuietLog();
+    ~QuietLog();
+    QuietLog(const QuietLog&) = delete;
+    QuietLog& operator=(const QuietLog&) = delete;
+};
+
 void check(ucs_status_t status, const std::string& what);
 
 struct EngineSettings {

@@ -140,6 +140,7 @@ bool Engine::try_connect(uint64_t id, std::string worker_address, std::vector<Re
     remember_extents(id, regions);
     return call<bool>([this, id, address = std::move(worker_address), regions = std::move(regions),
                        probe = std::move(probe)] {
+        const QuietLog quiet;
         if (add_peer(id, regions, probe).reach(address)) {
             return true;
         }
