@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--transport", default="", help="shm, stream or ucx-tcp; all if not given")
     parser.add_argument("--faults", type=int, default=0, help="so many, on all transports together")
     parser.add_argument("--minutes", type=float, default=0.0, help="repeat, at random, this long")
+    parser.add_argument("--keys", action="store_true", help="control channel and streams with keys")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(ISOLATED, action="store_true", help=argparse.SUPPRESS)
@@ -60,7 +61,9 @@ def main() -> int:
         cases = [case for case in cases if not case.needs_root]
         print(f"skipped, as only root can make file systems and networks: {', '.join(skipped)}")
     left_before = set(SHARED_MEMORY.iterdir())
-    settings = Settings(options.clients, options.seed, is_isolated=options.isolated)
+    settings = Settings(
+        options.clients, options.seed, is_isolated=options.isolated, has_keys=options.keys
+    )
     duration_s = options.minutes * 60
     outcome = asyncio.run(run_all(cases, transports, duration_s, settings, options.faults))
     left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from common.channel.keys import write_key_pair
 from tests.faults.cases import Scene
 from tests.faults.isolation import Disk, FarHosts
 from tests.soak.servers import ROOT, ServerPair
@@ -30,13 +33,15 @@ FAR_CLIENT_COUNT = 6
 @dataclass(frozen=True, slots=True)
 class Settings:
     """seed: fixes what is sent. request_timeout_s: what the servers allow a request. is_isolated:
-    whether mounts and networks are ours alone, to be filled and cut."""
+    whether mounts and networks are ours alone, to be filled and cut. has_keys: whether the two know
+    each other by keys."""
 
     client_count: int = 16
     seed: int = 1
     golden_count: int = 64
     request_timeout_s: float = 12.0
     is_isolated: bool = False
+    has_keys: bool = False
 
 
 def settings_of(scene: Scene, settings: Settings) -> Settings:
@@ -45,6 +50,24 @@ def settings_of(scene: Scene, settings: Settings) -> Settings:
         return settings
     count = min(settings.client_count, FAR_CLIENT_COUNT)
     return replace(settings, client_count=count, request_timeout_s=2 * settings.request_timeout_s)
+
+
+def key_flags(directory: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Flags of a prefill and a decode server that let in each other and nobody else."""
+    root = Path(directory)
+    known = {
+        role: write_key_pair(root / f"{role}.key").public.hex() for role in ("prefill", "decode")
+    }
+    (root / "prefill.peers").write_text(f"{known['decode']} decode\n")
+    (root / "decode.peers").write_text(f"{known['prefill']} *\n")
+    prefill, decode = (
+        (
+            *("--curve-secret-key-file", str(root / f"{role}.key")),
+            *("--curve-peer-keys-file", str(root / f"{role}.peers")),
+        )
+        for role in ("prefill", "decode")
+    )
+    return prefill, decode
 
 
 @asynccontextmanager
@@ -59,6 +82,10 @@ async def open_pair(
         disk = stack.enter_context(Disk(is_small=settings.is_isolated))
         hosts: FarHosts | None = None
         pair = ServerPair(args, PREFILL_ARGS, log_dir=disk.path)
+        if settings.has_keys:
+            prefill_keys, decode_keys = key_flags(stack.enter_context(TemporaryDirectory()))
+            pair.prefill_args += prefill_keys
+            pair.decode_args += decode_keys
         if scene is Scene.FAR:
             hosts = await stack.enter_async_context(FarHosts(ROOT, settings.seed))
             pair.places = (hosts.places[0], hosts.places[1])
