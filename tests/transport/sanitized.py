@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitized"
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1"
 MODULE = "_stream"
+SELECTED = "stream and not cuda and not failures and not memory_does_not_grow"
+"""Streams, without calls that UCX fails; AddressSanitizer keeps freed memory for a while."""
+
 # Every Python that is started with BUILD on its path finds this module there first.
 SITE = """
 import importlib.machinery, importlib.util, sys
@@ -61,7 +64,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000, help="of the fuzz")
     options = parser.parse_args()
     environment = build()
-    tests = ["tests/transport", "-k", "stream and not cuda", "-p", "no:xdist"]
+    tests = ["tests/transport", "-k", SELECTED, "-p", "no:xdist"]
     fuzz = ["tests.transport.stream_fuzz", "--cases", str(options.cases)]
     for command in (["pytest", *tests], fuzz):
         subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT, env=environment)
