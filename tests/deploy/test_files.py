@@ -162,6 +162,9 @@ def test_policies_and_monitors_select_our_pods() -> None:
         assert chosen <= service["metadata"]["labels"].items()
     (client, _) = policy["ingress"][1]["from"]
     assert client["podSelector"] == {"matchLabels": {"baton-client": "true"}}
+    (ports,) = (one for one in policy["ingress"][0]["ports"] if "endPort" in one)
+    flags = yaml.safe_load((KUBERNETES / "base" / "decode-flags.yaml").read_text())
+    assert flags["transfer-ports"] == f"{ports['port']}-{ports['endPort']}"
     (names,) = policy["podSelector"]["matchExpressions"]
     for kind, name in (("StatefulSet", "baton-prefill"), ("Deployment", "baton-decode")):
         labels = resources[kind, name]["spec"]["template"]["metadata"]["labels"]
