@@ -1,7 +1,9 @@
-"""Streams under the compiler's sanitizers: `python -m tests.transport.sanitized`, in `make faults`.
+"""The transports under the compiler's sanitizers: `python -m tests.transport.sanitized`, in
+`make faults`.
 
-Builds native/stream with AddressSanitizer and UndefinedBehaviorSanitizer, then runs the tests of
-streams and a fuzz of their port with it, children included. Any report ends a process.
+Builds the native modules with AddressSanitizer and UndefinedBehaviorSanitizer, then runs the tests
+of the transports and a fuzz of the streams' port with them, children included. Any report ends a
+process. UCX itself is as its wheel has it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from common.transport.loader import wheel_directory
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "sanitized"
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1"
-MODULE = "_stream"
-SELECTED = "stream and not cuda and not failures and not memory_does_not_grow"
-"""Streams, without calls that UCX fails; AddressSanitizer keeps freed memory for a while."""
+MODULES = ("_ucx", "_stream", "_copies")
+SELECTED = "not cuda and not failures and not memory_does_not_grow"
+"""Without what stands in for libraries under UCX; AddressSanitizer keeps freed memory a while."""
+
+PROBE = "from baton_native import _copies, _stream; print(_copies.__file__, _stream.__file__)"
 
 # Every Python that is started with BUILD on its path finds this module there first.
 SITE = """
@@ -28,9 +32,9 @@ import importlib.machinery, importlib.util, sys
 class Sanitized:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != "common.transport._stream":
+        if name not in {modules!r}:
             return None
-        loader = importlib.machinery.ExtensionFileLoader(name, {module!r})
+        loader = importlib.machinery.ExtensionFileLoader(name, {modules!r}[name])
         return importlib.util.spec_from_loader(name, loader)
 sys.meta_path.insert(0, Sanitized)
 """
@@ -42,9 +46,10 @@ def build() -> dict[str, str]:
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
     configure += ["-DCMAKE_BUILD_TYPE=Debug", f"-DBATON_UCX_DIR={wheel_directory().parent}"]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", BUILD, "--target", MODULE], check=True)
-    module = BUILD / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    (BUILD / "sitecustomize.py").write_text(SITE.format(module=str(module)))
+    subprocess.run(["cmake", "--build", BUILD], check=True)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    modules = {f"baton_native.{name}": str(BUILD / f"{name}{suffix}") for name in MODULES}
+    (BUILD / "sitecustomize.py").write_text(SITE.format(modules=modules))
     libraries = [
         subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -64,6 +69,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000, help="of the fuzz")
     options = parser.parse_args()
     environment = build()
+    used = subprocess.check_output([sys.executable, "-c", PROBE], env=environment, text=True)
+    assert all(Path(file).parent == BUILD for file in used.split()), used
     tests = ["tests/transport", "-k", SELECTED, "-p", "no:xdist"]
     fuzz = ["tests.transport.stream_fuzz", "--cases", str(options.cases)]
     for command in (["pytest", *tests], fuzz):
