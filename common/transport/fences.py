@@ -60,8 +60,8 @@ STORED_BY = {
     "rocm_copy": StoredBy.NEITHER,
     "ze_copy": StoredBy.NEITHER,
 }
-"""By the names that `PeerConnected.transports` has. UCX's were read in its sources of 1.22; RDMA
-has not run on such hardware. A name that is missing counts as stored by the writer."""
+"""By the names that `PeerConnected.transports` has. UCX's were read in its sources of 1.22. A
+name that is missing counts as stored by the writer."""
 
 
 def is_fenced_by_close(connections: Iterable[str]) -> bool:

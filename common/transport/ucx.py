@@ -65,8 +65,7 @@ class UcxSettings:
         at once over tcp; a stopped one only by the deadlines of the application.
     close_patience_s: how long operations of a connection that was closed by force may go on until
         this counts as broken. Milliseconds are usual; a device may have much to copy first.
-    cuda_device: ordinal of the device whose memory is registered, or None. Unverified: RDMA and
-        CUDA paths have not run on such hardware yet.
+    cuda_device: ordinal of the device whose memory is registered, or None.
     """
 
     tls: str = "auto"
