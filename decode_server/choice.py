@@ -44,8 +44,10 @@ class Choice:
         if request.bootstrap is not None:
             named = self._peers.find(request.bootstrap)
             is_up = named is not None and named.phase is Phase.CONNECTED and not named.is_suspect
-            if is_up or request.output_count == 0:
+            if request.output_count == 0:  # its room is known there and nowhere else
                 return named if is_up else None
+            if named is not None and is_up and self._has_room(named):
+                return named
         candidates = [
             peer
             for peer in self._peers.connected()

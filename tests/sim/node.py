@@ -328,6 +328,8 @@ class Node:
                     if isinstance(message, Failed) and message.message.startswith(NONE_THERE):
                         self.peer_waits.check_answer(message.request_id, self.world.now)
                     self.undelivered.add(message)
+                    if isinstance(message, Failed):
+                        self.world.note_failed(message.request_id)
                 case ToWorkers(message=worker_message):
                     if self.role == "decode" and isinstance(worker_message, Step):
                         count = len(worker_message.chunks)

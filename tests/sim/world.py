@@ -176,6 +176,12 @@ class World:
         cancel = wire.from_frontend(Cancel(client.request_id))
         self.nodes[client.node].feed(FromFrontend(cancel))
 
+    def note_failed(self, request_id: int) -> None:
+        """A request has failed just now; its client may hear of it later."""
+        client = self.clients.get(request_id)
+        if client is not None:
+            client.could_tell = client.room is not None and are_connected(self.nodes.values())
+
     def reply(self, node: str, message: Tokens | Failed) -> None:
         client = self.clients[message.request_id]
         if client.node != node:
@@ -189,7 +195,6 @@ class World:
             assert not (self.is_honest and message.kind in FAULTS), f"{message}"
             client.finals.append("failed")
             client.failure = f"{message.kind}: {message.message}"
-            client.could_tell = client.room is not None and are_connected(self.nodes.values())
             return
         assert message.offset == len(client.output), f"{message}: {len(client.output)} have come"
         client.output += message.token_ids
