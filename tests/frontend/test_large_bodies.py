@@ -157,6 +157,14 @@ class Upload:
         self._chunks.put_nowait(b"")
 
 
+def upload_of(body: bytes) -> Request:
+    """A request whose body is there."""
+    upload = Upload(len(body))
+    upload._chunks.put_nowait(body)
+    upload._chunks.put_nowait(b"")
+    return upload.request
+
+
 def run(story: Callable[[BodyReader], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(story(BodyReader(LIMIT)), 60))
 
@@ -281,3 +289,17 @@ def test_a_refusal_does_not_keep_the_body() -> None:
         assert made[0]() is None
 
     run(story)
+
+
+def test_a_text_that_no_prompt_can_have_is_refused_before_the_body_is_parsed() -> None:
+    async def story() -> None:
+        reader = BodyReader(LIMIT, lambda: 1000)
+        body = b'{"text": "' + b"a" * LARGE_BODY_NBYTES + b"no JSON at all"
+        with pytest.raises(RequestError, match="is not JSON"):
+            await reader.read(upload_of(body), lambda fields: fields)
+        with pytest.raises(
+            RequestError, match=r"at least \d+ characters; prompts have at most 1000"
+        ):
+            await reader.read(upload_of(body + b'"}'), lambda fields: fields)
+
+    asyncio.run(asyncio.wait_for(story(), 60))

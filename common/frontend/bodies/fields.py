@@ -26,7 +26,7 @@ SHOWN_LENGTH_MAX = 80
 NOT_SUPPORTED = "is not supported by this server"
 
 
-def parse_object(body: bytes, what: str = "the body") -> JsonObject:
+def parse_object(body: bytes | bytearray, what: str = "the body") -> JsonObject:
     """The JSON object in `body`; integers are exact at any size. what: how errors call it.
 
     Raises: RequestError if it is not JSON, no object, or nested deeper than NESTING_MAX; NaN and
@@ -66,7 +66,7 @@ def _is_too_deep(value: JsonValue) -> bool:
     return True
 
 
-def _find_not_finite(body: bytes) -> str | None:
+def _find_not_finite(body: bytes | bytearray) -> str | None:
     """The first field that holds NaN or an infinity, which JSON does not have but people send."""
     try:
         value: JsonValue = json.loads(body)

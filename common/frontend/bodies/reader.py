@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from common.errors import RequestError
 from common.frontend.bodies.fields import JsonObject, parse_object
+from common.frontend.bodies.long_texts import first_long_text
 from common.frontend.requests.spans import trace_parent_of
 
 T = TypeVar("T")
@@ -45,9 +46,13 @@ class BodyReader:
     held_nbytes: bytes of them that have room now, arrived or not.
     """
 
-    def __init__(self, body_nbytes_max: int) -> None:
-        """body_nbytes_max: of one body, which the application refuses more of."""
+    def __init__(
+        self, body_nbytes_max: int, text_length_max: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """body_nbytes_max: of one body, which the application refuses more of. text_length_max:
+        characters that a prompt can have, as far as is known now."""
         self._body_nbytes_max = body_nbytes_max
+        self._text_length_max = text_length_max
         self._held_nbytes_max = HELD_BODY_COUNT * body_nbytes_max
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
@@ -76,24 +81,35 @@ class BodyReader:
 
             def check_large() -> T:
                 try:
+                    self._check_texts(body)
                     return check(parse_object(body))
                 finally:
                     _give_memory_back()
 
             return await asyncio.get_running_loop().run_in_executor(self._turns, check_large)
 
-    async def _receive(self, request: Request, room: AsyncExitStack) -> bytes:
+    def _check_texts(self, body: bytes | bytearray) -> None:
+        """Raises: RequestError if a text is longer than any prompt, before it is parsed."""
+        length_max = self._text_length_max()
+        length = first_long_text(body, length_max) if length_max is not None else 0
+        if length:
+            raise RequestError(
+                f"a text of the body has at least {length} characters; prompts have at most "
+                f"{length_max}, whatever their tokens"
+            )
+
+    async def _receive(self, request: Request, room: AsyncExitStack) -> bytes | bytearray:
         """The whole body, which the request does not keep, unlike with `request.body()`. room: what
         a large one holds is left with it."""
         nbytes = int(request.headers.get("content-length", "0"))  # `SizeLimits` has checked it
-        chunks: list[bytes] = []
+        body = bytearray()
         received_nbytes, is_large = 0, False
         try:
             async with asyncio.timeout(None) as arrival:
                 if nbytes >= LARGE_BODY_NBYTES:
                     is_large = await self._begin_large(nbytes, room, arrival)
                 async for chunk in request.stream():
-                    chunks.append(chunk)
+                    body += chunk  # grows without being copied: the C library remaps large blocks
                     received_nbytes += len(chunk)
                     if received_nbytes >= LARGE_BODY_NBYTES and not is_large:
                         # Its length was not said.
@@ -103,7 +119,7 @@ class BodyReader:
         except TimeoutError as exc:
             text = f"the body did not arrive in {ARRIVAL_TIMEOUT_S:g} s"
             raise RequestError(text, status=408) from exc
-        return b"".join(chunks)
+        return body
 
     async def _begin_large(
         self, nbytes: int, room: AsyncExitStack, arrival: asyncio.Timeout

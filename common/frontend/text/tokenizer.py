@@ -76,6 +76,12 @@ class Tokenizer:
             return 0
         return -(-len(text) // self._token_nbytes_max)  # a character is a byte or more
 
+    def text_length_max(self, token_count: int) -> int | None:
+        """Characters that so many tokens can stand for; None if that has no bound."""
+        if self._token_nbytes_max is None:
+            return None
+        return token_count * self._token_nbytes_max
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids` on their own; ids that the tokenizer does not know have none."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
