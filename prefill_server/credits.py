@@ -79,7 +79,8 @@ class Credits:
         open_count = sum(self._open[peer] for peer in active)
         peer_count = max(1, len(idle) + len(active))
         capacity = room + open_count
-        self._idle_level = min(room, max(1, int(IDLE_SHARE * capacity / peer_count)))
+        kept = min(int(IDLE_SHARE * capacity / peer_count), room // max(1, len(idle)))
+        self._idle_level = min(room, max(1, kept))
         self._levels = dict.fromkeys(idle, self._idle_level)
         left = max(0, room - len(idle) * self._idle_level)
         share = (left + open_count) // max(1, len(active))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefill_server.credits import Credits
@@ -47,6 +47,7 @@ def test_what_routers_bring_is_nobodys() -> None:
     assert levels(64, [2, 0], other_count=62) == [2, 0]
 
 
+@example(queue_max=12, counts=[0, 0, 9], other_count=0)
 @given(
     st.integers(1, 100), st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 40)
 )
