@@ -24,10 +24,7 @@ def world() -> World:
     for name in names:
         world.add(name, "prefill", 4, 64)
     world.add("d0", "decode", 4, 64).links = [f"{name}:1" for name in names]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     return world
 
 

@@ -27,10 +27,7 @@ def make_world(decode_count: int, prefill_count: int = SERVER_COUNT) -> World:
         world.add(name, "prefill", 4, 256)
     for index in range(decode_count):
         world.add(f"d{index}", "decode", 4, 256).links = [f"{name}:1" for name in names]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     return world
 
 

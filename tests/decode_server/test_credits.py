@@ -24,7 +24,6 @@ class Watched:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
         *,
         decode_count: int,
         prefill_count: int = 1,
@@ -38,23 +37,16 @@ class Watched:
         for index in range(decode_count):
             node = self.world.add(f"d{index}", "decode", 4, page_count)
             node.links = [f"{name}:1" for name in names]
-        for node in self.world.nodes.values():
-            node.boot()
-        self.world.start_ticks()
-        self.world.run(3.0)
+        self.world.begin()
         self.refusals: list[TransferFailed] = []
         self.asked: Counter[str] = Counter()
-        carry_out = Node.carry_out
+        self.world.watchers.append(self._note)
 
-        def note(node: Node, effects: list[Effect]) -> None:
-            for effect in effects:
-                if isinstance(effect, ToPeer) and isinstance(effect.message, TransferFailed):
-                    self.refusals.append(effect.message)
-                if isinstance(effect, ToPeer) and isinstance(effect.message, TransferRequest):
-                    self.asked[effect.link] += 1
-            carry_out(node, effects)
-
-        monkeypatch.setattr(Node, "carry_out", note)
+    def _note(self, node: Node, effect: Effect) -> None:
+        if isinstance(effect, ToPeer) and isinstance(effect.message, TransferFailed):
+            self.refusals.append(effect.message)
+        if isinstance(effect, ToPeer) and isinstance(effect.message, TransferRequest):
+            self.asked[effect.link] += 1
 
     def submit(self, name: str, count: int) -> list[Client]:
         node = self.world.nodes[name]
@@ -79,11 +71,9 @@ def all_finished(clients: list[Client]) -> bool:
     return all(client.finals == ["finished"] for client in clients)
 
 
-def test_what_a_prefill_server_has_no_room_for_waits_and_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_prefill_server_has_no_room_for_waits_and_is_not_refused() -> None:
     """Twelve decode servers bring half as many again at one moment as its queue takes."""
-    watched = Watched(monkeypatch, decode_count=12)
+    watched = Watched(decode_count=12)
     clients = [c for index in range(12) for c in watched.submit(f"d{index}", 8)]
     watched.world.run(watched.world.now + 15.0)
     assert all_finished(clients) and watched.refusals == []
@@ -93,7 +83,7 @@ def test_what_a_prefill_server_has_no_room_for_waits_and_is_not_refused(
 def test_a_decode_server_alone_is_soon_given_most_of_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, decode_count=4)
+    watched = Watched(decode_count=4)
     monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
     clients = watched.submit("d0", 60)
     watched.world.run(watched.world.now + 0.05)
@@ -104,9 +94,9 @@ def test_a_decode_server_alone_is_soon_given_most_of_the_queue(
     assert len(watched.prefill()._table) <= 64 and not any(c.finals for c in clients + other)
 
 
-def test_room_is_told_at_once_to_who_has_used_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_told_at_once_to_who_has_used_all_of_it() -> None:
     """And not with the next heartbeat: else a queue of four would take four in that time."""
-    watched = Watched(monkeypatch, decode_count=1, queue_max=4)
+    watched = Watched(decode_count=1, queue_max=4)
     clients = watched.submit("d0", 24)
     began_at = watched.world.now
     watched.world.run(began_at + 15.0)
@@ -115,11 +105,9 @@ def test_room_is_told_at_once_to_who_has_used_all_of_it(monkeypatch: pytest.Monk
     assert max(client.answered_at for client in clients) - began_at < 24 * 0.06
 
 
-def test_a_refusal_of_what_came_at_the_same_moment_is_no_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_of_what_came_at_the_same_moment_is_no_attempt() -> None:
     """Two decode servers that were both told of more than there is."""
-    watched = Watched(monkeypatch, decode_count=2, prefill_count=2, queue_max=8)
+    watched = Watched(decode_count=2, prefill_count=2, queue_max=8)
     for name in ("d0", "d1"):
         for peer in watched.decode(name)._peers.all():
             peer.credits = 8
@@ -135,7 +123,7 @@ def test_a_refusal_of_what_came_at_the_same_moment_is_no_attempt(
 def test_what_waits_goes_to_whichever_server_has_room_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, decode_count=1, prefill_count=2, queue_max=4)
+    watched = Watched(decode_count=1, prefill_count=2, queue_max=4)
     monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
     clients = watched.submit("d0", 20)
     watched.world.run(watched.world.now + 1.5)
@@ -146,7 +134,7 @@ def test_what_waits_goes_to_whichever_server_has_room_first(
 def test_who_can_not_begin_within_its_time_is_answered_503(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, decode_count=1, queue_max=4)
+    watched = Watched(decode_count=1, queue_max=4)
     monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
     clients = watched.submit("d0", 4)
     late = watched.world.submit(watched.world.nodes["d0"], list(range(9)), 2, budget_s=1.0)
@@ -158,7 +146,7 @@ def test_who_can_not_begin_within_its_time_is_answered_503(
 def test_operators_see_whether_pages_or_prefill_servers_are_short(
     monkeypatch: pytest.MonkeyPatch, queue_max: int, page_count: int, prealloc: int
 ) -> None:
-    watched = Watched(monkeypatch, decode_count=1, queue_max=queue_max, page_count=page_count)
+    watched = Watched(decode_count=1, queue_max=queue_max, page_count=page_count)
     monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
     watched.submit("d0", 12)
     watched.world.run(watched.world.now + 0.05)
@@ -169,8 +157,8 @@ def test_operators_see_whether_pages_or_prefill_servers_are_short(
     assert told.message.queues["prealloc"] == prealloc
 
 
-def test_credits_come_back_however_a_transfer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, decode_count=1, queue_max=4)
+def test_credits_come_back_however_a_transfer_ends() -> None:
+    watched = Watched(decode_count=1, queue_max=4)
     clients = watched.submit("d0", 12)
     watched.world.run(watched.world.now + 0.01)
     for client in clients[:6]:
@@ -186,7 +174,7 @@ def test_credits_come_back_however_a_transfer_ends(monkeypatch: pytest.MonkeyPat
 def test_a_server_that_says_nothing_of_credits_is_asked_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = Watched(monkeypatch, decode_count=1, queue_max=4)
+    watched = Watched(decode_count=1, queue_max=4)
     monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
     (peer,) = watched.decode("d0")._peers.all()
     silent = Heartbeat(peer.incarnation, 10**6, 0, is_busy=False)

@@ -6,7 +6,7 @@ import pytest
 
 from common.scheduling.events import FrontendBehind
 from tests.sim.client import Client
-from tests.sim.world import World
+from tests.sim.world import World, connected_pair
 
 PROMPT = list(range(20, 60))
 TOKEN_COUNT = 40
@@ -15,14 +15,7 @@ TOKEN_COUNT = 40
 @pytest.fixture
 def world() -> World:
     """A connected pair at rest, at time 3."""
-    world = World(seed=1)
-    world.add("p0", "prefill", 4, 64)
-    world.add("d0", "decode", 4, 64).links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
-    return world
+    return connected_pair()
 
 
 def running(world: World) -> Client:

@@ -21,10 +21,7 @@ def world() -> World:
     world = World(seed=1)
     world.add("p0", "prefill", 4, 64)
     world.add("d0", "decode", 4, 64).links = [LINK]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     assert is_connected(world)
     return world
 

@@ -24,26 +24,21 @@ def world() -> World:
     world.add("p0", "prefill", 4, 400)
     decode = world.add("d0", "decode", 4, 800)
     decode.links, decode.running_max = ["p0:1"], PLACE_COUNT
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     return world
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def decoded(world: World) -> list[int]:
     """How many sequences each step decodes."""
     counts: list[int] = []
-    carry_out = Node.carry_out
 
-    def count(self: Node, effects: list[Effect]) -> None:
-        told = [effect.message for effect in effects if isinstance(effect, ToWorkers)]
-        if self.role == "decode":
-            counts.extend(len(message.decode) for message in told if isinstance(message, Step))
-        carry_out(self, effects)
+    def count(node: Node, effect: Effect) -> None:
+        step = effect.message if isinstance(effect, ToWorkers) else None
+        if node.role == "decode" and isinstance(step, Step):
+            counts.append(len(step.decode))
 
-    monkeypatch.setattr(Node, "carry_out", count)
+    world.watchers.append(count)
     return counts
 
 

@@ -23,10 +23,7 @@ def world_of(seed: int, slot_count: int, prefill_slot_count: int = 2) -> World:
     decode.page_counts = (60, slot_count, slot_count, 60)
     decode.links = ["p0:1"]
     decode.expects_short_outputs = True
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     return world
 
 

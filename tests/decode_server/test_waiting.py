@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams
 from common.scheduling.events import Effect, ToPeer
 from decode_server.request import DecodeRequest
 from decode_server.waiting import WaitingQueue
 from tests.sim.node import Node
-from tests.sim.world import World
+from tests.sim.world import connected_pair
 
 
 def make_request(request_id: int) -> DecodeRequest:
@@ -32,25 +30,15 @@ def test_what_comes_back_waits_before_what_is_new_and_in_its_own_order() -> None
     assert 2 in queue and 1 not in queue
 
 
-def test_requests_of_a_lost_server_are_asked_for_again_in_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(seed=1)
-    world.add("p0", "prefill", 4, 64)
-    world.add("d0", "decode", 4, 256).links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+def test_requests_of_a_lost_server_are_asked_for_again_in_their_order() -> None:
+    world = connected_pair(decode_page_count=256)
     asked: list[int] = []
-    carry_out = Node.carry_out
 
-    def note(self: Node, effects: list[Effect]) -> None:
-        messages = [effect.message for effect in effects if isinstance(effect, ToPeer)]
-        asked.extend(m.token_ids[0] for m in messages if isinstance(m, TransferRequest))
-        carry_out(self, effects)
+    def note(node: Node, effect: Effect) -> None:
+        if isinstance(effect, ToPeer) and isinstance(effect.message, TransferRequest):
+            asked.append(effect.message.token_ids[0])
 
-    monkeypatch.setattr(Node, "carry_out", note)
+    world.watchers.append(note)
     prefill = world.nodes["p0"]
     for index in range(6):
         world.submit(world.nodes["d0"], list(range(20 + index, 60)), 1)

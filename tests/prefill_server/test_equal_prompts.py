@@ -25,24 +25,17 @@ PAGE_COUNT = 1000
 class Watched:
     """A pair with room for all, and what its prefill server computes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.world = World(seed=1)
         self.world.add("p0", "prefill", PAGE_SIZE, PAGE_COUNT)
         self.world.add("d0", "decode", PAGE_SIZE, PAGE_COUNT).links = ["p0:1"]
-        for node in self.world.nodes.values():
-            node.boot()
-        self.world.start_ticks()
-        self.world.run(3.0)
+        self.world.begin()
         self.steps: list[Step] = []
-        carry_out = Node.carry_out
+        self.world.watchers.append(self._note)
 
-        def note(node: Node, effects: list[Effect]) -> None:
-            if node.name == "p0":
-                told = [e.message for e in effects if isinstance(e, ToWorkers)]
-                self.steps += [message for message in told if isinstance(message, Step)]
-            carry_out(node, effects)
-
-        monkeypatch.setattr(Node, "carry_out", note)
+    def _note(self, node: Node, effect: Effect) -> None:
+        if node.name == "p0" and isinstance(effect, ToWorkers) and isinstance(effect.message, Step):
+            self.steps.append(effect.message)
 
     @property
     def core(self) -> PrefillScheduler:
@@ -72,8 +65,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    return Watched(monkeypatch)
+def watched() -> Watched:
+    return Watched()
 
 
 def prompt_of(index: int, count: int = PROMPT_TOKENS) -> list[int]:

@@ -17,9 +17,7 @@ PAGE_SIZE = 4
 WINDOW = 9
 
 
-def told(
-    monkeypatch: pytest.MonkeyPatch, token_count: int, lives: tuple[Live, ...] = (FULL,)
-) -> list[SchedulerToWorker]:
+def told(token_count: int, lives: tuple[Live, ...] = (FULL,)) -> list[SchedulerToWorker]:
     """What the prefill server's workers are told for one prompt, steps and digests aside."""
     world = World(seed=1)
     world.lives = lives
@@ -27,19 +25,14 @@ def told(
         node = world.add(name, role, PAGE_SIZE, 300)
         node.page_counts = (300,) * len(lives)
     world.nodes["d0"].links = ["p0:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     messages: list[SchedulerToWorker] = []
-    carry_out = Node.carry_out
 
-    def note(self: Node, effects: list[Effect]) -> None:
-        if self.name == "p0":
-            messages.extend(e.message for e in effects if isinstance(e, ToWorkers))
-        carry_out(self, effects)
+    def note(node: Node, effect: Effect) -> None:
+        if node.name == "p0" and isinstance(effect, ToWorkers):
+            messages.append(effect.message)
 
-    monkeypatch.setattr(Node, "carry_out", note)
+    world.watchers.append(note)
     client = world.submit(world.nodes["d0"], list(range(token_count)), 2)
     world.run(world.now + 5.0)
     assert client.finals == ["finished"]
@@ -59,26 +52,23 @@ def page_id_count(messages: list[SchedulerToWorker]) -> int:
 
 
 @pytest.mark.parametrize("chunk_count", [1, 4, 16])
-def test_every_page_of_a_transfer_is_named_once_on_either_side(
-    monkeypatch: pytest.MonkeyPatch, chunk_count: int
-) -> None:
+def test_every_page_of_a_transfer_is_named_once_on_either_side(chunk_count: int) -> None:
     token_count = chunk_count * CHUNK_TOKENS
-    messages = told(monkeypatch, token_count)
+    messages = told(token_count)
     assert page_id_count(messages) == 2 * token_count // PAGE_SIZE
 
 
-def test_four_times_the_prompt_takes_four_times_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_times_the_prompt_takes_four_times_the_bytes() -> None:
     short, long = (
-        sum(len(encode(message)) for message in told(monkeypatch, count * CHUNK_TOKENS))
-        for count in (4, 16)
+        sum(len(encode(message)) for message in told(count * CHUNK_TOKENS)) for count in (4, 16)
     )
     assert long < 4.2 * short
 
 
-def test_pages_of_a_window_are_named_with_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_window_are_named_with_the_last_chunk() -> None:
     """Until then they move along, and none of those that came before are named."""
     token_count = 8 * CHUNK_TOKENS
-    messages = told(monkeypatch, token_count, (FULL, Live(LiveKind.WINDOW, WINDOW)))
+    messages = told(token_count, (FULL, Live(LiveKind.WINDOW, WINDOW)))
     of_prompt = token_count // PAGE_SIZE
     of_window = (WINDOW + PAGE_SIZE - 2) // PAGE_SIZE + 1
     of_last_chunk = CHUNK_TOKENS // PAGE_SIZE

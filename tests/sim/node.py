@@ -323,6 +323,8 @@ class Node:
         for effect in effects:
             if self.world.log is not None:
                 self.world.tell(f"{self.name} ->", effect)
+            for watch in self.world.watchers:
+                watch(self, effect)
             match effect:
                 case ToFrontend(message=message):
                     if isinstance(message, Failed) and message.message.startswith(NONE_THERE):

@@ -35,9 +35,7 @@ def pair(transport: str, *, is_one_host: bool) -> World:
         world.nodes["p0"].host_ids = ("there",)
     for node in world.nodes.values():
         node.self_test_interval_s = 0.0
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     return world
 
 

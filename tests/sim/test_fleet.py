@@ -32,7 +32,7 @@ class Fleet:
     refused: how full the prefill queues were whenever a client was refused.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    def __init__(self, size: int) -> None:
         self.world = World(seed=1)
         self.size = size
         names = [f"p{index}" for index in range(size)]
@@ -43,21 +43,14 @@ class Fleet:
             node.links, node.running_max = [f"{name}:1" for name in names], 32
         for node in self.world.nodes.values():
             node.queue_max = QUEUE_MAX
-            node.boot()
-        self.world.start_ticks()
-        self.world.run(4.0)
+        self.world.begin(rest_at=4.0)
         self.refused: Counter[int] = Counter()
-        carry_out = Node.carry_out
+        self.world.watchers.append(self._note_refused)
 
-        def note(node: Node, effects: list[Effect]) -> None:
-            told = [effect.message for effect in effects if isinstance(effect, ToFrontend)]
-            if any(isinstance(message, Failed) and message.status == 503 for message in told):
-                self.note_refused(node)
-            carry_out(node, effects)
-
-        monkeypatch.setattr(Node, "carry_out", note)
-
-    def note_refused(self, node: Node) -> None:
+    def _note_refused(self, node: Node, effect: Effect) -> None:
+        message = effect.message if isinstance(effect, ToFrontend) else None
+        if not isinstance(message, Failed) or message.status != 503:
+            return
         core = node.core
         assert isinstance(core, DecodeScheduler), "a prefill server refuses nobody"
         assert len(core._endings.queue) >= QUEUE_MAX, f"{node.name} has room in its own queue"
@@ -83,10 +76,8 @@ class Fleet:
 
 
 @pytest.mark.slow
-def test_under_three_times_the_load_nobody_is_refused_while_there_is_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fleet = Fleet(monkeypatch, SIZE)
+def test_under_three_times_the_load_nobody_is_refused_while_there_is_room() -> None:
+    fleet = Fleet(SIZE)
     before = [core._endings.counters["finished"] for core in fleet.prefills]
     fleet.load()
     fleet.world.run(fleet.world.now + BUDGET_S + 1.0)

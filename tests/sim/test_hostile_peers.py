@@ -152,9 +152,7 @@ def honest_pair(hand_over: HandOver) -> World:
     world.add("x0", "decode", 4, 64).links = ["p0:1"]
     for node in world.nodes.values():
         node.hand_over = hand_over
-        node.boot()
-    world.start_ticks()
-    world.run(2.0)
+    world.begin(rest_at=2.0)
     return world
 
 

@@ -27,10 +27,7 @@ def world() -> World:
     for name in ("p0", "p1"):
         world.add(name, "prefill", 4, 64)
     world.add("d0", "decode", 8, 64).links = ["p0:1", "p1:1"]
-    for node in world.nodes.values():
-        node.boot()
-    world.start_ticks()
-    world.run(3.0)
+    world.begin()
     return world
 
 

@@ -20,6 +20,7 @@ from common.layout.component import FULL, Live
 from common.protocol.frontend import Cancel, Failed, Submit, Tokens
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import (
+    Effect,
     FromFrontend,
     FromPeer,
     PeerMessage,
@@ -72,6 +73,7 @@ class World:
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
+        self.watchers: list[Callable[[Node, Effect], None]] = []  # told of all that is decided
         self.watches: set[tuple[str, str]] = set()
         self.lingering: dict[str, SimWorker] = {}
         self.log: list[str] | None = None
@@ -102,6 +104,13 @@ class World:
             self.now, _, call = heapq.heappop(self._heap)
             call()
         self.now = until
+
+    def begin(self, rest_at: float = 3.0) -> None:
+        """Boot all servers at once, and run until they are connected and at rest."""
+        for node in self.nodes.values():
+            node.boot()
+        self.start_ticks()
+        self.run(rest_at)
 
     def start_ticks(self) -> None:
         def tick() -> None:
@@ -202,3 +211,12 @@ class World:
             client.finals.append("finished")
             if message.trace is not None:
                 self.retraction_count += message.trace.retraction_count
+
+
+def connected_pair(prefill_page_count: int = 64, decode_page_count: int = 64) -> World:
+    """p0 and d0, connected and at rest, at time 3."""
+    world = World(seed=1)
+    world.add("p0", "prefill", 4, prefill_page_count)
+    world.add("d0", "decode", 4, decode_page_count).links = ["p0:1"]
+    world.begin()
+    return world
