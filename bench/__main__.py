@@ -34,7 +34,7 @@ from bench.record import (
 from bench.report import NotRun, Row, print_table
 
 SECTIONS = {
-    "handover": "bench.handover",
+    "transfer": "bench.transfers",
     "streams": "bench.streams",
     "planner": "bench.planner",
     "scheduler": "bench.scheduler",

@@ -1,8 +1,8 @@
-"""Hand-overs of caches other than plain keys and values: latent rows, and layers with a window.
+"""Transfers of caches other than plain keys and values: latent rows, and layers with a window.
 
 Bandwidth: the same 72 MB of each kind between random pages of two processes, in GB/s (10^9 bytes),
 sampled in turns within one run and held against keys and values of full attention. Each is sampled
-right after an untimed hand-over of its own: a socket that has idled starts slowly. As most prompts
+right after an untimed transfer of its own: a socket that has idled starts slowly. As most prompts
 do, those of keys and values end inside a page, whose rows leave as one run per layer, plane and
 head; a window adds two such pages, its first and its last.
 Bytes: what the plans of a whole prompt move, over what its live cache is; this is counted, and no
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.handover import Pair
 from bench.report import Row, at_least, at_most, row_of_medians
+from bench.transfers import Pair
 from common.layout.cache_layout import GroupLayout, ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.families import gqa_components, mla_components, windowed_gqa_components
@@ -31,7 +31,7 @@ SAMPLE_COUNT = 41
 BATCH_NBYTES = 61 * 9 << 17  # the one size near 64 MiB that is a whole number of tokens of each
 GQA_RATIO_MIN = 0.85
 LIVE_RATIO_MAX = 1.05
-POOL_BATCHES = 3  # a pool holds so many hand-overs
+POOL_BATCHES = 3  # a pool holds so many transfers
 LINKS = {"shm": "posix,tcp", "tcp": "tcp"}
 
 # The shape of gpt-oss-120b: 36 layers, of which every other one sees 128 tokens. Latent rows are
@@ -124,7 +124,7 @@ def run_bandwidth(link: str) -> list[Row]:
 
 
 def plan_random_pages(rng: np.random.Generator, kind: Kind) -> CopyPlan:
-    """The hand-over of one prompt; all page groups of a side lie in one region, one by one."""
+    """The transfer of one prompt; all page groups of a side lie in one region, one by one."""
     layout = ServerLayout(kind.components, 1, ((0, kind.layer_count),), page_size=16)
     rank = layout.ranks[0]
     lists = [

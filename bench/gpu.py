@@ -86,14 +86,14 @@ def name_of(case: str) -> str:
 
 def sizes() -> list[Wanted]:
     return [
-        Wanted(f"gpu_handover_{mib}MiB_{way}", "GB/s", None, "sizes", f"{mib} MiB {way}: GB/s")
+        Wanted(f"gpu_transfer_{mib}MiB_{way}", "GB/s", None, "sizes", f"{mib} MiB {way}: GB/s")
         for mib in (256, 1024, 4096)
         for way in ("direct", "staged")
     ]
 
 
 WANTED = (
-    Wanted("gpu_handover_1GiB", "GB/s", at_least(400), "handover", "2048 KiB pages: GB/s"),
+    Wanted("gpu_transfer_1GiB", "GB/s", at_least(400), "transfer", "2048 KiB pages: GB/s"),
     *sizes(),
     *first_tokens(),
     Wanted("gpu_itl_1_stream", "ms", at_most(4.7), "pair", "pair: ITL p50, 1 stream, ms"),

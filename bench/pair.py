@@ -1,4 +1,4 @@
-"""The demo pair as a client sees it: what a hand-over costs beyond the wire, and its memory.
+"""The demo pair as a client sees it: what a transfer costs beyond the wire, and its memory.
 
 Overhead is counted from the first token being ready on the prefill server to the client having it,
 less the bytes at the best bandwidth of the run. What the client waits before the prompt starts to
@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from bench.report import Row, at_most
-from demo.__main__ import CHECKPOINT, HandOver, Reply
+from demo.__main__ import CHECKPOINT, Reply, TransferTimes
 from demo.facts import make_question
 from demo.servers import Pair
 
@@ -35,11 +35,11 @@ def run() -> list[Row]:
                 for index in range(REQUEST_COUNT)
             ][WARM_UP_COUNT:]
         memory = _memory_rows(pair.decode.process.pid)
-    bandwidth = max(hand_over.nbytes / hand_over.wire_s for _, hand_over in samples)
+    bandwidth = max(transfer.nbytes / transfer.wire_s for _, transfer in samples)
     overhead_ms = [1e3 * (seconds - h.nbytes / bandwidth) for seconds, h in samples]
     p50 = statistics.median(overhead_ms)
     return [
-        Row("handover_overhead_p50", p50, "ms", samples=len(samples), target=at_most(TARGET_MS)),
+        Row("transfer_overhead_p50", p50, "ms", samples=len(samples), target=at_most(TARGET_MS)),
         _hidden_row(),
         *memory,
     ]
@@ -56,14 +56,14 @@ def _hidden_row() -> Row:
         Pair(CHECKPOINT, prefill_args=chunks, say=_say) as pair,
         httpx.Client(base_url=pair.decode.url, timeout=60.0) as client,
     ):
-        hand_overs = [_ask(client, index, FOUR_CHUNKS_FACT_COUNT)[1] for index in range(20)]
-    shares = [1 - h.exposed_nbytes / h.nbytes for h in hand_overs]
+        transfers = [_ask(client, index, FOUR_CHUNKS_FACT_COUNT)[1] for index in range(20)]
+    shares = [1 - h.exposed_nbytes / h.nbytes for h in transfers]
     value = statistics.median(shares)
-    return Row("handover_hidden_share_4_chunks", value, "of bytes", samples=len(shares))
+    return Row("transfer_hidden_share_4_chunks", value, "of bytes", samples=len(shares))
 
 
-def _ask(client: httpx.Client, index: int, fact_count: int) -> tuple[float, HandOver]:
-    """(seconds from the first token on prefill to the client, the hand-over's account)."""
+def _ask(client: httpx.Client, index: int, fact_count: int) -> tuple[float, TransferTimes]:
+    """(seconds from the first token on prefill to the client, the transfer's account)."""
     question = make_question(5000 + index, fact_count)
     sampling = {"temperature": 0, "max_new_tokens": 4}
     body = {"text": question.prompt, "sampling_params": sampling, "stream": True}
@@ -78,9 +78,9 @@ def _ask(client: httpx.Client, index: int, fact_count: int) -> tuple[float, Hand
                 last = payload
     stages = msgspec.json.decode(last, type=Reply).meta_info.timeline
     assert stages is not None
-    hand_over = stages.hand_over
-    computed_s = stages.reserve_s + hand_over.queue_s + hand_over.prefill_s
-    return first_at - started_at - computed_s, hand_over
+    transfer = stages.transfer
+    computed_s = stages.reserve_s + transfer.queue_s + transfer.prefill_s
+    return first_at - started_at - computed_s, transfer
 
 
 def _memory_rows(supervisor_pid: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Hand-overs between layouts that differ, against equal ones: staged, converted, and other TP.
+"""Transfers between layouts that differ, against equal ones: staged, converted, and other TP.
 
 64 MiB of the cache of a 32-layer model of 8 KV heads of 128 elements, between random pages of two
 processes. Where element types differ these are bytes of the wider one, whatever travels, and the
@@ -13,10 +13,10 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from bench.handover import Pair
 from bench.report import Row, at_least, row_of_medians
 from bench.staging_ranks import StagedPair
-from common.config import HandOver
+from bench.transfers import Pair
+from common.config import TransferMode
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import DTYPE_NBYTES
 from common.layout.families import gqa_components
@@ -30,7 +30,7 @@ BATCH_NBYTES = 64 << 20
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 SAMPLE_COUNT = 7
 STAGED_RATIO_MIN, TP_RATIO_MIN = 0.4, 0.8  # of equal layouts
-POOL_BATCHES = 3  # a pool holds so many hand-overs
+POOL_BATCHES = 3  # a pool holds so many transfers
 LINKS = {"shm": "posix,tcp", "tcp": "tcp"}
 # (name, source dtype and page size, target's)
 STAGED = (
@@ -65,18 +65,18 @@ def run() -> list[Row]:
 
 
 def run_staged(link: str) -> list[Row]:
-    """Each case beside a direct hand-over of equal layouts, sampled in turns."""
+    """Each case beside a direct transfer of equal layouts, sampled in turns."""
     rows: list[Row] = []
     for name, source, target in STAGED:
         wider = max(source[0], target[0], key=lambda dtype: DTYPE_NBYTES[dtype])
         tokens = token_count(wider)
         staged = StagedPair(
-            layout_of(*source), layout_of(*target), LINKS[link], HandOver.LANDING,
+            layout_of(*source), layout_of(*target), LINKS[link], TransferMode.STAGED,
             POOL_BATCHES * tokens,
         )  # fmt: skip
         equal_layout = layout_of(wider, 16)
         equal = StagedPair(
-            equal_layout, equal_layout, LINKS[link], HandOver.DIRECT, POOL_BATCHES * tokens
+            equal_layout, equal_layout, LINKS[link], TransferMode.DIRECT, POOL_BATCHES * tokens
         )
         rng = np.random.default_rng(3)
         samples: dict[str, list[float]] = defaultdict(list)
@@ -90,8 +90,8 @@ def run_staged(link: str) -> list[Row]:
         landing = staged.source.staging
         assert landing is not None
         print(
-            f"staged_{name}_{link}: {puts} puts, {staged.hand_over}; extra memory at the source "
-            f"{STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX >> 20} MiB, at the target 64 MiB",
+            f"staged_{name}_{link}: {puts} puts, {staged.transfer_mode}; extra memory at the "
+            f"source {STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX >> 20} MiB, at the target 64 MiB",
             flush=True,
         )
         case, of_equal = f"staged_{name}_{link}", at_least(STAGED_RATIO_MIN)

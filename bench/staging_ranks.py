@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.channel.poller import Poller
 from common.clock import SystemClock
-from common.config import HandOver, Role, ServerConfig
+from common.config import Role, ServerConfig, TransferMode
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.protocol.codec import decode_layout, encode_layout
@@ -119,7 +119,7 @@ class StagedPair:
         source: ServerLayout,
         target: ServerLayout,
         tls: str,
-        hand_over: HandOver,
+        transfer_mode: TransferMode,
         tokens: int,
         *,
         device: torch.device = CPU,
@@ -133,22 +133,22 @@ class StagedPair:
         self.source.pool.buffers[0].random_(0, 0x3C)
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe = context.Pipe()
-        arguments = (encode_layout(source), encode_layout(target), tls, hand_over, tokens, pipe)
+        arguments = (encode_layout(source), encode_layout(target), tls, transfer_mode, tokens, pipe)
         self._process = context.Process(
             target=serve_target, args=(*arguments, str(device), look), daemon=True
         )
         self._process.start()
         opened = self._pipe.recv()
         assert isinstance(opened, PeerOpened), opened
-        message = ConnectPeer("target", encode_layout(target), [opened.descriptor], hand_over)
+        message = ConnectPeer("target", encode_layout(target), [opened.descriptor], transfer_mode)
         self.source.told += self.source.links.connect(message)
         connected = self.source.wait()
         assert isinstance(connected, PeerConnected), connected
-        self.hand_over = connected.hand_over
+        self.transfer_mode = connected.transfer_mode
         self._send_id = 0
 
     def sample(self, rng: np.random.Generator, token_count: int) -> tuple[float, int]:
-        """Seconds of one hand-over between random pages, and its number of puts."""
+        """Seconds of one transfer between random pages, and its number of puts."""
         lists = [
             (rng.permutation(count)[: token_count // layout.page_size] + 1).tolist()
             for count, layout in zip(
@@ -160,7 +160,7 @@ class StagedPair:
     def send(
         self, source_pages: list[int], target_pages: list[int], token_count: int
     ) -> tuple[float, int]:
-        """Seconds of one hand-over between these pages, and its number of puts."""
+        """Seconds of one transfer between these pages, and its number of puts."""
         self._pipe.send(Expect(TRANSFER, "source", token_count, [(0, target_pages)]))
         assert self._pipe.recv() == "expected"
         self._send_id += 1
@@ -191,7 +191,7 @@ def serve_target(
     source: bytes,
     target: bytes,
     tls: str,
-    hand_over: HandOver,
+    transfer_mode: TransferMode,
     tokens: int,
     pipe: Connection,
     device: str,
@@ -201,7 +201,7 @@ def serve_target(
     layout = decode_layout(target)
     page_count = tokens // layout.page_size
     rank = RankIo(layout.ranks[0], Role.DECODE, tls, page_count, torch.device(device))
-    opened = rank.links.open("source", layout=source, hand_over=hand_over)
+    opened = rank.links.open("source", layout=source, transfer_mode=transfer_mode)
     pipe.send(msgspec.structs.replace(opened) if isinstance(opened, PeerOpened) else opened)
     rank._poller.register(pipe.fileno())
     while True:

@@ -1,10 +1,10 @@
-"""Hand-overs of what is not kept by the token alone: states in slots, tails, blocks, chosen rows.
+"""Transfers of what is not kept by the token alone: states in slots, tails, blocks, chosen rows.
 
 Bandwidth: 67 to 98 MB of each kind between random pages of two processes, in GB/s (10^9 bytes),
 held against as many bytes of keys and values of full attention; sampled in turns within one run,
-each right after an untimed hand-over of its own. As most prompts do, all of them end inside a page.
+each right after an untimed transfer of its own. As most prompts do, all of them end inside a page.
 Added time: one slot of a published size against as many bytes of whole pages of keys and values, in
-ms per hand-over.
+ms per transfer.
 Puts: how many runs a slot takes from one rank to another; this is counted, and no clock is in it.
 """
 
@@ -16,8 +16,8 @@ from collections import defaultdict
 import numpy as np
 
 from bench.cache_kinds import GQA_RATIO_MIN, KINDS, LINKS, Kind, plan_random_pages
-from bench.handover import Pair
 from bench.report import Row, at_least, at_most, row_of_medians
+from bench.transfers import Pair
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.layout.families import (
@@ -146,7 +146,7 @@ def run_bandwidth(link: str) -> list[Row]:
 
 
 def sample(pair: Pair, rng: np.random.Generator, kind: Kind) -> tuple[int, float]:
-    """(bytes, GB/s) of one hand-over, after an untimed one."""
+    """(bytes, GB/s) of one transfer, after an untimed one."""
     warmup, plan = (plan_random_pages(rng, kind) for _ in range(2))
     pair.sample(warmup)
     return plan.total_nbytes, pair.sample(plan)

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.handover import RUN_KIB, SAMPLE_COUNT, Contenders, Pair, Samples, plan_random_runs
 from bench.report import NotRun, Row, at_least, row_of_medians
+from bench.transfers import RUN_KIB, SAMPLE_COUNT, Contenders, Pair, Samples, plan_random_runs
 
 # What a stream has to reach of UCX's tcp, by KiB of a run.
 UCX_TCP_RATIO_MIN = {4: 2.5, 16: 1.3, 64: 0.9, 256: 0.9}
@@ -38,7 +38,7 @@ def run() -> list[Row | NotRun]:
     for pair in pairs.values():
         pair.close()
     rows = [row for kib in RUN_KIB for row in rows_of(kib, gbps, cpu)]
-    # What was not installed, the section handover tells.
+    # What was not installed, the section transfer tells.
     return [*rows, *(row for row in contenders.results(gbps["stream"]) if isinstance(row, Row))]
 
 

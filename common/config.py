@@ -44,12 +44,12 @@ class EngineType(StrEnum):
     UNIFIED = "unified"
 
 
-class HandOver(StrEnum):
-    """How caches travel: straight into pages, through landing slots, or as each transfer likes."""
+class TransferMode(StrEnum):
+    """How caches travel: straight into pages, through staging buffers, or whichever is faster."""
 
     AUTO = "auto"
     DIRECT = "direct"
-    LANDING = "landing"
+    STAGED = "staged"
 
 
 class MetricsNames(StrEnum):
@@ -97,11 +97,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer_ports: "first-last" port that workers may listen on for caches; "": any.
     net_devices: which network devices UCX may use. ucx: which libucp is loaded: "auto", "wheel",
         "system", or a directory.
-    hand_over: "auto" stages a transfer where that is faster or its element types differ; "direct"
-        never does; "landing" always does, so that the KV pool is not writable from outside.
-    verify_transfer: how much of every cache that was handed over is compared with what was sent;
+    transfer_mode: "auto" stages a transfer where that is faster or its element types differ;
+        "direct" never does; "staged" always does, so that the KV pool is not writable from outside.
+    verify_transfer: how much of every cache that was transferred is compared with what was sent;
         the stricter of two servers decides.
-    landing_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
+    staging_buffer_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
     local_prefill: "fallback" lets a decode server compute a prompt itself when no prefill server
@@ -175,9 +175,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport: str = "auto"
     transfer_ports: str = ""
     net_devices: str = "all"
-    hand_over: HandOver = HandOver.AUTO
+    transfer_mode: TransferMode = TransferMode.AUTO
     verify_transfer: Verify = Verify.OFF
-    landing_mb: int = 64
+    staging_buffer_mb: int = 64
     ucx: str = "auto"
     local_prefill: str = "off"
     self_test_interval_s: float = 30.0

@@ -25,6 +25,10 @@ from common.flags import Flag
 Settings = dict[str, Value]
 
 
+# Settings that bore another name before.
+RENAMED = {"hand-over": "transfer-mode", "landing-mb": "staging-buffer-mb"}
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML as its specification has it, which PyYAML does not hold: a key may stand once."""
 
@@ -165,6 +169,9 @@ def _yaml_text(value: object) -> str:
 def _unknown(kind: str, prefix: str, given: str, flags: Sequence[Flag]) -> str:
     spellings = [f"{prefix}{spelling}" for flag in flags for spelling in flag.spellings]
     named = given.split("=")[0]
+    renamed = RENAMED.get(named.lstrip("-").replace("_", "-"))
+    if renamed is not None:
+        return f"unknown {kind} {named!r}: it is called {prefix}{renamed} now"
     if named.lstrip("-") == "prefill":
         return f"unknown {kind} {given!r}: it is the decode server's, which dials prefill servers"
     near = difflib.get_close_matches(named, spellings, n=1)

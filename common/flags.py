@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import DEFAULT_TRACE_ENDPOINT, HandOver, MetricsNames, Verify
+from common.config import DEFAULT_TRACE_ENDPOINT, MetricsNames, TransferMode, Verify
 from common.flag_values import (
     DTYPES,
     OR_DTYPES,
@@ -228,10 +228,10 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "ports that workers may listen on for caches, such as 40000-40031 [any]",
     ),
     Flag(
-        "hand_over",
-        ("hand-over",),
-        choice(*HandOver),
-        "how caches travel: auto, direct (never staged), landing (staged; the pool stays private)",
+        "transfer_mode",
+        ("transfer-mode",),
+        choice(*TransferMode),
+        "how caches travel: auto, direct (never staged), staged (the pool stays private)",
     ),
     Flag(
         "verify_transfer",
@@ -240,8 +240,8 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "compare caches with what was sent: off, sample or full; the stricter side decides",
     ),
     Flag(
-        "landing_mb",
-        ("landing-mb",),
+        "staging_buffer_mb",
+        ("staging-buffer-mb",),
         integer(1, 1 << 16),
         "MiB of a rank that staged transfers land in, on a decode server",
     ),

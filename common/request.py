@@ -131,8 +131,8 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     trace_parent: str = ""
 
 
-class HandOverTrace(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The prefill server's account of one hand-over; durations in seconds on its own clock.
+class TransferTrace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The prefill server's account of one transfer; durations in seconds on its own clock.
 
     queue_s: reservation arrived to first chunk scheduled. prefill_s: to last chunk computed and
     first token sampled. transfer_s: from there to the last flush (what was not hidden behind
@@ -159,7 +159,7 @@ class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
 
     arrived_s: on this server's monotonic clock, which its processes share.
 
-    Stages from arrival at this server: reserve_s, then the hand-over's queue_s, prefill_s and
+    Stages from arrival at this server: reserve_s, then the transfer's queue_s, prefill_s and
     transfer_s, then first_token_s (messages and emission). They add up to ttft_s.
     status: "ok" or the kind of failure.
     """
@@ -174,7 +174,7 @@ class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_token_count: int = 0
     retraction_count: int = 0
     reserve_s: float = 0.0
-    hand_over: HandOverTrace = HandOverTrace()
+    transfer: TransferTrace = TransferTrace()
     first_token_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0

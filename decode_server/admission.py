@@ -218,7 +218,7 @@ class Admission:
             spans=spans,
             writers=peer.writers,
             request=request,
-            hand_over=peer.hand_over,
+            mode=peer.transfer_mode,
             verify=peer.verify,
             source_layout=peer.layout_bytes,
             credit=0 if _is_by_room(request) else peer.attachment,

@@ -1,4 +1,4 @@
-"""The last word on a hand-over: done, failed, or that its writer is quiet.
+"""The last word on a transfer: done, failed, or that its writer is quiet.
 
 It counts only if it comes from the server that was asked, and only once. What arrived becomes a
 running sequence; what did not is recovery's. Knows nothing of connections.
@@ -105,7 +105,7 @@ class Arrivals:
             self._recovery.compute_again(transfer, now)
             return
         if request.first_token_at == 0.0:
-            request.hand_over = done.trace
+            request.transfer_trace = done.trace
             request.prompt_logprobs = done.prompt_logprobs
         request.advance(DecodeEvent.DONE)
         request.transfer = None

@@ -48,7 +48,7 @@ FLAGS = (
         "self_test_interval_s",
         ("self-test-interval",),
         number(0, 86400),
-        "seconds without a hand-over after which one of a token is tried; 0: never",
+        "seconds without a transfer after which one of a token is tried; 0: never",
     ),
     Flag(
         "local_prefill",

@@ -86,7 +86,7 @@ class Endings:
                 [token_id],
                 logprobs=[logprobs] if logprobs is not None else [],
                 prompt_logprobs=request.prompt_logprobs if is_first else [],
-                cached_token_count=request.hand_over.cached_token_count,
+                cached_token_count=request.transfer_trace.cached_token_count,
                 finish=finish,
                 trace=request.trace(now) if finish is not None else None,
                 offset=request.output_count - 1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.planner.pairing import rank_pairs
 from common.protocol.descriptor import RankDescriptor
@@ -18,7 +18,7 @@ from common.protocol.hosts import PeerProcesses, peer_processes
 from common.protocol.peer import Welcome
 from common.scheduling.breaker import Breaker
 from common.scheduling.facts import ServerFacts
-from common.scheduling.peers import Liveness, RankSet
+from common.scheduling.peers import PeerLiveness, RankSet
 from common.transport.fences import is_fenced_by_close
 
 
@@ -36,8 +36,8 @@ class PrefillPeer:
     """One address and the prefill process that answers there now.
 
     twin: the incarnation that answers here, where that process is connected by another name.
-    is_proven: a hand-over has gone well since it was connected. test_problem: how the last
-    self-test failed, "" if nothing has failed since the last hand-over that went well.
+    is_proven: a transfer has gone well since it was connected. test_problem: how the last
+    self-test failed, "" if nothing has failed since the last transfer that went well.
     is_suspect: its connection broke, and it has not been heard since.
     is_gone: those of its processes that are watched have ended.
     request_token_max: the longest prompt that it takes, or took when it was last connected; 0 if
@@ -53,7 +53,7 @@ class PrefillPeer:
 
     link: str
     is_configured: bool
-    liveness: Liveness
+    liveness: PeerLiveness
     breaker: Breaker
     succeeded_at: float = 0.0
     is_proven: bool = False
@@ -77,7 +77,7 @@ class PrefillPeer:
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     is_gone: bool = False
     transports: list[str] = field(default_factory=list)
-    hand_over: HandOver = HandOver.DIRECT
+    transfer_mode: TransferMode = TransferMode.DIRECT
     verify: Verify = Verify.OFF
     detail: str = ""
     link_failures: set[str] = field(default_factory=set)
@@ -120,18 +120,18 @@ class PrefillPeer:
         self,
         welcome: Welcome,
         layout: ServerLayout,
-        hand_over: HandOver,
+        transfer_mode: TransferMode,
         facts: ServerFacts,
         now: float,
     ) -> None:
-        """Take in who answers here. layout, hand_over: as agreed; facts: of this server."""
+        """Take in who answers here. layout, transfer_mode: as agreed; facts: of this server."""
         self.twin = ""
         self.incarnation = welcome.incarnation
         self.given_name = welcome.name
         self.http_address = welcome.http_address
         self.layout = layout
         self.layout_bytes = welcome.layout
-        self.hand_over = hand_over
+        self.transfer_mode = transfer_mode
         self.verify = agree_verify(facts.verify, welcome.verify)
         self.request_token_max = welcome.request_token_max
         self.credits = welcome.credits
@@ -139,7 +139,7 @@ class PrefillPeer:
         self.writers = expected_writers(layout, facts.layout)
         self.rank_pairs = rank_pairs(layout, facts.layout)
         self.processes = peer_processes(welcome.host_ids, welcome.pids, facts.host_ids)
-        self.liveness = Liveness.start(now)
+        self.liveness = PeerLiveness.start(now)
         self.opened = {}
         self.is_gone = False
         self.transports = []
@@ -160,7 +160,7 @@ class PrefillPeer:
         self.asked_token_count += token_count
 
     def state(self, in_flight_count: int) -> PeerState:
-        """For operators. in_flight_count: hand-overs under way."""
+        """For operators. in_flight_count: transfers under way."""
         layout = self.layout
         return PeerState(
             address=self.link,
@@ -168,7 +168,7 @@ class PrefillPeer:
             state=str(self.phase),
             detail=self.detail or self.test_problem,
             transports=list(self.transports),
-            hand_over=[str(self.hand_over)] if layout is not None else [],
+            transfer_mode=[str(self.transfer_mode)] if layout is not None else [],
             verify=str(self.verify) if layout is not None else "",
             tp_size=layout.tp_size if layout is not None else 0,
             pp_size=len(layout.stages) if layout is not None else 0,

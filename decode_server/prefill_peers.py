@@ -13,16 +13,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
-    agree_hand_over,
+    agree_transfer_mode,
     compare_fingerprints,
-    compare_hand_over,
     compare_layouts,
+    compare_transfer_mode,
 )
 from common.protocol.peer import (
     Attach,
@@ -37,16 +37,16 @@ from common.request import Bootstrap
 from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.introductions import hello_of
+from common.scheduling.log_rate_limiter import LogRateLimiter
 from common.scheduling.peers import (
     HELLO_INTERVAL_S,
     REFUSED_RETRY_S,
     STOPPING_REASON,
     Condition,
-    Liveness,
     Outbox,
+    PeerLiveness,
     RankSet,
 )
-from common.scheduling.sparing import Sparing
 from decode_server.prefill_peer import Phase, PrefillPeer
 
 # Addresses that requests may name beyond the configured ones (a router's bootstrap_host).
@@ -68,14 +68,14 @@ class PrefillPeers:
         self._rng = rng
         self._outbox = outbox
         self._peers: dict[str, PrefillPeer] = {}
-        self._told_named = Sparing()
+        self._named_lines = LogRateLimiter()
         self.lost_count = 0
         self._attachment_count = 0
         for link in links:
             self._add(link, is_configured=True)
 
     def _add(self, link: str, *, is_configured: bool) -> PrefillPeer:
-        peer = PrefillPeer(link, is_configured, Liveness.start(0.0), Breaker(self._rng))
+        peer = PrefillPeer(link, is_configured, PeerLiveness.start(0.0), Breaker(self._rng))
         self._peers[link] = peer
         self._outbox.dial(link)
         return peer
@@ -86,7 +86,7 @@ class PrefillPeers:
         return self._peers.get(link)
 
     def connected(self) -> list[PrefillPeer]:
-        """Those that can be asked for hand-overs."""
+        """Those that can be asked for transfers."""
         return [
             peer
             for peer in self._peers.values()
@@ -138,12 +138,15 @@ class PrefillPeers:
         if peer is None or peer.phase not in (Phase.DIALING, Phase.REFUSED):
             return
         differences = compare_fingerprints(self._facts.fingerprint, welcome.fingerprint)
-        differences += compare_hand_over(self._facts.hand_over, welcome.hand_over)
-        hand_over = agree_hand_over(self._facts.hand_over, welcome.hand_over) or HandOver.DIRECT
+        differences += compare_transfer_mode(self._facts.transfer_mode, welcome.transfer_mode)
+        transfer_mode = (
+            agree_transfer_mode(self._facts.transfer_mode, welcome.transfer_mode)
+            or TransferMode.DIRECT
+        )
         layout: ServerLayout | None = None
         try:
             layout = decode_layout(welcome.layout)
-            differences += compare_layouts(self._facts.layout, layout, hand_over)
+            differences += compare_layouts(self._facts.layout, layout, transfer_mode)
         except ProtocolError as error:
             differences.append(f"layout: {error}")
         if differences or layout is None:
@@ -158,10 +161,10 @@ class PrefillPeers:
             other.incarnation = ""
         if peer.incarnation != welcome.incarnation:
             peer.breaker = Breaker(self._rng)  # a new process is not to blame for the old one
-        peer.open(welcome, layout, hand_over, self._facts, now)
+        peer.open(welcome, layout, transfer_mode, self._facts, now)
         if peer.processes.watched_pids:
             self._outbox.watch_processes(peer.incarnation, peer.processes.watched_pids)
-        self._outbox.to_workers(OpenPeer(peer.incarnation, welcome.layout, link, hand_over))
+        self._outbox.to_workers(OpenPeer(peer.incarnation, welcome.layout, link, transfer_mode))
 
     def handle_refuse(self, link: str, refuse: Refuse, now: float) -> str | None:
         """Returns the incarnation that must be closed, if we had opened something for it."""
@@ -228,7 +231,7 @@ class PrefillPeers:
 
     def _warn(self, peer: PrefillPeer, text: str, now: float) -> None:
         """Clients may name as many addresses as they like."""
-        line = text if peer.is_configured else self._told_named.admit(text, now)
+        line = text if peer.is_configured else self._named_lines.admit(text, now)
         if line:
             self._outbox.report(line, is_warning=True)
 
@@ -248,7 +251,7 @@ class PrefillPeers:
             )
 
     def handle_attached(self, link: str, attached: Attached, now: float) -> str | None:
-        """The peer can be asked for hand-overs from now on; unless it has connected to what an
+        """The peer can be asked for transfers from now on; unless it has connected to what an
         earlier Attach said, and then `lose` is what comes of it."""
         peer = self._peers.get(link)
         is_expected = (
@@ -267,12 +270,12 @@ class PrefillPeers:
         peer.test_problem = ""
         peer.transports = list(attached.transports)
         peer.asked_token_count = 0
-        peer.liveness = Liveness.start(now)
+        peer.liveness = PeerLiveness.start(now)
         over = ", ".join(peer.transports)
         self._outbox.report(f"prefill server {peer.name} is connected over {over}")
         return None
 
-    # ---- how hand-overs went ---------------------------------------------------------------------
+    # ---- how transfers went ---------------------------------------------------------------------
 
     def note_success(self, link: str, now: float) -> None:
         peer = self._peers.get(link)
@@ -293,7 +296,7 @@ class PrefillPeers:
         peer.breaker.note_failure(now)
         if before is BreakerState.CLOSED and peer.breaker.state is BreakerState.OPEN:
             count = peer.breaker.failure_count
-            text = f"prefill server {peer.name} failed {count} hand-overs in a row: left alone"
+            text = f"prefill server {peer.name} failed {count} transfers in a row: left alone"
             self._outbox.report(text, is_warning=True)
 
     def note_full(self, link: str) -> None:
@@ -320,7 +323,7 @@ class PrefillPeers:
         nobody answers there, or if it was asked for something: what either side said meanwhile may
         be lost, and whoever waits for it waits in vain.
 
-        is_asked: whether hand-overs of an incarnation are under way.
+        is_asked: whether transfers of an incarnation are under way.
         Returns the incarnation that must be closed, as `lose` does.
         """
         peer = self._peers.get(link)
@@ -330,7 +333,7 @@ class PrefillPeers:
         if is_refused:
             return self.lose(link, "its connection broke, and nobody answers at its address")
         if is_asked(peer.incarnation):
-            return self.lose(link, "its connection broke while hand-overs were under way")
+            return self.lose(link, "its connection broke while transfers were under way")
         return None
 
     def handle_detached(self, link: str, message: Detached) -> str | None:
@@ -443,5 +446,5 @@ class PrefillPeers:
         return ", ".join(words) or f"too many addresses are dialled to try {link}"
 
     def states(self, in_flight: dict[str, int]) -> list[PeerState]:
-        """For operators. in_flight: link -> hand-overs under way."""
+        """For operators. in_flight: link -> transfers under way."""
         return [peer.state(in_flight.get(peer.link, 0)) for peer in self._peers.values()]

@@ -1,4 +1,4 @@
-"""Hand-overs that are under way, and the pages that a silent writer may still reach.
+"""Transfers that are under way, and the pages that a silent writer may still reach.
 
     reserve -> under way -> settled: pages go to the request, or back to the pool
                          -> abandoned: pages in quarantine -> writer proved quiet -> pool
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.protocol.peer import Abort
 from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer
 from common.scheduling.facts import ServerFacts
@@ -49,7 +49,7 @@ class Receiver:
     def __init__(self, facts: ServerFacts, account: PageAccount, outbox: Outbox) -> None:
         self._incarnation = facts.incarnation
         self._rank_count = facts.rank_count
-        self._may_stage = facts.hand_over is not HandOver.DIRECT
+        self._may_stage = facts.transfer_mode is not TransferMode.DIRECT
         self._account = account
         self._outbox = outbox
         self._under_way: dict[int, Transfer] = {}
@@ -81,7 +81,7 @@ class Receiver:
         return abandoned.transfer.link if abandoned is not None else None
 
     def counts_by_link(self) -> dict[str, int]:
-        """Hand-overs under way per prefill server."""
+        """Transfers under way per prefill server."""
         return dict(Counter(transfer.link for transfer in self._under_way.values()))
 
     def open_count(self, attachment: int) -> int:
@@ -103,7 +103,7 @@ class Receiver:
         self._under_way[transfer.transfer_id] = transfer
         if transfer.credit:
             self._open[transfer.credit] += 1
-        if transfer.hand_over is not HandOver.DIRECT:
+        if transfer.mode is not TransferMode.DIRECT:
             pages = [(span.first_index, list(span.page_ids)) for span in transfer.spans]
             expect = Expect(transfer.transfer_id, transfer.peer, transfer.token_count, pages)
             self._outbox.to_workers(expect)
@@ -125,7 +125,7 @@ class Receiver:
 
     def release(self, transfer: Transfer) -> None:
         """Give back the pages of a transfer that was taken and is of no use to anybody."""
-        if transfer.hand_over is HandOver.DIRECT:
+        if transfer.mode is TransferMode.DIRECT:
             for group, span in enumerate(transfer.spans):
                 self._account.pool.release(group, span.page_ids)
         else:
@@ -208,22 +208,22 @@ class Receiver:
         self._set_aside(transfer, is_quiet=False)
 
     def _forget(self, transfer: Transfer) -> None:
-        if transfer.hand_over is not HandOver.DIRECT:
+        if transfer.mode is not TransferMode.DIRECT:
             self._outbox.to_workers(Forget(transfer.transfer_id))
 
     def _set_aside(self, transfer: Transfer, *, is_quiet: bool) -> None:
         """Pages that the peer itself can not reach stay used for the moment, not in quarantine."""
         abandoned = _Abandoned(transfer, RankSet(self._rank_count), is_quiet=is_quiet)
-        abandoned.is_forgotten = transfer.hand_over is HandOver.DIRECT
+        abandoned.is_forgotten = transfer.mode is TransferMode.DIRECT
         self._abandoned[transfer.transfer_id] = abandoned
         transfer.request = None
-        if transfer.hand_over is not HandOver.LANDING:
+        if transfer.mode is not TransferMode.STAGED:
             for group, span in enumerate(transfer.spans):
                 self._account.pool.quarantine(group, span.page_ids)
 
     def _free_if_out_of_reach(self, abandoned: _Abandoned) -> None:
         transfer, pool = abandoned.transfer, self._account.pool
-        is_hidden = transfer.hand_over is HandOver.LANDING
+        is_hidden = transfer.mode is TransferMode.STAGED
         if not abandoned.is_forgotten or not (abandoned.is_quiet or is_hidden):
             return
         del self._abandoned[transfer.transfer_id]

@@ -1,7 +1,7 @@
-"""What becomes of requests whose hand-over failed, whose server is missing or whose time is up:
+"""What becomes of requests whose transfer failed, whose server is missing or whose time is up:
 another prefill server, this server itself where that is allowed, or one typed error.
 
-Knows nothing of pages: those of a lost hand-over are the receiver's.
+Knows nothing of pages: those of a lost transfer are the receiver's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PEER_LOOK_S = 0.25
 # How long it waits before this server computes its prompt itself, if it may, or another one does
 # what the missing one had done: a restarted prefill server is back by then.
 FALLBACK_WAIT_S = 2.0
-# Hand-overs of one request that fail in a row before the last failure is passed on.
+# Transfers of one request that fail in a row before the last failure is passed on.
 ATTEMPT_COUNT_MAX = 3
 # Failures that say something of the server that sent them; all others are about the request.
 PEER_FAILURES = ("transfer_failed", "transfer_corrupted", "bad_logits")
@@ -50,7 +50,7 @@ class Recovery:
         self._next_look_at = 0.0
 
     def lose(self, incarnation: str | None, now: float) -> None:
-        """A peer is lost: its hand-overs go elsewhere, their pages wait for proof."""
+        """A peer is lost: its transfers go elsewhere, their pages wait for proof."""
         if incarnation is None:
             return
         for request in self._receiver.abandon_peer(incarnation):
@@ -58,7 +58,7 @@ class Recovery:
             self._retry(request, "peer_lost", "the prefill server was lost", 503, now, True)
 
     def handle_failed(self, transfer: Transfer, failed: TransferFailed, now: float) -> None:
-        """A prefill server says that a hand-over brought nothing."""
+        """A prefill server says that a transfer brought nothing."""
         request = transfer.request
         assert request is not None
         self._receiver.release(transfer)

@@ -1,6 +1,6 @@
-"""One request on the decode server, and one hand-over on its behalf.
+"""One request on the decode server, and one transfer on its behalf.
 
-A hand-over (`Transfer`) can outlive its request: the client is answered at once, but the pages stay
+A transfer (`Transfer`) can outlive its request: the client is answered at once, but the pages stay
 with the transfer until its writer is proved quiet. The scheduler is the only writer of both.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.config import HandOver, Verify
-from common.request import Bootstrap, HandOverTrace, Origin, RequestTrace, SamplingParams
+from common.config import TransferMode, Verify
+from common.request import Bootstrap, Origin, RequestTrace, SamplingParams, TransferTrace
 from common.scheduling.sequence import PageSpan, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
 
@@ -18,7 +18,7 @@ from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_
 class DecodeRequest:
     """token_ids: the prompt and everything generated so far. link: where its cache comes from.
 
-    failure_count: hand-overs that brought nothing since it last ran; tried_links: the prefill
+    failure_count: transfers that brought nothing since it last ran; tried_links: the prefill
     servers that failed them.
     is_computed_here: no prefill server is looked for any more.
     tested_link: of the prefill server that this is a self-test of; no client waits for it then.
@@ -44,7 +44,7 @@ class DecodeRequest:
     waiting_since: float = 0.0
     requested_at: float = 0.0
     first_token_at: float = 0.0
-    hand_over: HandOverTrace = field(default_factory=HandOverTrace)
+    transfer_trace: TransferTrace = field(default_factory=TransferTrace)
     peer: str = ""
     origin: Origin = field(default_factory=Origin)
 
@@ -72,13 +72,13 @@ class DecodeRequest:
         return f"{self.bootstrap.host}:{self.bootstrap.port}"
 
     def note_failed(self) -> None:
-        """A hand-over brought nothing."""
+        """A transfer brought nothing."""
         self.failure_count += 1
         self.tried_links.add(self.link)
 
     def note_computed_here(self, sequence: Sequence, now: float) -> None:
-        """This server computed the prompt itself: there was no hand-over to account for."""
-        self.hand_over = HandOverTrace(
+        """This server computed the prompt itself: there was no transfer to account for."""
+        self.transfer_trace = TransferTrace(
             prefill_s=now - self.requested_at, cached_token_count=sequence.cached_count
         )
 
@@ -86,7 +86,11 @@ class DecodeRequest:
         """Stage times that add up to ttft_s; first_token_s is what nothing else explains."""
         requested_at = self.requested_at or now
         first_token_at = self.first_token_at or now
-        explained = self.hand_over.queue_s + self.hand_over.prefill_s + self.hand_over.transfer_s
+        explained = (
+            self.transfer_trace.queue_s
+            + self.transfer_trace.prefill_s
+            + self.transfer_trace.transfer_s
+        )
         return RequestTrace(
             request_id=self.request_id,
             peer=self.peer,
@@ -95,10 +99,10 @@ class DecodeRequest:
             arrived_s=self.arrived_at,
             prompt_token_count=self.prompt_count,
             output_token_count=self.output_count,
-            cached_token_count=self.hand_over.cached_token_count,
+            cached_token_count=self.transfer_trace.cached_token_count,
             retraction_count=self.retraction_count,
             reserve_s=requested_at - self.arrived_at,
-            hand_over=self.hand_over,
+            transfer=self.transfer_trace,
             first_token_s=max(0.0, first_token_at - requested_at - explained),
             ttft_s=first_token_at - self.arrived_at,
             decode_s=now - first_token_at,
@@ -111,7 +115,7 @@ class DecodeRequest:
 class Transfer:
     """One attempt to get a cache. request is None once the client has been answered without it.
 
-    spans: the reserved pages, owned by the transfer until it settles. hand_over: how they may be
+    spans: the reserved pages, owned by the transfer until it settles. mode: how they may be
         written; unless directly, our workers must forget the transfer before anyone else has them.
     verify: how much is compared with what was sent; source_layout: of the peer, msgpack.
     credit: the attachment that it uses a credit of until its writer is quiet; 0 if it uses none.
@@ -125,7 +129,7 @@ class Transfer:
     spans: list[PageSpan]
     writers: list[int]
     request: DecodeRequest | None
-    hand_over: HandOver = HandOver.DIRECT
+    mode: TransferMode = TransferMode.DIRECT
     verify: Verify = Verify.OFF
     source_layout: bytes = b""
     credit: int = 0

@@ -1,4 +1,4 @@
-"""Every decision of the decode server: admission, hand-overs, decoding, retraction. A pure core.
+"""Every decision of the decode server: admission, transfers, decoding, retraction. A pure core.
 
 Events in, effects out, time passed in. It is the only writer of request, page and peer state here.
 Knows nothing of sockets, processes or tensors.
@@ -64,8 +64,8 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount, Sequence
-from common.scheduling.silence import Pulse
 from common.scheduling.transitions import DecodeEvent
+from common.scheduling.worker_health import WorkerHealth
 from decode_server.admission import Admission
 from decode_server.arrivals import Arrivals
 from decode_server.choice import Choice
@@ -104,7 +104,7 @@ class DecodeScheduler:
         self._may_fall_back = may_fall_back
         self._outbox = Outbox()
         self._peers = PrefillPeers(facts, limits.pace, links, self._outbox, random.Random(seed + 1))
-        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s, limits.pace.worker_s)
+        self._worker_health = WorkerHealth.of(facts, limits.pace)
         self.account = PageAccount(
             facts.layout.groups,
             facts.page_counts,
@@ -164,8 +164,8 @@ class DecodeScheduler:
 
     @property
     def is_ready(self) -> bool:
-        can_hand_over = any(map(self._self_tests.has_passed, self._peers.connected()))
-        return self._is_local or self._may_fall_back or can_hand_over
+        can_transfer = any(map(self._self_tests.has_passed, self._peers.connected()))
+        return self._is_local or self._may_fall_back or can_transfer
 
     # ---- the three calls -------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class DecodeScheduler:
             case FromPeer(link=link, message=peer_message):
                 self._handle_peer(link, peer_message, now)
             case WorkersStopped(ranks=ranks):
-                self._pulse.stopped_ranks = ranks
+                self._worker_health.stopped_ranks = ranks
             case ProcessesGone(incarnation=incarnation):
                 self._recovery.lose(
                     self._peers.lose_incarnation(incarnation, "its processes ended"), now
@@ -223,9 +223,9 @@ class DecodeScheduler:
         self._starvation.look(waiting, now)
         self._send_steps(now)
         is_busy = self._batcher.is_computing
-        trouble = self._pulse.look(now, is_busy=is_busy)
+        trouble = self._worker_health.look(now, is_busy=is_busy)
         running_count = self._batcher.running_count
-        condition = Condition(self._pulse.progress, is_busy, running_count, trouble)
+        condition = Condition(self._worker_health.progress, is_busy, running_count, trouble)
         self._peers.send_due(now, condition)
         return self._outbox.take()
 
@@ -326,7 +326,7 @@ class DecodeScheduler:
             case StepDone():
                 self._handle_step(message, now)
             case WorkerBeat():
-                self._pulse.apply_beat(message.rank, message.progress)
+                self._worker_health.apply_beat(message.rank, message.progress)
             case PeerOpened():
                 self._peers.handle_opened(message)
             case PeerFailed():
@@ -402,5 +402,5 @@ class DecodeScheduler:
             peers=peers,
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._pulse.trouble or self._starvation.trouble,
+            trouble=self._worker_health.trouble or self._starvation.trouble,
         )

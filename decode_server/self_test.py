@@ -1,5 +1,5 @@
 """Whether prefill servers can hand over, those that were connected just now and those that nobody
-has asked for a while: a hand-over of one token.
+has asked for a while: a transfer of one token.
 
 It goes the way of every other: pages, a forward pass, puts over the same connection, the comparison
 if one is configured, the last word. Only that no client waits for it and no counter sees it.
@@ -23,7 +23,7 @@ TOKEN_ID = 0
 
 
 class SelfTests:
-    """interval_s: without a hand-over that went well, until one is tried; 0: none ever is."""
+    """interval_s: without a transfer that went well, until one is tried; 0: none ever is."""
 
     def __init__(self, peers: PrefillPeers, endings: Endings, interval_s: float) -> None:
         self._peers = peers
@@ -52,7 +52,7 @@ class SelfTests:
                 self._begin(peer, now)
 
     def has_passed(self, peer: PrefillPeer) -> bool:
-        """Whether hand-overs from a peer are known to work, as far as that is asked for."""
+        """Whether transfers from a peer are known to work, as far as that is asked for."""
         return not peer.test_problem and (peer.is_proven or not self._interval_s)
 
     def _due_at(self, peer: PrefillPeer) -> float:

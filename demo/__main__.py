@@ -26,7 +26,7 @@ FACT_COUNTS = (4, 8, 16, 24, 32, 40)
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class HandOver(msgspec.Struct):
+class TransferTimes(msgspec.Struct):
     """The prefill server's part of a timeline; seconds."""
 
     queue_s: float
@@ -42,7 +42,7 @@ class Stages(msgspec.Struct):
     """The part of meta_info.timeline that is printed; seconds."""
 
     reserve_s: float
-    hand_over: HandOver
+    transfer: TransferTimes
     ttft_s: float
     decode_s: float
 
@@ -175,16 +175,16 @@ def _timeline(answer: Answered) -> str:
     mark = "right" if answer.is_right else f"WRONG: {answer.reply.text!r}"
     if stages is None:
         return f"  {meta.prompt_tokens:4} tokens | {mark}"
-    hand_over = stages.hand_over
-    speed = hand_over.nbytes / hand_over.wire_s / 1e9 if hand_over.wire_s > 0 else 0.0
+    transfer = stages.transfer
+    speed = transfer.nbytes / transfer.wire_s / 1e9 if transfer.wire_s > 0 else 0.0
     decoded = max(0, meta.completion_tokens - 1)
     rate = decoded / stages.decode_s if stages.decode_s > 0 else 0.0
-    queued_s = stages.reserve_s + hand_over.queue_s
+    queued_s = stages.reserve_s + transfer.queue_s
     return (
         f"  {meta.prompt_tokens:4} tokens | queued {1e3 * queued_s:5.1f}"
-        f" | prefill {1e3 * hand_over.prefill_s:5.1f}"
-        f" | hand-over {1e3 * hand_over.transfer_s:4.1f} ms: {hand_over.nbytes / 1e6:.2f} MB in"
-        f" {hand_over.run_count} runs, {speed:.1f} GB/s"
+        f" | prefill {1e3 * transfer.prefill_s:5.1f}"
+        f" | transfer {1e3 * transfer.transfer_s:4.1f} ms: {transfer.nbytes / 1e6:.2f} MB in"
+        f" {transfer.run_count} runs, {speed:.1f} GB/s"
         f" | first token {1e3 * stages.ttft_s:6.1f} ms | {rate:4.0f} tokens/s | {mark}"
     )
 

@@ -17,19 +17,19 @@ from enum import StrEnum
 
 import msgspec
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.planner.pairing import rank_pairs
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import (
-    agree_hand_over,
+    agree_transfer_mode,
     agree_verify,
     announced_page_counts,
     compare_fingerprints,
-    compare_hand_over,
     compare_layouts,
+    compare_transfer_mode,
     compare_versions,
 )
 from common.protocol.hosts import peer_processes
@@ -46,15 +46,15 @@ from common.protocol.peer import (
 from common.protocol.worker import ClosePeer, ConnectPeer, PeerConnected
 from common.scheduling.facts import Pace, ServerFacts
 from common.scheduling.introductions import welcome_of
+from common.scheduling.log_rate_limiter import LogRateLimiter
 from common.scheduling.peers import (
     REFUSED_RETRY_S,
     STOPPING_REASON,
     Condition,
-    Liveness,
     Outbox,
+    PeerLiveness,
     RankSet,
 )
-from common.scheduling.sparing import Sparing
 from prefill_server.credits import Credits
 
 # Decode servers that may be connected at a time; each costs a UCX endpoint per pair of ranks.
@@ -84,7 +84,7 @@ class DecodePeer:
     """One decode process. page_counts: pages per group that it has. attachment: of its Attach.
 
     name: what operators call it; no other peer's. http_address: of its page.
-    hand_over: how caches travel there; hand_over_notes: what its connections said of that.
+    transfer_mode: how caches travel there; transfer_notes: what its connections said of that.
     verify: how much of them it compares.
     """
 
@@ -92,13 +92,13 @@ class DecodePeer:
     link: str
     layout: ServerLayout
     layout_bytes: bytes
-    liveness: Liveness
+    liveness: PeerLiveness
     phase: Phase = Phase.WELCOMED
     connected: RankSet = field(default_factory=lambda: RankSet(0))
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     transports: list[str] = field(default_factory=list)
-    hand_over: HandOver = HandOver.DIRECT
-    hand_over_notes: list[str] = field(default_factory=list)
+    transfer_mode: TransferMode = TransferMode.DIRECT
+    transfer_notes: list[str] = field(default_factory=list)
     verify: Verify = Verify.OFF
     page_counts: tuple[int, ...] = ()
     attachment: int = 0
@@ -140,8 +140,8 @@ class DecodePeers:
         self._peers: dict[str, DecodePeer] = {}
         self._refused: dict[str, RefusedPeer] = {}
         self._links_refused_for: set[str] = set()
-        self._told_refused = Sparing()
-        self._told_lost = Sparing()
+        self._refused_lines = LogRateLimiter()
+        self._lost_lines = LogRateLimiter()
         self.refused_count = 0
         self.lost_count = 0
         self.refused_link_count = 0
@@ -199,8 +199,8 @@ class DecodePeers:
             self._refuse(link, hello.incarnation, hello.name, differences, now)
             return lost
         self._refused.pop(hello.incarnation, None)
-        peer = DecodePeer(hello.incarnation, link, layout, hello.layout, Liveness.start(now))
-        peer.hand_over = self._agree(hello)
+        peer = DecodePeer(hello.incarnation, link, layout, hello.layout, PeerLiveness.start(now))
+        peer.transfer_mode = self._agree(hello)
         peer.verify = agree_verify(self._facts.verify, hello.verify)
         peer.rank_pairs = rank_pairs(self._facts.layout, layout)
         peer.name, peer.http_address = self._name_of(hello), hello.http_address
@@ -241,7 +241,7 @@ class DecodePeers:
         known = self._refused.pop(incarnation, None)
         if known is None or known.detail != detail:
             text = f"refused decode server {name or incarnation} ({shown_link(link)}): {detail}"
-            self._warn(self._told_refused.admit(text, now))
+            self._warn(self._refused_lines.admit(text, now))
         if len(self._refused) >= REFUSED_COUNT_MAX:
             del self._refused[next(iter(self._refused))]
         self._refused[incarnation] = RefusedPeer(incarnation, link, name, detail, now)
@@ -262,13 +262,16 @@ class DecodePeers:
             layout = decode_layout(hello.layout)
         except ProtocolError as error:
             return [*differences, f"layout: {error}"], None
-        differences += compare_hand_over(facts.hand_over, hello.hand_over)
+        differences += compare_transfer_mode(facts.transfer_mode, hello.transfer_mode)
         differences += compare_layouts(facts.layout, layout, self._agree(hello))
         return differences, layout
 
-    def _agree(self, hello: Hello) -> HandOver:
+    def _agree(self, hello: Hello) -> TransferMode:
         """How caches will travel; direct stands for no agreement, which is a difference."""
-        return agree_hand_over(self._facts.hand_over, hello.hand_over) or HandOver.DIRECT
+        return (
+            agree_transfer_mode(self._facts.transfer_mode, hello.transfer_mode)
+            or TransferMode.DIRECT
+        )
 
     def _send_welcome(self, peer: DecodePeer) -> None:
         level = self._credits.tell(peer.incarnation)
@@ -293,7 +296,7 @@ class DecodePeers:
         peer.phase = Phase.CONNECTING
         peer.connected = RankSet(self._facts.rank_count)
         self._outbox.to_workers(
-            ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks, peer.hand_over)
+            ConnectPeer(peer.incarnation, peer.layout_bytes, attach.ranks, peer.transfer_mode)
         )
 
     def handle_connected(self, message: PeerConnected, now: float) -> None:
@@ -302,10 +305,10 @@ class DecodePeers:
             return
         if message.transports:  # a rank that writes nothing there has no connection
             peer.transports.append(message.transports)
-        peer.hand_over_notes.append(message.hand_over)
+        peer.transfer_notes.append(message.transfer_mode)
         if peer.connected.add(message.rank):
             peer.phase = Phase.CONNECTED
-            peer.liveness = Liveness.start(now)
+            peer.liveness = PeerLiveness.start(now)
             transports = sorted(set(peer.transports))
             self._outbox.to_peer(
                 peer.link,
@@ -362,7 +365,7 @@ class DecodePeers:
             text = f"decode server {peer.name} has stopped: {reason}"
         if peer.phase is Phase.WELCOMED:
             # Whoever says Hello and no more can be many.
-            self._warn(self._told_lost.admit(text, now))
+            self._warn(self._lost_lines.admit(text, now))
             del self._peers[incarnation]
             return True
         self._outbox.report(text, is_warning=not is_planned)
@@ -409,7 +412,7 @@ class DecodePeers:
                 state=str(peer.phase),
                 detail=peer.detail,
                 transports=sorted(set(peer.transports)),
-                hand_over=sorted(set(peer.hand_over_notes)),
+                transfer_mode=sorted(set(peer.transfer_notes)),
                 verify=str(peer.verify),
                 tp_size=peer.layout.tp_size,
                 pp_size=len(peer.layout.stages),

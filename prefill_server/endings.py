@@ -10,7 +10,7 @@ import msgspec
 
 from common.protocol.frontend import Failed, Tokens, Traced
 from common.protocol.peer import Quiesced, TransferDone, TransferFailed
-from common.request import FinishKind, FinishReason, HandOverTrace
+from common.request import FinishKind, FinishReason, TransferTrace
 from common.scheduling.batcher import Batcher
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount
@@ -18,11 +18,11 @@ from common.scheduling.transitions import PrefillEvent, PrefillState
 from prefill_server.credits import Credits
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.holds import HOLD_EXPIRED
-from prefill_server.outgoing import Outgoing
 from prefill_server.rendezvous import Rendezvous
 from prefill_server.request import Failure, PrefillRequest, Reservation
 from prefill_server.requests import RequestTable
 from prefill_server.sender import Sender
+from prefill_server.transfer_health import TransferHealth
 
 COUNTED = (
     *("finished", "transfer_failed", "bootstrap_failed", "aborted", "timed_out"),
@@ -45,7 +45,7 @@ class Endings:
         rendezvous: Rendezvous,
         peers: DecodePeers,
         credits: Credits,
-        outgoing: Outgoing,
+        transfer_health: TransferHealth,
         outbox: Outbox,
     ) -> None:
         self._table = table
@@ -55,7 +55,7 @@ class Endings:
         self._rendezvous = rendezvous
         self._peers = peers
         self._credits = credits
-        self._outgoing = outgoing
+        self._transfer_health = transfer_health
         self._outbox = outbox
         self.counters = dict.fromkeys(COUNTED, 0.0)
 
@@ -65,7 +65,7 @@ class Endings:
         assert reservation is not None and sequence is not None and request.first_token is not None
         request.advance(PrefillEvent.SETTLED)
         self._account.close(sequence)
-        self._outgoing.note_success(reservation.peer)
+        self._transfer_health.note_success(reservation.peer)
         self.counters["finished"] += not reservation.message.is_self_test
         trace = request.trace(now)
         logprobs = [request.first_logprobs] if request.first_logprobs is not None else []
@@ -78,7 +78,7 @@ class Endings:
                 first_token=request.first_token,
                 # Every rank settles; those with nothing that is cached there are no writers.
                 writers=sorted(request.writers_settled.intersection(reservation.message.writers)),
-                trace=_seen_by_target(request, trace.hand_over),
+                trace=_seen_by_target(request, trace.transfer),
                 logprobs=logprobs,
                 prompt_logprobs=request.prompt_logprobs,
                 digests=request.digests,
@@ -132,7 +132,7 @@ class Endings:
         if kind in self.counters:
             self.counters[kind] += 1
         if failure.kind == "transfer_failed" and reservation is not None:
-            self._outgoing.note_failure(reservation.peer, now)
+            self._transfer_health.note_failure(reservation.peer, now)
         if reservation is not None and request.is_quiet:
             if request.is_abort_asked:
                 transfer_id = reservation.message.transfer_id
@@ -167,7 +167,7 @@ class Endings:
                 self._credits.end(request.reservation.peer)
 
 
-def _seen_by_target(request: PrefillRequest, trace: HandOverTrace) -> HandOverTrace:
+def _seen_by_target(request: PrefillRequest, trace: TransferTrace) -> TransferTrace:
     """What a decode server waited for: not for what was computed before it asked."""
     if not request.is_ahead:
         return trace

@@ -1,7 +1,7 @@
 """Prompts that are computed before any decode server asks for them, as proxies want it that go to
 the prefill server first and to the decode server with what it says.
 
-    submitted -> queued -> computed: its client is answered -> held under its room -> handed over
+    submitted -> queued -> computed: its client is answered -> held under its room -> transferred
                                                                     -> nobody came: given up
 
 Knows nothing of how a cache is sent.

@@ -11,11 +11,11 @@ from common.config import Verify
 from common.protocol.peer import TransferRequest
 from common.request import (
     CHUNK_MARK_COUNT_MAX,
-    HandOverTrace,
     Origin,
     RequestTrace,
     SamplingParams,
     TokenLogprobs,
+    TransferTrace,
 )
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
@@ -119,10 +119,10 @@ class PrefillRequest:
         """Whether bytes or digests of it are outstanding."""
         return bool(self.sends_open or self.digests_open)
 
-    def hand_over_trace(self, now: float) -> HandOverTrace:
+    def transfer_trace(self, now: float) -> TransferTrace:
         scheduled_at = self.scheduled_at or now
         computed_at = self.computed_at or now
-        return HandOverTrace(
+        return TransferTrace(
             queue_s=scheduled_at - (self.queued_at or now),
             prefill_s=computed_at - scheduled_at,
             transfer_s=now - max(computed_at, self.paired_at),
@@ -147,7 +147,7 @@ class PrefillRequest:
             output_token_count=0 if self.first_token is None else 1,
             cached_token_count=self.cached_token_count,
             reserve_s=queued_at - self.arrived_at,
-            hand_over=self.hand_over_trace(now),
+            transfer=self.transfer_trace(now),
             ttft_s=now - self.arrived_at,
             e2e_s=now - self.arrived_at,
             origin=self.origin,

@@ -61,20 +61,20 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import PageAccount
-from common.scheduling.silence import Pulse
 from common.scheduling.transitions import PrefillEvent, PrefillState
+from common.scheduling.worker_health import WorkerHealth
 from prefill_server.admission import Admission
 from prefill_server.credits import Credits
 from prefill_server.decode_peers import DecodePeers
 from prefill_server.endings import Endings
 from prefill_server.holds import Holds, expired
-from prefill_server.outgoing import Outgoing
 from prefill_server.rendezvous import NEVER_CAME, Rendezvous
 from prefill_server.request import Failure, PrefillRequest
 from prefill_server.requests import RequestTable
 from prefill_server.reservations import Reservations
 from prefill_server.sender import Sender
 from prefill_server.submissions import Submissions
+from prefill_server.transfer_health import TransferHealth
 
 
 class PrefillScheduler:
@@ -84,11 +84,11 @@ class PrefillScheduler:
         self._facts = facts
         self._limits = limits
         self._outbox = Outbox()
-        self._pulse = Pulse(facts.rank_count, limits.pace.stall_s, limits.pace.worker_s)
+        self._worker_health = WorkerHealth.of(facts, limits.pace)
         self._rendezvous = Rendezvous(limits.bootstrap_timeout_s)
         self._sender = Sender(facts, self._outbox)
         self._table = RequestTable()
-        self._outgoing = Outgoing()
+        self._transfer_health = TransferHealth()
         self._trouble = ""
         self.account = PageAccount(
             facts.layout.groups,
@@ -116,7 +116,7 @@ class PrefillScheduler:
             self._rendezvous,
             self._peers,
             self._credits,
-            self._outgoing,
+            self._transfer_health,
             self._outbox,
         )
         self._holds = Holds(self._table, self._rendezvous, self._outbox)
@@ -169,7 +169,7 @@ class PrefillScheduler:
             case LinkRefused(reason=reason):
                 self._peers.handle_link_refused(reason)
             case WorkersStopped(ranks=ranks):
-                self._pulse.stopped_ranks = ranks
+                self._worker_health.stopped_ranks = ranks
             case ProcessesGone(incarnation=incarnation):
                 self._lose(incarnation, "its processes ended", now)
             case Tick() | LinkBroke():
@@ -189,9 +189,9 @@ class PrefillScheduler:
         self._admission.admit(now)
         self._send_steps()
         is_busy = self._batcher.is_computing
-        trouble = self._pulse.look(now, is_busy=is_busy)
+        trouble = self._worker_health.look(now, is_busy=is_busy)
         condition = Condition(
-            self._pulse.progress,
+            self._worker_health.progress,
             is_busy,
             self._admission.load_tokens,
             trouble,
@@ -199,7 +199,7 @@ class PrefillScheduler:
         )
         self._peers.hurry(self._credits.look(self._peers.connected_ones, len(self._table)))
         self._peers.send_heartbeats(now, condition)
-        self._look_at_hand_overs(now)
+        self._look_at_transfers(now)
         return self._outbox.take()
 
     def _send_steps(self) -> None:
@@ -215,11 +215,12 @@ class PrefillScheduler:
                 if not request.is_ahead:
                     self._sender.send_chunk(request, chunk, planned.step.step_id)
 
-    def _look_at_hand_overs(self, now: float) -> None:
+    def _look_at_transfers(self, now: float) -> None:
         """Peers are not told: each knows its own, and who gave this server up could not try it."""
-        before, self._trouble = self._trouble, self._outgoing.look(self._peers.connected_ones, now)
+        before = self._trouble
+        self._trouble = self._transfer_health.look(self._peers.connected_ones, now)
         if bool(before) != bool(self._trouble):
-            text = self._trouble or "hand-overs are not known to fail any more"
+            text = self._trouble or "transfers are not known to fail any more"
             self._outbox.report(text, is_warning=bool(self._trouble))
 
     def next_wakeup(self, now: float) -> float:
@@ -253,7 +254,7 @@ class PrefillScheduler:
 
     def _handle_peer(self, link: str, message: PeerMessage, now: float) -> None:
         match message:
-            case Hello() if self._pulse.trouble:
+            case Hello() if self._worker_health.trouble:
                 pass  # it asks again, and is welcome once our own workers move
             case Hello():
                 lost = self._peers.handle_hello(link, message, now)
@@ -300,13 +301,13 @@ class PrefillScheduler:
             case StepDone():
                 self._handle_step(message, now)
             case WorkerBeat():
-                self._pulse.apply_beat(message.rank, message.progress)
+                self._worker_health.apply_beat(message.rank, message.progress)
             case SendSettled():
                 request = self._sender.apply_settled(message)
                 if request is not None:
                     self._handle_settled(request, now)
                     if not message.is_quiet and request.reservation is not None:
-                        text = f"the connection broke in a hand-over: {message.error}"
+                        text = f"the connection broke in a transfer: {message.error}"
                         self._lose(request.reservation.peer, text, now)
             case Digested():
                 digested = self._sender.apply_digested(message)
@@ -418,5 +419,5 @@ class PrefillScheduler:
             peers=self._peers.states(),
             step_count=self._batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._pulse.trouble or self._trouble,
+            trouble=self._worker_health.trouble or self._trouble,
         )

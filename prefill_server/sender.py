@@ -39,12 +39,12 @@ class Sender:
         self._next_send_id = 1
 
     def send_chunk(self, request: PrefillRequest, chunk: PrefillChunk, step_id: int) -> None:
-        """Hand over what a step makes final, as its layer groups are computed: one Send for all
+        """Transfer what a step makes final, as its layer groups are computed: one Send for all
         ranks. The first one also takes along what a cached prefix had ready."""
         self._send(request, chunk.stop, step_id, is_final=chunk.is_last)
 
     def send_held(self, request: PrefillRequest) -> None:
-        """Hand over a cache that was computed before anybody asked for it: all in one Send."""
+        """Transfer a cache that was computed before anybody asked for it: all in one Send."""
         self._send(request, len(request.token_ids), ALL_COMPUTED, is_final=True)
 
     def _send(
@@ -110,7 +110,7 @@ class Sender:
         request.writers_settled.add(settled.rank)
         request.is_quiet = request.is_quiet and settled.is_quiet
         if settled.error and request.failure is None:
-            message = f"hand-over from rank {settled.rank} failed: {settled.error}"
+            message = f"transfer from rank {settled.rank} failed: {settled.error}"
             request.failure = Failure("transfer_failed", message, 500, is_retryable=True)
         return request
 

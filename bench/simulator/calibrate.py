@@ -51,7 +51,7 @@ class _Span(msgspec.Struct):
     duration_s: float
 
 
-class _HandOver(msgspec.Struct):
+class _Transfer(msgspec.Struct):
     """wire_s: that the bytes took. exposed_bytes: of them, sent after the last layer was done."""
 
     wire_s: float
@@ -64,7 +64,7 @@ class _Timeline(msgspec.Struct):
 
     ttft_s: float
     spans: list[_Span]
-    hand_over: _HandOver
+    transfer: _Transfer
 
     def span_s(self, name: str) -> float:
         return sum(span.duration_s for span in self.spans if span.name == name)
@@ -183,7 +183,7 @@ def _fit(stages: Sequence[_Stages], steps: Sequence[StepSample], info: _Info) ->
 class _Stages:
     """Of one prompt that found idle servers. frontend_s: what the client waited beyond what the
     scheduler tells of; message_s: what that waited with nobody computing or sending. exposed_s,
-    exposed_nbytes: of the hand-over, after the last layer."""
+    exposed_nbytes: of the transfer, after the last layer."""
 
     token_count: int
     prefill_s: float
@@ -220,7 +220,7 @@ def _one_alone(url: str, send: Send, draw: _Drawer, length: int) -> _Stages:
     listed = msgspec.json.decode(_get(url, "/requests"), type=_Requests).requests
     rid = next(one.rid for one in listed if one.prompt_tokens == length)  # the newest
     told = msgspec.json.decode(_get(url, f"/requests/{rid}/timeline"), type=_Timeline)
-    wire = told.hand_over
+    wire = told.transfer
     exposed_s = wire.wire_s * wire.exposed_bytes / wire.bytes
     # Where the scheduler heard of both ends together, the wire is in the stage before.
     both_s = told.span_s("prefill") + told.span_s("transfer")
@@ -273,7 +273,7 @@ def _dispatch_s(queue_s: float, length: int, profile: Profile) -> float:
     step_count = -(-QUEUE_COUNT // each_step)
     variable_s = profile.step_s([(0, length)], 0, 0) - profile.prefill_fixed_s
     computed_s = step_count * profile.prefill_fixed_s + QUEUE_COUNT * variable_s
-    edges_s = profile.frontend_s + profile.message_s + profile.hand_over_s(length)
+    edges_s = profile.frontend_s + profile.message_s + profile.transferred_s(length)
     return (queue_s - edges_s - computed_s) / QUEUE_COUNT
 
 

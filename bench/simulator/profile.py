@@ -27,7 +27,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for each token of its prompt.
     dispatch_s: of a prefill server, for a request beside its steps.
     message_s: from server to server and back, nobody computing meanwhile.
-    transfer_s, bandwidth: of a hand-over, at least, and bytes per second of the link.
+    transfer_s, bandwidth: of a transfer, at least, and bytes per second of the link.
         token_nbytes: what is left to be sent of each token of the prompt after its last step.
     client_token_s: what the client of the measurement itself takes for a token.
     chunk_token_max: prompt tokens of a step. running_max, token_capacity: of a decode server.
@@ -70,8 +70,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             variable_s += context_token_count * self.decode_context_s
         return fixed_s + variable_s
 
-    def hand_over_s(self, token_count: int) -> float:
-        """What a hand-over adds after the prompt's last step."""
+    def transferred_s(self, token_count: int) -> float:
+        """What a transfer adds after the prompt's last step."""
         return self.transfer_s + token_count * self.token_nbytes / self.bandwidth
 
 

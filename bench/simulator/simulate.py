@@ -2,11 +2,11 @@
 
 What is modelled: cores that their jobs share evenly; arrivals as they are drawn or recorded; steps
 with continuous batching and chunked prompts; pages that are reserved for the whole request; a
-prefill server chosen by its open tokens; messages and hand-overs that take time; a router that
+prefill server chosen by its open tokens; messages and transfers that take time; a router that
 deals requests out in turns.
 
 What is not, and would have to be seen in the measurement: prefix caches (every prompt is computed
-whole), requests that fail or are aborted, links that hand-overs have to share, retractions (pages
+whole), requests that fail or are aborted, links that transfers have to share, retractions (pages
 are reserved for a whole output instead), and sampling other than one token a step.
 """
 
@@ -61,7 +61,7 @@ class _Simulation:
         self._profile = profile
         self._client = plan.client
         self._machine = machine = Machine()
-        prefills = [PrefillServer(machine, profile, p, self._hand_over) for p in plan.prefills]
+        prefills = [PrefillServer(machine, profile, p, self._transfer) for p in plan.prefills]
         self._decodes = [
             DecodeServer(machine, profile, place, prefills, self._note) for place in plan.decodes
         ]
@@ -78,8 +78,8 @@ class _Simulation:
     def _home_of(self, request: Request) -> DecodeServer:
         return self._decodes[request.index % len(self._decodes)]
 
-    def _hand_over(self, request: Request) -> None:
-        delay_s = self._profile.hand_over_s(request.prompt_count)
+    def _transfer(self, request: Request) -> None:
+        delay_s = self._profile.transferred_s(request.prompt_count)
         self._machine.after(delay_s, partial(self._home_of(request).receive, request))
 
     def _note(self, requests: list[Request]) -> None:

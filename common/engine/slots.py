@@ -4,7 +4,7 @@ A page of a slot group is one slot, and holds the state after all tokens that ar
 recurrence, or the last inputs of a convolution. Knows nothing of what a state means.
 
 A slot is never cleared. A sequence that starts reads zeros instead, whatever the slot's last owner
-left there, and a sequence whose cache came from another server reads what was handed over.
+left there, and a sequence whose cache came from another server reads what was transferred.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from common.frontend.apis import info, openai_api, sglang_api, timelines, token_
 from common.frontend.app import HEADERS_NBYTES_MAX, build_app
 from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
 from common.frontend.context import FrontendContext
-from common.frontend.http.protocol import UVICORN_LOGGER, is_told_here, make_protocol
+from common.frontend.http.protocol import UVICORN_LOGGER, is_logged_here, make_protocol
 from common.frontend.page import routes as page
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
@@ -131,7 +131,7 @@ async def serve(
     )
     uvicorn_logger = logging.getLogger(UVICORN_LOGGER)
     uvicorn_logger.setLevel(logging.WARNING)
-    uvicorn_logger.addFilter(lambda record: not is_told_here(record))
+    uvicorn_logger.addFilter(lambda record: not is_logged_here(record))
     async with asyncio.TaskGroup() as tasks:
         receiver = tasks.create_task(client.run())
         stop = asyncio.Event()

@@ -10,8 +10,8 @@ A *plane* is one segment of one component. A *unit class* holds the planes of a 
 are cut alike (same shard rule and unit count), so K and V of one head lie side by side and a whole
 page, any head range of a page, and any layer range inside a head are each one run. Where element
 types differ in a page group, a plane begins at a multiple of its own element, a unit and a page at
-one of the largest: the few bytes of padding belong to nobody and are never handed over.
-Page id 0 is a scratch page for padding and is never handed over.
+one of the largest: the few bytes of padding belong to nobody and are never transferred.
+Page id 0 is a scratch page for padding and is never transferred.
 """
 
 from __future__ import annotations

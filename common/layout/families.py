@@ -1,4 +1,4 @@
-"""The cache components of every supported family. The only file of the hand-over that names one."""
+"""The cache components of every supported family. The only file of the transfer that names one."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ HEAD = f"""\
 Printed by `python -m common.layout.reference` from `common/layout/families.py`; a test compares.
 
 A model's cache is a list of components. Two servers agree if their lists are the same: names,
-layers, live rule, how it is cut, order and units; element types may differ where a hand-over may be
+layers, live rule, how it is cut, order and units; element types may differ where a transfer may be
 staged. What differs is named when they connect (see [layouts.md](layouts.md)).
 
 - **lives**: which items a request needs to go on. *full*: one per token. *window W*: those of the

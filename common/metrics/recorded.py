@@ -1,4 +1,4 @@
-"""The metrics that are counted when something happens: latencies, requests, hand-overs."""
+"""The metrics that are counted when something happens: latencies, requests, transfers."""
 
 from __future__ import annotations
 
@@ -154,14 +154,14 @@ REQUESTS = (
     ),
 )
 
-HAND_OVERS = (
+TRANSFERS = (
     Metric(
         "stage",
         Kind.HISTOGRAM,
         "Parts of a request's time, one after another: reserve, queue, prefill, transfer and "
         "first_token add up to the time to first token, decode is the rest.",
         (
-            View("baton:hand_over_stage_seconds", ("stage", "peer")),
+            View("baton:transfer_stage_seconds", ("stage", "peer")),
             View("vllm:request_prefill_time_seconds", only=("stage", "prefill")),
             View("vllm:request_decode_time_seconds", only=("stage", "decode")),
         ),
@@ -172,7 +172,7 @@ HAND_OVERS = (
     Metric(
         "wire_ms",
         Kind.HISTOGRAM,
-        "Time in which bytes of a hand-over were on the wire, in ms.",
+        "Time in which bytes of a transfer were on the wire, in ms.",
         (View("sglang:kv_transfer_latency_ms"),),
         buckets=buckets.TRANSFER_MS,
         side=Side.PREFILL,
@@ -180,7 +180,7 @@ HAND_OVERS = (
     Metric(
         "size_mb",
         Kind.HISTOGRAM,
-        "Size of a hand-over in 10^6 bytes.",
+        "Size of a transfer in 10^6 bytes.",
         (View("sglang:kv_transfer_total_mb"),),
         buckets=buckets.TRANSFER_MB,
         side=Side.PREFILL,
@@ -188,10 +188,10 @@ HAND_OVERS = (
     Metric(
         "speed_gb_s",
         Kind.HISTOGRAM,
-        "Bytes of a hand-over over its time on the wire, in 10^9 per second.",
+        "Bytes of a transfer over its time on the wire, in 10^9 per second.",
         (
             View("sglang:kv_transfer_speed_gb_s"),
-            View("baton:peer_hand_over_speed_gb_s", ("peer",)),
+            View("baton:peer_transfer_speed_gb_s", ("peer",)),
         ),
         ("peer",),
         buckets.TRANSFER_SPEED,
@@ -214,12 +214,12 @@ HAND_OVERS = (
         side=Side.DECODE,
     ),
     Metric(
-        "hand_over_bytes",
+        "transfer_bytes",
         Kind.COUNTER,
         "Cache bytes sent (prefill) or received (decode).",
         (
-            View("baton:hand_over_bytes"),
-            View("baton:peer_hand_over_bytes", ("peer",)),
+            View("baton:transfer_bytes"),
+            View("baton:peer_transfer_bytes", ("peer",)),
         ),
         ("peer",),
     ),
@@ -227,14 +227,14 @@ HAND_OVERS = (
         "exposed_bytes",
         Kind.COUNTER,
         "Cache bytes that were still to move when the last layer was computed.",
-        (View("baton:hand_over_exposed_bytes"),),
+        (View("baton:transfer_exposed_bytes"),),
     ),
     Metric(
-        "hand_over_runs",
+        "transfer_runs",
         Kind.COUNTER,
         "Contiguous runs that cache bytes went in.",
-        (View("baton:hand_over_runs"),),
+        (View("baton:transfer_runs"),),
     ),
 )
 
-RECORDED = (*LATENCIES, *REQUESTS, *HAND_OVERS)
+RECORDED = (*LATENCIES, *REQUESTS, *TRANSFERS)

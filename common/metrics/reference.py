@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterable
 
 from common.metrics.definitions import Kind, Metric, View
-from common.metrics.recorded import HAND_OVERS, LATENCIES, REQUESTS
+from common.metrics.recorded import LATENCIES, REQUESTS, TRANSFERS
 from common.metrics.seen import COUNTERS, GAUGES, NAMED_COUNTERS, QUEUES
 from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX
 
 SECTIONS = {
     "Latencies and lengths": LATENCIES,
     "Requests and tokens": REQUESTS,
-    "Hand-overs": HAND_OVERS,
+    "Transfers": TRANSFERS,
     "Queues": QUEUES,
     "What the scheduler counts": (*COUNTERS, *NAMED_COUNTERS),
     "State of the moment": GAUGES,

@@ -73,7 +73,7 @@ COUNTERS = (
         "vllm:num_preemptions",
         side=Side.DECODE,
     ),
-    _counter("transfer_failed", "Hand-overs that failed.", "sglang:num_transfer_failed_reqs"),
+    _counter("transfer_failed", "Transfers that failed.", "sglang:num_transfer_failed_reqs"),
     _counter(
         "bootstrap_failed",
         "Requests whose other half never came or was refused.",
@@ -81,8 +81,8 @@ COUNTERS = (
     ),
     _counter(
         "retried",
-        "Hand-overs that were tried again with another prefill server.",
-        "baton:hand_over_retries",
+        "Transfers that were tried again with another prefill server.",
+        "baton:transfer_retries",
         side=Side.DECODE,
     ),
     _counter(
@@ -94,13 +94,13 @@ COUNTERS = (
     _counter(
         "verified",
         "Caches that were compared with what was sent, and are the same.",
-        "baton:verified_hand_overs",
+        "baton:verified_transfers",
         side=Side.DECODE,
     ),
     _counter(
         "mismatched",
         "Caches that differ from what was sent; they were not used.",
-        "baton:mismatched_hand_overs",
+        "baton:mismatched_transfers",
         side=Side.DECODE,
     ),
     _counter(
@@ -192,9 +192,7 @@ GAUGES = (
     ),
     _labelled("queue_depth", "Requests in each queue, by its name.", "baton:queue_depth", "queue"),
     _labelled("peer_connected", "Whether a peer can be used.", "baton:peer_connected", "peer"),
-    _labelled(
-        "peer_in_flight", "Hand-overs under way with a peer.", "baton:peer_in_flight", "peer"
-    ),
+    _labelled("peer_in_flight", "Transfers under way with a peer.", "baton:peer_in_flight", "peer"),
     _labelled(
         "peer_breaker_open",
         "Whether a peer is left alone after failures.",
@@ -204,7 +202,7 @@ GAUGES = (
     ),
     _labelled(
         "peer_self_test_failing",
-        "Whether the last self-test of a peer failed, and no hand-over went well since.",
+        "Whether the last self-test of a peer failed, and no transfer went well since.",
         "baton:peer_self_test_failing",
         "peer",
         side=Side.DECODE,

@@ -1,4 +1,4 @@
-"""What a server measures: requests and hand-overs as they end, and the exposition of it all.
+"""What a server measures: requests and transfers as they end, and the exposition of it all.
 
 Knows nothing of HTTP, messages or who measured: it takes plain values and `RequestTrace`s, and
 lives in the frontend process. What is true *now* comes as a `Snapshot` at scrape time; what
@@ -19,7 +19,7 @@ from common.metrics.exposition import Exposition, Instrument
 from common.metrics.instruments import Counter, Histogram
 from common.metrics.recorded import RECORDED
 from common.metrics.snapshot import Snapshot
-from common.request import FinishKind, HandOverTrace, RequestTrace
+from common.request import FinishKind, RequestTrace, TransferTrace
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER_PEERS = "other"  # stands for those beyond the first PEER_COUNT_MAX
@@ -93,7 +93,7 @@ class ServerMetrics:
         self._counters["prompt_tokens"].inc(trace.prompt_token_count, flag)
         self._counters["cached_tokens"].inc(trace.cached_token_count, "device")
         if self._is_prefill:
-            self.observe_hand_over(trace)
+            self.observe_transfer(trace)
         if trace.status != "ok":
             self.observe_failure(trace.status, is_streaming=is_streaming)
             return
@@ -104,7 +104,7 @@ class ServerMetrics:
             self._observe_latencies(trace, flag)
 
     def _observe_latencies(self, trace: RequestTrace, flag: str) -> None:
-        waited_s = trace.reserve_s + trace.hand_over.queue_s
+        waited_s = trace.reserve_s + trace.transfer.queue_s
         self._histograms["e2e"].observe(trace.e2e_s, flag)
         self._histograms["queue_time"].observe(waited_s)
         self._histograms["inference_time"].observe(max(0.0, trace.e2e_s - waited_s))
@@ -122,48 +122,48 @@ class ServerMetrics:
         if reason is not FinishKind.ABORT:
             self._counters["failed"].inc(1, kind)
 
-    def observe_hand_over(self, trace: RequestTrace) -> None:
-        """A hand-over that this prefill server has sent has ended."""
-        hand_over, peer = trace.hand_over, self._peer(trace.peer)
-        if trace.status == "ok" and hand_over.nbytes:
-            self._histograms["queue_time"].observe(hand_over.queue_s)
+    def observe_transfer(self, trace: RequestTrace) -> None:
+        """A transfer that this prefill server has sent has ended."""
+        transfer, peer = trace.transfer, self._peer(trace.peer)
+        if trace.status == "ok" and transfer.nbytes:
+            self._histograms["queue_time"].observe(transfer.queue_s)
             self._histograms["bootstrap_ms"].observe(trace.reserve_s * 1e3)
             stages = self._histograms["per_stage"]
             stages.observe(trace.reserve_s, "prefill_bootstrap")
-            stages.observe(hand_over.prefill_s, "prefill_forward")
-            stages.observe(hand_over.transfer_s, "prefill_transfer_kv_cache")
-            self._histograms["wire_ms"].observe(hand_over.wire_s * 1e3)
-            self._histograms["size_mb"].observe(hand_over.nbytes / 1e6)
-            if hand_over.wire_s > 0:
-                speed = hand_over.nbytes / 1e9 / hand_over.wire_s
+            stages.observe(transfer.prefill_s, "prefill_forward")
+            stages.observe(transfer.transfer_s, "prefill_transfer_kv_cache")
+            self._histograms["wire_ms"].observe(transfer.wire_s * 1e3)
+            self._histograms["size_mb"].observe(transfer.nbytes / 1e6)
+            if transfer.wire_s > 0:
+                speed = transfer.nbytes / 1e9 / transfer.wire_s
                 self._histograms["speed_gb_s"].observe(speed, peer)
             self._note_prompt(trace)
-        self._count_hand_over(hand_over, peer)
+        self._count_transfer(transfer, peer)
 
     def _observe_stages(self, trace: RequestTrace) -> None:
-        hand_over, peer = trace.hand_over, self._peer(trace.peer)
+        transfer, peer = trace.transfer, self._peer(trace.peer)
         for stage, seconds in (
             ("reserve", trace.reserve_s),
-            ("queue", hand_over.queue_s),
-            ("prefill", hand_over.prefill_s),
-            ("transfer", hand_over.transfer_s),
+            ("queue", transfer.queue_s),
+            ("prefill", transfer.prefill_s),
+            ("transfer", transfer.transfer_s),
             ("first_token", trace.first_token_s),
             ("decode", trace.decode_s),
         ):
             self._histograms["stage"].observe(seconds, stage, peer)
         self._note_prompt(trace)
-        if hand_over.nbytes:
+        if transfer.nbytes:
             stages = self._histograms["per_stage"]
             stages.observe(trace.reserve_s, "decode_bootstrap")
             stages.observe(trace.ttft_s - trace.reserve_s, "decode_transferred")
             self._histograms["alloc_ms"].observe(trace.reserve_s * 1e3)
-            self._count_hand_over(hand_over, peer)
+            self._count_transfer(transfer, peer)
 
-    def _count_hand_over(self, hand_over: HandOverTrace, peer: str) -> None:
-        self._handed_over_nbytes += hand_over.nbytes
-        self._counters["hand_over_bytes"].inc(hand_over.nbytes, peer)
-        self._counters["exposed_bytes"].inc(hand_over.exposed_nbytes)
-        self._counters["hand_over_runs"].inc(hand_over.run_count)
+    def _count_transfer(self, transfer: TransferTrace, peer: str) -> None:
+        self._handed_over_nbytes += transfer.nbytes
+        self._counters["transfer_bytes"].inc(transfer.nbytes, peer)
+        self._counters["exposed_bytes"].inc(transfer.exposed_nbytes)
+        self._counters["transfer_runs"].inc(transfer.run_count)
 
     def _note_prompt(self, trace: RequestTrace) -> None:
         self._prompts.append((trace.cached_token_count, trace.prompt_token_count))

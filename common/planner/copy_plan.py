@@ -1,4 +1,4 @@
-"""The byte ranges of one hand-over between two ranks, as arrays.
+"""The byte ranges of one transfer between two ranks, as arrays.
 
 Knows nothing of pages, layers or families.
 """

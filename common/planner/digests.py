@@ -1,4 +1,4 @@
-"""What is digested of a hand-over, and in which order: computed alike on both sides.
+"""What is digested of a transfer, and in which order: computed alike on both sides.
 
 A *digest* is a number over the logical content of one plane: one segment of one component on one
 layer, its units and items. Pages, layer groups and the way it travelled are no part of it. Every
@@ -22,11 +22,11 @@ from common.planner.copy_plan import Int64Array
 
 BUCKET_COUNT_MAX = 16
 DIGEST_COUNT_MAX = 1 << 16
-"""Digests of a hand-over, eight bytes each, as far as fewer buckets go."""
+"""Digests of a transfer, eight bytes each, as far as fewer buckets go."""
 
 SAMPLE_STRIDE = 8
 """Of so many planes of a rank and page group, a sample has one: damage that touches every plane of
-a page is found for certain, damage of a single plane once in so many hand-overs."""
+a page is found for certain, damage of a single plane once in so many transfers."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
@@ -60,7 +60,7 @@ class Difference:
 
 
 def digested_planes(target: RankLayout, verify: Verify, transfer_id: int) -> list[DigestedPlane]:
-    """The planes of a target rank that a hand-over's digests cover, in the order they come in.
+    """The planes of a target rank that a transfer's digests cover, in the order they come in.
 
     Of a sample, the transfer's id decides: every plane is as likely, and every page group has some.
     """

@@ -83,7 +83,7 @@ def handed_units(cell: Cell, source: RankLayout, target: RankLayout) -> range:
 
 
 def rank_pairs(source: ServerLayout, target: ServerLayout) -> list[tuple[int, int]]:
-    """Every (source rank, target rank) of which a hand-over may write from the one to the other.
+    """Every (source rank, target rank) of which a transfer may write from the one to the other.
 
     Global ranks, in order. What `PairPlan` would not be empty for, without the offsets.
     """

@@ -28,7 +28,7 @@ from common.protocol.value_checks import (
     check_number,
     check_text,
 )
-from common.request import CHUNK_MARK_COUNT_MAX, Grammar, HandOverTrace, Origin, SamplingParams
+from common.request import CHUNK_MARK_COUNT_MAX, Grammar, Origin, SamplingParams, TransferTrace
 from common.request_bounds import (
     ASKED_LOGPROB_COUNT_MAX,
     GRAMMAR_LENGTH_MAX,
@@ -283,7 +283,7 @@ def _check_origin(name: str, value: object) -> None:
 
 
 def _check_trace(name: str, value: object) -> None:
-    assert isinstance(value, HandOverTrace), f"{name} is decoded as HandOverTrace"
+    assert isinstance(value, TransferTrace), f"{name} is decoded as TransferTrace"
     check_count(f"{name}.chunk_ends_s", len(value.chunk_ends_s), CHUNK_MARK_COUNT_MAX)
     for seconds in value.chunk_ends_s:
         _check_by_type(f"{name}.chunk_ends_s", seconds)

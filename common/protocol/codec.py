@@ -115,7 +115,7 @@ def find_unread_request(payload: bytes) -> UnreadTransfer | None:
 
 
 def find_unread_result(payload: bytes) -> UnreadTransfer | None:
-    """The end of a hand-over that bytes tell of, which `decode_prefill_to_decode` refuses; None if
+    """The end of a transfer that bytes tell of, which `decode_prefill_to_decode` refuses; None if
     they tell of none, or don't say which."""
     return _named(_transfer_result, payload)
 

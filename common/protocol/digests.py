@@ -1,4 +1,4 @@
-"""What a scheduler asks of its workers to verify a hand-over. Values only."""
+"""What a scheduler asks of its workers to verify a transfer. Values only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.config import Verify
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Digest what a hand-over carries, as it lies in this rank's pages; answered by Digested.
+    """Digest what a transfer carries, as it lies in this rank's pages; answered by Digested.
 
     Nothing writes these pages until then. is_source: whether they are the pages that it was sent
     from; layout: the other side's ServerLayout, msgpack. token_count, pages: as in `Send`.

@@ -96,7 +96,7 @@ class Outputs(_Message, frozen=True):
 
 
 class Traced(_Message, frozen=True):
-    """A request that this server's frontend never saw has ended (plain hand-overs on prefill)."""
+    """A request that this server's frontend never saw has ended (plain transfers on prefill)."""
 
     trace: RequestTrace
 
@@ -126,7 +126,7 @@ class PeerState(_Message, frozen=True):
     pp_size: int = 0
     page_size: int = 0
     in_flight_count: int = 0
-    hand_over: list[str] = []
+    transfer_mode: list[str] = []
     verify: str = ""
     breaker: str = ""
     breaker_open_count: int = 0

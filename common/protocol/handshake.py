@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
@@ -45,19 +45,19 @@ def compare_fingerprints(ours: dict[str, str], theirs: dict[str, str]) -> list[s
     ]
 
 
-def agree_hand_over(ours: HandOver, theirs: HandOver) -> HandOver | None:
+def agree_transfer_mode(ours: TransferMode, theirs: TransferMode) -> TransferMode | None:
     """How caches travel between two sides that want them so; None if that can't be.
 
     `landing` on either side keeps the target's pages out of reach, `direct` on either side means
     that there is nothing to stage with, and the two exclude each other.
     """
     both = {ours, theirs}
-    if both == {HandOver.LANDING, HandOver.DIRECT}:
+    if both == {TransferMode.STAGED, TransferMode.DIRECT}:
         return None
-    for strict in (HandOver.LANDING, HandOver.DIRECT):
+    for strict in (TransferMode.STAGED, TransferMode.DIRECT):
         if strict in both:
             return strict
-    return HandOver.AUTO
+    return TransferMode.AUTO
 
 
 def agree_verify(ours: Verify, theirs: Verify | None) -> Verify:
@@ -67,13 +67,13 @@ def agree_verify(ours: Verify, theirs: Verify | None) -> Verify:
     return max(ours, theirs, key=list(Verify).index)
 
 
-def compare_hand_over(ours: HandOver, theirs: HandOver) -> list[str]:
+def compare_transfer_mode(ours: TransferMode, theirs: TransferMode) -> list[str]:
     """Empty if caches can travel between the two sides."""
-    return [] if agree_hand_over(ours, theirs) else _compare("hand-over", ours, theirs)
+    return [] if agree_transfer_mode(ours, theirs) else _compare("transfer", ours, theirs)
 
 
 def compare_layouts(
-    ours: ServerLayout, theirs: ServerLayout, hand_over: HandOver = HandOver.DIRECT
+    ours: ServerLayout, theirs: ServerLayout, transfer_mode: TransferMode = TransferMode.DIRECT
 ) -> list[str]:
     """What keeps pages of one cache from being written into the other; both passed `check`.
 
@@ -101,21 +101,21 @@ def compare_layouts(
             ("order", our.order, their.order),
         ):
             differences += _compare(f"component {_show(name)} {field}", our_value, their_value)
-        differences += _compare_elements(f"component {_show(name)}", our, their, hand_over)
+        differences += _compare_elements(f"component {_show(name)}", our, their, transfer_mode)
     return differences
 
 
 def _compare_elements(
-    name: str, our: CacheComponent, their: CacheComponent, hand_over: HandOver
+    name: str, our: CacheComponent, their: CacheComponent, transfer_mode: TransferMode
 ) -> list[str]:
     """What keeps the elements of two components from being copied, or converted."""
     if our.dtype == their.dtype:
         return _compare(f"{name} segments", _show_segments(our), _show_segments(their))
     reason = why_not_convertible(our, their)
-    if reason is None and hand_over is not HandOver.DIRECT:
+    if reason is None and transfer_mode is not TransferMode.DIRECT:
         return []
     if reason is None:
-        reason = "a direct hand-over does not convert"
+        reason = "a direct transfer does not convert"
     shown = f"ours {_show(our.dtype)}, theirs {_show(their.dtype)} ({_show(reason)})"
     differences = [f"{name} dtype: {shown}"]
     if [(s.name, s.unit_count) for s in our.segments] != [
@@ -128,7 +128,7 @@ def _compare_elements(
 def expected_writers(source: ServerLayout, target: ServerLayout) -> list[int]:
     """Global ranks of the prefill server that hold part of what the decode server caches.
 
-    Each of them must be heard of before a hand-over is complete; one whose part another replica
+    Each of them must be heard of before a transfer is complete; one whose part another replica
     was elected to write has nothing to write, and says so.
     """
     cached = {layer for component in target.components for layer in component.layers}

@@ -9,7 +9,7 @@ The decode server dials; the prefill server's bootstrap port answers. Order of a
            <------------------------ Attached   every prefill rank reached every decode rank
     Heartbeat <--------------------> Heartbeat  both ways from then on
 
-and of a hand-over: TransferRequest -> TransferDone | TransferFailed; Abort -> Quiesced; or, before
+and of a transfer: TransferRequest -> TransferDone | TransferFailed; Abort -> Quiesced; or, before
 there is anything to abort, Withdraw.
 TransferDone, TransferFailed and Quiesced are each terminal for their transfer id: sent after every
 operation of every writer has returned, so the target's pages are quiet from then on.
@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import msgspec
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.protocol.descriptor import RankDescriptor
-from common.request import HandOverTrace, Origin, SamplingParams, TokenLogprobs
+from common.request import Origin, SamplingParams, TokenLogprobs, TransferTrace
 
 PROTOCOL_VERSION = 1
 PROTOCOL_VERSION_MIN = 1
@@ -34,7 +34,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class Hello(_Message, frozen=True):
     """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack.
 
-    hand_over: how this side may be written to; a peer that does not say knows no staging.
+    transfer_mode: how this side may be written to; a peer that does not say knows no staging.
     host_ids, pids: of its ranks (see hosts.py), for a peer that can watch their processes.
     verify: how much it wants compared; one that does not say can't.
     name, http_address: for operators; nothing is decided by them.
@@ -46,7 +46,7 @@ class Hello(_Message, frozen=True):
     incarnation: str
     fingerprint: dict[str, str]
     layout: bytes
-    hand_over: HandOver = HandOver.DIRECT
+    transfer_mode: TransferMode = TransferMode.DIRECT
     host_ids: list[str] = []
     pids: list[int] = []
     verify: Verify | None = None
@@ -69,7 +69,7 @@ class Welcome(_Message, frozen=True):
     request_token_max: int
     host_ids: list[str] = []
     pids: list[int] = []
-    hand_over: HandOver = HandOver.DIRECT
+    transfer_mode: TransferMode = TransferMode.DIRECT
     verify: Verify | None = None
     name: str = ""
     http_address: str = ""
@@ -122,7 +122,7 @@ class Heartbeat(_Message, frozen=True):
     """progress: counter of finished layers. is_busy: a step is running.
 
     load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
-    is_draining: it takes no new hand-overs, and finishes those that it has.
+    is_draining: it takes no new transfers, and finishes those that it has.
     trouble: what keeps its engine from moving, "" if nothing does.
     credits: how many requests that bring their tokens the decode server may have open at this
         prefill server, until it hears another number; None if it does not say.
@@ -183,14 +183,14 @@ class TransferDone(_Message, frozen=True):
     token_count: int
     first_token: int
     writers: list[int]
-    trace: HandOverTrace
+    trace: TransferTrace
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[bytes] = []
     digests: list[bytes] = []
 
 
 class TransferFailed(_Message, frozen=True):
-    """The hand-over ended without a result. is_retryable: another prefill server may try.
+    """The transfer ended without a result. is_retryable: another prefill server may try.
 
     status: the HTTP status it maps to if nobody else tries.
     """

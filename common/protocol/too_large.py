@@ -23,7 +23,7 @@ STATUS = 400
 def replacement_for_peer(
     message: DecodeToPrefill | PrefillToDecode, error: ProtocolError
 ) -> TransferFailed | None:
-    """What a peer hears of a hand-over that ended; as true as a TransferDone would have been: all
+    """What a peer hears of a transfer that ended; as true as a TransferDone would have been: all
     writers are quiet. None for messages that no request depends on."""
     if not isinstance(message, TransferDone):
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.digests import Digest, Digested
 from common.request import SamplingParams, TokenLogprobs
@@ -74,13 +74,13 @@ class OpenPeer(_Message, frozen=True):
     """Make a place that this peer incarnation may write through; answered by PeerOpened.
 
     layout: the peer's ServerLayout, msgpack as in the handshake. link: the address it was dialled
-    at. Both only matter where transfers may be staged, as `hand_over` says.
+    at. Both only matter where transfers may be staged, as `transfer_mode` says.
     """
 
     peer: str
     layout: bytes = b""
     link: str = ""
-    hand_over: HandOver = HandOver.DIRECT
+    transfer_mode: TransferMode = TransferMode.DIRECT
 
 
 class ConnectPeer(_Message, frozen=True):
@@ -92,7 +92,7 @@ class ConnectPeer(_Message, frozen=True):
     peer: str
     layout: bytes
     ranks: list[RankDescriptor]
-    hand_over: HandOver = HandOver.DIRECT
+    transfer_mode: TransferMode = TransferMode.DIRECT
 
 
 class ClosePeer(_Message, frozen=True):
@@ -139,7 +139,7 @@ class OpenTransfer(_Message, frozen=True):
 
 
 class Send(_Message, frozen=True):
-    """Hand over items of one request, from this rank to every target rank of the peer.
+    """Transfer items of one request, from this rank to every target rank of the peer.
 
     send_id: unique per transfer attempt and piece; answered by exactly one SendSettled.
     step_id: the step that computes these tokens: layer groups leave as it finishes them. 0 if all
@@ -235,12 +235,12 @@ class PeerOpened(_Message, frozen=True):
 
 
 class PeerConnected(_Message, frozen=True):
-    """transports: what carries the puts. hand_over: how transfers will travel, as measured."""
+    """transports: what carries the puts. transfer_mode: how transfers will travel, as measured."""
 
     peer: str
     rank: int
     transports: str
-    hand_over: str = ""
+    transfer_mode: str = ""
 
 
 class Forgotten(_Message, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from common.config import HandOver, Role, ServerConfig
+from common.config import Role, ServerConfig, TransferMode
 
 
 def open_doors(config: ServerConfig) -> list[str]:
@@ -25,7 +25,7 @@ def open_doors(config: ServerConfig) -> list[str]:
     if _has_open_landing(config) and not has_keys:
         doors.append(
             "the ports where staged transfers are announced are open to whoever reaches them: set "
-            "--curve-secret-key-file and --curve-peer-keys-file, or --hand-over direct"
+            "--curve-secret-key-file and --curve-peer-keys-file, or --transfer-mode direct"
         )
     if config.transport == "ucx-tcp":
         doors.append(
@@ -54,7 +54,7 @@ def open_doors(config: ServerConfig) -> list[str]:
 
 def _has_open_landing(config: ServerConfig) -> bool:
     """A decode rank listens where its prefill servers reach it."""
-    return config.hand_over is not HandOver.DIRECT and _has_far_writers(config)
+    return config.transfer_mode is not TransferMode.DIRECT and _has_far_writers(config)
 
 
 def _has_far_writers(config: ServerConfig) -> bool:

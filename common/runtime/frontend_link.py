@@ -104,6 +104,6 @@ class FrontendLink:
             count = self._undelivered.take_dropped_count()
             if count:
                 self.dropped_count += count
-                log.warning("the frontend read too late: %d accounts of hand-overs are lost", count)
+                log.warning("the frontend read too late: %d accounts of transfers are lost", count)
         elif self._undelivered.nbytes > WAITING_NBYTES_MAX:
             self.is_behind = True

@@ -33,6 +33,6 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         name=config.name or config.http_address,
         http_address=config.http_address,
         workers=tuple(worker.describe for worker in ordered),
-        hand_over=config.hand_over,
+        transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
     )

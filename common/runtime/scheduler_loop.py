@@ -53,7 +53,7 @@ from common.scheduling.events import (
     WorkersStopped,
 )
 from common.scheduling.facts import ServerFacts
-from common.scheduling.sparing import Sparing
+from common.scheduling.log_rate_limiter import LogRateLimiter
 from common.stopped import is_stopped
 
 log = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class SchedulerLoop:
             load_own_curve(config.curve_secret_key_file),
         )
         self._frontend = FrontendLink(config.frontend_ipc_path)
-        self._peers = PeerEndpoint(config, self._warn_sparingly)
-        self._told_dropped = Sparing()
+        self._peers = PeerEndpoint(config, self._warn_at_limited_rate)
+        self._dropped_lines = LogRateLimiter()
         self._early_refusals: list[LinkRefused] = []
         self._poller = Poller()
         self._poller.register(self._local)
@@ -198,10 +198,10 @@ class SchedulerLoop:
                 self._drop_local(repr(name), error)
 
         for who in self._local.take_refusals():
-            self._warn_sparingly(f"refused a worker: it has another {who}")
+            self._warn_at_limited_rate(f"refused a worker: it has another {who}")
 
     def _drop_local(self, sender: str, error: ProtocolError) -> None:
-        self._warn_sparingly(f"dropped a message of {sender}: {error}")
+        self._warn_at_limited_rate(f"dropped a message of {sender}: {error}")
         self.dropped_count += 1
 
     def _handle_worker(self, message: WorkerToScheduler) -> None:
@@ -231,9 +231,9 @@ class SchedulerLoop:
         for event in (*refusals, *events):
             self._feed(event)
 
-    def _warn_sparingly(self, text: str) -> None:
+    def _warn_at_limited_rate(self, text: str) -> None:
         """Of what comes in from others, who may send as much as they like."""
-        line = self._told_dropped.admit(text, self._clock.now())
+        line = self._dropped_lines.admit(text, self._clock.now())
         if line:
             log.warning("%s", line)
 
@@ -265,7 +265,7 @@ class SchedulerLoop:
             return
         self._is_frontend_behind = is_behind
         if is_behind:
-            self._warn_sparingly("the frontend does not read its messages: steps wait for it")
+            self._warn_at_limited_rate("the frontend does not read its messages: steps wait for it")
         self._feed(FrontendBehind(is_behind))
 
     def _feed(self, event: Event) -> None:
@@ -349,7 +349,7 @@ class SchedulerLoop:
                 raise WorkerLost(f"{name} is gone or reads nothing")
 
     def _note_too_large(self, error: ProtocolError) -> None:
-        self._warn_sparingly(f"not sent: {error}")
+        self._warn_at_limited_rate(f"not sent: {error}")
         self.dropped_count += 1
 
 

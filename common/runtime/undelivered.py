@@ -23,7 +23,7 @@ from common.request import ENTRY_NBYTES, POSITION_NBYTES
 TOKEN_NBYTES = 5
 """What a token id takes in a message at most."""
 TRACE_COUNT_MAX = 4096
-"""Accounts of hand-overs that may wait. They are for metrics alone and come as often as peers ask,
+"""Accounts of transfers that may wait. They are for metrics alone and come as often as peers ask,
 so those that are too many are dropped, the oldest first."""
 
 

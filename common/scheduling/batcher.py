@@ -163,7 +163,7 @@ class Batcher:
     def add(self, sequence: Sequence) -> None:
         """Start computing. A sequence whose cache lacks only its last token decodes as soon as it
         has a place, but not where it leaves with its next one: there that is the last chunk, which
-        is handed over.
+        is transferred.
         """
         assert not self.holds(sequence.request_id)
         lacks_only_last = sequence.computed_count == len(sequence.token_ids) - 1

@@ -62,7 +62,7 @@ def plan_chunks(
     told_budget = STEP_LOGPROBS_NBYTES_MAX
     chunks: list[PrefillChunk] = []
     for sequence, count in zip(waiting, share_step(left, most, budget), strict=True):
-        token_nbytes = _told_nbytes(sequence)
+        token_nbytes = _reported_nbytes(sequence)
         if token_nbytes:
             room = told_budget // token_nbytes
             count = min(count, room if chunks else max(1, room))
@@ -80,11 +80,11 @@ def _token_max(account: PageAccount, sequence: Sequence) -> int:
     account.recycle(sequence)
     count = account.chunk_stop_max(sequence) - sequence.chunk_start
     assert count > 0, f"request {sequence.request_id}: no page for token {sequence.chunk_start}"
-    token_nbytes = _told_nbytes(sequence)
+    token_nbytes = _reported_nbytes(sequence)
     return min(count, max(1, STEP_LOGPROBS_NBYTES_MAX // token_nbytes)) if token_nbytes else count
 
 
-def _told_nbytes(sequence: Sequence) -> int:
+def _reported_nbytes(sequence: Sequence) -> int:
     """What is told of every prompt token of a sequence at most."""
     sampling = sequence.sampling
     return logprobs_nbytes(sampling, 1) if sampling.logprob_start_len >= 0 else 0

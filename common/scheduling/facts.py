@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import DEFAULT_MAX_RUNNING_REQUESTS, HandOver, Verify
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.scheduling.batcher import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
@@ -15,8 +15,8 @@ class ServerFacts:
     """incarnation: random per process start. page_counts: per page group, the least of all ranks.
     sequence_token_max: context length. host_ids, pids: of the worker processes, by rank.
     name, http_address: what peers show of it.
-    hand_over: how caches may travel, as far as this side is concerned. verify: how much of them it
-    wants compared."""
+    transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
+    it wants compared."""
 
     incarnation: str
     layout: ServerLayout
@@ -30,7 +30,7 @@ class ServerFacts:
     name: str = ""
     http_address: str = ""
     workers: tuple[dict[str, str], ...] = ()
-    hand_over: HandOver = HandOver.DIRECT
+    transfer_mode: TransferMode = TransferMode.DIRECT
     verify: Verify = Verify.OFF
 
     @property
@@ -74,7 +74,7 @@ class SchedulerLimits:
     queue_max: requests that may wait; more are answered 503 at once.
     in_flight_max: steps that may be with the workers; 1 where pipeline stages learn from a step
         what the one before it drew.
-    self_test_interval_s: time without a hand-over until one is tried, as one is when a peer has
+    self_test_interval_s: time without a transfer until one is tried, as one is when a peer has
         been connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
 

@@ -6,7 +6,7 @@ Every page is in exactly one of three places, and the three add up to the pool:
     free  --allocate-->  used  --release-->  free
                          used  --quarantine-->  quarantined  --release_quarantined-->  free
 
-A quarantined page belonged to a hand-over whose writer may still reach it; only proof that the
+A quarantined page belonged to a transfer whose writer may still reach it; only proof that the
 writer is quiet lets it out.
 """
 

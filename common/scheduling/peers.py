@@ -26,7 +26,7 @@ from common.scheduling.events import (
     WatchProcesses,
 )
 from common.scheduling.facts import Pace
-from common.scheduling.silence import Silence
+from common.scheduling.worker_health import SilenceTimer
 
 # How often an unanswered Hello is repeated, and how long a refused peer is left alone.
 HELLO_INTERVAL_S = 0.5
@@ -93,10 +93,10 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Liveness:
+class PeerLiveness:
     """When one peer was last heard and is next to be told, and what it said of itself."""
 
-    silence: Silence
+    silence: SilenceTimer
     next_beat_at: float
     sequence: int = 0
     progress: int = 0
@@ -106,8 +106,8 @@ class Liveness:
     load_tokens: int = 0
 
     @staticmethod
-    def start(now: float) -> Liveness:
-        return Liveness(Silence(now), next_beat_at=now)
+    def start(now: float) -> PeerLiveness:
+        return PeerLiveness(SilenceTimer(now), next_beat_at=now)
 
     def apply_heartbeat(self, beat: Heartbeat) -> None:
         self.silence.hear()

@@ -293,7 +293,7 @@ class PageAccount:
     def recycle(self, sequence: Sequence) -> None:
         """Window pages that no later token reads go to where the next tokens do, or back to the
         pool. A step in flight reads no others either: it computes tokens behind those that steps
-        which have returned did. Nor does a hand-over: only the window of the whole prompt leaves,
+        which have returned did. Nor does a transfer: only the window of the whole prompt leaves,
         after the last chunk."""
         for index in self._windows:
             group, span = self.groups[index], sequence.spans[index]

@@ -1,7 +1,7 @@
 """The two request tables: which event leads from which state to which. Data and one function.
 
 A transition happens through these tables or not at all; an event that a table does not have in a
-state is our bug. DRAINING belongs to a hand-over whose writer is not yet quiet: the client has been
+state is our bug. DRAINING belongs to a transfer whose writer is not yet quiet: the client has been
 answered already, the pages have not come back.
 """
 

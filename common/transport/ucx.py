@@ -59,7 +59,7 @@ class UcxSettings:
     spin_us: how long the progress thread looks on after something has come or gone over a network,
         before it sleeps. A thread that the other end of a connection on the same host wakes up is
         put on that one's core, and then they take turns; while bytes flow, and between one
-        hand-over and the next, neither should sleep. 256 KiB runs over tcp: 3.7 GB/s with 50 us,
+        transfer and the next, neither should sleep. 256 KiB runs over tcp: 3.7 GB/s with 50 us,
         5.2 with 400, 5.6 with 1500.
     keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
         at once over tcp; a stopped one only by the deadlines of the application.

@@ -1,4 +1,4 @@
-"""Digests of what was handed over, computed beside the engine and the I/O thread.
+"""Digests of what was transferred, computed beside the engine and the I/O thread.
 
 The scheduler asks when nothing writes the pages any more, so nothing has to be waited for here; on
 CUDA the kernels run on a stream of their own. Knows nothing of requests or of what is compared.
@@ -29,7 +29,7 @@ from common.protocol.digests import Digest, Digested
 from common.worker.device_thread import DeviceThread
 
 DigestJobs = SimpleQueue[Digest | None]
-"""From the I/O thread; None ends it. Bounded by the scheduler: one for every hand-over it waits
+"""From the I/O thread; None ends it. Bounded by the scheduler: one for every transfer it waits
 for."""
 
 PEER_LAYOUT_COUNT_MAX = 64
@@ -102,7 +102,7 @@ class Digester:
         return rows.cpu().numpy().tobytes()
 
     def _pair(self, job: Digest) -> _Pair:
-        """What does not change between hand-overs from or to servers of one layout."""
+        """What does not change between transfers from or to servers of one layout."""
         key = bytes([job.is_source]) + job.layout
         pair = self._peers.get(key)
         if pair is None:

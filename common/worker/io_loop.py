@@ -179,7 +179,7 @@ class IoLoop:
         while not is_ended:
             self._poller.poll(self._timeout_s())
             self._beat()
-            # What the engine finished goes first: the next step, and every hand-over of what was
+            # What the engine finished goes first: the next step, and every transfer of what was
             # computed, wait for it.
             for message in self._outbox.take():
                 if message is None:
@@ -224,7 +224,7 @@ class IoLoop:
                         message.peer,
                         layout=message.layout,
                         link=message.link,
-                        hand_over=message.hand_over,
+                        transfer_mode=message.transfer_mode,
                     )
                 ]
             case ConnectPeer():

@@ -173,7 +173,7 @@ class Landing:
         if granted is None:
             return (
                 f"the landing region has {self._slots.free_count} free slots for {len(pairs)} "
-                f"source ranks: raise --landing-mb"
+                f"source ranks: raise --staging-buffer-mb"
             )
         self._slots_of_peer[peer] = [slot for slots in granted for slot in slots]
         rings: list[LandingRing] = []

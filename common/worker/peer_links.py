@@ -16,7 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from common.channel.peer import local_host_towards
-from common.config import HandOver
+from common.config import TransferMode
 from common.errors import BatonError, PlanMismatch, ProtocolError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.copies import PairPlan
@@ -126,39 +126,39 @@ class PeerLinks:
         *,
         layout: bytes = b"",
         link: str = "",
-        hand_over: HandOver = HandOver.DIRECT,
+        transfer_mode: TransferMode = TransferMode.DIRECT,
     ) -> WorkerToScheduler:
         """Asked again, the answer is the same: there is one target per incarnation."""
         descriptor = self._opened.get(peer)
         if descriptor is None:
             try:
-                landing = self._open_landing(peer, layout, link, hand_over)
-                descriptor = self._announce(peer, landing, link, hand_over)
+                landing = self._open_landing(peer, layout, link, transfer_mode)
+                descriptor = self._announce(peer, landing, link, transfer_mode)
             except BatonError as exc:
                 return PeerFailed(peer, self._rank, str(exc))
             self._opened[peer] = descriptor
         return PeerOpened(peer, self._rank, descriptor)
 
     def _open_landing(
-        self, peer: str, layout: bytes, link: str, hand_over: HandOver
+        self, peer: str, layout: bytes, link: str, transfer_mode: TransferMode
     ) -> LandingDescriptor | None:
         """Rings for a peer; None if there are none and none are needed. Raises: BatonError."""
-        if self._landing is None or hand_over is HandOver.DIRECT:
+        if self._landing is None or transfer_mode is TransferMode.DIRECT:
             return None
         source = decode_layout(layout)
         found = self._landing.open(peer, source, link)
         if isinstance(found, LandingDescriptor):
             return found
-        if hand_over is HandOver.LANDING or _dtypes(source) != _dtypes(self._layout.server):
+        if transfer_mode is TransferMode.STAGED or _dtypes(source) != _dtypes(self._layout.server):
             raise ProtocolError(found)
         log.warning("nothing of %s can be staged: %s", peer, found)
         return None
 
     def _announce(
-        self, peer: str, landing: LandingDescriptor | None, link: str, hand_over: HandOver
+        self, peer: str, landing: LandingDescriptor | None, link: str, transfer_mode: TransferMode
     ) -> RankDescriptor:
         """Raises: TransportError, ConfigError."""
-        is_hidden = landing is not None and hand_over is HandOver.LANDING
+        is_hidden = landing is not None and transfer_mode is TransferMode.STAGED
         pools = [] if is_hidden else pool_names(self._layout)
         names = [*pools, LANDING_REGION] if landing is not None else pools
         host = local_host_towards(link) if link else LOOPBACK
@@ -275,11 +275,11 @@ class PeerLinks:
         self, message: ConnectPeer, layout: RankLayout, descriptor: RankDescriptor | None
     ) -> TargetRank | None:
         """None if this rank has nothing to write to that one."""
-        may_stage = message.hand_over is not HandOver.DIRECT and self._staging is not None
+        may_stage = message.transfer_mode is not TransferMode.DIRECT and self._staging is not None
         staged = StagedPair(self._layout, layout) if may_stage else None
         is_converting = staged is not None and staged.is_converting
         pairs: tuple[PairPlan, ...] = ()
-        if not is_converting and message.hand_over is not HandOver.LANDING:
+        if not is_converting and message.transfer_mode is not TransferMode.STAGED:
             pairs = tuple(
                 PairPlan(self._layout, layout, group)
                 for group in range(len(self._layout.layer_groups))
@@ -306,9 +306,9 @@ class PeerLinks:
             return []
         link.phase = Phase.CONNECTED
         names = sorted({name for names in link.connected.values() for name in names.split(",")})
-        hand_over = "; ".join(dict.fromkeys(map(self._describe, link.targets)))
-        log.info("caches for %s travel %s", link.peer, hand_over or "nowhere")
-        return [PeerConnected(link.peer, self._rank, ",".join(names), hand_over)]
+        transfer_mode = "; ".join(dict.fromkeys(map(self._describe, link.targets)))
+        log.info("caches for %s travel %s", link.peer, transfer_mode or "nowhere")
+        return [PeerConnected(link.peer, self._rank, ",".join(names), transfer_mode)]
 
     def _describe(self, target: TargetRank) -> str:
         """How caches travel to one rank, with what that was decided on."""

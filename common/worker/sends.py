@@ -1,4 +1,4 @@
-"""Hand-overs of one rank: a Send becomes copy plans per target rank, and settles once for all.
+"""Transfers of one rank: a Send becomes copy plans per target rank, and settles once for all.
 
 Owned by the I/O thread. A Send leaves layer group by layer group, as the engine reports them
 computed. Knows nothing of requests.

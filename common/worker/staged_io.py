@@ -19,7 +19,7 @@ from common.worker.staging import TAG_FIRST, Staging
 
 
 class StagedIo:
-    """The staged side of a rank's hand-overs, as the loop sees it."""
+    """The staged side of a rank's transfers, as the loop sees it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class StagedIo:
         return self.take()
 
     def take(self) -> list[WorkerToScheduler]:
-        """What staging has to say to the scheduler; telling may cause more."""
+        """What staging has to say to the scheduler; notifier may cause more."""
         told: list[WorkerToScheduler] = []
         while self._staging is not None and (events := self._staging.poll()):
             for event in events:

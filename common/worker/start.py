@@ -1,6 +1,6 @@
 """From a config to everything a worker runs on: the model, its memory, and what it says of itself.
 
-Runs before any thread does. Knows nothing of steps or hand-overs.
+Runs before any thread does. Knows nothing of steps or transfers.
 """
 
 from __future__ import annotations

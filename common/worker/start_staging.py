@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.channel.gate import Gate
 from common.channel.keys import load_curve
 from common.clock import Clock
-from common.config import HandOver, Role, ServerConfig
+from common.config import Role, ServerConfig, TransferMode
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
 from common.transport.copies import convert_float8, copy_runs
@@ -28,11 +28,15 @@ def start_landing(
     config: ServerConfig, transport: Transport, layout: RankLayout, pool: KvPool
 ) -> Landing | None:
     """For a decode rank that is to receive staged transfers. Raises: ConfigError."""
-    if config.role is Role.PREFILL or not config.prefill or config.hand_over is HandOver.DIRECT:
+    if (
+        config.role is Role.PREFILL
+        or not config.prefill
+        or config.transfer_mode is TransferMode.DIRECT
+    ):
         return None
     device = pool.buffers[0].device
     curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
-    region = allocate_region(transport, LANDING_REGION, config.landing_mb << 20, device)
+    region = allocate_region(transport, LANDING_REGION, config.staging_buffer_mb << 20, device)
     return Landing(
         region,
         Copier(pool.buffers, copy_runs, convert_float8),
@@ -51,7 +55,7 @@ def start_staging(
 
     Regions are numbered as they are allocated, and the pools of the page groups are there already.
     """
-    if config.role is not Role.PREFILL or config.hand_over is HandOver.DIRECT:
+    if config.role is not Role.PREFILL or config.transfer_mode is TransferMode.DIRECT:
         return None
     device = pool.buffers[0].device
     nbytes = STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX

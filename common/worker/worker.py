@@ -1,11 +1,11 @@
-"""A worker: one rank's engine on the main thread, its sockets and hand-overs on another.
+"""A worker: one rank's engine on the main thread, its sockets and transfers on another.
 
     scheduler --Step--> I/O thread --steps--> engine thread
     scheduler <-StepDone- I/O thread <-outbox- engine thread, on CUDA through one that waits for it
 
-Another one digests what was handed over, where that is to be verified.
+Another one digests what was transferred, where that is to be verified.
 
-The engine thread only computes; hand-overs progress and settle while a forward pass runs. Whatever
+The engine thread only computes; transfers progress and settle while a forward pass runs. Whatever
 goes wrong here that is not a peer's doing ends the process with one line in the log.
 
 On CUDA peers, staging and digests touch the pool beside the stream that computes, and no event
@@ -30,6 +30,7 @@ from common.config import ServerConfig
 from common.engine.model_runner import OnLayer
 from common.errors import ConfigError
 from common.exit_codes import EXIT_FAILED, exit_code_of
+from common.worker.completion_notifiers import start_notifier
 from common.worker.device_thread import DeviceThread
 from common.worker.digester import DigestThread
 from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
@@ -38,7 +39,6 @@ from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staged_io import StagedIo
 from common.worker.start import StartedRank, start_rank
-from common.worker.telling import start_telling
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _Worker:
         self._steps: Steps = SimpleQueue()
         self._outbox = Outbox()
         self._progress = Progress()
-        self._telling = start_telling(
+        self._telling = start_notifier(
             started.device, self._outbox, self._progress, self._fail_thread
         )
         self._has_thread_failed = False
@@ -155,7 +155,7 @@ class _Worker:
         if self._device.type == "cpu":
             self._progress.follow_cpu()
         while (step := self._steps.get()) is not None:
-            # Without a chunk there is nothing that a hand-over waits for.
+            # Without a chunk there is nothing that a transfer waits for.
             on_layer = self._tell_layers(step.step_id) if step.chunks else None
             pending = self._runner.launch(step, on_layer)
             computed = Computed(step.step_id, len(self._last_layers))

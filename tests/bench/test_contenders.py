@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from bench import handover
-from bench.handover_peers import Contender, ContenderFailed, plans
+from bench import transfers
 from bench.report import NotRun, Row
+from bench.transfer_peers import Contender, ContenderFailed, plans
 from common.planner.copy_plan import CopyPlan
 
 ZERO = np.zeros(1, dtype=np.int64)
@@ -62,16 +62,16 @@ def test_only_the_rows_of_those_that_fail_are_missing(monkeypatch: pytest.Monkey
     makers = {
         "paced": start_paced, "mortal": start_mortal, "dead": start_dead, "absent": start_absent
     }  # fmt: skip
-    monkeypatch.setattr(handover, "CONTENDERS", makers)
-    monkeypatch.setitem(handover.RATIO_MIN, "shm", dict.fromkeys(makers, 1.5))
-    with handover.Contenders("shm") as contenders:
+    monkeypatch.setattr(transfers, "CONTENDERS", makers)
+    monkeypatch.setitem(transfers.RATIO_MIN, "shm", dict.fromkeys(makers, 1.5))
+    with transfers.Contenders("shm") as contenders:
         for _ in range(2):
-            contenders.sample("handover_shm_4KiB", PLAN)
-        row, *missing = contenders.results({"handover_shm_4KiB": [4.0, 4.0]})
-    assert isinstance(row, Row) and row.name == "handover_shm_4KiB_over_paced"
+            contenders.sample("transfer_shm_4KiB", PLAN)
+        row, *missing = contenders.results({"transfer_shm_4KiB": [4.0, 4.0]})
+    assert isinstance(row, Row) and row.name == "transfer_shm_4KiB_over_paced"
     assert (row.value, row.reference_value, row.ratio, row.is_met) == (4.0, 2.0, 2.0, True)
     assert {one.name: one.reason for one in missing if isinstance(one, NotRun)} == {
-        "handover_shm_*_over_mortal": "its process ended with code 3",
-        "handover_shm_*_over_dead": "its process ended with code 7",
-        "handover_shm_*_over_absent": "it is not installed",
+        "transfer_shm_*_over_mortal": "its process ended with code 3",
+        "transfer_shm_*_over_dead": "its process ended with code 7",
+        "transfer_shm_*_over_absent": "it is not installed",
     }

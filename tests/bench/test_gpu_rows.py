@@ -79,14 +79,14 @@ def whole() -> CheckReport:
             run = paced_load(case.request_count, case.output_length)
             summary = summarize(run, (50.0, 99.0), {})
             tell_case(section, f"{kind}: {case}", case, summary)
-    sizes, handover, engine = Section("sizes"), Section("handover"), Section("engine")
+    sizes, transfer, engine = Section("sizes"), Section("transfer"), Section("engine")
     for mib in (256, 1024, 4096):
         sizes.figure(f"{mib} MiB direct: GB/s", 300.0)
         sizes.figure(f"{mib} MiB staged: GB/s", 400.0)
-    handover.figure("2048 KiB pages: GB/s", 243.0)
+    transfer.figure("2048 KiB pages: GB/s", 243.0)
     engine.figure("decode attention, of copy", 0.9)
     engine.figure("prefill 8192: of matmul", 0.5)
-    return report_of(pair, *loads, sizes, handover, engine)
+    return report_of(pair, *loads, sizes, transfer, engine)
 
 
 def test_every_wanted_figure_is_one_that_the_check_gives(whole: CheckReport) -> None:
@@ -100,7 +100,7 @@ def test_figures_become_rows_with_their_targets(whole: CheckReport) -> None:
     rows = {row.name: row for row in gpu.results_of(whole) if isinstance(row, Row)}
     told = {name: (round(row.value, 3), row.is_met) for name, row in rows.items() if row.target}
     assert told == {
-        "gpu_handover_1GiB": (243.0, False),
+        "gpu_transfer_1GiB": (243.0, False),
         **{f"gpu_ttft_{length}": (14.5, True) for length in (128, 2048, 8192)},
         **{f"gpu_ttft_{length}_added": (4.5, length == 8192) for length in (128, 2048, 8192)},
         "gpu_itl_1_stream": (4.0, True),
@@ -114,7 +114,7 @@ def test_figures_become_rows_with_their_targets(whole: CheckReport) -> None:
         "gpu_decode_attention": (0.9, True),
         "gpu_prefill": (0.5, False),
     }
-    assert rows["gpu_handover_4096MiB_staged"].value == 400.0
+    assert rows["gpu_transfer_4096MiB_staged"].value == 400.0
 
 
 def test_a_section_that_failed_has_no_rows_and_the_others_have_theirs(whole: CheckReport) -> None:
@@ -139,10 +139,10 @@ def test_a_section_that_failed_has_no_rows_and_the_others_have_theirs(whole: Che
 
 def test_a_section_that_was_ended_has_the_rows_it_came_to(whole: CheckReport) -> None:
     cut = {"2048 KiB pages: GB/s": 1.0}
-    sections = {"handover": CheckedSection(figures=cut), "engine": CheckedSection()}
+    sections = {"transfer": CheckedSection(figures=cut), "engine": CheckedSection()}
     results = gpu.results_of(replace(whole, sections=sections))
     told = {one.name: one.reason for one in results if isinstance(one, NotRun)}
-    assert [row.name for row in results if isinstance(row, Row)] == ["gpu_handover_1GiB"]
+    assert [row.name for row in results if isinstance(row, Row)] == ["gpu_transfer_1GiB"]
     assert told["gpu_prefill"] == "section engine: ended before it"
     assert told["gpu_itl_1_stream"] == "section pair: was not asked for"
 
@@ -152,7 +152,7 @@ def test_a_size_that_no_memory_was_there_for_says_so(whole: CheckReport) -> None
     section = CheckedSection(skipped=skipped, has_ended=True)
     results = gpu.results_of(replace(whole, sections={"sizes": section}))
     told = {one.name: one.reason for one in results if isinstance(one, NotRun)}
-    assert told["gpu_handover_4096MiB_direct"] == (
+    assert told["gpu_transfer_4096MiB_direct"] == (
         "section sizes: needs 9000 MiB, 8000 MiB are free"
     )
 

@@ -56,7 +56,7 @@ class Text(HTMLParser):
 
 
 def curve(kib: int, reference: str, target: Target | None = None) -> Row:
-    return Row(f"handover_shm_{kib}KiB", 3.0, "GB/s", reference, 2.0, 1.5, 9, target)
+    return Row(f"transfer_shm_{kib}KiB", 3.0, "GB/s", reference, 2.0, 1.5, 9, target)
 
 
 def test_the_page_begins_with_what_was_met_missed_and_not_run() -> None:
@@ -128,9 +128,9 @@ def test_a_picture_has_the_colours_of_its_page() -> None:
 
 def test_rows_by_size_become_curves_and_others_dots() -> None:
     rows = [curve(4, "memcpy"), curve(16, "memcpy")]
-    nixl = Row("handover_shm_4KiB_over_nixl", 3.0, "GB/s", "NIXL", 1.0, 3.0)
+    nixl = Row("transfer_shm_4KiB_over_nixl", 3.0, "GB/s", "NIXL", 1.0, 3.0)
     assert sizes_of([*rows, nixl]) == {
-        "handover_shm": {"memcpy": {4: rows[0], 16: rows[1]}, "NIXL": {4: nixl}}
+        "transfer_shm": {"memcpy": {4: rows[0], 16: rows[1]}, "NIXL": {4: nixl}}
     }
     assert sizes_of([*rows, MISSED]) == {}
     assert draw([], "none") == ""

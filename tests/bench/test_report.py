@@ -125,7 +125,7 @@ def test_the_page_alone_runs_nothing_and_changes_no_report(
 
 def test_an_unknown_section_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["planer"]) == 2
-    assert "unknown section planer: must be one of handover" in capsys.readouterr().out
+    assert "unknown section planer: must be one of transfer" in capsys.readouterr().out
 
 
 def test_the_machine_is_described() -> None:

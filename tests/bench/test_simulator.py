@@ -82,7 +82,7 @@ def test_a_single_server_takes_a_request_through_every_stage() -> None:
     assert run.duration_s == run.outcomes[0].ended_s == pytest.approx(third)
 
 
-def test_a_pair_adds_its_messages_and_its_hand_over() -> None:
+def test_a_pair_adds_its_messages_and_its_transfer() -> None:
     profile = profile_of(
         frontend_s=0.001, message_s=0.01, dispatch_s=0.002, prefill_fixed_s=0.1,
         decode_fixed_s=0.005, transfer_s=0.02, token_nbytes=100.0, bandwidth=10000.0,
@@ -119,7 +119,7 @@ def test_a_request_waits_for_pages_until_one_has_ended() -> None:
     small = profile_of(prefill_fixed_s=1.0, decode_fixed_s=0.25, token_capacity=20)
     asks = at_the_same_time(3, prompt=8, output=2)
     # The first prompt is in a step before the others come, who share the next one if both may; so
-    # is the second stream, which is handed over before the third.
+    # is the second stream, which is transferred before the third.
     assert tokens_of(simulate(profile, PAIR, asks)) == [[1.0, 1.25], [2.0, 2.25], [2.0, 2.5]]
     assert tokens_of(simulate(small, PAIR, asks)) == [[1.0, 1.25], [2.0, 2.25], [3.0, 3.25]]
 

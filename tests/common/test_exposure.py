@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.config import HandOver, Role, ServerConfig
+from common.config import Role, ServerConfig, TransferMode
 from common.runtime.exposure import open_doors
 
 KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
@@ -31,7 +31,7 @@ CACHES, UCX_TCP = "caches that come over a network", "--transport ucx-tcp: UCX l
         (Role.DECODE, {"host": "0.0.0.0"}, [HTTP]),
         (Role.DECODE, {"prefill": ("127.0.0.1:1", "[::1]:2")}, []),
         (Role.DECODE, {"prefill": ("127.0.0.1:1", "gpu-7:1")}, [LANDING, CACHES]),
-        (Role.DECODE, {"prefill": ("gpu-7:1",), "hand_over": HandOver.DIRECT}, [CACHES]),
+        (Role.DECODE, {"prefill": ("gpu-7:1",), "transfer_mode": TransferMode.DIRECT}, [CACHES]),
         (Role.DECODE, {"prefill": ("gpu-7:1",), "transport": "shm"}, [LANDING]),
         (Role.DECODE, {"prefill": ("127.0.0.1:1",), "transport": "ucx-tcp"}, [UCX_TCP]),
         (Role.PREFILL, {"transport": "ucx-tcp", **KEYS}, [UCX_TCP]),

@@ -83,8 +83,8 @@ VALID = [
     (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype", "float8_e4m3fn"),
     (("--kv-cache-dtype", "float8_e4m3fn"), "kv_cache_dtype", "float8_e4m3fn"),
     (("--attention-backend", "flashinfer"), "attention_backend", "flashinfer"),
-    (("--hand-over", "landing"), "hand_over", "landing"),
-    (("--landing-mb", "8"), "landing_mb", 8),
+    (("--transfer-mode", "staged"), "transfer_mode", "staged"),
+    (("--staging-buffer-mb", "8"), "staging_buffer_mb", 8),
     (("--verify-transfer", "sample"), "verify_transfer", "sample"),
     (("--mem-fraction-static", "0.5"), "mem_fraction_static", 0.5),
     (("--max-total-tokens", "16"), "max_total_tokens", 16),
@@ -142,8 +142,8 @@ BAD = [
     ("--dtype", "fp32", "auto, float32, bfloat16, float16"),
     ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16, fp8_e4m3"),
     ("--attention-backend", "fa3", "must be one of auto, sdpa, flashinfer"),
-    ("--hand-over", "staged", "must be one of auto, direct, landing"),
-    ("--landing-mb", "0", "must be an integer in 1..65536"),
+    ("--transfer-mode", "landing", "must be one of auto, direct, staged"),
+    ("--staging-buffer-mb", "0", "must be an integer in 1..65536"),
     ("--verify-transfer", "on", "must be one of off, sample, full"),
     ("--chunked-prefill-size", "0", "1..1048576"),
     ("--chunked-prefill-size", "-1", "1..1048576"),
@@ -201,6 +201,8 @@ def test_a_bad_value_is_named_with_what_is_allowed(
     ("argv", "line"),
     [
         (["--page-sizes", "16"], "unknown flag '--page-sizes'; did you mean --page-size?"),
+        (["--hand-over", "auto"], "unknown flag '--hand-over': it is called --transfer-mode now"),
+        (["--landing-mb=64"], "'--landing-mb': it is called --staging-buffer-mb now"),
         (["--page"], "unknown flag '--page'; did you mean --page-size?"),
         (["stray"], "unknown flag 'stray'; --help lists all of them"),
         (["--port"], "argument --port: expected one argument"),
@@ -308,7 +310,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"log-level": "info"} | dict.fromkeys(switches, "true")
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
-    values |= {"max-body-bytes": "4096", "hand-over": "direct", "heartbeat-interval": "0.2"}
+    values |= {"max-body-bytes": "4096", "transfer-mode": "direct", "heartbeat-interval": "0.2"}
     values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
@@ -332,6 +334,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
+        ("hand_over: auto", "unknown key 'hand-over': it is called transfer-mode now"),
         ("page-sizes: 16", "unknown key 'page-sizes'; did you mean page-size?"),
         ("config: other.yaml", "unknown key 'config'"),
         ("page-size: 48", "page-size 48: must be a power of two"),

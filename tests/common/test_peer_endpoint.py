@@ -20,7 +20,7 @@ from common.protocol.peer import (
     TransferFailed,
     TransferRequest,
 )
-from common.request import HandOverTrace, SamplingParams
+from common.request import SamplingParams, TransferTrace
 from common.runtime.peer_endpoint import MALFORMED_COUNT_MAX, PeerEndpoint
 from common.scheduling.events import Event, FromPeer, LinkDropped, UnreadableRequest
 
@@ -29,7 +29,7 @@ NONSENSE = b"\xc1 no message"
 ABORT = Abort(5, "decode", "prefill", "a client left")
 SAMPLING = SamplingParams(max_new_tokens=1, seed=0)
 REQUEST = TransferRequest(5, "decode", "prefill", 1, [], 1, [0], None, [5], 1, SAMPLING)
-DONE = TransferDone(5, "decode", 1, 8, [0], HandOverTrace())
+DONE = TransferDone(5, "decode", 1, 8, [0], TransferTrace())
 
 
 def endpoint(role: Role, lines: list[str]) -> PeerEndpoint:

@@ -13,7 +13,7 @@ from common.config import Role, ServerConfig
 from common.protocol import codec
 from common.protocol.frontend import Failed, FlushDone, Outputs, Tokens
 from common.protocol.peer import Hello, TransferDone, TransferFailed, TransferRequest
-from common.request import HandOverTrace, SamplingParams
+from common.request import SamplingParams, TransferTrace
 from common.runtime.scheduler_loop import SchedulerLoop
 from common.scheduling.events import Dial, Effect, Event, FromPeer, ToFrontend, ToPeer
 
@@ -89,10 +89,10 @@ def sent(loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch, effect: Effect) -
     return [decode(payload) for payload in payloads]
 
 
-def test_a_hand_over_that_can_not_be_told_has_failed(
+def test_a_transfer_that_can_not_be_told_has_failed(
     loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = TransferDone(5, "decode", 3, 8, [0], HandOverTrace(), prompt_logprobs=HUGE)
+    done = TransferDone(5, "decode", 3, 8, [0], TransferTrace(), prompt_logprobs=HUGE)
     (told,) = sent(loop, monkeypatch, ToPeer(LINK, done))
     assert isinstance(told, TransferFailed)
     assert (told.transfer_id, told.peer_incarnation) == (5, "decode")
@@ -130,7 +130,7 @@ def test_a_reservation_that_its_peer_would_refuse_is_answered_here(
 def test_a_result_that_its_peer_would_refuse_is_told_as_failed(
     loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = TransferDone(5, "decode", 3, -1, [0], HandOverTrace())
+    done = TransferDone(5, "decode", 3, -1, [0], TransferTrace())
     (told,) = sent(loop, monkeypatch, ToPeer(LINK, done))
     assert isinstance(told, TransferFailed) and told.transfer_id == 5
     assert (told.kind, told.status, told.is_retryable) == ("transfer_failed", 500, True)

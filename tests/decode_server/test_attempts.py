@@ -1,4 +1,4 @@
-"""Which hand-overs count as tried in vain, and how many of them a request may have."""
+"""Which transfers count as tried in vain, and how many of them a request may have."""
 
 from __future__ import annotations
 

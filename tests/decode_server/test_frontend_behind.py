@@ -40,7 +40,7 @@ def test_no_step_is_sent_until_the_output_has_left(world: World) -> None:
     assert client.output == client.expected()
 
 
-def test_heartbeats_deadlines_and_hand_overs_go_on(world: World) -> None:
+def test_heartbeats_deadlines_and_transfers_go_on(world: World) -> None:
     decode, client = world.nodes["d0"], running(world)
     decode.feed(FrontendBehind(True))
     hurried = world.submit(decode, PROMPT, TOKEN_COUNT, budget_s=2.0)

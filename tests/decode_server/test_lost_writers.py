@@ -15,7 +15,7 @@ def lose_a_writer(
     hosts: tuple[str, ...] = ("here",),
     our_hosts: tuple[str, ...] = ("here",),
 ) -> tuple[World, Node]:
-    """A prefill server dies in a hand-over, and our workers have not closed its connection yet."""
+    """A prefill server dies in a transfer, and our workers have not closed its connection yet."""
     world = World(seed=1)
     world.transport = transport
     prefill = world.add("p0", "prefill", 4, 64)

@@ -20,8 +20,8 @@ from common.scheduling.events import (
     ToPeer,
 )
 from common.scheduling.facts import SchedulerLimits
+from common.scheduling.log_rate_limiter import BURST
 from common.scheduling.peers import REFUSED_RETRY_S
-from common.scheduling.sparing import BURST
 from common.scheduling.transitions import DecodeState
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.recovery import PEER_WAIT_S

@@ -64,7 +64,7 @@ def test_without_the_fallback_it_is_answered_503() -> None:
     assert client.failure.startswith("no_prefill_server")
 
 
-def test_a_request_whose_hand_over_broke_is_computed_here_within_its_time() -> None:
+def test_a_request_whose_transfer_broke_is_computed_here_within_its_time() -> None:
     world = make_world(may_fall_back=True)
     client = ask(world)
     world.nodes["p0"].crash()
@@ -72,7 +72,7 @@ def test_a_request_whose_hand_over_broke_is_computed_here_within_its_time() -> N
     assert client.finals == ["finished"] and client.output == client.expected()
 
 
-def fail_hand_overs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def fail_transfers(world: World, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """p0 answers every reservation with a failure; when it was asked."""
     prefill, asked_at = world.nodes["p0"], []
     carry_out = Node.carry_out
@@ -102,7 +102,7 @@ def test_a_server_that_fails_in_a_row_is_left_alone_and_probed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = make_world()
-    asked_at = fail_hand_overs(world, monkeypatch)
+    asked_at = fail_transfers(world, monkeypatch)
     clients = [ask(world)]
     world.run(world.now + 0.3)
     assert len(asked_at) == FAILURE_COUNT_MAX and clients[0].failure.startswith("transfer_failed")
@@ -152,7 +152,7 @@ def test_a_self_test_that_fails_turns_health_red_until_one_goes_well(
 ) -> None:
     world = make_world()
     decode, prefill = world.nodes["d0"], world.nodes["p0"]
-    asked_at = fail_hand_overs(world, monkeypatch)
+    asked_at = fail_transfers(world, monkeypatch)
     world.run(world.now + 27.0)
     assert asked_at == [] and state(decode).is_ready
     world.run(world.now + 3.0)
@@ -174,14 +174,14 @@ def test_a_self_test_that_fails_turns_health_red_until_one_goes_well(
 
 
 @pytest.mark.parametrize("interval_s", [30.0, 0.0])
-def test_a_new_connection_is_ready_once_a_hand_over_went_well_if_any_is_tried(
+def test_a_new_connection_is_ready_once_a_transfer_went_well_if_any_is_tried(
     interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(has_prefill=False)
     decode = world.nodes["d0"]
     decode.crash()
     decode.self_test_interval_s = interval_s
-    asked_at = fail_hand_overs(world, monkeypatch)
+    asked_at = fail_transfers(world, monkeypatch)
     for name in ("d0", "p0"):
         world.nodes[name].boot()
     world.run(world.now + 4.0)
@@ -192,9 +192,11 @@ def test_a_new_connection_is_ready_once_a_hand_over_went_well_if_any_is_tried(
     assert state(decode).is_ready
 
 
-def test_a_client_s_hand_over_proves_a_connection_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_s_transfer_mode_proves_a_connection_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = make_world(has_prefill=False)
-    fail_hand_overs(world, monkeypatch)
+    fail_transfers(world, monkeypatch)
     world.nodes["p0"].boot()
     world.run(world.now + 4.0)
     assert not state(world.nodes["d0"]).is_ready

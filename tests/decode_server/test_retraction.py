@@ -1,4 +1,4 @@
-"""Requests that outgrow the pool: retracted, handed over again, and right to the last token."""
+"""Requests that outgrow the pool: retracted, transferred again, and right to the last token."""
 
 from __future__ import annotations
 

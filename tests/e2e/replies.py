@@ -18,7 +18,7 @@ class Finish(msgspec.Struct):
     err_type: str | None = None
 
 
-class HandOver(msgspec.Struct):
+class TransferMode(msgspec.Struct):
     """The prefill server's part of a timeline; seconds."""
 
     queue_s: float
@@ -33,7 +33,7 @@ class Timeline(msgspec.Struct):
     peer: str
     status: str
     reserve_s: float
-    hand_over: HandOver
+    transfer_mode: TransferMode
     first_token_s: float
     ttft_s: float
 
@@ -143,7 +143,7 @@ class Peer(msgspec.Struct):
     detail: str
     transports: list[str]
     in_flight_count: int
-    hand_over: list[str]
+    transfer_mode: list[str]
     name: str = ""
 
 

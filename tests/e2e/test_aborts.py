@@ -42,7 +42,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet) -> Pair:
-    # Over tcp a put needs the target's process, so freezing that keeps a hand-over under way.
+    # Over tcp a put needs the target's process, so freezing that keeps a transfer under way.
     flags = ("--transport", "stream", "--disable-radix-cache", "--worker-timeout", "30")
     prefill = fleet.prefill(*flags, "--chunked-prefill-size", "16")
     decode = fleet.decode([prefill], *flags, "--max-running-requests", "1")

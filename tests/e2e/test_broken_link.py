@@ -50,6 +50,6 @@ def test_a_request_that_was_lost_with_its_connection_is_answered(tmp_path: Path)
         answer = fleet.in_background(decode, BODY)
         wait_until("the connection to break", lambda: wire.break_count == 1)
         assert reply_of(answer.result()).output_ids == expected
-        assert "its connection broke while hand-overs were under way" in decode.log
+        assert "its connection broke while transfers were under way" in decode.log
         fleet.wait_at_rest()
         wire.close()

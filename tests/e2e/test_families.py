@@ -47,5 +47,5 @@ def test_a_pair_gives_the_tokens_of_the_reference_for_the_least_bytes(
         fleet.wait_at_rest()
     assert [reply.output_ids for reply in replies] == expected
     # The stages of the decode server share the layers, so no byte is needed twice.
-    moved = [reply.timeline.hand_over.nbytes for reply in replies]
+    moved = [reply.timeline.transfer.nbytes for reply in replies]
     assert moved == [case.nbytes(length) for length in case.lengths]

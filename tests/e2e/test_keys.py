@@ -56,7 +56,12 @@ def test_a_pair_with_keys_works_and_nobody_else_gets_in(
     at = {prefill.bootstrap: "prefill"}
     # Through landing slots, so that the ranks' own connection is locked as well.
     good = fleet.decode(
-        [prefill], *curve(tmp_path, "decode", **at), "--hand-over", "landing", "--page-size", "16"
+        [prefill],
+        *curve(tmp_path, "decode", **at),
+        "--transfer-mode",
+        "staged",
+        "--page-size",
+        "16",
     )
     stranger = fleet.decode([prefill], *curve(tmp_path, "stranger", **at), name="stranger")
     monkeypatch.setenv("BATON_ADMIN_API_KEY", ADMIN)
@@ -65,7 +70,7 @@ def test_a_pair_with_keys_works_and_nobody_else_gets_in(
     alone = good.generate(BODY)
     assert alone.meta_info.completion_tokens == 6
     (peer,) = good.info().peers
-    assert peer.state == "connected" and any("landing" in how for how in peer.hand_over)
+    assert peer.state == "connected" and any("staged" in how for how in peer.transfer_mode)
 
     wait_until("the stranger to be refused", lambda: "does not know our key" in detail(stranger))
     wait_until("the bare one to be refused", lambda: "keys" in detail(bare))

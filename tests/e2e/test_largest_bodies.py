@@ -101,7 +101,7 @@ def test_headers_that_name_a_request_pass_a_pair(
 
 
 def test_a_grammar_that_can_not_be_followed_is_its_clients_fault(pair: Pair) -> None:
-    """A prefill server that failed three hand-overs in a row would be left alone."""
+    """A prefill server that failed three transfers in a row would be left alone."""
     # Whatever digit comes first leaves too many of them open; 0 alone would be followed by the end.
     alternatives = " | ".join(f'"{index}"' for index in range(1, 1025))
     body: Body = {"prompt": "Facts:", "max_tokens": 9, "guided_grammar": f"start: {alternatives}"}

@@ -1,4 +1,4 @@
-"""What Prometheus is told after some requests: the stages of the hand-over add up to the time to
+"""What Prometheus is told after some requests: the stages of the transfer add up to the time to
 first token, every metric is explained, and dashboards made for SGLang find their names."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ON_DECODE = [
     "sglang:e2e_request_latency_seconds_bucket",
     "sglang:kv_transfer_alloc_ms_bucket",
     "sglang:per_stage_req_latency_seconds_bucket",
-    "baton:hand_over_stage_seconds_bucket",
+    "baton:transfer_stage_seconds_bucket",
 ]
 
 
@@ -137,9 +137,9 @@ def measured(traces: Collector, fleet: Fleet) -> Measured:
     return Measured(prefill, decode, traces, output_count, ttft_s)
 
 
-def test_the_stages_of_the_hand_over_add_up_to_the_time_to_first_token(measured: Measured) -> None:
+def test_the_stages_of_the_transfer_add_up_to_the_time_to_first_token(measured: Measured) -> None:
     samples = scrape(measured.decode)
-    name = "baton:hand_over_stage_seconds"
+    name = "baton:transfer_stage_seconds"
     stages = {s.labels["stage"] for s in samples if s.name == f"{name}_sum"}
     assert stages == STAGES | {"decode"}
     for stage in STAGES:
@@ -167,7 +167,7 @@ def test_requests_and_tokens_are_counted(measured: Measured) -> None:
 
 
 def test_both_servers_count_the_same_bytes(measured: Measured) -> None:
-    name = "baton:hand_over_bytes_total"
+    name = "baton:transfer_bytes_total"
     sent, received = (total(scrape(n), name) for n in (measured.prefill, measured.decode))
     assert sent == received > 0
     transfers = total(scrape(measured.prefill), "sglang:kv_transfer_total_mb_count")
@@ -226,9 +226,9 @@ def test_both_servers_tell_of_the_same_requests(measured: Measured) -> None:
 TREE = {
     "request": "00f067aa0ba902b7",
     "reserve": "request",
-    "hand_over": "request",
+    "remote_prefill": "request",
     "decode": "request",
-    "prefill_request": "hand_over",
+    "prefill_request": "remote_prefill",
     "queue": "prefill_request",
     "prefill": "prefill_request",
     "transfer": "prefill_request",
@@ -275,13 +275,13 @@ def test_the_spans_of_both_servers_make_one_trace(measured: Measured, is_routed:
 
 
 def check_attributes(spans: dict[str, Received], peer: str) -> None:
-    """What the hand-over's two sides tell is the same."""
-    here, there = spans["hand_over"].attributes, spans["prefill_request"].attributes
+    """What the transfer's two sides tell is the same."""
+    here, there = spans["remote_prefill"].attributes, spans["prefill_request"].attributes
     assert here["baton.peer"] == peer
     for name in ("baton.bytes", "baton.tokens", "baton.prefill_s"):
         assert here[name] == pytest.approx(there[name]) and here[name], name
     assert spans["request"].attributes["gen_ai.usage.completion_tokens"] == 3
-    assert spans["hand_over"].duration_s <= spans["request"].duration_s
+    assert spans["remote_prefill"].duration_s <= spans["request"].duration_s
 
 
 @pytest.mark.skipif(
@@ -295,7 +295,7 @@ def test_a_prometheus_answers_every_query_of_the_dashboards(
         sampling: Body = {"temperature": 0, "max_new_tokens": 2}
         question = make_question(5, 8)
         measured.decode.generate({"text": question.prompt, "sampling_params": sampling})
-        scraped = f"count_over_time(baton:peer_hand_over_bytes_total[{RATE_WINDOW}]) > 1"
+        scraped = f"count_over_time(baton:peer_transfer_bytes_total[{RATE_WINDOW}]) > 1"
         wait_until("two scrapes of both", lambda: len(server.query(scraped)) == 2, 30.0)
         wait_until("rules", lambda: "unknown" not in server.rule_health().values(), 30.0)
 

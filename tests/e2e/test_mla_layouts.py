@@ -42,7 +42,7 @@ PREFILLS = {
 DECODES = {
     "tp1": ((), 1),
     "tp2 page64": (("--tp-size", "2", "--page-size", "64"), 2),
-    "tp2 page8 staged": (("--tp-size", "2", "--page-size", "8", "--hand-over", "landing"), 2),
+    "tp2 page8 staged": (("--tp-size", "2", "--page-size", "8", "--transfer-mode", "staged"), 2),
 }
 PAIRS = list(product(PREFILLS, DECODES))
 
@@ -109,24 +109,24 @@ def test_tokens_equal_the_reference_and_every_target_gets_each_row_once(
         reply = meet(fleet, town.prefills[prefill], town.decodes[decode], next(town.rooms), prompt)
         assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT)
         least_nbytes = length * LAYER_COUNT * ROW_NBYTES * copies
-        assert reply.timeline.hand_over.nbytes == least_nbytes
+        assert reply.timeline.transfer.nbytes == least_nbytes
 
 
 def test_a_prompt_whose_beginning_was_seen_is_right_again(fleet: Fleet, town: Town) -> None:
-    """Pages of the beginning are shared on the prefill side, and the whole cache is handed over."""
+    """Pages of the beginning are shared on the prefill side, and the whole cache is transferred."""
     prefill, decode = town.prefills["tp2"], town.decodes["tp1"]
     beginning = random_prompt(80, seed=7)
     for end in (random_prompt(5, seed=8), random_prompt(40, seed=9)):
         prompt = beginning + end
         reply = meet(fleet, prefill, decode, next(town.rooms), prompt)
         assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT)
-        assert reply.timeline.hand_over.nbytes == len(prompt) * LAYER_COUNT * ROW_NBYTES
+        assert reply.timeline.transfer.nbytes == len(prompt) * LAYER_COUNT * ROW_NBYTES
     assert prefill.info().page_groups[0].cached > 0, "nothing was kept of the prompts"
 
 
 def test_the_staged_server_was_written_through_its_landing_slots(town: Town) -> None:
     peers = town.decodes["tp2 page8 staged"].get("/server_info").json()["peers"]
-    assert [peer["hand_over"] for peer in peers] == [["landing"]] * len(PREFILLS)
+    assert [peer["transfer_mode"] for peer in peers] == [["staged"]] * len(PREFILLS)
 
 
 def test_no_page_is_left_anywhere(fleet: Fleet, town: Town) -> None:

@@ -82,7 +82,7 @@ def test_caches_travel_as_the_mode_says(mode: Mode) -> None:
     if mode.name != "shm":
         is_encrypted = mode.name == "stream with keys"
         assert worker["stream"] == ("TLS 1.3" if is_encrypted else "not encrypted")
-    assert mode.decode.generate(QUESTION).timeline.hand_over.nbytes > 0
+    assert mode.decode.generate(QUESTION).timeline.transfer.nbytes > 0
 
 
 def test_strangers_change_nothing_at_any_port(mode: Mode) -> None:
@@ -110,7 +110,7 @@ def test_what_is_open_to_all_is_said_at_the_start(fleet: Fleet) -> None:
     prefill = fleet.prefill(*flags, *ports)
     decode = fleet.decode([prefill], *flags, *ports)
     fleet.wait_ready()
-    assert decode.generate(QUESTION).timeline.hand_over.nbytes > 0
+    assert decode.generate(QUESTION).timeline.transfer.nbytes > 0
     for node in (prefill, decode):
         assert "whoever reaches those ports writes anywhere in this server's workers" in node.log
         assert any(port in TRANSFER_PORTS for _, port in places(node))

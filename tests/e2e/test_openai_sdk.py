@@ -150,7 +150,7 @@ def test_a_pair_follows_a_grammar_as_one_server_does(
     ]
     for reply in paired:
         assert re.fullmatch(pattern, reply.text), reply.text
-        assert reply.timeline.hand_over.nbytes > 0
+        assert reply.timeline.transfer.nbytes > 0
         if "json_schema" in constraint:
             Person.model_validate_json(reply.text)
     assert len({reply.text for reply in paired}) > 1

@@ -52,7 +52,7 @@ def test_a_prompt_streams_and_both_pages_show_where_its_time_went(pair: Pair) ->
         here.type(question.chat)
         here.press("Enter", control=True)
 
-        wait_text(here, "#own-facts", "handed over")
+        wait_text(here, "#own-facts", "transferred")
         assert here.text("#answer").strip() == question.answer.strip()
         (told,) = pair.decode.get("/requests").json()["requests"]
         assert told["rid"].startswith("page-")

@@ -85,14 +85,14 @@ def test_greedy_tokens_equal_one_servers(house: House, decode: Node, length: int
     paired = decode.generate(body(length, GREEDY))
     assert paired.output_ids == house.oracle.greedy(prompt(length), OUTPUT_COUNT)
     assert paired.output_ids == house.alone.generate(body(length, GREEDY)).output_ids
-    assert paired.timeline.hand_over.nbytes > 0
+    assert paired.timeline.transfer.nbytes > 0
     assert paired.finish.type == "length"
 
 
 def test_every_chunk_of_a_long_prompt_leaves_on_its_own(house: House, decode: Node) -> None:
     house.prefill.post("/flush_cache", {})
     reply = decode.generate(body(LENGTHS[-1], GREEDY))
-    assert reply.timeline.hand_over.chunk_count == -(-LENGTHS[-1] // CHUNK_SIZE)
+    assert reply.timeline.transfer.chunk_count == -(-LENGTHS[-1] // CHUNK_SIZE)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -83,7 +83,7 @@ class Workers:
         """Prefill on one side, hand over, decode on the other.
 
         corrupted_page: logical page of the prompt that is overwritten at the target between the
-        hand-over and the first decode step, as a stale writer of another request would.
+        transfer and the first decode step, as a stale writer of another request would.
         """
         request_id = next(self.ids)
         tokens = self.tokenizer(question.prompt).input_ids

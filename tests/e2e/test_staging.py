@@ -23,15 +23,17 @@ def questions(count: int, first_seed: int = 9000) -> list[tuple[str, str]]:
     return [(question.prompt, question.answer) for question in made]
 
 
-def hand_overs(node: Node) -> list[str]:
-    return [note for peer in node.get("/server_info").json()["peers"] for note in peer["hand_over"]]
+def transfers(node: Node) -> list[str]:
+    return [
+        note for peer in node.get("/server_info").json()["peers"] for note in peer["transfer_mode"]
+    ]
 
 
 FLAGS = ("--dtype", "float32", "--chunked-prefill-size", "64")
 PAIRS = {
-    "16-64": (("--page-size", "16"), ("--page-size", "64", "--hand-over", "landing")),
+    "16-64": (("--page-size", "16"), ("--page-size", "64", "--transfer-mode", "staged")),
     "64-8": (
-        ("--page-size", "64", "--hand-over", "landing"),
+        ("--page-size", "64", "--transfer-mode", "staged"),
         ("--page-size", "8", "--transport", "stream"),
     ),
 }
@@ -60,9 +62,9 @@ def town(fleet: Fleet) -> Town:
 @pytest.mark.parametrize("name", PAIRS)
 def test_staged_pages_of_another_size_give_what_one_server_gives(town: Town, name: str) -> None:
     prefill, decode = town.pairs[name]
-    (note,) = hand_overs(prefill)
+    (note,) = transfers(prefill)
     assert note.startswith("staged (") and "us per put" in note
-    assert hand_overs(decode) == ["landing"]
+    assert transfers(decode) == ["staged"]
     for prompt, _ in questions(8):
         body: Body = {"text": prompt, "sampling_params": GREEDY}
         assert decode.generate(body).output_ids == town.alone.generate(body).output_ids
@@ -71,9 +73,7 @@ def test_staged_pages_of_another_size_give_what_one_server_gives(town: Town, nam
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_aborted_staged_hand_overs_give_every_page_back(
-    fleet: Fleet, town: Town, name: str
-) -> None:
+def test_aborted_staged_transfers_give_every_page_back(fleet: Fleet, town: Town, name: str) -> None:
     prefill, decode = town.pairs[name]
     prompts = questions(8, first_seed=9100)
     for prompt, _ in prompts:
@@ -93,7 +93,7 @@ def test_facts_are_recalled_from_a_cache_of_fp8(fleet: Fleet) -> None:
     decode = fleet.decode([prefill], "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")
     for node in (prefill, decode):
         node.wait_ready()
-    assert hand_overs(prefill)[0].startswith("staged (")
+    assert transfers(prefill)[0].startswith("staged (")
     right = 0
     for prompt, answer in questions(QUESTION_COUNT):
         sampling: Body = {"temperature": 0, "max_new_tokens": 8}
@@ -105,7 +105,7 @@ def test_facts_are_recalled_from_a_cache_of_fp8(fleet: Fleet) -> None:
 
 @pytest.mark.soak
 def test_a_direct_server_refuses_what_it_would_have_to_convert(fleet: Fleet) -> None:
-    prefill = fleet.prefill("--dtype", "bfloat16", "--hand-over", "direct")
+    prefill = fleet.prefill("--dtype", "bfloat16", "--transfer-mode", "direct")
     decode = fleet.decode([prefill], "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")
     prefill.wait_ready()
 
@@ -114,4 +114,4 @@ def test_a_direct_server_refuses_what_it_would_have_to_convert(fleet: Fleet) -> 
         return [peer["detail"] for peer in peers if peer["state"] == "refused"]
 
     wait_until("the pair to be refused", lambda: bool(refusals()))
-    assert "a direct hand-over does not convert" in refusals()[0]
+    assert "a direct transfer does not convert" in refusals()[0]

@@ -73,7 +73,7 @@ def test_an_answer_is_that_of_the_decode_server(pair: Pair, shape: str, is_thoro
     with proxy.stream(path, body) as response:
         response.read()
         assert texts_of(path, event_payloads(response)) == texts_of(path, [alone.content])
-    assert pair.counted()[1] == lost, "every cache was handed over"
+    assert pair.counted()[1] == lost, "every cache was transferred"
 
 
 def test_a_prompt_is_computed_once(pair: Pair) -> None:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 DAMAGE = Path(__file__).parent / "damage"
 ROOT = Path(__file__).parents[2]
 DAMAGED_JOBS = (0, 2, 3, 4, 6)
-"""Of the hand-overs in the order of the tests below: one, three in a row, and one of a router."""
+"""Of the transfers in the order of the tests below: one, three in a row, and one of a router."""
 QUESTION = make_question(77, 12)
 PLAIN: Body = {"text": QUESTION.prompt, "sampling_params": {"temperature": 0}}
 
@@ -40,7 +40,7 @@ def pair(fleet: Fleet) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DAMAGE, ROOT))))
         patch.setenv("DAMAGED_JOBS", ",".join(map(str, DAMAGED_JOBS)))
-        # A self-test would be a hand-over of its own, and shift the damage.
+        # A self-test would be a transfer of its own, and shift the damage.
         flags = ("--page-size", "64", "--verify-transfer", "full", "--self-test-interval", "0")
         decode = fleet.decode([prefill], *flags)
     fleet.wait_ready()

@@ -1,4 +1,4 @@
-"""Window layers between any layouts: right tokens, and only the window of them is handed over.
+"""Window layers between any layouts: right tokens, and only the window of them is transferred.
 
 Pages of the two sides differ in size, so that the lists of window pages differ in length and first
 index, and the window is wider than some pages and narrower than others. Three layers of four see 24
@@ -29,7 +29,7 @@ WINDOW_LAYERS, FULL_LAYERS = 3, 1
 TOKEN_NBYTES = 2 * 2 * 16 * 4  # keys and values of 2 heads of 16, in float32
 # Shorter than the window, one less, equal, just over, in the second chunk, many times as long.
 LENGTHS = [1, 23, 24, 25, 70, 300]
-OUTPUT_COUNT = 40  # more than a window, so that every page that was handed over is recycled
+OUTPUT_COUNT = 40  # more than a window, so that every page that was transferred is recycled
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
 
 PREFILLS = {
@@ -103,7 +103,7 @@ def test_tokens_equal_the_reference_and_only_the_window_moves(
         assert reply_of(first_half.result()).output_ids == reply.output_ids[:1]
         assert reply.output_ids == town.oracle.greedy(prompt, OUTPUT_COUNT), length
         rows = FULL_LAYERS * length + WINDOW_LAYERS * min(length, WINDOW - 1)
-        assert reply.timeline.hand_over.nbytes == rows * TOKEN_NBYTES
+        assert reply.timeline.transfer.nbytes == rows * TOKEN_NBYTES
 
 
 def test_long_and_short_prompts_beside_each_other_are_right(fleet: Fleet, town: Town) -> None:

@@ -120,7 +120,7 @@ def test_prompt_logprobs_come_only_if_asked_for(driver: Driver) -> None:
     assert set(done.logprobs) == {1, 2}
 
 
-# ---- company, hand-overs and retractions ---------------------------------------------------------
+# ---- company, transfers and retractions ---------------------------------------------------------
 
 
 SAMPLINGS = [

@@ -57,7 +57,7 @@ class Story:
         self.pages: list[list[int]] = []
 
     def hold(self, pool: KvPool, start: int, free: list[list[int]], widths: list[int]) -> None:
-        """Write the window that a query at `start` sees, as a hand-over would; all else stays NaN.
+        """Write the window that a query at `start` sees, as a transfer would; all else stays NaN.
 
         Pages before the window are the scratch page: those that were given back are others' now.
         """

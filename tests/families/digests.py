@@ -1,4 +1,4 @@
-"""What both sides of a hand-over say of it, each rank for itself, as real workers do."""
+"""What both sides of a transfer say of it, each rank for itself, as real workers do."""
 
 from __future__ import annotations
 

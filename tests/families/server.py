@@ -1,6 +1,6 @@
 """A server without processes: real models, pools, scheduling and planner, its ranks as threads.
 
-`hand_over` moves a sequence from one server to another as workers do: every source rank plans its
+`transfer` moves a sequence from one server to another as workers do: every source rank plans its
 copies to every target rank, and the bytes are copied from buffer to buffer.
 """
 
@@ -127,7 +127,7 @@ class Server:
             spans,
             computed_count=token_count,
         )
-        nbytes = hand_over(source, sequence, self, taken, TokenRange(0, token_count, True))
+        nbytes = transfer(source, sequence, self, taken, TokenRange(0, token_count, True))
         self.batcher.add(taken)
         return taken, nbytes
 
@@ -175,7 +175,7 @@ class Server:
         return self._next_id
 
 
-def hand_over(
+def transfer(
     source: Server, given: Sequence, target: Server, taken: Sequence, tokens: TokenRange
 ) -> int:
     """Copy the cache of a sequence from all ranks to all ranks; the number of bytes copied."""

@@ -40,9 +40,9 @@ from common.protocol.frontend import (
 from common.request import (
     FinishKind,
     FinishReason,
-    HandOverTrace,
     RequestTrace,
     TokenLogprobs,
+    TransferTrace,
 )
 
 POLL_S = 0.005  # how soon a message that a test hands in is sent
@@ -126,7 +126,7 @@ def trace_of(submit: Submit, output_count: int, status: str = "ok") -> RequestTr
         prompt_token_count=len(submit.token_ids),
         output_token_count=output_count,
         reserve_s=0.001,
-        hand_over=HandOverTrace(
+        transfer=TransferTrace(
             queue_s=0.002,
             prefill_s=0.004,
             transfer_s=0.008,

@@ -9,8 +9,13 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import RequestError
-from common.frontend.requests.liveness import GONE_AFTER_S, SILENCE_MAX_S, STALL_MAX_S, Liveness
 from common.frontend.requests.request_handle import RequestHandle
+from common.frontend.requests.scheduler_health import (
+    GONE_AFTER_S,
+    SILENCE_MAX_S,
+    STALL_MAX_S,
+    SchedulerHealth,
+)
 from common.protocol.codec import encode
 from common.protocol.frontend import Cancel, Failed, GetState, Outputs, State, Tokens
 from common.request import Bootstrap, FinishKind, FinishReason, SamplingParams
@@ -307,7 +312,7 @@ def state(step_count: int, running: int) -> State:
 
 
 def test_an_engine_that_stands_still_while_it_has_work_is_trouble() -> None:
-    liveness = Liveness(0.0)
+    liveness = SchedulerHealth(0.0)
     now = 0.0
     for _ in range(int(STALL_MAX_S) + 2):
         now += 1.0
@@ -319,7 +324,7 @@ def test_an_engine_that_stands_still_while_it_has_work_is_trouble() -> None:
 
 
 def test_an_engine_without_work_may_stand_still_for_ever() -> None:
-    liveness = Liveness(0.0)
+    liveness = SchedulerHealth(0.0)
     liveness.hear_state(state(step_count=7, running=0), 0.0)
     for now in (1e3, 2e3, 3e3):
         liveness.hear(now)
@@ -329,8 +334,8 @@ def test_an_engine_without_work_may_stand_still_for_ever() -> None:
     assert liveness.trouble(3e3, is_started=True) == "", "the clock starts with the work"
 
 
-def test_silence_while_starting_is_no_trouble_and_the_first_reason_stays() -> None:
-    liveness = Liveness(0.0)
+def test_worker_health_while_starting_is_no_trouble_and_the_first_reason_stays() -> None:
+    liveness = SchedulerHealth(0.0)
     for now in range(60):
         assert liveness.trouble(now, is_started=False) == ""
     for now in range(60, 70):

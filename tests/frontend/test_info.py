@@ -9,7 +9,7 @@ import pytest
 
 from common.clock import ManualClock
 from common.config import Role
-from common.frontend.requests.liveness import SILENCE_MAX_S, STALL_MAX_S
+from common.frontend.requests.scheduler_health import SILENCE_MAX_S, STALL_MAX_S
 from common.protocol.frontend import Failed, PageGroupState, PeerState
 from common.request import SamplingParams
 from tests.frontend.frontend_rig import Rig, listen, run_with_rig

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.clock import ManualClock
 from common.config import Role
 from common.protocol.frontend import Failed, Outputs, Tokens, Traced
-from common.request import HandOverTrace, RequestTrace, SamplingParams
+from common.request import RequestTrace, SamplingParams, TransferTrace
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.scripted_scheduler import ScriptedScheduler, count_up, trace_of
 
@@ -50,7 +50,7 @@ EXPECTED_TYPES = {
     "sglang:num_prefill_inflight_queue_reqs": "gauge",
     "sglang:num_decode_prealloc_queue_reqs": "gauge",
     "sglang:num_decode_transfer_queue_reqs": "gauge",
-    "baton:hand_over_stage_seconds": "histogram",
+    "baton:transfer_stage_seconds": "histogram",
     "baton:pages": "gauge",
     "baton:pool_pages": "gauge",
     "baton:page_bytes": "gauge",
@@ -109,13 +109,13 @@ def test_the_exposition_is_text_for_get_and_headers_alone_for_head(tmp_path: Pat
     run_with_rig(tmp_path, story)
 
 
-def test_the_stages_of_a_hand_over_add_up_to_the_time_to_first_token(tmp_path: Path) -> None:
+def test_the_stages_of_a_transfer_add_up_to_the_time_to_first_token(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         for index in range(3):
             await generate(rig, 2, rid=f"r{index}")
         families = await scrape(rig.http)
         sums = {
-            stage: value(families, "baton:hand_over_stage_seconds_sum", stage=stage)
+            stage: value(families, "baton:transfer_stage_seconds_sum", stage=stage)
             for stage in ("reserve", "queue", "prefill", "transfer", "first_token")
         }
         assert sums == pytest.approx(
@@ -129,9 +129,9 @@ def test_the_stages_of_a_hand_over_add_up_to_the_time_to_first_token(tmp_path: P
         )
         ttft = value(families, "sglang:time_to_first_token_seconds_sum", is_streaming="false")
         assert sum(sums.values()) == pytest.approx(ttft) and ttft > 0
-        assert value(families, "baton:hand_over_bytes_total") == 30_000_000
-        assert value(families, "baton:hand_over_runs_total") == 9
-        assert value(families, "baton:hand_over_exposed_bytes_total") == 1_500_000
+        assert value(families, "baton:transfer_bytes_total") == 30_000_000
+        assert value(families, "baton:transfer_runs_total") == 9
+        assert value(families, "baton:transfer_exposed_bytes_total") == 1_500_000
 
     run_with_rig(tmp_path, story)
 
@@ -220,7 +220,7 @@ def test_aborts_and_failures_are_counted_apart_and_not_as_latencies(tmp_path: Pa
         assert value(families, "baton:failed_requests_total", kind="queue_full") == 1
         assert value(families, "baton:failed_requests_total", kind="transfer_failed") == 2
         assert families["sglang:time_to_first_token_seconds"].samples == []
-        assert families["baton:hand_over_stage_seconds"].samples == []
+        assert families["baton:transfer_stage_seconds"].samples == []
 
     run_with_rig(tmp_path, story, prepare=script)
 
@@ -277,9 +277,7 @@ def test_a_prefill_server_measures_what_it_sent_and_no_client_latency(tmp_path: 
     async def story(rig: Rig) -> None:
         await generate(rig, 1)  # a router's request
         rig.context.scheduler.handle(  # a plain one, which only the decode server's client sees
-            Traced(
-                RequestTrace(7, hand_over=HandOverTrace(nbytes=500_000, wire_s=0.0, run_count=1))
-            )
+            Traced(RequestTrace(7, transfer=TransferTrace(nbytes=500_000, wire_s=0.0, run_count=1)))
         )
         families = await scrape(rig.http)
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
@@ -291,7 +289,7 @@ def test_a_prefill_server_measures_what_it_sent_and_no_client_latency(tmp_path: 
         assert value(families, "sglang:kv_transfer_speed_gb_s_count") == 1, "0 s has no speed"
         per_stage = "sglang:per_stage_req_latency_seconds_sum"
         assert value(families, per_stage, stage="prefill_forward") == pytest.approx(0.004)
-        assert value(families, "baton:hand_over_bytes_total") == 10_500_000
+        assert value(families, "baton:transfer_bytes_total") == 10_500_000
         labels = {s.labels["engine_type"] for f in families.values() for s in f.samples}
         assert labels == {"prefill"}
 

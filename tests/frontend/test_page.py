@@ -12,7 +12,7 @@ import pytest
 
 from common.config import Role
 from common.protocol.frontend import Failed, PageGroupState, PeerState, Submit
-from common.request import HandOverTrace
+from common.request import TransferTrace
 from tests.frontend.browser import (
     CHROMIUM,
     DESK,
@@ -158,7 +158,7 @@ def test_peers_are_drawn_and_told_of(browser: Browser, served: Served) -> None:
         assert "blue (10.1.22.33:8998): connected, left alone (breaker open)" in troubles
         assert "example:8998: not connected: silent for 0.8 s" in troubles
         assert "[::1]:9: refused: layout: 32 layers here, 24 there" in troubles
-        assert "2 hand-overs under way" in str(
+        assert "2 transfers under way" in str(
             tab.evaluate("document.querySelector('#picture svg').getAttribute('aria-label')")
         )
         assert "50 in use · 20 kept for prefixes · 6 in quarantine · 180 free" in tab.text("#pages")
@@ -169,7 +169,7 @@ def test_a_prompt_shows_its_tokens_and_its_own_timeline(browser: Browser, served
     with open_tab(browser, served.url) as tab:
         tab.evaluate("document.getElementById('count').value = '7'")
         generate(tab, "abc")
-        wait_text(tab, "#own-facts", "handed over")
+        wait_text(tab, "#own-facts", "transferred")
         assert tab.text("#answer") != ""
         assert tab.text("#figures").startswith("7 tokens, the first after")
         # The scripted stages of 1, 2, 4, 8, 16 ms and 6 steps of 10 ms.
@@ -179,7 +179,7 @@ def test_a_prompt_shows_its_tokens_and_its_own_timeline(browser: Browser, served
             "transfer", "8.0 ms", "first token", "16.0 ms", "decode", "60.0 ms",
         ]  # fmt: skip
         assert tab.text("#own-facts").startswith(
-            "10.0 MB handed over by 127.0.0.1:8998, 500 kB of it"
+            "10.0 MB transferred by 127.0.0.1:8998, 500 kB of it"
         )
         wait_text(tab, "#requests", "7 out")
 
@@ -235,7 +235,7 @@ def test_a_peer_leads_to_its_own_page_and_one_in_trouble_is_in_the_headline(
 
 def fail_traced(submit: Submit) -> list[ToldFrontend]:
     trace = trace_of(submit, 0, status="no_prefill_server")
-    lost = msgspec.structs.replace(trace, peer="", hand_over=HandOverTrace(), reserve_s=0.01)
+    lost = msgspec.structs.replace(trace, peer="", transfer=TransferTrace(), reserve_s=0.01)
     return [Failed(submit.request_id, 503, "no_prefill_server", NOBODY, lost)]
 
 
@@ -258,7 +258,7 @@ def test_an_opened_request_stays_open_while_others_come(browser: Browser, served
         assert tab.evaluate("document.querySelector('.request').open") is False
         opened = "document.querySelector('.request[open] summary')"
         assert tab.evaluate(f"{opened} === document.activeElement") is True
-        assert "10.0 MB handed over at 1.00 GB/s" in tab.text(".request[open]")
+        assert "10.0 MB transferred at 1.00 GB/s" in tab.text(".request[open]")
 
 
 def test_a_prefill_server_shows_its_side_and_no_prompt_box(

@@ -11,7 +11,7 @@ import pytest
 from common.config import Role
 from common.frontend.page.files import DIRECTORY, FILES, PAGE_PATHS
 from common.protocol.frontend import Traced
-from common.request import HandOverTrace, RequestTrace, SamplingParams
+from common.request import RequestTrace, SamplingParams, TransferTrace
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.scripted_scheduler import PEER
 
@@ -89,8 +89,8 @@ def test_state_has_every_number_the_page_reads(tmp_path: Path) -> None:
 def test_percentiles_are_of_the_latest_requests_that_were_answered(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         for number in range(1, 101):
-            hand_over = HandOverTrace(prefill_s=number / 2, nbytes=100 if number > 90 else 0)
-            trace = RequestTrace(number, ttft_s=float(number), hand_over=hand_over)
+            transfer = TransferTrace(prefill_s=number / 2, nbytes=100 if number > 90 else 0)
+            trace = RequestTrace(number, ttft_s=float(number), transfer=transfer)
             rig.context.scheduler.log.add(msgspec.structs.replace(trace, output_token_count=1))
         rig.context.scheduler.log.add(RequestTrace(101, status="timed_out", ttft_s=1e6))
         body = (await rig.http.get("/state")).json()
@@ -106,8 +106,8 @@ def test_percentiles_are_of_the_latest_requests_that_were_answered(tmp_path: Pat
 
 def test_a_prefill_server_counts_what_it_handed_to_each_peer(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
-        hand_over = HandOverTrace(prefill_s=0.2, nbytes=3_000_000, wire_s=0.001)
-        trace = RequestTrace(7, peer=PEER.label, hand_over=hand_over, output_token_count=1)
+        transfer = TransferTrace(prefill_s=0.2, nbytes=3_000_000, wire_s=0.001)
+        trace = RequestTrace(7, peer=PEER.label, transfer=transfer, output_token_count=1)
         rig.context.scheduler.handle(Traced(trace))
         body = (await rig.http.get("/state")).json()
         assert body["peers"][0]["gb_per_s"] == pytest.approx(3.0), "known by its name"

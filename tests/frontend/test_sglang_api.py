@@ -45,7 +45,7 @@ def test_a_plain_answer_has_sglang_s_fields_and_a_timeline(tmp_path: Path) -> No
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(prompt), 4)
         assert meta["cached_tokens"] == 0
         assert isinstance(meta["e2e_latency"], float) and meta["e2e_latency"] >= 0
-        assert at(meta, "timeline", "hand_over", "nbytes") == 10_000_000
+        assert at(meta, "timeline", "transfer", "nbytes") == 10_000_000
         assert at(meta, "timeline", "reserve_s") == 0.001
         assert "input_token_logprobs" not in meta
         (submit,) = rig.scheduler.submits

@@ -23,14 +23,14 @@ from common.frontend.requests.spans import (
     trace_parent_of,
 )
 from common.frontend.requests.tracing import open_tracing
-from common.request import HandOverTrace, Origin, RequestTrace
+from common.request import Origin, RequestTrace, TransferTrace
 from tests.e2e.collector import collector
 from tests.frontend.frontend_rig import Rig, decode_config, run_with_rig
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 TRACE_PARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
-HAND_OVER = HandOverTrace(
+TRANSFER = TransferTrace(
     queue_s=1.0, prefill_s=2.0, transfer_s=3.0, nbytes=64, chunk_ends_s=[0.5, 2.0], chunk_count=2
 )
 ENDED = RequestTrace(
@@ -39,7 +39,7 @@ ENDED = RequestTrace(
     prompt_token_count=5,
     output_token_count=2,
     reserve_s=0.5,
-    hand_over=HAND_OVER,
+    transfer=TRANSFER,
     first_token_s=0.25,
     ttft_s=6.75,
     decode_s=4.0,
@@ -58,15 +58,15 @@ def tree(spans: list[Span]) -> dict[str, str]:
 def test_both_servers_spans_make_one_tree() -> None:
     ids = name_request(TRACE_PARENT)
     here = decode_spans(ENDED, 100.0, ids)
-    parent = parse_trace_parent(ids.hand_over.trace_parent)
+    parent = parse_trace_parent(ids.remote_prefill.trace_parent)
     assert parent is not None
     there = prefill_spans(ENDED, 200.0, parent)
     assert tree(here + there) == {
         "request": PARENT_ID,
         "reserve": "request",
-        "hand_over": "request",
+        "remote_prefill": "request",
         "decode": "request",
-        "prefill_request": "hand_over",
+        "prefill_request": "remote_prefill",
         "queue": "prefill_request",
         "prefill": "prefill_request",
         "chunk 0": "prefill",
@@ -77,14 +77,14 @@ def test_both_servers_spans_make_one_tree() -> None:
     assert len({span.ids.span_id for span in here + there}) == len(here + there)
     times = {span.name: (span.start_s, span.end_s) for span in here}
     assert times["request"] == (100.0, 110.75)
-    assert times["hand_over"] == (100.5, 106.75) and times["decode"] == (106.75, 110.75)
-    told = next(span.attributes for span in here if span.name == "hand_over")
+    assert times["remote_prefill"] == (100.5, 106.75) and times["decode"] == (106.75, 110.75)
+    told = next(span.attributes for span in here if span.name == "remote_prefill")
     assert (told["baton.bytes"], told["baton.peer"], told["baton.transfer_s"]) == (64, "p:1", 3.0)
 
 
-def test_a_prompt_computed_here_has_no_hand_over() -> None:
+def test_a_prompt_computed_here_has_no_transfer() -> None:
     here = msgspec.structs.replace(
-        ENDED, peer="", hand_over=HandOverTrace(prefill_s=6.0), first_token_s=0.25
+        ENDED, peer="", transfer=TransferTrace(prefill_s=6.0), first_token_s=0.25
     )
     spans = decode_spans(here, 0.0, name_request(""))
     assert [span.name for span in spans] == [
@@ -129,7 +129,7 @@ def test_several_headers_are_none_and_spaces_are_not_part_of_one() -> None:
 
 def test_what_a_client_does_not_sample_is_passed_on_so() -> None:
     ids = name_request(f"00-{TRACE_ID}-{PARENT_ID}-00")
-    assert not ids.request.is_sampled and ids.hand_over.trace_parent.endswith("-00")
+    assert not ids.request.is_sampled and ids.remote_prefill.trace_parent.endswith("-00")
     assert new_trace().trace_parent.endswith("-01")
 
 
@@ -168,7 +168,7 @@ def test_a_collector_is_sent_what_is_sampled(tmp_path: Path) -> None:
         tracing.end(LoggedRequest(failed, 50.0), tracing.begin(""))
         tracing.close()
     mine = found.of_trace(TRACE_ID)
-    assert sorted(span.name for span in mine) == ["decode", "hand_over", "request", "reserve"]
+    assert sorted(span.name for span in mine) == ["decode", "remote_prefill", "request", "reserve"]
     assert {span.service for span in mine} == {"baton-decode"}
     assert [span.name for span in mine if span.is_entry] == ["request"]
     (request,) = [span for span in mine if span.name == "request"]

@@ -12,7 +12,7 @@ from common.clock import ManualClock
 from common.config import Role
 from common.frontend.requests.stages import chunks_of, stages_of
 from common.protocol.frontend import Submit, Tokens, Traced
-from common.request import HandOverTrace, Origin, RequestTrace, SamplingParams
+from common.request import Origin, RequestTrace, SamplingParams, TransferTrace
 from tests.frontend.frontend_rig import Rig, run_with_rig
 from tests.frontend.scripted_scheduler import ScriptedScheduler, ToldFrontend, count_up
 
@@ -22,11 +22,11 @@ def named(submit: Submit) -> list[ToldFrontend]:
     messages = count_up(submit)
     last = messages[-1]
     assert isinstance(last, Tokens) and last.trace is not None
-    hand_over = msgspec.structs.replace(
-        last.trace.hand_over, chunk_ends_s=[0.001, 0.0015, 0.004], chunk_count=3
+    transfer = msgspec.structs.replace(
+        last.trace.transfer, chunk_ends_s=[0.001, 0.0015, 0.004], chunk_count=3
     )
     trace = msgspec.structs.replace(
-        last.trace, arrived_s=99.0, hand_over=hand_over, origin=submit.origin
+        last.trace, arrived_s=99.0, transfer=transfer, origin=submit.origin
     )
     return [*messages[:-1], msgspec.structs.replace(last, trace=trace)]
 
@@ -77,7 +77,7 @@ def test_a_timeline_adds_up_and_says_whose_clock_it_is(tmp_path: Path) -> None:
         chunks = spans[2]["chunks"]
         assert [chunk["duration_s"] for chunk in chunks] == pytest.approx([0.001, 0.0005, 0.0025])
         assert chunks[0]["start_s"] == pytest.approx(spans[2]["start_s"])
-        assert told["hand_over"]["bytes"] == 10_000_000 and told["peer"] == "127.0.0.1:8998"
+        assert told["transfer"]["bytes"] == 10_000_000 and told["peer"] == "127.0.0.1:8998"
         assert "never compared" in told["clocks"]
 
     run_with_rig(tmp_path, story, prepare=prepare)
@@ -103,12 +103,12 @@ def test_the_trace_has_one_row_per_request_with_stages_inside(tmp_path: Path) ->
     run_with_rig(tmp_path, story, prepare=prepare, clock=ManualClock(100.0))
 
 
-def test_a_prefill_server_tells_of_hand_overs_that_no_client_of_its_own_asked_for(
+def test_a_prefill_server_tells_of_transfers_that_no_client_of_its_own_asked_for(
     tmp_path: Path,
 ) -> None:
     async def story(rig: Rig) -> None:
-        hand_over = HandOverTrace(queue_s=0.1, prefill_s=0.2, transfer_s=0.3)
-        trace = RequestTrace(7, peer="inc-d", hand_over=hand_over, e2e_s=0.6, ttft_s=0.6)
+        transfer = TransferTrace(queue_s=0.1, prefill_s=0.2, transfer_s=0.3)
+        trace = RequestTrace(7, peer="inc-d", transfer=transfer, e2e_s=0.6, ttft_s=0.6)
         named = msgspec.structs.replace(trace, origin=Origin("theirs", ""), output_token_count=1)
         rig.context.scheduler.handle(Traced(named))
         told = (await rig.http.get("/requests/theirs/timeline")).json()
@@ -124,16 +124,16 @@ def test_a_prefill_server_tells_of_hand_overs_that_no_client_of_its_own_asked_fo
 
 
 def test_stages_tell_where_a_prompt_was_computed_and_what_never_came() -> None:
-    here = RequestTrace(1, output_token_count=2, hand_over=HandOverTrace(prefill_s=2.0))
+    here = RequestTrace(1, output_token_count=2, transfer=TransferTrace(prefill_s=2.0))
     assert {stage.clock for stage in stages_of(here, Role.DECODE)} == {Role.DECODE}
-    at_once = HandOverTrace(prefill_s=1.0)
+    at_once = TransferTrace(prefill_s=1.0)
     for role, peer in ((Role.PREFILL, "inc-d"), (Role.DECODE, "p:1")):
-        whole = RequestTrace(1, peer=peer, output_token_count=1, hand_over=at_once)
+        whole = RequestTrace(1, peer=peer, output_token_count=1, transfer=at_once)
         names = [stage.name for stage in stages_of(whole, role)]
         assert names == ["reserve", "queue", "prefill", "transfer"], "also those that took no time"
     failed = RequestTrace(1, peer="p:1", status="timed_out", first_token_s=3.0, e2e_s=3.0)
     names = [stage.name for stage in stages_of(failed, Role.DECODE)]
     assert names == ["reserve", "unanswered"]
-    single = HandOverTrace(prefill_s=1.0, chunk_ends_s=[1.0])
-    prefill = stages_of(RequestTrace(1, hand_over=single), Role.PREFILL)[-1]
-    assert chunks_of(RequestTrace(1, hand_over=single), prefill) == []
+    single = TransferTrace(prefill_s=1.0, chunk_ends_s=[1.0])
+    prefill = stages_of(RequestTrace(1, transfer=single), Role.PREFILL)[-1]
+    assert chunks_of(RequestTrace(1, transfer=single), prefill) == []

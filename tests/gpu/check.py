@@ -1,6 +1,6 @@
 """Builds, checks and times Baton on one GPU: `python tests/gpu/check.py`, a JSON report on stdout.
 
-    --only attention,handover        some of the sections, in this order
+    --only attention,transfer        some of the sections, in this order
     --out FILE                       the report is there as well, from the first finding on
     --commit NAME                    what is measured, where git can't say it
     --device cpu --shape tiny        a rehearsal of this script on a machine without a GPU
@@ -41,13 +41,13 @@ SECTIONS = (
     "kinds",
     "engine",
     "launch",
-    "handover",
+    "transfer",
     "sizes",
     "pair",
     "load_single",
     "load_pair",
 )
-HANDOVER_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+TRANSFER_NBYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 EXIT_FAILED = 1
 EXIT_NO_DEVICE = 2
 END_PATIENCE_S = 60.0  # of servers that drain
@@ -171,11 +171,11 @@ def section_of(args: argparse.Namespace) -> Callable[[Section, torch.device], No
             from tests.gpu.attention_section import check_kinds_section
 
             return check_kinds_section
-        case "handover":
-            from tests.gpu.handover_section import check_handover_section
+        case "transfer":
+            from tests.gpu.transfer_section import check_transfer_section
 
-            return lambda section, device: check_handover_section(
-                section, device, HANDOVER_NBYTES[device.type]
+            return lambda section, device: check_transfer_section(
+                section, device, TRANSFER_NBYTES[device.type]
             )
         case "sizes":
             from tests.gpu.sizes_section import check_sizes_section

@@ -39,9 +39,9 @@ from common.protocol.worker import (
     WorkerToScheduler,
 )
 from common.request import SamplingParams
+from common.worker.completion_notifiers import start_notifier
 from common.worker.io_loop import Outbox, Progress
 from common.worker.sends import Computed
-from common.worker.telling import start_telling
 from tests.gpu.model_shapes import ModelShape, write_model
 from tests.gpu.report import Section
 
@@ -269,21 +269,23 @@ def check_told_pages(section: Section, rig: Rig) -> None:
     rig.pool.buffers[0].view(DTYPES["bfloat16"]).normal_()
     outbox, progress = Snapshots(rig, pages), Progress()
     failed: list[str] = []
-    telling = start_telling(rig.device, outbox, progress, lambda: failed.append("a thread failed"))
-    telling.start()
+    notifier = start_notifier(
+        rig.device, outbox, progress, lambda: failed.append("a thread failed")
+    )
+    notifier.start()
     if rig.device.type == "cuda":
         torch.cuda.synchronize(rig.device)
     ends = {group[-1]: index + 1 for index, group in enumerate(rig.layout.layer_groups)}
 
     def on_layer(layer: int) -> None:
         if layer in ends:
-            telling.put(1, Computed(prefill.step_id, ends[layer]))
+            notifier.put(1, Computed(prefill.step_id, ends[layer]))
 
     started_at = time.perf_counter()
     pending = rig.runner().launch(prefill, on_layer)
     launched_s = time.perf_counter() - started_at
-    telling.put(1, Computed(prefill.step_id, len(ends)), pending)
-    telling.end()
+    notifier.put(1, Computed(prefill.step_id, len(ends)), pending)
+    notifier.end()
     torn = [
         layer for layer, taken in outbox.taken.items() if not torch.equal(taken, outbox.read(layer))
     ]

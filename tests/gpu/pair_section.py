@@ -1,7 +1,7 @@
 """A prefill and a decode server on one device: the same tokens as one server alone, and how fast.
 
 The model is random: its tokens mean nothing, but greedy ones follow from every byte of the cache,
-so a page that was handed over wrongly shows. One request at a time is compared: the kernels are
+so a page that was transferred wrongly shows. One request at a time is compared: the kernels are
 then given the same shapes on both sides, and must give the same bits.
 """
 
@@ -46,7 +46,7 @@ def check_pair_section(section: Section, device: str, shape: ModelShape) -> None
                 )
             answer_together(section, pair, shape, expected)
             measure(section, "pair", pair, shape)
-            measure_hand_over(section, pair, shape)
+            measure_transfer(section, pair, shape)
 
 
 # Asking -------------------------------------------------------------------------------------------
@@ -111,16 +111,16 @@ def measure(section: Section, name: str, running: Running, shape: ModelShape) ->
     section.figure(f"{name}: mean per token, ms", per_token * 1e3)
 
 
-def measure_hand_over(section: Section, running: Running, shape: ModelShape) -> None:
+def measure_transfer(section: Section, running: Running, shape: ModelShape) -> None:
     """What the reply's timeline says of the largest timed prompt."""
     reply = running.generate(prompt_of(shape.timed[-1], shape, seed=70), 2)
     timeline = reply.meta_info.timeline
     section.check("the reply has a timeline", timeline is not None)
     if timeline is not None:
-        hand_over = timeline.hand_over
-        section.figure("hand-over: bytes", hand_over.nbytes)
-        section.figure("hand-over: runs", hand_over.run_count)
-        section.figure("hand-over: transfer_s", hand_over.transfer_s)
+        transfer = timeline.transfer
+        section.figure("transfer: bytes", transfer.nbytes)
+        section.figure("transfer: runs", transfer.run_count)
+        section.figure("transfer: transfer_s", transfer.transfer_s)
         section.figure("timeline: ttft_s", timeline.ttft_s)
 
 

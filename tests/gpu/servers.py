@@ -24,14 +24,14 @@ REQUEST_TIMEOUT_S = 300.0
 CONCURRENT_COUNT = 16
 
 
-class HandOver(msgspec.Struct):
+class TransferMode(msgspec.Struct):
     transfer_s: float
     nbytes: int
     run_count: int
 
 
 class Timeline(msgspec.Struct):
-    hand_over: HandOver
+    transfer_mode: TransferMode
     ttft_s: float
 
 

@@ -1,4 +1,4 @@
-"""Hand-overs of growing size between two ranks, direct and staged: every page compared, then timed.
+"""Transfers of growing size between two ranks, direct and staged: every page compared, then timed.
 
 The parts are those of the workers, plans, landing slots and credits included; only schedulers and
 models are missing. Pages are those of Llama-3.1-8B, 2 MiB of 16 tokens, at random places of both
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from bench.staging_ranks import StagedPair
-from common.config import HandOver, shared_memory_dir
+from common.config import TransferMode, shared_memory_dir
 from common.layout.cache_layout import RankLayout, ServerLayout
-from tests.gpu.handover_section import (
+from tests.gpu.report import Section
+from tests.gpu.transfer_section import (
     LAYER_COUNTS,
     PAGE_SIZE,
     POISON,
@@ -30,13 +31,12 @@ from tests.gpu.handover_section import (
     words_of,
     wrong_pages,
 )
-from tests.gpu.report import Section
 
 SIZES_MIB = {"cuda": (256, 1024, 4096), "cpu": (16, 64)}
-WAYS = {"direct": HandOver.DIRECT, "staged": HandOver.LANDING}
+WAYS = {"direct": TransferMode.DIRECT, "staged": TransferMode.STAGED}
 CHOICE_MIB = {"cuda": 256, "cpu": 16}
 CHOICE_MIN = 0.8
-"""What `--hand-over auto` must reach of the quicker way, measured one after the other."""
+"""What `--transfer-mode auto` must reach of the quicker way, measured one after the other."""
 SPARE_PAGES = 8
 REPEATS = 5
 # Beside both pools: contexts, staging and landing slots, and what comparing takes.
@@ -49,13 +49,13 @@ def check_sizes_section(section: Section, device: torch.device) -> None:
     for size_mib in SIZES_MIB[device.type]:
         needed = 2 * (size_mib << 20) + OVERHEAD_NBYTES[device.type]
         free = free_nbytes(device)
-        for way, hand_over in WAYS.items():
+        for way, transfer_mode in WAYS.items():
             name = f"{size_mib} MiB {way}"
             if needed > free:
                 section.skip(name, f"needs {needed >> 20} MiB, {free >> 20} MiB are free")
             else:
                 page_count = (size_mib << 20) // layout.groups[0].page_nbytes
-                time_size(section, name, device, layout, page_count, hand_over)
+                time_size(section, name, device, layout, page_count, transfer_mode)
     for layer_count in (LAYER_COUNTS[0], LAYER_COUNTS[-1]):
         check_choice(section, device, layout_of(layer_count))
 
@@ -66,9 +66,14 @@ def check_choice(section: Section, device: torch.device, layout: RankLayout) -> 
     page_count = (CHOICE_MIB[device.type] << 20) // page_nbytes
     rates = {
         way: time_size(
-            section, f"{page_nbytes >> 10} KiB runs {way}", device, layout, page_count, hand_over
+            section,
+            f"{page_nbytes >> 10} KiB runs {way}",
+            device,
+            layout,
+            page_count,
+            transfer_mode,
         )
-        for way, hand_over in (*WAYS.items(), ("auto", HandOver.AUTO))
+        for way, transfer_mode in (*WAYS.items(), ("auto", TransferMode.AUTO))
     }
     if device.type == "cuda":
         best = max(rates["direct"], rates["staged"])
@@ -85,16 +90,16 @@ def time_size(
     device: torch.device,
     layout: RankLayout,
     page_count: int,
-    hand_over: HandOver,
+    transfer_mode: TransferMode,
 ) -> float:
-    """GB/s; page_count: of each hand-over. Every one is checked, all but the first are timed."""
+    """GB/s; page_count: of each transfer. Every one is checked, all but the first are timed."""
     server: ServerLayout = layout.server
     pool_pages = page_count + SPARE_PAGES
     pair = StagedPair(
         server,
         server,
         "auto" if device.type == "cuda" else "posix,tcp",
-        hand_over,
+        transfer_mode,
         pool_pages * PAGE_SIZE,
         device=device,
         look=partial(look_at, layout),
@@ -121,7 +126,7 @@ def time_size(
     rate = statistics.median(rates)
     section.figure(f"{name}: GB/s", rate)
     section.figure(f"{name}: puts", put_count)
-    section.figure(f"{name}: prices", pair.hand_over)
+    section.figure(f"{name}: prices", pair.transfer_mode)
     what = f"{name}: every page arrives, no other changes"
     section.check(what, not wrong, f"wrong: {wrong[:8]}")
     return rate

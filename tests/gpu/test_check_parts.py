@@ -12,26 +12,26 @@ import torch
 from bench.gpu_report import CheckedSection, CheckReport, read_check_report
 from bench.machine import describe_machine
 from tests.gpu.check import note_end
-from tests.gpu.handover_section import (
-    POISON,
-    Ask,
-    content_of,
-    hand_over,
-    layout_of,
-    words_of,
-    wrong_pages,
-)
 from tests.gpu.model_shapes import LLAMA_8B
 from tests.gpu.pair_section import first_difference, prompt_of
 from tests.gpu.report import Report, Section
 from tests.gpu.sizes_section import WAYS, time_size
+from tests.gpu.transfer_section import (
+    POISON,
+    Ask,
+    content_of,
+    layout_of,
+    transfer,
+    words_of,
+    wrong_pages,
+)
 
 LAYOUT = layout_of(1)
 ASK = Ask(np.array([4, 2, 9]), np.array([3, 6, 1]))
 
 
 def landed() -> torch.Tensor:
-    """A target pool of 7 pages and scratch after a hand-over that went well."""
+    """A target pool of 7 pages and scratch after a transfer that went well."""
     buffer = torch.full((8 * LAYOUT.groups[0].page_nbytes,), POISON, dtype=torch.uint8)
     rows = words_of(buffer, LAYOUT)
     rows[torch.from_numpy(ASK.target_pages)] = content_of(
@@ -68,16 +68,16 @@ def test_no_two_words_of_two_pages_are_alike() -> None:
 
 
 @pytest.mark.slow
-def test_a_hand_over_between_two_processes_is_found_right_on_the_cpu() -> None:
-    section = Section("hand-over")
-    hand_over(section, "pages", torch.device("cpu"), LAYOUT, page_count=64, spin_us=0)
+def test_a_transfer_between_two_processes_is_found_right_on_the_cpu() -> None:
+    section = Section("transfer")
+    transfer(section, "pages", torch.device("cpu"), LAYOUT, page_count=64, spin_us=0)
     assert len(section.checks) == 2 and not section.has_failed, section.checks
     assert section.figures["pages: lanes"] == "posix"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
-def test_a_hand_over_between_two_ranks_is_found_right_on_the_cpu(way: str) -> None:
+def test_a_transfer_between_two_ranks_is_found_right_on_the_cpu(way: str) -> None:
     section = Section("sizes")
     time_size(section, way, torch.device("cpu"), LAYOUT, 64, WAYS[way])
     assert section.checks == {f"{way}: every page arrives, no other changes": "ok"}

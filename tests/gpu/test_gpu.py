@@ -19,10 +19,10 @@ from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.digester import Digester
 from common.worker.pools import allocate_region
 from tests.gpu.attention_section import check_attention_section
-from tests.gpu.handover_section import check_handover_section
 from tests.gpu.native_build import build_native
 from tests.gpu.recurrence_section import check_recurrence_section
 from tests.gpu.report import Section
+from tests.gpu.transfer_section import check_transfer_section
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
 ]
 
-HANDOVER_NBYTES = 256 << 20
+TRANSFER_NBYTES = 256 << 20
 
 
 def test_attention_and_sampling_agree_with_the_reference() -> None:
@@ -47,8 +47,8 @@ def test_recurrences_agree_with_the_reference() -> None:
 
 def test_pages_cross_two_processes_pools_over_cuda_ipc() -> None:
     build_native()
-    section = Section("handover")
-    check_handover_section(section, torch.device("cuda", 0), HANDOVER_NBYTES)
+    section = Section("transfer")
+    check_transfer_section(section, torch.device("cuda", 0), TRANSFER_NBYTES)
     assert any("cuda_ipc" in name for name in section.checks)
     assert not section.has_failed, section.checks
 

@@ -14,7 +14,7 @@ from common.metrics.recorded import RECORDED
 from common.metrics.seen import COUNTERS, QUEUES, SEEN
 from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX, ServerMetrics
 from common.metrics.snapshot import PageCounts, PeerGauge, Snapshot
-from common.request import FinishKind, HandOverTrace, RequestTrace
+from common.request import FinishKind, RequestTrace, TransferTrace
 
 # What the published dashboards ask for, as Prometheus stores it.
 SGLANG_DASHBOARD = (
@@ -64,9 +64,7 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 def trace(output_count: int = 3, peer: str = "p:1", status: str = "ok") -> RequestTrace:
     """1 s reserved, 2 queued, 3 computed, 4 transferred, 5 until the first token, 6 decoded."""
-    hand_over = HandOverTrace(
-        queue_s=2, prefill_s=3, transfer_s=4, nbytes=100, cached_token_count=8
-    )
+    transfer = TransferTrace(queue_s=2, prefill_s=3, transfer_s=4, nbytes=100, cached_token_count=8)
     return RequestTrace(
         request_id=1,
         peer=peer,
@@ -75,7 +73,7 @@ def trace(output_count: int = 3, peer: str = "p:1", status: str = "ok") -> Reque
         output_token_count=output_count,
         cached_token_count=8,
         reserve_s=1,
-        hand_over=hand_over,
+        transfer=transfer,
         first_token_s=5,
         ttft_s=15,
         decode_s=6,
@@ -167,21 +165,21 @@ def test_state_has_the_same_value_under_all_names() -> None:
     assert one(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="10") == 1
     assert one(samples, "sglang:cache_config_info", page_size="16", num_pages="10") == 1
     assert one(samples, "sglang:cache_hit_rate") == 0.25
-    assert one(samples, "baton:hand_over_retries_total") == 5
+    assert one(samples, "baton:transfer_retries_total") == 5
     assert one(samples, "baton:peer_self_test_failing", peer="p:1") == 1
 
 
 def test_stages_are_told_per_peer_and_of_so_many_peers_only() -> None:
     metrics, samples = measured(MetricsNames.SGLANG)
-    stages = {labels["stage"] for labels, _ in samples["baton:hand_over_stage_seconds_sum"]}
+    stages = {labels["stage"] for labels, _ in samples["baton:transfer_stage_seconds_sum"]}
     assert stages == {"reserve", "queue", "prefill", "transfer", "first_token", "decode"}
     for number in range(2, PEER_COUNT_MAX + 10):
         metrics.observe_end(trace(peer=f"p:{number}"), is_streaming=False)
     samples = exposed(metrics)
-    peers = {labels["peer"] for labels, _ in samples["baton:hand_over_stage_seconds_sum"]}
+    peers = {labels["peer"] for labels, _ in samples["baton:transfer_stage_seconds_sum"]}
     assert len(peers) == PEER_COUNT_MAX + 1 and OTHER_PEERS in peers
-    assert one(samples, "baton:peer_hand_over_bytes_total", peer=OTHER_PEERS) == 900
-    assert one(samples, "baton:hand_over_bytes_total") == 100 * (PEER_COUNT_MAX + 10)
+    assert one(samples, "baton:peer_transfer_bytes_total", peer=OTHER_PEERS) == 900
+    assert one(samples, "baton:transfer_bytes_total") == 100 * (PEER_COUNT_MAX + 10)
 
 
 def test_the_hit_rate_is_of_prompts_that_were_computed() -> None:

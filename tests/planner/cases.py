@@ -53,7 +53,7 @@ SHUFFLES = st.integers(0, 1 << 16)
 
 @dataclass(frozen=True)
 class Case:
-    """A hand-over of `pieces` of one request. page_counts: per group, without the scratch page."""
+    """A transfer of `pieces` of one request. page_counts: per group, without the scratch page."""
 
     source: ServerLayout
     target: ServerLayout

@@ -1,7 +1,7 @@
-"""What a hand-over must do, said slowly: every element found by walking envelopes plane by plane.
+"""What a transfer must do, said slowly: every element found by walking envelopes plane by plane.
 
 Shares no arithmetic with the code it judges. A server is a set of byte arrays, one per rank and
-page group; a hand-over moves real bytes between them, and afterwards every byte of the target must
+page group; a transfer moves real bytes between them, and afterwards every byte of the target must
 have been written exactly once with the right content, or not at all.
 """
 
@@ -186,7 +186,7 @@ def padded(offset: int, to: int) -> int:
     return -(-offset // to) * to
 
 
-# ---- two servers and a hand-over -----------------------------------------------------------------
+# ---- two servers and a transfer -----------------------------------------------------------------
 
 
 @dataclass
@@ -273,7 +273,7 @@ class Server:
                 memory[places] = values
 
 
-def hand_over(
+def transfer(
     source: Server, target: Server, pieces: Sequence[TokenRange], planner: Planner
 ) -> None:
     """Every source rank sends every piece to every target rank, as bytes."""

@@ -18,12 +18,12 @@ from common.planner.copies import SHAPE_COUNT_MAX, PairPlan, plan_copies
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange, rank_pairs
 from tests.planner.cases import Case, PairPlans, cases
-from tests.planner.oracle import PageLists, Planner, hand_over, judge
+from tests.planner.oracle import PageLists, Planner, judge, transfer
 
 
 def check_case(case: Case, planner: Planner | None = None) -> None:
     source, target = case.servers()
-    hand_over(source, target, case.pieces, planner or PairPlans())
+    transfer(source, target, case.pieces, planner or PairPlans())
     judge(target, case.pieces)
 
 

@@ -15,7 +15,7 @@ from common.layout.parallel import split_layers
 from common.planner.copies import plan_copies
 from common.planner.pairing import TokenRange
 from tests.planner.cases import Case
-from tests.planner.oracle import PageLists, hand_over, judge
+from tests.planner.oracle import PageLists, judge, transfer
 
 WINDOW = 24
 ROW_NBYTES = 2 * 4 * 8 * 4  # keys and values of four heads of eight, in float32
@@ -62,7 +62,7 @@ def test_only_the_window_is_copied_whatever_pages_either_side_holds(
     counts = [[len(ids) for _, ids in lists] for lists in (source_pages, target_pages)]
     case = Case(source, target, source_pages, target_pages, counts[0], counts[1], pieces)
     source_side, target_side = case.servers()
-    hand_over(source_side, target_side, pieces, plan_copies)
+    transfer(source_side, target_side, pieces, plan_copies)
     judge(target_side, pieces)
     moved_nbytes = sum(
         plan_copies(here, there, source_pages, target_pages, piece).total_nbytes

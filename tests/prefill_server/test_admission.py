@@ -16,7 +16,7 @@ from prefill_server.holds import UNDISTURBED_S
 from prefill_server.request import Failure, PrefillRequest
 from prefill_server.scheduler import PrefillScheduler
 from tests.prefill_server.test_links import reservation
-from tests.sim.sim_hand_over import HandOvers
+from tests.sim.sim_transfers import SimTransfers
 from tests.sim.world import World
 
 FILLING = 200  # tokens; the pool of the prefill server has 256
@@ -42,7 +42,7 @@ def ask(world: World, transfer_id: int, token_count: int) -> PrefillRequest:
 @pytest.fixture
 def filled(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """The pages of one prompt can't leave, and what is left holds no long one."""
-    monkeypatch.setattr(HandOvers, "_settle", lambda self, send, error: None)
+    monkeypatch.setattr(SimTransfers, "_settle", lambda self, send, error: None)
     filling = ask(world, 1, FILLING)
     world.run(world.now + 0.6)
     assert filling.state is PrefillState.SENDING
@@ -117,16 +117,16 @@ def test_pages_that_come_back_are_given_to_the_oldest(
 ) -> None:
     requests = [ask(filled, 10 + index, 100 - index) for index in range(QUEUED_COUNT)]
     looks = counted(monkeypatch, "open")
-    monkeypatch.setattr(HandOvers, "_settle", SETTLE)
-    hand_overs = filled.nodes["p0"].worker.hand_overs
-    for send in list(hand_overs._sends_open.values()):
-        hand_overs._settle(send, "")
+    monkeypatch.setattr(SimTransfers, "_settle", SETTLE)
+    transfers = filled.nodes["p0"].worker.transfers
+    for send in list(transfers._sends_open.values()):
+        transfers._settle(send, "")
     states = [request.state for request in requests]
     assert states[0] is PrefillState.PREFILLING
     assert len(looks) <= 2 + sum(state is not PrefillState.QUEUED for state in states)
 
 
-SETTLE = HandOvers._settle
+SETTLE = SimTransfers._settle
 
 
 def test_shorter_ones_pass_a_prompt_that_does_not_fit_for_a_while_and_no_longer(

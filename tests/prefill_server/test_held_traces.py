@@ -37,7 +37,7 @@ def test_its_chunks_are_told_to_its_client_and_not_to_who_did_not_wait_for_them(
     assert first.finals == ["finished"]
     (answer,) = [message for message in told if isinstance(message, Tokens)]
     assert answer.trace is not None
-    computed = answer.trace.hand_over
+    computed = answer.trace.transfer
     assert computed.chunk_count == len(computed.chunk_ends_s) > 0
 
     world.submit(world.nodes["d0"], PROMPT, 4, where)

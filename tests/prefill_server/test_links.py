@@ -30,7 +30,7 @@ from common.scheduling.events import (
     UnreadableRequest,
 )
 from common.scheduling.events import ToFrontend as Told
-from common.scheduling.sparing import BURST
+from common.scheduling.log_rate_limiter import BURST
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, DecodePeers, shown_link
 from tests.sim.node import Node

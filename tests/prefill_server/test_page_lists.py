@@ -80,10 +80,10 @@ def test_workers_forget_the_pages_of_a_transfer_that_is_given_up(
     world: World, after_s: float
 ) -> None:
     client = world.submit(world.nodes["d0"], list(range(7 * CHUNK_TOKENS)), 2)
-    hand_overs = world.nodes["p0"].worker.hand_overs
-    while not hand_overs.transfers:
+    transfers = world.nodes["p0"].worker.transfers
+    while not transfers.transfers:
         world.run(world.now + 0.0005)
     world.run(world.now + after_s)
     world.cancel(client)
     world.run(world.now + 2.0)
-    assert world.nodes["p0"].core.is_idle and not hand_overs.transfers
+    assert world.nodes["p0"].core.is_idle and not transfers.transfers

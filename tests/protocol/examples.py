@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
@@ -15,11 +15,11 @@ from common.request import (
     FinishReason,
     Grammar,
     GrammarKind,
-    HandOverTrace,
     Origin,
     RequestTrace,
     SamplingParams,
     TokenLogprobs,
+    TransferTrace,
 )
 
 SAMPLING = SamplingParams(
@@ -50,7 +50,7 @@ TOLD = encode_logprobs(LOGPROBS)
 TRACE = RequestTrace(
     request_id=9, peer="127.0.0.1:8998", status="ok", ttft_s=0.25, e2e_s=1.5, origin=Origin("r", "")
 )
-HAND_OVER = HandOverTrace(
+TRANSFER = TransferTrace(
     queue_s=0.1, prefill_s=0.2, nbytes=1 << 40, run_count=3, chunk_count=1, chunk_ends_s=[0.2]
 )
 ORIGIN = Origin("rid-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
@@ -171,8 +171,8 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
         [6],
         [41],
     ),
-    worker.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", HandOver.LANDING),
-    worker.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], HandOver.AUTO),
+    worker.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", TransferMode.STAGED),
+    worker.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], TransferMode.AUTO),
     worker.ClosePeer("inc"),
     worker.ReclaimPeer("inc"),
     worker.Expect(2**62, "inc", 17, [(0, [1, 2])]),
@@ -215,7 +215,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         "inc-d",
         {"dtype": "float32"},
         encode_layout(LAYOUT),
-        HandOver.AUTO,
+        TransferMode.AUTO,
         ["host"],
         [17],
         Verify.SAMPLE,
@@ -254,7 +254,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         4096,
         ["host"],
         [17],
-        HandOver.LANDING,
+        TransferMode.STAGED,
         Verify.FULL,
         "prefill-0",
         "p:30000",
@@ -263,7 +263,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
     peer.Detached("inc-p", "inc-d", "lost", True),
-    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], HAND_OVER, LOGPROBS, [TOLD], [b"12345678", b""]),
+    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck", True, 64),

@@ -11,7 +11,7 @@ import pytest
 from common.errors import ProtocolError
 from common.protocol import peer
 from common.protocol.bounds import SAMPLING_CHECKS, check_peer_message
-from common.request import Grammar, GrammarKind, HandOverTrace, Origin, SamplingParams
+from common.request import Grammar, GrammarKind, Origin, SamplingParams, TransferTrace
 from tests.protocol.examples import DECODE_TO_PREFILL, DESCRIPTOR, PREFILL_TO_DECODE, SAMPLING
 
 TRACED = f"00-{1:032x}-{2:016x}-01"
@@ -80,8 +80,8 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.TransferRequest, {"origin": Origin("x" * 262)}, "262 characters; at most 261"),
         (peer.TransferRequest, {"origin": Origin("r", "00-12-34-01")}, "must be a W3C traceparent"),
         (peer.TransferRequest, {"origin": Origin("r", TRACED + "0")}, "must be a W3C traceparent"),
-        (peer.TransferDone, {"trace": HandOverTrace(chunk_ends_s=[0.1] * 65)}, "65 entries; at"),
-        (peer.TransferDone, {"trace": HandOverTrace(chunk_ends_s=[math.nan])}, "must be finite"),
+        (peer.TransferDone, {"trace": TransferTrace(chunk_ends_s=[0.1] * 65)}, "65 entries; at"),
+        (peer.TransferDone, {"trace": TransferTrace(chunk_ends_s=[math.nan])}, "must be finite"),
         (peer.TransferRequest, {"room": -1}, "room=-1"),
         (peer.TransferRequest, {"room": 2**63}, "room="),
         (peer.TransferRequest, {"token_ids": [3, -1]}, "smallest of TransferRequest.token_ids=-1"),

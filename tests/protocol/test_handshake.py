@@ -106,7 +106,7 @@ def test_how_a_cache_is_cut_may_differ(theirs: ServerLayout) -> None:
             gqa(dtype="float8_e4m3fn"),
             [
                 f"component {name} dtype: ours bfloat16, theirs float8_e4m3fn "
-                "(a direct hand-over does not convert)"
+                "(a direct transfer does not convert)"
                 for name in ("k", "v")
             ],
         ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import DTYPE_NBYTES, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import compressed_components, gated_delta_components, gqa_components
@@ -69,10 +69,10 @@ def changed(name: str, **fields: object) -> ServerLayout:
 
 
 def refusals(ours: ServerLayout, theirs: ServerLayout) -> list[str]:
-    """What every kind of hand-over refuses for, one and the same; both sides must see it."""
-    found = [compare_layouts(ours, theirs, hand_over) for hand_over in HandOver]
+    """What every kind of transfer refuses for, one and the same; both sides must see it."""
+    found = [compare_layouts(ours, theirs, transfer_mode) for transfer_mode in TransferMode]
     assert found[0] == found[1] == found[2]
-    assert all(compare_layouts(theirs, ours, hand_over) for hand_over in HandOver)
+    assert all(compare_layouts(theirs, ours, transfer_mode) for transfer_mode in TransferMode)
     return found[0]
 
 
@@ -159,11 +159,11 @@ def test_elements_without_a_conversion_are_refused(name: str) -> None:
 @EACH
 def test_elements_with_a_conversion_are_refused_only_where_nothing_is_staged(name: str) -> None:
     wide, narrow = (layout_of(stored_as(name, dtype)) for dtype in ("float32", "bfloat16"))
-    for hand_over in (HandOver.AUTO, HandOver.LANDING):
-        assert compare_layouts(wide, narrow, hand_over) == []
-    assert compare_layouts(wide, narrow, HandOver.DIRECT) == [
+    for transfer_mode in (TransferMode.AUTO, TransferMode.STAGED):
+        assert compare_layouts(wide, narrow, transfer_mode) == []
+    assert compare_layouts(wide, narrow, TransferMode.DIRECT) == [
         f"component {name} dtype: ours float32, theirs bfloat16 "
-        "(a direct hand-over does not convert)"
+        "(a direct transfer does not convert)"
     ]
 
 

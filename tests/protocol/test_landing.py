@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import Segment
@@ -17,14 +17,14 @@ from common.protocol.bounds import check_peer_message
 from common.protocol.codec import decode_credit, decode_landed, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing, RankDescriptor
 from common.protocol.handshake import (
-    agree_hand_over,
+    agree_transfer_mode,
     announced_page_counts,
-    compare_hand_over,
     compare_layouts,
+    compare_transfer_mode,
 )
 from tests.protocol.examples import CREDIT, DESCRIPTOR, LANDED
 
-AUTO, DIRECT, LANDING = HandOver.AUTO, HandOver.DIRECT, HandOver.LANDING
+AUTO, DIRECT, STAGED = TransferMode.AUTO, TransferMode.DIRECT, TransferMode.STAGED
 
 
 def gqa(dtype: str = "bfloat16", tp: int = 1) -> ServerLayout:
@@ -40,41 +40,41 @@ def gqa(dtype: str = "bfloat16", tp: int = 1) -> ServerLayout:
     [
         (AUTO, AUTO, AUTO),
         (AUTO, DIRECT, DIRECT),
-        (AUTO, LANDING, LANDING),
-        (LANDING, LANDING, LANDING),
+        (AUTO, STAGED, STAGED),
+        (STAGED, STAGED, STAGED),
         (DIRECT, DIRECT, DIRECT),
-        (DIRECT, LANDING, None),
+        (DIRECT, STAGED, None),
     ],
 )
 def test_both_sides_agree_or_refuse_alike(
-    ours: HandOver, theirs: HandOver, agreed: HandOver | None
+    ours: TransferMode, theirs: TransferMode, agreed: TransferMode | None
 ) -> None:
-    assert agree_hand_over(ours, theirs) is agreed
-    assert agree_hand_over(theirs, ours) is agreed
-    differences = compare_hand_over(ours, theirs)
-    assert differences == ([] if agreed else ["hand-over: ours direct, theirs landing"])
+    assert agree_transfer_mode(ours, theirs) is agreed
+    assert agree_transfer_mode(theirs, ours) is agreed
+    differences = compare_transfer_mode(ours, theirs)
+    assert differences == ([] if agreed else ["transfer: ours direct, theirs landing"])
 
 
-@pytest.mark.parametrize("hand_over", [AUTO, LANDING])
+@pytest.mark.parametrize("transfer_mode", [AUTO, STAGED])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [("bfloat16", "float8_e4m3fn"), ("float32", "bfloat16"), ("float32", "float8_e4m3fn")],
 )
 def test_element_types_may_differ_where_transfers_may_be_staged(
-    ours: str, theirs: str, hand_over: HandOver
+    ours: str, theirs: str, transfer_mode: TransferMode
 ) -> None:
-    assert compare_layouts(gqa(ours), gqa(theirs, tp=2), hand_over) == []
-    assert compare_layouts(gqa(theirs), gqa(ours), hand_over) == []
+    assert compare_layouts(gqa(ours), gqa(theirs, tp=2), transfer_mode) == []
+    assert compare_layouts(gqa(theirs), gqa(ours), transfer_mode) == []
     refused = compare_layouts(gqa(ours), gqa(theirs), DIRECT)
-    assert len(refused) == 2 and "a direct hand-over does not convert" in refused[0]
+    assert len(refused) == 2 and "a direct transfer does not convert" in refused[0]
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("float16", "bfloat16"), ("float16", "float8_e4m3fn")]
 )
 def test_a_conversion_that_is_not_known_is_refused(ours: str, theirs: str) -> None:
-    for hand_over in HandOver:
-        difference = compare_layouts(gqa(ours), gqa(theirs), hand_over)[0]
+    for transfer_mode in TransferMode:
+        difference = compare_layouts(gqa(ours), gqa(theirs), transfer_mode)[0]
         assert difference == (
             f"component k dtype: ours {ours}, theirs {theirs} "
             f"({ours} and {theirs} can't be converted into each other)"

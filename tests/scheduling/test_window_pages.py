@@ -88,7 +88,7 @@ class Reader:
         return self.tables[request_id, group][position // items], position % items
 
     def receive(self, request_id: int, spans: list[PageSpan], token_count: int) -> None:
-        """A hand-over of exactly what is live after `token_count` tokens."""
+        """A transfer of exactly what is live after `token_count` tokens."""
         for group, (page_group, span) in enumerate(zip(self.groups, spans, strict=True)):
             for position in page_group.live.items(token_count):
                 page = span.page_ids[position // page_group.page_items - span.first_index]
@@ -184,7 +184,7 @@ def test_every_token_reads_its_own_window_whatever_is_computed_beside_it(seed: i
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 17])
 @pytest.mark.parametrize("length", [1, 3, 4, 8, 9, 100])
-def test_a_hand_over_reserves_the_live_window_and_no_more(
+def test_a_transfer_reserves_the_live_window_and_no_more(
     length: int, width: int, page_size: int
 ) -> None:
     (group,) = layout_of((window(width),), page_size).groups

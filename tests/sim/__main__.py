@@ -3,7 +3,7 @@
 --seeds N [--first S]       N stories; a failing seed is named, with the command that replays it
 --mutations [--seeds N]     plant every bug and say which seed finds it, of at most N
 --replay SEED               tell what happened: [--request R | --transfer T] of one request or
-                            hand-over, [--plant NAME] with a planted bug
+                            transfer, [--plant NAME] with a planted bug
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def find_first(mutation_index: int, seed_max: int) -> tuple[int, str]:
 
 
 def replay(seed: int, request_id: int, transfer_id: int, planted: str | None) -> int:
-    """Tell a story again: the end of all of it, or what concerns one request or hand-over."""
+    """Tell a story again: the end of all of it, or what concerns one request or transfer."""
     log: list[str] = []
     names = [mutation.name for mutation in MUTATIONS]
     problem = problem_of(seed, names.index(planted) if planted else -1, log)

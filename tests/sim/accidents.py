@@ -126,7 +126,7 @@ def _mend(world: World, pair: frozenset[str]) -> None:
 
 
 def _plan_storm(world: World, rng: random.Random, kind: str, node: Node, at: float) -> None:
-    """Clients leave in the midst of hand-overs, while one of the two sides stands still."""
+    """Clients leave in the midst of transfers, while one of the two sides stands still."""
     if kind == "abort storm":
         world.after(at, lambda: _abort_all(world, node))
         return
@@ -139,7 +139,7 @@ def _plan_storm(world: World, rng: random.Random, kind: str, node: Node, at: flo
 
 
 def _rush(world: World, rng: random.Random, at: float) -> Node:
-    """Many requests at once, so that whatever happens then happens in the midst of hand-overs.
+    """Many requests at once, so that whatever happens then happens in the midst of transfers.
     Returns a server that may be busy with them."""
     decodes = [node for node in world.nodes.values() if node.role == "decode"]
     for decode in decodes:
@@ -150,7 +150,7 @@ def _rush(world: World, rng: random.Random, at: float) -> Node:
 
 
 def plan_breaks(world: World, rng: random.Random) -> None:
-    """In some stories data connections break in the midst of hand-overs, and nothing else does; or
+    """In some stories data connections break in the midst of transfers, and nothing else does; or
     their readers stand still meanwhile, so that what was put is read long after it."""
     for _ in range(rng.choice((0, 0, 1, 2))):
         at = rng.uniform(FIRST_AT, LAST_AT)
@@ -167,7 +167,7 @@ def _break_off(world: World, writer: Node) -> None:
     if writer.is_up:
         for node in world.nodes.values():
             if node.role == "decode" and node.life:
-                writer.worker.hand_overs.break_off(node.facts.incarnation)
+                writer.worker.transfers.break_off(node.facts.incarnation)
 
 
 def _stop_worker(world: World, node: Node, duration_s: float) -> None:

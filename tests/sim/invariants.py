@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import Effect, ToPeer
@@ -48,7 +48,7 @@ def check_decode_requests(core: DecodeScheduler) -> None:
                 assert request.transfer is None and request.sequence is None, name
             case DecodeState.TRANSFERRING:
                 transfer = request.transfer
-                assert transfer is not None, f"{name} waits for a hand-over that nobody knows of"
+                assert transfer is not None, f"{name} waits for a transfer that nobody knows of"
                 assert under_way.get(transfer.transfer_id) is transfer, f"{name}: it was given up"
                 assert transfer.request is request, f"{name}: it is another's"
             case DecodeState.RUNNING:
@@ -150,7 +150,7 @@ def check_decode_pages(core: DecodeScheduler) -> None:
         owned.add(transfer.spans)
     quarantined = Owned(core.account.pool)
     for abandoned in core._receiver._abandoned.values():
-        is_hidden = abandoned.transfer.hand_over is HandOver.LANDING
+        is_hidden = abandoned.transfer.mode is TransferMode.STAGED
         (owned if is_hidden else quarantined).add(abandoned.transfer.spans)
     owned.check("used", core.account.pool._used, cached_count=cached_count(core))
     quarantined.check("quarantined", core.account.pool._quarantined, cached_count=0)

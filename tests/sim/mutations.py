@@ -155,7 +155,7 @@ def slot_not_forgotten(patch: Patch) -> None:
     patch.setattr(Receiver, "_free_if_out_of_reach", free_early)
 
 
-# ---- hand-overs ----------------------------------------------------------------------------------
+# ---- transfers ----------------------------------------------------------------------------------
 
 
 def adopts_an_unknown_transfer(patch: Patch) -> None:
@@ -208,7 +208,7 @@ def lost_peer_forgets_its_requests(patch: Patch) -> None:
     patch.setattr(Receiver, "abandon_peer", abandon_only)
 
 
-def a_hand_over_is_begun_again(patch: Patch) -> None:
+def a_transfer_is_begun_again(patch: Patch) -> None:
     """A request for a transfer that comes twice, or after its own Abort, is taken for a new one."""
 
     def note(self: Reservations, link: str, transfer_id: int) -> bool:
@@ -221,7 +221,7 @@ def a_hand_over_is_begun_again(patch: Patch) -> None:
 
 
 def lost_reply(patch: Patch) -> None:
-    """A request that fails in a hand-over is not answered."""
+    """A request that fails in a transfer is not answered."""
     fail = DecodeEndings.fail
 
     def fail_silently(
@@ -359,7 +359,7 @@ MUTATIONS = (
     Mutation("done-frees-another-transfer", done_frees_another_transfer, 4),
     Mutation("slot-not-forgotten", slot_not_forgotten, 2),
     Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 35),
-    Mutation("a-hand-over-is-begun-again", a_hand_over_is_begun_again, 46),
+    Mutation("a-transfer-is-begun-again", a_transfer_is_begun_again, 46),
     Mutation("done-before-the-flush", done_before_the_flush, 0),
     Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 32),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),
@@ -387,9 +387,7 @@ MUTATIONS = (
     Mutation("a-bound-that-only-its-reader-has", promised.a_bound_that_only_its_reader_has, 0),
     Mutation("a-page-list-is-cut", promised.a_page_list_is_cut, 0),
     Mutation("last-of-much-output-dropped", promised.the_last_of_much_output_is_dropped, 2),
-    Mutation(
-        "second-hand-over-s-token-untold", promised.a_second_hand_over_s_token_is_not_told, 20
-    ),
+    Mutation("second-transfer-s-token-untold", promised.a_second_transfer_s_token_is_not_told, 20),
     Mutation("fence-by-death-alone", promised.fence_by_death_alone, 40),
     Mutation("peer-wait-is-looked-at-once", promised.the_wait_for_a_server_is_looked_at_once, 10),
     Mutation("peer-wait-runs-from-arrival", promised.the_wait_for_a_server_runs_from_arrival, 10),

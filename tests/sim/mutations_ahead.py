@@ -73,7 +73,7 @@ def a_chunk_is_sent_again(patch: Patch) -> None:
 
 
 def a_chunk_leaves_with_the_step_before(patch: Patch) -> None:
-    """A hand-over waits for the step that runs, not for the one behind it that computes it."""
+    """A transfer waits for the step that runs, not for the one behind it that computes it."""
     send_chunk = Sender.send_chunk
 
     def send_early(

@@ -71,8 +71,8 @@ def the_last_of_much_output_is_dropped(patch: Patch) -> None:
     patch.setattr(Outbox, "to_frontend", to_full_socket)
 
 
-def a_second_hand_over_s_token_is_not_told(patch: Patch) -> None:
-    """A retracted request's next token comes with its hand-over, and is taken for one it had."""
+def a_second_transfer_s_token_is_not_told(patch: Patch) -> None:
+    """A retracted request's next token comes with its transfer, and is taken for one it had."""
     adopt = Arrivals._adopt
 
     def adopt_silently(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, Segment, Shard
 from common.protocol.codec import encode_layout
@@ -71,7 +71,7 @@ class Node:
         self.self_test_interval_s = 30.0
         self.given_up = ""
         self.has_bare_stage = False
-        self.hand_over = HandOver.DIRECT
+        self.transfer_mode = TransferMode.DIRECT
         self.verify = Verify.OFF
         self.life = 0
         self.is_up = False
@@ -118,7 +118,7 @@ class Node:
             eos_token_ids=frozenset({EOS}),
             host_ids=self.host_ids,
             pids=tuple(hash_pid(self.name, self.life) for _ in self.host_ids),
-            hand_over=self.hand_over,
+            transfer_mode=self.transfer_mode,
             verify=self.verify,
         )
         limits = SchedulerLimits(
@@ -159,12 +159,12 @@ class Node:
             self.facts, world.rng, world.after, reply, world.transport, world.tally
         )
         self.worker.slow_step_rate = world.slow_step_rate
-        self.worker.hand_overs.damage_rate = world.damage_rate
-        self.worker.hand_overs.damage_rng = world.damage_rng
+        self.worker.transfers.damage_rate = world.damage_rate
+        self.worker.transfers.damage_rng = world.damage_rng
         if world.is_honest:
             self.worker.cache.owner = core.account.pool
         if isinstance(core, DecodeScheduler) and world.is_honest:
-            self.worker.hand_overs.awaits = lambda transfer_id: (
+            self.worker.transfers.awaits = lambda transfer_id: (
                 self.life != life or not self.is_up or core._receiver.is_known(transfer_id)
             )
 

@@ -1,4 +1,4 @@
-"""Which lines of a story's log concern a request, a hand-over or everybody, and how they are shown.
+"""Which lines of a story's log concern a request, a transfer or everybody, and how they are shown.
 
 Knows nothing of how stories are told.
 """
@@ -24,9 +24,9 @@ def concerned(problem: str) -> list[str]:
 
 
 def of_request(log: list[str], request_id: int) -> Iterator[str]:
-    """Accidents, and the lines that name a request or one of its hand-overs.
+    """Accidents, and the lines that name a request or one of its transfers.
 
-    Servers number their requests alike only at their clients' side: a hand-over is known by its
+    Servers number their requests alike only at their clients' side: a transfer is known by its
     id, which is told in the same moment in which its request's pages are reserved.
     """
     words = [f"request_id={request_id},", f"request_id={request_id})"]
@@ -44,7 +44,7 @@ def of_request(log: list[str], request_id: int) -> Iterator[str]:
 
 
 def of_transfer(log: list[str], transfer_id: int) -> Iterator[str]:
-    """Accidents, and the lines that name a hand-over."""
+    """Accidents, and the lines that name a transfer."""
     return (line for line in log if is_accident(line) or str(transfer_id) in line)
 
 

@@ -1,7 +1,7 @@
 """The memory of a simulated server: per page group, pages of rows, each row one number.
 
 Every access asks whether the server's scheduler has given the page to anybody: nothing may be read
-from a free page, nor written to it. Knows nothing of steps or hand-overs.
+from a free page, nor written to it. Knows nothing of steps or transfers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SimCache:
         assert index in known.pages[group], f"item {item} of group {group} never had a page"
         self._page(group, known.pages[group][index])[row] = value
 
-    # ---- of a hand-over --------------------------------------------------------------------------
+    # ---- of a transfer --------------------------------------------------------------------------
 
     def take(self, lists: PageLists, group: int, item: int) -> int:
         page, row = self._place(lists, group, item)

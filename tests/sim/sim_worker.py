@@ -2,7 +2,7 @@
 
 It keeps the real worker's contract: steps run one after the other, as they were sent, and write
 their pages when they end. The next token is a digest of what is read through the page table, so the
-oracle needs no pages at all. What it hands over is `sim_hand_over`'s.
+oracle needs no pages at all. What it hands over is `sim_transfers`'s.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from common.scheduling.facts import ServerFacts
 from tests.sim.digests import digest_pages
 from tests.sim.oracle import seen
 from tests.sim.sim_cache import Known, SimCache
-from tests.sim.sim_hand_over import HandOvers
 from tests.sim.sim_process import After, Reply, SimProcess
+from tests.sim.sim_transfers import SimTransfers
 
 
 class SimWorker:
@@ -53,7 +53,7 @@ class SimWorker:
         self.facts = facts
         self.process = SimProcess(rng, after, reply)
         self.cache = SimCache(facts.layout.groups, facts.page_counts)
-        self.hand_overs = HandOvers(facts, self.process, self.cache, rng, transport, tally)
+        self.transfers = SimTransfers(facts, self.process, self.cache, rng, transport, tally)
         self.slow_step_rate = 0.0
         self._tally = tally
         self._rng = rng
@@ -67,9 +67,9 @@ class SimWorker:
             self.process.when_it_runs(lambda: self._take(message, find))
 
     def _take(self, message: SchedulerToWorker, find: Callable[[str], SimWorker | None]) -> None:
-        def find_target(incarnation: str) -> HandOvers | None:
+        def find_target(incarnation: str) -> SimTransfers | None:
             worker = find(incarnation)
-            return worker.hand_overs if worker is not None else None
+            return worker.transfers if worker is not None else None
 
         match message:
             case Step():
@@ -77,25 +77,25 @@ class SimWorker:
                 self._steps.append(message)
                 self._compute_next()
             case OpenTransfer():
-                self.hand_overs.open_transfer(message)
+                self.transfers.open_transfer(message)
             case CloseTransfer():
-                self.hand_overs.close_transfer(message)
+                self.transfers.close_transfer(message)
             case Send():
-                self.hand_overs.send(message, self._finished_step)
+                self.transfers.send(message, self._finished_step)
             case CancelSends():
-                self.hand_overs.cancel(message.transfer_id)
+                self.transfers.cancel(message.transfer_id)
             case Expect():
-                self.hand_overs.expect(message)
+                self.transfers.expect(message)
             case Forget():
-                self.hand_overs.forget(message)
+                self.transfers.forget(message)
             case Digest():
                 self.process.after(self._rng.uniform(0.0001, 0.01), lambda: self._compare(message))
             case OpenPeer():
-                self.hand_overs.open(message)
+                self.transfers.open(message)
             case ConnectPeer():
-                self.hand_overs.connect(message, find_target)
+                self.transfers.connect(message, find_target)
             case ClosePeer():
-                self.hand_overs.close(message)
+                self.transfers.close(message)
 
     def stop(self) -> None:
         self.process.stop()
@@ -136,7 +136,7 @@ class SimWorker:
             self._known[request_id].tokens.append(token)
         self._is_computing = False
         self._finished_step = step.step_id
-        self.hand_overs.apply_step(step.step_id)
+        self.transfers.apply_step(step.step_id)
         self.process.say(StepDone(step.step_id, list(sampled), list(sampled.values())))
         self._compute_next()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from common.config import HandOver, Verify
+from common.config import TransferMode, Verify
 from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
 from common.scheduling.in_flight import IN_FLIGHT_MAX
@@ -27,14 +27,14 @@ QUIET_AT = 15.0  # accidents stop here; what is left must end by itself
 # How long a story goes on in which nothing is left to happen.
 REST_S = 1.0
 ACCIDENT_COUNT_MAX = 8
-# How long a word about a hand-over may be on its way when nothing goes wrong.
+# How long a word about a transfer may be on its way when nothing goes wrong.
 FORGOTTEN_MAX_S = 2.0
 # What the servers of a story want; those of one story can agree.
-HAND_OVERS = (
-    (HandOver.DIRECT,),
-    (HandOver.LANDING,),
-    (HandOver.DIRECT, HandOver.AUTO),
-    (HandOver.LANDING, HandOver.AUTO),
+TRANSFER_MODES = (
+    (TransferMode.DIRECT,),
+    (TransferMode.STAGED,),
+    (TransferMode.DIRECT, TransferMode.AUTO),
+    (TransferMode.STAGED, TransferMode.AUTO),
 )
 TRANSPORTS_LIKE = {"posix": ("cuda_ipc", "cuda_ipc,tcp"), "tcp": ("rc_mlx5", "cuda_copy,tcp")}
 DAMAGE_RATE = 0.03
@@ -112,9 +112,9 @@ def run_story(
     _choose_lives(world, seed)
     modes = random.Random(seed ^ 0xCAFE)
     _choose_transport(world, seed, modes.choice(("posix", "tcp")))
-    one_of = modes.choice(HAND_OVERS)
+    one_of = modes.choice(TRANSFER_MODES)
     for node in world.nodes.values():
-        node.hand_over = modes.choice(one_of)
+        node.transfer_mode = modes.choice(one_of)
     if is_verified:
         _choose_verify(world, seed)
     world.slow_step_rate = modes.choice(SLOW_STEP_RATES)
@@ -183,7 +183,7 @@ def _count_traits(world: World) -> None:
     nodes = list(world.nodes.values())
     traits = {f"over {world.transport}"}
     traits |= {f"with a {live.kind}" for live in world.lives}
-    traits |= {f"by {node.hand_over}" for node in nodes}
+    traits |= {f"by {node.transfer_mode}" for node in nodes}
     is_ahead = {node.in_flight_max > 1 for node in nodes}
     traits |= {"with steps sent ahead" if one else "with one step at a time" for one in is_ahead}
     traits |= {f"verified {node.verify}" for node in nodes if node.role == "decode"}
@@ -207,7 +207,7 @@ def _run_to_rest(world: World) -> None:
 
 
 def _look_for_forgotten(world: World, waiting_since: dict[int, float]) -> None:
-    """A hand-over that its writer does not know of waits in vain, unless a word is on its way."""
+    """A transfer that its writer does not know of waits in vain, unless a word is on its way."""
     cores = {node.facts.incarnation: node.core for node in world.nodes.values()}
     in_vain: set[int] = set()
     for core in cores.values():
@@ -222,7 +222,7 @@ def _look_for_forgotten(world: World, waiting_since: dict[int, float]) -> None:
 
 
 def _choose_verify(world: World, seed: int) -> None:
-    """How much is compared; where all of it is, hand-overs are damaged as well."""
+    """How much is compared; where all of it is, transfers are damaged as well."""
     rng = random.Random(seed ^ 0xD16E57)
     strictest = rng.choice(tuple(Verify))
     for node in world.nodes.values():
@@ -406,7 +406,7 @@ def judge(world: World) -> None:
         assert not node.given_up, f"{node.name} gave up: {node.given_up}"
         pool = node.core.account.pool
         assert node.core.is_idle, f"{node.name} still has requests"
-        transfers = node.worker.hand_overs.transfers
+        transfers = node.worker.transfers.transfers
         assert not transfers, f"{node.name}: workers still know the pages of {list(transfers)}"
         for group in range(len(pool.page_counts)):
             assert pool.quarantined_count(group) == 0, f"{node.name}: pages still in quarantine"

@@ -13,7 +13,7 @@ from tests.sim.accidents import ACCIDENTS
 SECTIONS: dict[str, tuple[str, ...]] = {
     "stories": (
         *("over posix", "over tcp", "over rc_mlx5", "over cuda_copy,tcp", "over cuda_ipc"),
-        *("over cuda_ipc,tcp", "between machines", "by direct", "by landing", "by auto"),
+        *("over cuda_ipc,tcp", "between machines", "by direct", "by staged", "by auto"),
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time"),
@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("Abort", "Quiesced", "Withdraw", "Detached", "TransferRequest", "TransferDone"),
         *("TransferFailed", "self-tests"),
     ),
-    "pieces of hand-overs": (
+    "pieces of transfers": (
         *("pieces over shared memory", "pieces over a network", "pieces copied by a device"),
         "pieces over a network at a closed door",
         *("pieces through slots", "pieces in slots not expected any more", "pieces damaged"),

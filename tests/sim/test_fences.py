@@ -1,6 +1,6 @@
 """Pages that a lost writer could still reach come back, whatever transport it wrote through.
 
-Two servers, four hand-overs under way, and one thing that happens then. Every byte that lands is
+Two servers, four transfers under way, and one thing that happens then. Every byte that lands is
 checked against the pages that the decode server still has set aside for it.
 """
 
@@ -17,7 +17,7 @@ from tests.sim.world import TICK_S, World
 
 PAGES_COUNT = 200
 PROMPT = list(range(20, 99))  # 79 tokens and the one to come: 20 pages of 4
-HAND_OVER_COUNT = 4
+TRANSFER_COUNT = 4
 # The longest way to a proof: a peer is missed, all is closed, an Abort is said again.
 PROOF_MAX_S = 4.0
 BETWEEN_HOSTS = ("tcp", "rc_mlx5", "cuda_copy,tcp")
@@ -43,12 +43,12 @@ def quarantined_count(world: World) -> int:
     return world.nodes["d0"].core.account.pool.quarantined_count(0)
 
 
-def run_into_hand_overs(world: World) -> None:
-    """Until some bytes of several hand-overs are on the way, and none has all."""
-    for _ in range(HAND_OVER_COUNT):
+def run_into_transfers(world: World) -> None:
+    """Until some bytes of several transfers are on the way, and none has all."""
+    for _ in range(TRANSFER_COUNT):
         world.submit(world.nodes["d0"], PROMPT, 8)
     begun_at = world.now
-    writer = world.nodes["p0"].worker.hand_overs
+    writer = world.nodes["p0"].worker.transfers
     while not writer.is_under_way:
         world.run(world.now + 0.001)
         assert world.now < begun_at + 2.0, "nothing is ever on the way"
@@ -66,7 +66,7 @@ def run_until_back(world: World) -> float:
 @pytest.mark.parametrize("transport", BETWEEN_HOSTS)
 def test_a_writer_on_another_host_dies_and_every_page_comes_back(transport: str) -> None:
     world = pair(transport, is_one_host=False)
-    run_into_hand_overs(world)
+    run_into_transfers(world)
     world.nodes["p0"].crash()
     world.run(world.now + 1.5)  # it is missed by its silence
     run_until_back(world)
@@ -76,7 +76,7 @@ def test_a_writer_on_another_host_dies_and_every_page_comes_back(transport: str)
 @pytest.mark.parametrize("transport", ON_ONE_HOST)
 def test_a_writer_on_this_host_dies_and_every_page_comes_back(transport: str) -> None:
     world = pair(transport, is_one_host=True)
-    run_into_hand_overs(world)
+    run_into_transfers(world)
     world.nodes["p0"].crash()
     world.run(world.now + 0.1)
     run_until_back(world)
@@ -87,8 +87,8 @@ def test_a_connection_between_two_that_live_breaks_and_every_page_comes_back(
     transport: str,
 ) -> None:
     world = pair(transport, is_one_host=True)
-    run_into_hand_overs(world)
-    world.nodes["p0"].worker.hand_overs.break_off(world.nodes["d0"].facts.incarnation)
+    run_into_transfers(world)
+    world.nodes["p0"].worker.transfers.break_off(world.nodes["d0"].facts.incarnation)
     world.run(world.now + 0.1)
     run_until_back(world)
     world.run(world.now + 5.0)
@@ -101,9 +101,9 @@ def test_they_come_back_although_the_two_never_meet_again(
 ) -> None:
     """As where the prefill server welcomes nobody, because its engine stands still."""
     world = pair(transport, is_one_host=True)
-    run_into_hand_overs(world)
+    run_into_transfers(world)
     deafen(world.nodes["p0"], monkeypatch)
-    world.nodes["p0"].worker.hand_overs.break_off(world.nodes["d0"].facts.incarnation)
+    world.nodes["p0"].worker.transfers.break_off(world.nodes["d0"].facts.incarnation)
     world.run(world.now + 0.1)
     run_until_back(world)
 
@@ -123,7 +123,7 @@ def deafen(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_frozen_writer_that_stores_itself_keeps_its_pages_in_quarantine(transport: str) -> None:
     """Nothing but its own word or its end is proof, and it says nothing."""
     world = pair(transport, is_one_host=True)
-    run_into_hand_overs(world)
+    run_into_transfers(world)
     node = world.nodes["p0"]
     node.freeze()
     node.worker.stop()

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.errors import ProtocolError
 from common.protocol import codec, peer
 from common.protocol.descriptor import RankDescriptor
-from common.request import Bootstrap, HandOverTrace, SamplingParams
+from common.request import Bootstrap, SamplingParams, TransferTrace
 from common.scheduling.events import FromPeer, PeerMessage
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.client import Client
@@ -125,7 +125,7 @@ def lie_to_decode(world: World, draws: Draws) -> PeerMessage:
         case 4:
             count, first = draws.integer(40, 40), draws.integer(7, 8)
             writers = [draws.integer(0, 0, 0)]
-            return peer.TransferDone(transfer, to, count, first, writers, HandOverTrace())
+            return peer.TransferDone(transfer, to, count, first, writers, TransferTrace())
         case 5:
             return peer.TransferFailed(transfer, to, "aborted", "a lie", 500, True)
         case 6:
@@ -143,7 +143,7 @@ def told(node: Node, link: str, message: PeerMessage, decode: Callable[[bytes], 
     node.feed(FromPeer(link, message))
 
 
-def honest_pair(hand_over: HandOver) -> World:
+def honest_pair(transfer_mode: TransferMode) -> World:
     """p0 and d0, both with a liar as a connected peer: x0 of p0 as decode, x1 of d0 as prefill."""
     world = World(seed=1)
     world.add("p0", "prefill", 4, 64)
@@ -151,7 +151,7 @@ def honest_pair(hand_over: HandOver) -> World:
     world.add("d0", "decode", 4, 64).links = ["p0:1", "x1:1"]
     world.add("x0", "decode", 4, 64).links = ["p0:1"]
     for node in world.nodes.values():
-        node.hand_over = hand_over
+        node.transfer_mode = transfer_mode
     world.begin(rest_at=2.0)
     return world
 
@@ -168,16 +168,16 @@ def ask(world: World, count: int) -> list[Client]:
 
 LIE = st.lists(st.integers(0, 10_000), min_size=1, max_size=10)
 LIES = st.lists(st.tuples(st.integers(0, 30), st.booleans(), LIE), min_size=1, max_size=20)
-HAND_OVERS = st.sampled_from([HandOver.DIRECT, HandOver.LANDING])
+TRANSFER_MODES = st.sampled_from([TransferMode.DIRECT, TransferMode.STAGED])
 
 
 @pytest.mark.slow
 @FUZZ
-@given(LIES, HAND_OVERS)
+@given(LIES, TRANSFER_MODES)
 def test_lies_to_a_prefill_server_change_nothing_for_others(
-    lies: list[tuple[int, bool, list[int]]], hand_over: HandOver
+    lies: list[tuple[int, bool, list[int]]], transfer_mode: TransferMode
 ) -> None:
-    world = honest_pair(hand_over)
+    world = honest_pair(transfer_mode)
     asked = [world.submit(world.nodes["d0"], PROMPT, 4) for _ in range(3)]
     for delay_ms, is_peer, numbers in lies:
         world.run(world.now + delay_ms / 1000)
@@ -192,11 +192,11 @@ def test_lies_to_a_prefill_server_change_nothing_for_others(
 
 @pytest.mark.slow
 @FUZZ
-@given(LIES, HAND_OVERS)
+@given(LIES, TRANSFER_MODES)
 def test_lies_to_a_decode_server_change_nothing_for_others(
-    lies: list[tuple[int, bool, list[int]]], hand_over: HandOver
+    lies: list[tuple[int, bool, list[int]]], transfer_mode: TransferMode
 ) -> None:
-    world = honest_pair(hand_over)
+    world = honest_pair(transfer_mode)
     asked = ask(world, 3)
     for delay_ms, is_peer, numbers in lies:
         world.run(world.now + delay_ms / 1000)

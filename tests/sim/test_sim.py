@@ -15,7 +15,7 @@ from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.oracle import fold
 from tests.sim.replay import of_request
 from tests.sim.sim_cache import UNWRITTEN, Known, SimCache
-from tests.sim.sim_hand_over import HandOvers
+from tests.sim.sim_transfers import SimTransfers
 from tests.sim.story import run_story
 from tests.sim.tally import missing
 from tests.worker.whole_send import WholeSend
@@ -38,7 +38,7 @@ def test_without_accidents_every_request_is_answered_right(seed: int) -> None:
         and world.nodes[client.node].role == "decode"
     ]
     failures = [client.failure for client in expected if client.finals != ["finished"]]
-    # Three damaged hand-overs in a row are one too many.
+    # Three damaged transfers in a row are one too many.
     assert [text for text in failures if not text.startswith("transfer_corrupted")] == []
     assert len(failures) <= 1
 
@@ -72,10 +72,10 @@ def test_window_pages_that_are_paired_by_their_place_in_the_list_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As if both sides' lists began at the same page: what breaks when page sizes differ."""
-    write = HandOvers.write
+    write = SimTransfers.write
 
     def write_by_place(
-        self: HandOvers, send: WholeSend, rows: list[tuple[int, int]], values: list[object]
+        self: SimTransfers, send: WholeSend, rows: list[tuple[int, int]], values: list[object]
     ) -> None:
         groups = self.facts.layout.groups
         places: dict[int, int] = {}
@@ -92,7 +92,7 @@ def test_window_pages_that_are_paired_by_their_place_in_the_list_are_found(
         ]
         write(self, send, shifted, values)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HandOvers, "write", write_by_place)
+    monkeypatch.setattr(SimTransfers, "write", write_by_place)
     assert fails_somewhere()
 
 

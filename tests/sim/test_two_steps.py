@@ -1,4 +1,4 @@
-"""Prompts that are computed before a decode server asks for them: handed over on demand, given up
+"""Prompts that are computed before a decode server asks for them: transferred on demand, given up
 if nobody does, computed again by whoever can where what was held is lost."""
 
 from __future__ import annotations

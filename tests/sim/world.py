@@ -44,7 +44,7 @@ class World:
     """Nodes, the network between them, the clients and the time.
 
     lives: what the parts of the model see, each in a page group of its own; all of it comes first.
-    damage_rate: of pieces of a hand-over, how many leave one wrong value behind.
+    damage_rate: of pieces of a transfer, how many leave one wrong value behind.
     slow_step_rate: of steps, how many take long.
     is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
     is_hurried: whether some clients have little time. hold_s: how long a prefill server keeps half

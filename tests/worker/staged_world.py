@@ -9,7 +9,7 @@ import torch
 
 from common.channel.poller import Poller
 from common.clock import SystemClock
-from common.config import HandOver
+from common.config import TransferMode
 from common.engine.cast import CACHE_DTYPES, cast
 from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
@@ -123,7 +123,7 @@ class World:
 
     source: Rank
     targets: list[Rank]
-    hand_over: HandOver = HandOver.LANDING
+    transfer_mode: TransferMode = TransferMode.STAGED
     stalled: bool = False
 
     @staticmethod
@@ -131,13 +131,13 @@ class World:
         source: ServerLayout,
         target: ServerLayout,
         tls: str = "posix,tcp",
-        hand_over: HandOver = HandOver.LANDING,
+        transfer_mode: TransferMode = TransferMode.STAGED,
         slot_count: int = 16,
     ) -> World:
         return World(
             Rank.source(source.ranks[0], tls),
             [Rank.target(rank, tls, slot_count) for rank in target.ranks],
-            hand_over,
+            transfer_mode,
         )
 
     def turn(self) -> None:
@@ -162,13 +162,13 @@ class World:
     def connect(self) -> list[WorkerToScheduler]:
         layout = encode_layout(self.source.layout.server)
         opened = [
-            rank.links.open("source", layout=layout, hand_over=self.hand_over)
+            rank.links.open("source", layout=layout, transfer_mode=self.transfer_mode)
             for rank in self.targets
         ]
         ranks = [answer.descriptor for answer in opened if isinstance(answer, PeerOpened)]
         assert len(ranks) == len(opened), opened
         theirs = encode_layout(self.targets[0].layout.server)
-        message = ConnectPeer("target", theirs, ranks, self.hand_over)
+        message = ConnectPeer("target", theirs, ranks, self.transfer_mode)
         self.source.told += self.source.links.connect(message)
         return self.wait_for(1)
 
@@ -209,7 +209,7 @@ def fill(rank: Rank, seed: int) -> None:
     buffer.copy_(cast(torch.randn(buffer.shape, generator=generator), dtype))
 
 
-def after_hand_over(
+def after_transfer(
     source: Rank,
     target: Rank,
     before: torch.Tensor,
@@ -219,7 +219,7 @@ def after_hand_over(
 ) -> torch.Tensor:
     """What a target's pool must hold, element by element through the pools' own views.
 
-    before: its bytes before the hand-over; they are written to.
+    before: its bytes before the transfer; they are written to.
     """
     expected = KvPool(target.layout, [PAGE_COUNT], [before])
     source_size, target_size = (rank.layout.server.page_size for rank in (source, target))

@@ -27,7 +27,7 @@ from common.protocol.codec import encode_layout
 from common.protocol.digests import Digest
 from common.worker.digester import Digester
 from tests.planner.cases import Case, PairPlans, cases
-from tests.planner.oracle import hand_over, live_items, lives_of, page_of_item
+from tests.planner.oracle import live_items, lives_of, page_of_item, transfer
 
 PROPERTY = settings(
     max_examples=40,
@@ -40,12 +40,12 @@ TRANSFER = 0x1234_5678_9ABC_DEF1
 
 
 class Pair:
-    """Both sides of a hand-over that has been made, with a digester per rank."""
+    """Both sides of a transfer that has been made, with a digester per rank."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.source, self.target = case.servers()
-        hand_over(self.source, self.target, case.pieces, PairPlans())
+        transfer(self.source, self.target, case.pieces, PairPlans())
         self.token_count = case.pieces[-1].stop
 
     def digests(self, *, is_source: bool, verify: Verify, transfer: int) -> list[bytes]:
@@ -149,8 +149,8 @@ def test_a_page_that_stayed_zero_is_found_by_every_sample() -> None:
     pair = Pair(gqa_case(layer_count=12))
     page_nbytes = pair.target.page_nbytes[0, 0]
     pair.target.memory[0, 0][2 * page_nbytes : 3 * page_nbytes] = bytes(page_nbytes)
-    for transfer in range(32):
-        (difference,) = pair.differences(Verify.SAMPLE, transfer)
+    for transfer_id in range(32):
+        (difference,) = pair.differences(Verify.SAMPLE, transfer_id)
         assert difference.first_page <= 2 <= difference.last_page, "page 2 is the third one"
 
 

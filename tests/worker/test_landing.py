@@ -253,7 +253,7 @@ def test_a_full_region_says_what_to_raise(rank: Rank) -> None:
         if isinstance(opened, str):
             refused = opened
             break
-    assert "0 free slots for 1 source ranks: raise --landing-mb" in refused
+    assert "0 free slots for 1 source ranks: raise --staging-buffer-mb" in refused
 
 
 def test_a_payload_that_no_slot_holds_is_refused(rank: Rank) -> None:

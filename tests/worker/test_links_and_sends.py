@@ -1,4 +1,4 @@
-"""Peers and hand-overs of a rank over real UCX, several ranks in one process, bytes checked."""
+"""Peers and transfers of a rank over real UCX, several ranks in one process, bytes checked."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.engine.cast import raw
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
@@ -98,11 +98,11 @@ def live_rows(rank: Rank, first_page: int, component: str, layer: int, segment: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hand_over", [HandOver.LANDING, HandOver.DIRECT])
+@pytest.mark.parametrize("transfer_mode", [TransferMode.STAGED, TransferMode.DIRECT])
 def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
-    hand_over: HandOver,
+    transfer_mode: TransferMode,
 ) -> None:
-    world = World.make(SOURCE, TARGET, hand_over=hand_over)
+    world = World.make(SOURCE, TARGET, transfer_mode=transfer_mode)
     try:
         (connected,) = world.connect()
         assert isinstance(connected, PeerConnected)

@@ -1,4 +1,4 @@
-"""Staged hand-overs between real worker processes, page sizes, ranks and element types apart."""
+"""Staged transfers between real worker processes, page sizes, ranks and element types apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from common.channel.peer import PeerDialer
 from common.channel.poller import Poller
-from common.config import HandOver, Role
+from common.config import Role, TransferMode
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.landing import Credit, Landed
@@ -52,17 +52,17 @@ LINK = "127.0.0.1:1"  # where the decode side would have dialled
 class StagedPair(Pair):
     """A pair whose decode side expects what is sent, as its scheduler would."""
 
-    hand_over_mode = HandOver.LANDING
+    transfer_mode = TransferMode.STAGED
 
     def open(self) -> list[RankDescriptor]:
         layout = self.prefill.ready[0].layout
-        self.decode.tell(OpenPeer("prefill", layout, LINK, self.hand_over_mode))
+        self.decode.tell(OpenPeer("prefill", layout, LINK, self.transfer_mode))
         opened = [self.decode.expect(PeerOpened) for _ in self.decode.processes]
         return sorted((message.descriptor for message in opened), key=lambda d: d.rank)
 
     def connect(self) -> list[PeerConnected]:
         layout = self.decode.ready[0].layout
-        self.prefill.tell(ConnectPeer("decode", layout, self.open(), self.hand_over_mode))
+        self.prefill.tell(ConnectPeer("decode", layout, self.open(), self.transfer_mode))
         return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
 
     def expect_transfer(self, transfer_id: int, token_count: int) -> None:
@@ -87,7 +87,7 @@ def start(
             Role.DECODE,
             max_total_tokens=8192,
             prefill=(LINK,),
-            landing_mb=4,
+            staging_buffer_mb=4,
             **decode_changes,
         ) as decode,
     ):
@@ -126,11 +126,11 @@ def test_a_staged_prompt_continues_as_transformers_would(
         changes | {"transport": transport} for changes in (prefill_changes, decode_changes)
     )
     for pair in start(checkpoint, prefill_changes, decode_changes):
-        assert all(message.hand_over.startswith("staged (") for message in pair.connect())
+        assert all(message.transfer_mode.startswith("staged (") for message in pair.connect())
         for length in (1, 17, 45):
             pair.expect_transfer(pair.next_id, length)
             prompt = random_prompt(length, length)
-            tokens, settled = pair.hand_over(prompt, GREEDY, chunk=64)
+            tokens, settled = pair.transfer(prompt, GREEDY, chunk=64)
             assert {message.error for message in settled} == {""}
             assert tokens == oracle.greedy(prompt, 24)
             item_nbytes = 12288 // 8  # all keys and values of one token of this checkpoint
@@ -160,11 +160,11 @@ def test_element_types_are_converted_on_the_way(
         {"transport": transport, "kv_cache_dtype": dtype} for dtype in (prefill_dtype, decode_dtype)
     ]
     for pair in start(checkpoint, *changes):
-        pair.hand_over_mode = HandOver.AUTO
-        assert all(message.hand_over.startswith("staged (") for message in pair.connect())
+        pair.transfer_mode = TransferMode.AUTO
+        assert all(message.transfer_mode.startswith("staged (") for message in pair.connect())
         prompt = random_prompt(45, 3)
         pair.expect_transfer(pair.next_id, 45)
-        tokens, settled = pair.hand_over(prompt, GREEDY, chunk=64)
+        tokens, settled = pair.transfer(prompt, GREEDY, chunk=64)
         assert {message.error for message in settled} == {""}
         narrow = {"bfloat16": 2, "float8_e4m3fn": 4}
         share = max(narrow.get(dtype, 1) for dtype in (prefill_dtype, decode_dtype))
@@ -174,7 +174,7 @@ def test_element_types_are_converted_on_the_way(
         assert agreeing >= agreeing_min
 
 
-def test_a_staged_hand_over_settles_while_the_engines_compute(checkpoint: Path) -> None:
+def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -> None:
     for pair in start(checkpoint, {}, {"page_size": 16}):
         pair.connect()
         steps = 20
@@ -244,7 +244,7 @@ def test_forged_messages_are_refused_and_the_pair_goes_on(
         )
         prompt = random_prompt(20, 4)
         pair.expect_transfer(pair.next_id, 20)
-        tokens, settled = pair.hand_over(prompt, GREEDY, chunk=8)
+        tokens, settled = pair.transfer(prompt, GREEDY, chunk=8)
         assert tokens == oracle.greedy(prompt, 24)
         assert {message.error for message in settled} == {""}
 
@@ -275,7 +275,7 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
             again = StagedPair(pair.prefill, decode, next_id=500)
             again.connect()
             again.expect_transfer(500, 40)
-            tokens, _ = again.hand_over(prompt, GREEDY, chunk=64)
+            tokens, _ = again.transfer(prompt, GREEDY, chunk=64)
             assert tokens == oracle.greedy(prompt, 24)
 
 
@@ -285,12 +285,12 @@ def test_a_source_that_dies_leaves_slots_that_come_back_when_it_is_fenced(
     with WorkerProcesses(checkpoint, Role.PREFILL) as prefill:
         prefill.wait_ready()
         layout = prefill.ready[0].layout
-    changes: dict[str, object] = {"prefill": (LINK,), "landing_mb": 1}
+    changes: dict[str, object] = {"prefill": (LINK,), "staging_buffer_mb": 1}
     with WorkerProcesses(checkpoint, Role.DECODE, **changes) as decode:
         decode.wait_ready()
 
         def open_peer(name: str) -> int:
-            decode.tell(OpenPeer(name, layout, LINK, HandOver.LANDING))
+            decode.tell(OpenPeer(name, layout, LINK, TransferMode.STAGED))
             landing = decode.expect(PeerOpened).descriptor.landing
             assert landing is not None
             return len(landing.rings[0].slots)

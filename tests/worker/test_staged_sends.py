@@ -1,4 +1,4 @@
-"""Staged hand-overs between ranks over real UCX and ZMQ: bytes, credits, and what goes wrong."""
+"""Staged transfers between ranks over real UCX and ZMQ: bytes, credits, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import encode_layout
 from common.protocol.landing import Credit
@@ -25,7 +25,7 @@ from tests.worker.staged_world import (
     BUFFER_NBYTES,
     Rank,
     World,
-    after_hand_over,
+    after_transfer,
     fill,
     send_of,
     server_layout,
@@ -85,7 +85,9 @@ def test_a_staged_send_reaches_its_pages_and_touches_nothing_else(
     world = World.make(source, target, tls)
     try:
         (connected,) = world.connect()
-        assert isinstance(connected, PeerConnected) and connected.hand_over.startswith("staged (")
+        assert isinstance(connected, PeerConnected) and connected.transfer_mode.startswith(
+            "staged ("
+        )
         fill(world.source, 1)
         before = []
         for index, rank in enumerate(world.targets):
@@ -97,7 +99,7 @@ def test_a_staged_send_reaches_its_pages_and_touches_nothing_else(
         (message,) = world.wait_for(1)
         assert (settled(message).error, settled(message).is_quiet) == ("", True)
         for rank, held in zip(world.targets, before, strict=True):
-            wanted = after_hand_over(world.source, rank, held, TOKENS, SOURCE_PAGES, TARGET_PAGES)
+            wanted = after_transfer(world.source, rank, held, TOKENS, SOURCE_PAGES, TARGET_PAGES)
             assert torch.equal(rank.pool.buffers[0], wanted)
         assert all_free(world)
     finally:
@@ -108,7 +110,9 @@ def test_in_landing_mode_the_pool_is_not_among_what_is_announced() -> None:
     world = World.make(server_layout(), server_layout(page_size=16))
     try:
         layout = encode_layout(world.source.layout.server)
-        opened = world.targets[0].links.open("source", layout=layout, hand_over=HandOver.LANDING)
+        opened = world.targets[0].links.open(
+            "source", layout=layout, transfer_mode=TransferMode.STAGED
+        )
         assert isinstance(opened, PeerOpened)
         descriptor = opened.descriptor
         assert descriptor.regions == [] and descriptor.page_counts == [64]
@@ -122,20 +126,22 @@ def test_in_landing_mode_the_pool_is_not_among_what_is_announced() -> None:
         world.close()
 
 
-@pytest.mark.parametrize("hand_over", [HandOver.AUTO, HandOver.DIRECT])
-def test_without_need_nothing_is_staged(hand_over: HandOver) -> None:
+@pytest.mark.parametrize("transfer_mode", [TransferMode.AUTO, TransferMode.DIRECT])
+def test_without_need_nothing_is_staged(transfer_mode: TransferMode) -> None:
     """Long runs over shared memory: a direct transfer, in which nobody is asked to scatter."""
-    world = World.make(server_layout(), server_layout(), hand_over=hand_over)
+    world = World.make(server_layout(), server_layout(), transfer_mode=transfer_mode)
     try:
         (connected,) = world.connect()
         assert isinstance(connected, PeerConnected)
-        assert connected.hand_over.startswith("direct" if hand_over is HandOver.DIRECT else "stag")
+        assert connected.transfer_mode.startswith(
+            "direct" if transfer_mode is TransferMode.DIRECT else "stag"
+        )
         fill(world.source, 1)
         held = world.targets[0].pool.buffers[0].clone()
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
         world.source.told += send_whole(world.source.sends, send)
         assert settled(world.wait_for(1)[0]).error == ""
-        wanted = after_hand_over(
+        wanted = after_transfer(
             world.source, world.targets[0], held, TOKENS, SOURCE_PAGES, TARGET_PAGES
         )
         assert torch.equal(world.targets[0].pool.buffers[0], wanted)
@@ -316,12 +322,14 @@ def test_a_rank_that_grants_no_slots_is_named_where_they_are_needed() -> None:
     world = World.make(server_layout(), server_layout(dtype="bfloat16"))
     try:
         layout = encode_layout(world.source.layout.server)
-        opened = world.targets[0].links.open("source", layout=layout, hand_over=HandOver.AUTO)
+        opened = world.targets[0].links.open(
+            "source", layout=layout, transfer_mode=TransferMode.AUTO
+        )
         assert isinstance(opened, PeerOpened)
         without = msgspec.structs.replace(opened.descriptor, landing=None)
         theirs = encode_layout(world.targets[0].layout.server)
         (failed,) = world.source.links.connect(
-            ConnectPeer("target", theirs, [without], HandOver.AUTO)
+            ConnectPeer("target", theirs, [without], TransferMode.AUTO)
         )
         assert isinstance(failed, PeerFailed)
         assert failed.reason == "rank 0 of the peer granted no landing slots to rank 0"
@@ -349,12 +357,15 @@ def test_a_full_landing_region_refuses_only_those_who_need_it() -> None:
         assert rank.landing is not None
         while not isinstance(rank.landing.open("filler", server_layout(), ""), str):
             rank.landing._slots_of_peer.clear()
-        full = rank.links.open("a", layout=same, hand_over=HandOver.AUTO)
+        full = rank.links.open("a", layout=same, transfer_mode=TransferMode.AUTO)
         assert isinstance(full, PeerOpened) and full.descriptor.landing is None
-        for peer, layout, mode in (("b", same, HandOver.LANDING), ("c", other, HandOver.AUTO)):
-            refused = rank.links.open(peer, layout=layout, hand_over=mode)
-            assert isinstance(refused, PeerFailed) and "raise --landing-mb" in refused.reason
-        bad = rank.links.open("d", layout=b"\xc1", hand_over=HandOver.AUTO)
+        for peer, layout, mode in (
+            ("b", same, TransferMode.STAGED),
+            ("c", other, TransferMode.AUTO),
+        ):
+            refused = rank.links.open(peer, layout=layout, transfer_mode=mode)
+            assert isinstance(refused, PeerFailed) and "raise --staging-buffer-mb" in refused.reason
+        bad = rank.links.open("d", layout=b"\xc1", transfer_mode=TransferMode.AUTO)
         assert isinstance(bad, PeerFailed) and "layout can't be read" in bad.reason
     finally:
         rank.close()

@@ -1,4 +1,4 @@
-"""Two real worker processes and a real hand-over over UCX, ordered by a test through real ZMQ."""
+"""Two real worker processes and a real transfer over UCX, ordered by a test through real ZMQ."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Pair:
         self.prefill.tell(ConnectPeer("decode", self.decode.ready[0].layout, ranks))
         return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
 
-    def hand_over(
+    def transfer(
         self,
         prompt: list[int],
         sampling: SamplingParams,
@@ -157,7 +157,7 @@ def test_a_handed_over_prompt_continues_as_transformers_would(
     pair: Pair, oracle: Reference, length: int, chunk: int
 ) -> None:
     prompt = random_prompt(length, length)
-    tokens, settled = pair.hand_over(prompt, GREEDY, chunk=chunk)
+    tokens, settled = pair.transfer(prompt, GREEDY, chunk=chunk)
     assert tokens == oracle.greedy(prompt, 24)
     assert {message.error for message in settled} == {""}
     item_nbytes = 12288 // 8  # all layers' keys and values of one token of this checkpoint
@@ -168,7 +168,7 @@ def test_a_seeded_request_with_penalties_draws_the_same_on_the_pair_as_on_one_se
     pair: Pair,
 ) -> None:
     prompt = random_prompt(37, 5)
-    tokens, _ = pair.hand_over(prompt, SEEDED, chunk=16)
+    tokens, _ = pair.transfer(prompt, SEEDED, chunk=16)
     alone = pair.prefill.generate(7, prompt, SEEDED, PREFILL_PAGES)
     assert tokens == alone
     assert len(set(alone)) > 8
@@ -179,11 +179,11 @@ def test_a_page_that_lands_in_the_wrong_place_changes_the_tokens(
 ) -> None:
     prompt = random_prompt(45, 1)
     elsewhere = [DECODE_PAGES[0], 61, *DECODE_PAGES[2:6]]
-    tokens, _ = pair.hand_over(prompt, GREEDY, chunk=64, target_pages=elsewhere)
+    tokens, _ = pair.transfer(prompt, GREEDY, chunk=64, target_pages=elsewhere)
     assert tokens != oracle.greedy(prompt, 24)
 
 
-def test_a_hand_over_settles_while_the_engine_computes(pair: Pair) -> None:
+def test_a_transfer_settles_while_the_engine_computes(pair: Pair) -> None:
     tokens = random_prompt(512, 6)
     steps = 30
     for index in range(steps):  # given: steps that keep the engine busy for long
@@ -252,7 +252,7 @@ def test_servers_that_are_cut_differently_continue_as_transformers_would(
     for pair in start_pair(checkpoint, prefill_changes, decode_changes):
         pair.connect()
         prompt = random_prompt(29, 2)
-        tokens, settled = pair.hand_over(prompt, GREEDY, chunk=12)
+        tokens, settled = pair.transfer(prompt, GREEDY, chunk=12)
         assert {message.error for message in settled} == {""}
         assert tokens == oracle.greedy(prompt, 24)
 
@@ -267,7 +267,7 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             decode.wait_ready()
             pair = Pair(prefill, decode)
             pair.connect()
-            pair.hand_over(prompt, GREEDY, chunk=64)
+            pair.transfer(prompt, GREEDY, chunk=64)
             decode.processes[0].kill()
             decode.processes[0].wait()
             failed = prefill.expect(PeerFailed)
@@ -280,7 +280,7 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             decode.wait_ready()
             pair = Pair(prefill, decode, next_id=500)
             pair.connect()
-            tokens, _ = pair.hand_over(prompt, GREEDY, chunk=64)
+            tokens, _ = pair.transfer(prompt, GREEDY, chunk=64)
             assert tokens == oracle.greedy(prompt, 24)
 
 
@@ -291,7 +291,7 @@ def test_both_sides_connect_again_under_the_same_names_and_end_when_told_to(
     for pair in start_pair(checkpoint):
         for _ in range(3):
             pair.connect()
-            tokens, _ = pair.hand_over(prompt, GREEDY, chunk=8)
+            tokens, _ = pair.transfer(prompt, GREEDY, chunk=8)
             assert tokens == oracle.greedy(prompt, 24)
             for side, peer in ((pair.prefill, "decode"), (pair.decode, "prefill")):
                 side.tell(ClosePeer(peer))

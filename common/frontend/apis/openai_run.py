@@ -117,7 +117,7 @@ class _Stream:
         self._shape = shape
         self._start = EVENT_START + orjson.dumps(head)[:-1] + b',"choices":['
         self._told: dict[int, tuple[int, int]] = {}  # by index: pieces of text and tokens told
-        self._told_ids: dict[int, int] = {}  # by index: token ids told
+        self._reported_ids: dict[int, int] = {}  # by index: token ids told
 
     def events(self, one: Continuation) -> bytes:
         """Of what is new of a sample; none if nothing of that can be told yet."""
@@ -155,11 +155,11 @@ class _Stream:
     ) -> None:
         """The ids that are new since the chunk before; in the first one the prompt's too."""
         index = one.sample.index
-        if index not in self._told_ids:
+        if index not in self._reported_ids:
             where = choice if self._shape.has_prompt_in_choice else rest
             where["prompt_token_ids"] = one.sample.token_ids
-        choice["token_ids"] = one.token_ids[self._told_ids.get(index, 0) :]
-        self._told_ids[index] = len(one.token_ids)
+        choice["token_ids"] = one.token_ids[self._reported_ids.get(index, 0) :]
+        self._reported_ids[index] = len(one.token_ids)
 
 
 def _tail(rest: dict[str, object]) -> bytes:

@@ -15,7 +15,7 @@ from common.frontend.requests.stages import Stage, chunks_of, stages_of
 
 CLOCKS = (
     "every duration is of the monotonic clock of the server in `clock`, and the two clocks are "
-    "never compared: a prefill server's stages are laid end to end from the moment the hand-over "
+    "never compared: a prefill server's stages are laid end to end from the moment the transfer "
     "was asked for, and what is left until the first token, messages included, is first_token. "
     "started_at is this server's wall clock; nothing corrects for that of another host."
 )
@@ -59,17 +59,17 @@ def _timeline(context: FrontendContext, logged: LoggedRequest) -> dict[str, obje
         if stage.name == "prefill":
             span["chunks"] = [_span(chunk) for chunk in chunks_of(logged.trace, stage)]
         spans.append(span)
-    hand_over = logged.trace.hand_over
+    transfer = logged.trace.transfer
     return {
         **logged.summary(),
         "engine_type": str(context.config.engine_type),
         "spans": spans,
-        "hand_over": {
-            "wire_s": hand_over.wire_s,
-            "bytes": hand_over.nbytes,
-            "exposed_bytes": hand_over.exposed_nbytes,
-            "runs": hand_over.run_count,
-            "chunks": hand_over.chunk_count,
+        "transfer": {
+            "wire_s": transfer.wire_s,
+            "bytes": transfer.nbytes,
+            "exposed_bytes": transfer.exposed_nbytes,
+            "runs": transfer.run_count,
+            "chunks": transfer.chunk_count,
         },
         "clocks": CLOCKS,
     }

@@ -11,7 +11,7 @@ import logging
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.clock import Clock
-from common.scheduling.sparing import Sparing
+from common.scheduling.log_rate_limiter import LogRateLimiter
 
 UVICORN_LOGGER = "uvicorn.error"
 # uvicorn's own line for them, which names no address and comes every time.
@@ -20,13 +20,13 @@ UVICORN_LINE = "Invalid HTTP request received."
 logger = logging.getLogger(__name__)
 
 
-def is_told_here(record: logging.LogRecord) -> bool:
+def is_logged_here(record: logging.LogRecord) -> bool:
     return record.msg == UVICORN_LINE
 
 
 def make_protocol(clock: Clock) -> type[H11Protocol]:
     """uvicorn's protocol for one server. clock: limits the lines."""
-    lines = Sparing()
+    lines = LogRateLimiter()
 
     class Protocol(H11Protocol):
         def send_400_response(self, msg: str) -> None:

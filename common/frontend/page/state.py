@@ -81,10 +81,10 @@ def _group(pages: PageCounts) -> dict[str, object]:
 
 
 def _peer(peer: PeerState, logged: Sequence[LoggedRequest]) -> dict[str, object]:
-    """gb_per_s: what the latest hand-overs with this peer reached while bytes were on the wire."""
-    hand_overs = [one.trace.hand_over for one in logged if one.trace.peer == peer.label]
-    nbytes = sum(one.nbytes for one in hand_overs)
-    wire_s = sum(one.wire_s for one in hand_overs)
+    """gb_per_s: what the latest transfers with this peer reached while bytes were on the wire."""
+    transfers = [one.trace.transfer for one in logged if one.trace.peer == peer.label]
+    nbytes = sum(one.nbytes for one in transfers)
+    wire_s = sum(one.wire_s for one in transfers)
     return structs.asdict(peer) | {"gb_per_s": nbytes / 1e9 / wire_s if wire_s > 0 else None}
 
 
@@ -98,10 +98,10 @@ def _percentiles(
     values["inter_token"] = context.metrics.intervals_s
     for trace in (one.trace for one in answered):
         values["reserve"].append(trace.reserve_s)
-        values["queue"].append(trace.hand_over.queue_s)
-        values["prefill"].append(trace.hand_over.prefill_s)
-        if trace.hand_over.nbytes:
-            values["transfer"].append(trace.hand_over.transfer_s)
+        values["queue"].append(trace.transfer.queue_s)
+        values["prefill"].append(trace.transfer.prefill_s)
+        if trace.transfer.nbytes:
+            values["transfer"].append(trace.transfer.transfer_s)
         if context.config.role is Role.DECODE:
             values["first_token"].append(trace.first_token_s)
     return [
@@ -122,7 +122,7 @@ def _request(context: FrontendContext, logged: LoggedRequest) -> dict[str, objec
     return {
         **logged.summary(),
         "id": trace.request_id,
-        "wire_s": trace.hand_over.wire_s,
+        "wire_s": trace.transfer.wire_s,
         "decode_s": trace.decode_s,
         "spans": [
             {"name": stage.name, "start_s": stage.start_s, "duration_s": stage.duration_s}

@@ -33,7 +33,7 @@ class LoggedRequest:
             "completion_tokens": trace.output_token_count,
             "cached_tokens": trace.cached_token_count,
             "retractions": trace.retraction_count,
-            "bytes": trace.hand_over.nbytes,
+            "bytes": trace.transfer.nbytes,
             "ttft_s": trace.ttft_s,
             "e2e_s": trace.e2e_s,
         }

@@ -19,9 +19,9 @@ from common.channel.sockets import ChannelClosed, SendResult
 from common.clock import Clock
 from common.errors import ProtocolError, RequestError
 from common.frontend.requests.failure_log import FailureLog
-from common.frontend.requests.liveness import GONE_AFTER_S, Liveness
 from common.frontend.requests.request_handle import RequestHandle
 from common.frontend.requests.request_log import RequestLog
+from common.frontend.requests.scheduler_health import GONE_AFTER_S, SchedulerHealth
 from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend, encode
@@ -73,7 +73,7 @@ class SchedulerClient:
         self._channel = channel
         self._metrics = metrics
         self._clock = clock
-        self._liveness = Liveness(clock.now())
+        self._liveness = SchedulerHealth(clock.now())
         self._ready = asyncio.Event()
         self._look_now = asyncio.Event()
         self._next_id = 1
@@ -118,7 +118,7 @@ class SchedulerClient:
         self._next_id += 1
         span_ids = self._tracing.begin(trace_parent) if is_measured else None
         if span_ids is not None:
-            trace_parent = span_ids.hand_over.trace_parent
+            trace_parent = span_ids.remote_prefill.trace_parent
         message = Submit(
             request_id=request_id,
             token_ids=token_ids,
@@ -281,7 +281,7 @@ class SchedulerClient:
                         self._handle_failed(item)
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
-                self._metrics.observe_hand_over(trace)
+                self._metrics.observe_transfer(trace)
             case State():
                 self._liveness.hear_state(message, self._clock.now())
                 self._answer(message)

@@ -2,7 +2,7 @@
 
     request                      decode server; its parent is the client's, from `traceparent`
     ├─ reserve
-    ├─ hand_over                 asked for until the first token
+    ├─ remote_prefill           asked for until the first token
     │  └─ prefill_request        prefill server; its parent came with the reservation
     │     ├─ queue
     │     ├─ prefill
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from common.config import Role
 from common.failures import ABORTED
-from common.frontend.requests.stages import HAND_OVER_STAGES, Stage, chunks_of, stages_of
+from common.frontend.requests.stages import TRANSFER_STAGES, Stage, chunks_of, stages_of
 from common.request import RequestTrace
 from common.request_bounds import TRACE_PARENT
 
@@ -84,13 +84,13 @@ def trace_parent_of(given: Sequence[str]) -> str:
 class RequestIds:
     """The spans of a decode server's request, named before anything is known of it.
 
-    parent_id: the client's span, "" if it has none. hand_over: what prefill servers' spans belong
-    to; also of a request that is computed here in the end, and then nothing belongs to it.
+    parent_id: the client's span, "" if it has none. remote_prefill: what prefill servers' spans
+    belong to; also of a request that is computed here in the end, and then nothing belongs to it.
     """
 
     parent_id: str
     request: SpanIds
-    hand_over: SpanIds
+    remote_prefill: SpanIds
 
 
 def name_request(trace_parent: str) -> RequestIds:
@@ -118,21 +118,21 @@ def decode_spans(trace: RequestTrace, started_s: float, ids: RequestIds) -> list
         stages = [stage for stage in stages if stage not in asked]
         if asked:
             start_s, end_s = started_s + asked[0].start_s, started_s + asked[-1].end_s
-            attributes = _hand_over_attributes(trace)
-            parent_id = ids.request.span_id
-            spans.append(Span("hand_over", ids.hand_over, parent_id, start_s, end_s, attributes))
+            attributes = _transfer_attributes(trace)
+            own, parent_id = ids.remote_prefill, ids.request.span_id
+            spans.append(Span("remote_prefill", own, parent_id, start_s, end_s, attributes))
     return spans + [_stage_span(stage, started_s, ids.request) for stage in stages]
 
 
 def prefill_spans(trace: RequestTrace, started_s: float, parent: SpanIds) -> list[Span]:
     """The prefill server's spans of a request that has ended, below the span that asked for it."""
     own = parent.child()
-    attributes = {**_request_attributes(trace), **_hand_over_attributes(trace)}
+    attributes = {**_request_attributes(trace), **_transfer_attributes(trace)}
     end_s = started_s + trace.e2e_s
     error = _error(trace)
     spans = [Span("prefill_request", own, parent.span_id, started_s, end_s, attributes, error)]
     for stage in stages_of(trace, Role.PREFILL):
-        if stage.name in HAND_OVER_STAGES:
+        if stage.name in TRANSFER_STAGES:
             span = _stage_span(stage, started_s, own)
             spans.append(span)
             if stage.name == "prefill":
@@ -160,20 +160,20 @@ def _request_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
     }
 
 
-def _hand_over_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
+def _transfer_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
     """On a decode server the durations are those that the prefill server told."""
-    hand_over = trace.hand_over
+    transfer = trace.transfer
     return {
         "baton.peer": trace.peer,
         "baton.tokens": trace.prompt_token_count,
-        "baton.bytes": hand_over.nbytes,
-        "baton.exposed_bytes": hand_over.exposed_nbytes,
-        "baton.runs": hand_over.run_count,
-        "baton.chunks": hand_over.chunk_count,
-        "baton.queue_s": hand_over.queue_s,
-        "baton.prefill_s": hand_over.prefill_s,
-        "baton.transfer_s": hand_over.transfer_s,
-        "baton.wire_s": hand_over.wire_s,
+        "baton.bytes": transfer.nbytes,
+        "baton.exposed_bytes": transfer.exposed_nbytes,
+        "baton.runs": transfer.run_count,
+        "baton.chunks": transfer.chunk_count,
+        "baton.queue_s": transfer.queue_s,
+        "baton.prefill_s": transfer.prefill_s,
+        "baton.transfer_s": transfer.transfer_s,
+        "baton.wire_s": transfer.wire_s,
     }
 
 

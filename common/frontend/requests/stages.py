@@ -1,8 +1,8 @@
 """What a request went through, one stage after another: the account that timelines and spans share.
 
 All durations are of monotonic clocks, each of the server that measured: a decode server's own
-stages of its own, those of the hand-over as the prefill server told them. The two clocks are never
-compared. A hand-over's stages are laid end to end from the moment when it was asked for, and what
+stages of its own, those of the transfer as the prefill server told them. The two clocks are never
+compared. A transfer's stages are laid end to end from the moment when it was asked for, and what
 that leaves of the time until the first token, messages and waiting between the two servers
 included, is `first_token`. So the sum is exact, and where in it a message travelled is not known.
 """
@@ -17,7 +17,7 @@ from common.config import Role
 from common.request import RequestTrace
 
 NO_SERVER = "no_prefill_server"
-HAND_OVER_STAGES = ("queue", "prefill", "transfer")
+TRANSFER_STAGES = ("queue", "prefill", "transfer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,24 @@ def stages_of(trace: RequestTrace, role: Role) -> list[Stage]:
     """The stages of one request of a server of that role; they add up to `trace.e2e_s`.
 
     One that ended for want of a prefill server has waited for that, and not for pages.
-    A hand-over that went well has all of its stages, also those that took no time. A request that
+    A transfer that went well has all of its stages, also those that took no time. A request that
     failed has no first token; what it did after it was asked for is `unanswered`.
     """
-    hand_over = trace.hand_over
+    transfer = trace.transfer
     is_told = role is Role.DECODE and trace.peer != ""
     there = Role.PREFILL if is_told else role
     is_answered = trace.output_token_count > 0
     first = NO_SERVER if trace.status == NO_SERVER and not is_answered else "reserve"
     spans = [
         (first, trace.reserve_s, role),
-        ("queue", hand_over.queue_s, there),
-        ("prefill", hand_over.prefill_s, there),
-        ("transfer", hand_over.transfer_s, there),
+        ("queue", transfer.queue_s, there),
+        ("prefill", transfer.prefill_s, there),
+        ("transfer", transfer.transfer_s, there),
         ("first_token" if is_answered else "unanswered", trace.first_token_s, role),
         ("decode", trace.decode_s if is_answered else 0.0, role),
     ]
     is_handed_over = is_answered and (is_told or role is Role.PREFILL)
-    always = {first, *(HAND_OVER_STAGES if is_handed_over else ())}
+    always = {first, *(TRANSFER_STAGES if is_handed_over else ())}
     found: list[Stage] = []
     start_s = 0.0
     for name, duration_s, clock in spans:
@@ -67,7 +67,7 @@ def stages_of(trace: RequestTrace, role: Role) -> list[Stage]:
 
 def chunks_of(trace: RequestTrace, prefill: Stage) -> list[Stage]:
     """The chunks that a prompt was computed in, inside their stage; none if it was a single one."""
-    ends_s = trace.hand_over.chunk_ends_s
+    ends_s = trace.transfer.chunk_ends_s
     if len(ends_s) < 2:
         return []
     starts_s = [0.0, *ends_s[:-1]]
@@ -82,5 +82,5 @@ def trace_fields(trace: RequestTrace) -> dict[str, object]:
     return {
         **structs.asdict(trace),
         "origin": structs.asdict(trace.origin),
-        "hand_over": structs.asdict(trace.hand_over),
+        "transfer": structs.asdict(trace.transfer),
     }

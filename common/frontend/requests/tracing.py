@@ -43,7 +43,7 @@ class Tracing:
 
     def begin(self, trace_parent: str) -> RequestIds | None:
         """Ids for a new request. None if its spans are another server's to name: a prefill server's
-        belong to the decode server's hand-over, of which it hears later."""
+        belong to the decode server's transfer, of which it hears later."""
         if self._sink is None or self._role is Role.PREFILL:
             return None
         return name_request(trace_parent)
@@ -110,7 +110,7 @@ class OtlpSink:
         kinds = {
             "request": SpanKind.SERVER,
             "prefill_request": SpanKind.SERVER,
-            "hand_over": SpanKind.CLIENT,
+            "remote_prefill": SpanKind.CLIENT,
         }
 
         def context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:

@@ -187,7 +187,7 @@ function titled(node, words) {
 function inWords(state, peers) {
   const here = `this ${state.role} server with ${plural(rankCount(state.layout), "rank")}`;
   const there = peers.map(peer => `${nameOf(peer)} ${condition(peer)}, ` +
-    `${plural(rankCount(peer), "rank")}, ${peer.in_flight_count} hand-overs under way`);
+    `${plural(rankCount(peer), "rank")}, ${peer.in_flight_count} transfers under way`);
   return [here, ...there].join("; ");
 }
 
@@ -204,12 +204,12 @@ function showTroubles(state, peers) {
 function showTable(peers) {
   fillTable(find("links"),
     [["peer"], ["state"], ["transports"], ["layout"], ["under way", true], ["GB/s", true],
-      ["hand-over"], ["verified"]],
+      ["transfer"], ["verified"]],
     peers.map(peer => [[pageOf(peer)], [condition(peer)],
       [[...new Set(peer.transports)].join(", ")],
       [rankCount(peer) ? `TP ${peer.tp_size} PP ${peer.pp_size}, page ${peer.page_size}` : ""],
       [String(peer.in_flight_count), true],
       [peer.gb_per_s === null ? "" : short(peer.gb_per_s), true],
-      [peer.hand_over.join("; ")], [peer.verify]]),
+      [peer.transfer.join("; ")], [peer.verify]]),
     "none");
 }

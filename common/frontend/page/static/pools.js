@@ -41,8 +41,8 @@ function showTiles(state) {
   };
   const moving = state.peers.reduce((sum, peer) => sum + peer.in_flight_count, 0);
   const moved = history.moved.at(-1);
-  const wire = tile("Handed over", `${bytes(moved)}/s`, `${plural(moving, "hand-over")} under way`,
-    history.moved, "Bytes handed over per second, over the last two minutes");
+  const wire = tile("Transferred", `${bytes(moved)}/s`, `${plural(moving, "transfer")} under way`,
+    history.moved, "Bytes transferred per second, over the last two minutes");
   const q = state.queues;
   const tiles = state.role === "prefill" ? [
     wire, timed("Prefill", "prefill"), timed("Transfer", "transfer"),

@@ -160,9 +160,9 @@ async function showTimeline(run) {
 
 function drawTold(told) {
   find("own").replaceChildren(waterfall(told.spans));
-  const moved = told.hand_over;
+  const moved = told.transfer;
   if (moved.bytes === 0) return;
   const exposed = moved.exposed_bytes ? `${bytes(moved.exposed_bytes)} of it after` : "all of it before";
-  say(find("own-facts"), `${bytes(moved.bytes)} handed over by ${told.peer}, ${exposed} the prompt ` +
+  say(find("own-facts"), `${bytes(moved.bytes)} transferred by ${told.peer}, ${exposed} the prompt ` +
     `was computed; ${seconds(moved.wire_s)} on the wire.`);
 }

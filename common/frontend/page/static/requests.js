@@ -59,7 +59,7 @@ function factsOf(request) {
   const facts = [request.rid && `request ${request.rid}`, request.peer && `with ${request.peer}`];
   if (request.bytes > 0) {
     const speed = request.wire_s > 0 ? ` at ${short(request.bytes / request.wire_s / 1e9)} GB/s` : "";
-    facts.push(`${bytes(request.bytes)} handed over${speed}`);
+    facts.push(`${bytes(request.bytes)} transferred${speed}`);
   }
   if (request.cached_tokens) facts.push(`${plural(request.cached_tokens, "prompt token")} cached`);
   if (request.retractions) facts.push(`retracted ${plural(request.retractions, "time")}`);

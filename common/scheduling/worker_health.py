@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.scheduling.facts import Pace, ServerFacts
+
 # The longest time between two looks that counts as listening. A longer one means that this very
 # process did not run: what was said meanwhile has not been read yet, and nobody is to blame.
 LOOK_GAP_MAX_S = 0.4
 
 
 @dataclass(slots=True)
-class Silence:
+class SilenceTimer:
     """Seconds in which we listened for something and did not hear it.
 
     gap_max_s: the longest time between two looks that counts as listening.
@@ -40,11 +42,11 @@ class Silence:
 @dataclass(slots=True)
 class _Rank:
     progress: int = 0
-    silence: Silence | None = None
+    silence: SilenceTimer | None = None
 
 
 @dataclass(slots=True)
-class Pulse:
+class WorkerHealth:
     """What this server's workers say of themselves, and what the system says of their processes.
 
     stall_s: without progress in a step, until that is trouble; the ranks of a step wait for each
@@ -59,7 +61,12 @@ class Pulse:
     progress: int = 0
     trouble: str = ""
     _ranks: list[_Rank] = field(init=False)
-    _standstill: Silence | None = None
+    _standstill: SilenceTimer | None = None
+
+    @staticmethod
+    def of(facts: ServerFacts, pace: Pace) -> WorkerHealth:
+        """Of the workers of the server that these are of."""
+        return WorkerHealth(facts.rank_count, pace.stall_s, pace.worker_s)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.rank_count)]
@@ -81,13 +88,13 @@ class Pulse:
     def _find_trouble(self, now: float, *, is_busy: bool) -> str:
         silent = ""
         for index, rank in enumerate(self._ranks):
-            rank.silence = rank.silence or Silence(now)
+            rank.silence = rank.silence or SilenceTimer(now)
             seconds = rank.silence.look(now)
             if index in self.stopped_ranks and seconds > self.silence_s / 2:
                 silent = silent or f"worker {index} is stopped"
             if seconds > self.silence_s:
                 silent = silent or f"worker {index} has been silent for {self.silence_s:g} s"
-        self._standstill = self._standstill or Silence(now)
+        self._standstill = self._standstill or SilenceTimer(now)
         if not is_busy:
             self._standstill.hear()
         if self._standstill.look(now) > self.stall_s and not silent:

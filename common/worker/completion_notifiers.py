@@ -4,7 +4,7 @@ On a CPU a launch has computed when it returns, and is told at once. On CUDA it 
 it: an event is recorded behind it, and a thread of its own waits for one event after the other. The
 engine thread can't wait, it launches the next step meanwhile; the I/O thread can't either, and to
 look at events again and again would be late or in vain. A thread that waits sleeps in the driver,
-without the interpreter lock. Knows nothing of models or hand-overs.
+without the interpreter lock. Knows nothing of models or transfers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLD_TIMEOUT_S = 0.002
 where nothing else is to do."""
 
 
-class Telling(Protocol):
+class CompletionNotifier(Protocol):
     """Used by the engine thread alone."""
 
     def start(self) -> None: ...
@@ -44,7 +44,7 @@ class Telling(Protocol):
         ...
 
 
-class TellingAtOnce:
+class ImmediateNotifier:
     """Where a launch has computed when it returns.
 
     The next step may be here already, and an engine that goes on with it has the interpreter most
@@ -83,7 +83,7 @@ class _Marked:
     launched: tuple[Launched, ...]
 
 
-class TellingThread:
+class EventNotifier:
     """Where a launch returns before it has computed.
 
     Its queue is bounded by the scheduler: two steps at most are with a worker, each with one mark
@@ -103,7 +103,7 @@ class TellingThread:
         self._progress = progress
         self._record = record
         self._marked: SimpleQueue[_Marked | None] = SimpleQueue()
-        self._thread = DeviceThread("telling", device, self._run, fail)
+        self._thread = DeviceThread("notifier", device, self._run, fail)
 
     def start(self) -> None:
         self._thread.start()
@@ -128,13 +128,13 @@ class TellingThread:
             )
 
 
-def start_telling(
+def start_notifier(
     device: torch.device, outbox: Outbox, progress: Progress, fail: Callable[[], None]
-) -> Telling:
+) -> CompletionNotifier:
     """For launches of the calling thread on this device."""
     if device.type != "cuda":
-        return TellingAtOnce(outbox, progress)
-    return TellingThread(outbox, progress, _record_event, fail, device)
+        return ImmediateNotifier(outbox, progress)
+    return EventNotifier(outbox, progress, _record_event, fail, device)
 
 
 def _record_event() -> Mark:

@@ -12,9 +12,9 @@ import torch
 from common.clock import ManualClock
 from common.engine.pending_step import PendingStep
 from common.protocol.worker import StepDone
+from common.worker.completion_notifiers import EventNotifier, ImmediateNotifier
 from common.worker.io_loop import Outbox, Progress
 from common.worker.sends import Computed
-from common.worker.telling import TellingAtOnce, TellingThread
 
 HANG_TIMEOUT_S = 20.0
 
@@ -41,20 +41,20 @@ class Rig:
         self.progress = Progress()
         self.has_failed = threading.Event()
         marks = iter(self.marks)
-        self.telling = TellingThread(
+        self.notifier = EventNotifier(
             self.outbox,
             self.progress,
             lambda: next(marks),
             self.has_failed.set,
             torch.device("cpu"),
         )
-        self.telling.start()
+        self.notifier.start()
 
     def put_step(self) -> None:
         """Two layer groups of two layers each, and the end of the step."""
-        self.telling.put(2, Computed(7, 1))
-        self.telling.put(2, Computed(7, 2))
-        self.telling.put(1, Computed(7, 2), pending_step(7))
+        self.notifier.put(2, Computed(7, 1))
+        self.notifier.put(2, Computed(7, 2))
+        self.notifier.put(1, Computed(7, 2), pending_step(7))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def rig() -> Iterator[Rig]:
     yield rig
     for mark in rig.marks:
         mark.is_done.set()
-    rig.telling.end()
+    rig.notifier.end()
     rig.outbox.close()
 
 
@@ -89,7 +89,7 @@ def test_whoever_ends_it_hears_all_that_was_launched_first(rig: Rig) -> None:
     rig.put_step()
     for mark in rig.marks:
         mark.is_done.set()
-    rig.telling.end()
+    rig.notifier.end()
     assert rig.outbox.take() == [Computed(7, 1), Computed(7, 2), Computed(7, 2), done(7)]
     assert rig.progress.count() == 5
 
@@ -105,7 +105,7 @@ def test_a_device_that_fails_ends_the_worker_and_nothing_more_is_told(rig: Rig) 
 
 def test_where_a_launch_computes_it_is_told_at_once() -> None:
     outbox, progress = Outbox(), Progress()
-    TellingAtOnce(outbox, progress).put(3, Computed(1, 2), pending_step(1))
+    ImmediateNotifier(outbox, progress).put(3, Computed(1, 2), pending_step(1))
     assert outbox.take() == [Computed(1, 2), done(1)] and progress.count() == 3
     outbox.close()
 

@@ -1,4 +1,4 @@
-"""Hand-over bandwidth: 64 MiB of random page runs between the pools of two processes.
+"""Transfer bandwidth: 64 MiB of random page runs between the pools of two processes.
 
 Measured from Python, from `submit` to the settled event, in GB/s (10^9 bytes). The reference of the
 shared-memory rows is a native memcpy of the same runs between two segments of this process; that of
@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from bench.handover_peers import (
+from bench.report import NotRun, Row, at_least, row_of_medians
+from bench.transfer_peers import (
     Contender,
     ContenderFailed,
     default_nixl_pair,
@@ -26,7 +27,6 @@ from bench.handover_peers import (
     nixl_pair,
     perftest_gbps,
 )
-from bench.report import NotRun, Row, at_least, row_of_medians
 from common.planner.copy_plan import CopyPlan
 from common.transport.copies import copy_runs
 from common.transport.stream import StreamSettings, StreamTransport
@@ -42,7 +42,7 @@ POOL_NBYTES = 512 << 20
 BATCH_NBYTES = 64 << 20
 RUN_KIB = (4, 16, 64, 256)
 SAMPLE_COUNT = 9
-# What a hand-over has to reach of a memcpy by KiB of a run, and of ucx_perftest.
+# What a transfer has to reach of a memcpy by KiB of a run, and of ucx_perftest.
 MEMCPY_RATIO_MIN = {4: 0.8, 16: 0.8, 64: 0.95, 256: 0.95}
 PERFTEST_RATIO_MIN = 0.6
 # And of what others reach with the same runs.
@@ -160,7 +160,7 @@ def run_shared_memory() -> list[Row | NotRun]:
         rng = np.random.default_rng(1)
         for _ in range(SAMPLE_COUNT):
             for kib in RUN_KIB:
-                name = f"handover_shm_{kib}KiB"
+                name = f"transfer_shm_{kib}KiB"
                 plan = plan_random_runs(rng, kib << 10)
                 memcpy[name].append(sample_memcpy(reference, pair.source, plan))
                 ours[name].append(pair.sample(plan))
@@ -182,7 +182,7 @@ def run_tcp() -> list[Row | NotRun]:
         rng = np.random.default_rng(2)
         for _ in range(SAMPLE_COUNT):
             for kib in RUN_KIB:
-                name = f"handover_tcp_{kib}KiB"
+                name = f"transfer_tcp_{kib}KiB"
                 warmup, plan = (plan_random_runs(rng, kib << 10) for _ in range(2))
                 pair.sample(warmup)
                 ours[name].append(pair.sample(plan))
@@ -241,7 +241,7 @@ class Contenders:
         ]
         missing = [
             NotRun(
-                f"handover_{self._link}_*_over_{name.lower().replace(' ', '_')}",
+                f"transfer_{self._link}_*_over_{name.lower().replace(' ', '_')}",
                 reason,
                 f"{at_least(RATIO_MIN[self._link][name])} of {name}",
             )

@@ -1,6 +1,6 @@
 """What the workers of simulated servers write into each other's pages, and when they say so.
 
-A hand-over copies in two pieces with time between them and settles after the second. Over shared
+A transfer copies in two pieces with time between them and settles after the second. Over shared
 memory a piece is at the target once it is put. Over a network it is on its way for a while and
 lands whatever became of its source, unless the target has closed the door that it was sent to. Over
 CUDA IPC the source's device copies it for a while, even if its process is stopped, and whatever
@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from common.config import HandOver
+from common.config import TransferMode
 from common.protocol import worker
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.worker import (
@@ -49,10 +49,10 @@ LATE_COPY_SHARE = 0.2
 NETWORKS = ("tcp", "rc_mlx5", "cuda_copy,tcp")
 
 Rows = list[tuple[int, int]]
-Find = Callable[[str], "HandOvers | None"]
+Find = Callable[[str], "SimTransfers | None"]
 
 
-class HandOvers:
+class SimTransfers:
     """All that one worker sends, and all that it lets in.
 
     transport: as the real one names it; of "cuda_ipc,tcp" every piece takes one of the two.
@@ -77,7 +77,7 @@ class HandOvers:
         self.tally = tally
         self.doors: dict[str, int] = {}
         self.expected: dict[int, Expect] = {}
-        self.targets: dict[str, HandOvers] = {}
+        self.targets: dict[str, SimTransfers] = {}
         self.awaits: Callable[[int], bool] = lambda transfer_id: True
         self.damage_rate = 0.0
         self.damage_rng = random.Random(0)
@@ -85,7 +85,7 @@ class HandOvers:
         self._rng = rng
         self._door_count = 0
         self._doors_there: dict[str, int] = {}
-        self._modes: dict[str, HandOver] = {}
+        self._modes: dict[str, TransferMode] = {}
         self._cancelled: set[int] = set()
         self._refused: set[int] = set()
         self.transfers: dict[int, OpenTransfer] = {}
@@ -116,7 +116,7 @@ class HandOvers:
         if target is None:
             return
         self.targets[message.peer] = target
-        self._modes[message.peer] = message.hand_over
+        self._modes[message.peer] = message.transfer_mode
         self._doors_there[message.peer] = int(message.ranks[0].worker_address)
         for rank in range(self.facts.rank_count):
             transports = self.transport if rank == 0 else ""
@@ -235,7 +235,7 @@ class HandOvers:
             target.write(send, rows, values)
 
     def _stage(
-        self, send: Send, target: HandOvers, rows: Rows, values: list[int], wait: float
+        self, send: Send, target: SimTransfers, rows: Rows, values: list[int], wait: float
     ) -> None:
         self._in_slots[send.send_id] += 1
 
@@ -251,7 +251,7 @@ class HandOvers:
         target.process.receive(wait, scatter)
 
     def _copy_by_device(
-        self, send: Send, target: HandOvers, rows: Rows, values: list[int], flight: float
+        self, send: Send, target: SimTransfers, rows: Rows, values: list[int], flight: float
     ) -> None:
         self._in_copy[send.send_id] += 1
 
@@ -264,7 +264,7 @@ class HandOvers:
         self.process.beside(self._rng.uniform(0.1, 1.0) if is_late else flight, land)
 
     def _put_over_network(
-        self, send: Send, target: HandOvers, rows: Rows, values: list[int], flight: float
+        self, send: Send, target: SimTransfers, rows: Rows, values: list[int], flight: float
     ) -> None:
         door = self._doors_there[send.peer]
         self._in_flight[send.send_id] += 1
@@ -282,7 +282,7 @@ class HandOvers:
     def _is_staged(self, send: Send) -> bool:
         """Every transfer in landing mode, some in auto mode."""
         mode = self._modes.get(send.peer)
-        return mode is HandOver.LANDING or (mode is HandOver.AUTO and send.send_id % 2 == 1)
+        return mode is TransferMode.STAGED or (mode is TransferMode.AUTO and send.send_id % 2 == 1)
 
     def _settle(self, send: Send, error: str) -> None:
         if self.process.is_dead or send.send_id not in self._sends_open:

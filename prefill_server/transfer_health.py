@@ -1,4 +1,4 @@
-"""Whether hand-overs from this server reach anybody: what became of the last ones to each peer.
+"""Whether transfers from this server reach anybody: what became of the last ones to each peer.
 
 Knows nothing of requests. Time is passed in.
 """
@@ -23,7 +23,7 @@ class _Record:
     failed_at: float = 0.0
 
 
-class Outgoing:
+class TransferHealth:
     """Failures in a row, by the incarnation of the peer."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Outgoing:
         counts = [self._failure_count(peer, now) for peer in peers]
         if not counts or min(counts) < FAILURE_COUNT_MAX:
             return ""
-        return f"the last {min(counts)} hand-overs to each of {len(counts)} decode servers failed"
+        return f"the last {min(counts)} transfers to each of {len(counts)} decode servers failed"
 
     def _failure_count(self, peer: str, now: float) -> int:
         record = self._records.get(peer)

@@ -1,4 +1,4 @@
-"""A prefill server whose hand-overs reach nobody says so, until one of them does."""
+"""A prefill server whose transfers reach nobody says so, until one of them does."""
 
 from __future__ import annotations
 
@@ -6,44 +6,49 @@ import pytest
 
 from common.protocol.frontend import GetState, State
 from common.scheduling.events import Effect, FromFrontend, Report, ToFrontend
-from prefill_server.outgoing import FAILURE_COUNT_MAX, LATELY_S, RECORD_COUNT_MAX, Outgoing
-from tests.sim.sim_hand_over import HandOvers
+from prefill_server.transfer_health import (
+    FAILURE_COUNT_MAX,
+    LATELY_S,
+    RECORD_COUNT_MAX,
+    TransferHealth,
+)
+from tests.sim.sim_transfers import SimTransfers
 from tests.sim.world import World
 from tests.worker.whole_send import WholeSend
 
 PROMPT = list(range(20, 60))
 
 
-def failed(outgoing: Outgoing, peer: str, now: float = 0.0) -> None:
+def failed(health: TransferHealth, peer: str, now: float = 0.0) -> None:
     for _ in range(FAILURE_COUNT_MAX):
-        outgoing.note_failure(peer, now)
+        health.note_failure(peer, now)
 
 
 def test_one_peer_that_is_reached_is_enough() -> None:
-    outgoing = Outgoing()
-    failed(outgoing, "a")
-    assert outgoing.look(["a"], 1.0) == "the last 3 hand-overs to each of 1 decode servers failed"
-    assert outgoing.look(["a", "b"], 1.0) == "" == outgoing.look([], 1.0)
-    outgoing.note_success("a")
-    assert outgoing.look(["a"], 1.0) == ""
+    health = TransferHealth()
+    failed(health, "a")
+    assert health.look(["a"], 1.0) == "the last 3 transfers to each of 1 decode servers failed"
+    assert health.look(["a", "b"], 1.0) == "" == health.look([], 1.0)
+    health.note_success("a")
+    assert health.look(["a"], 1.0) == ""
 
 
 def test_a_few_failures_and_old_ones_say_nothing() -> None:
-    outgoing = Outgoing()
+    health = TransferHealth()
     for _ in range(FAILURE_COUNT_MAX - 1):
-        outgoing.note_failure("a", 5.0)
-    assert outgoing.look(["a"], 5.0) == ""
-    outgoing.note_failure("a", 6.0)
-    assert outgoing.look(["a"], 5.0 + LATELY_S) != ""
-    assert outgoing.look(["a"], 6.0 + LATELY_S) == ""
+        health.note_failure("a", 5.0)
+    assert health.look(["a"], 5.0) == ""
+    health.note_failure("a", 6.0)
+    assert health.look(["a"], 5.0 + LATELY_S) != ""
+    assert health.look(["a"], 6.0 + LATELY_S) == ""
 
 
 def test_what_is_remembered_of_peers_is_bounded() -> None:
-    outgoing = Outgoing()
+    health = TransferHealth()
     for index in range(RECORD_COUNT_MAX + 1):
-        failed(outgoing, f"peer-{index}")
-    assert outgoing.look(["peer-0"], 0.0) == ""
-    assert outgoing.look(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
+        failed(health, f"peer-{index}")
+    assert health.look(["peer-0"], 0.0) == ""
+    assert health.look(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
 
 
 def reports(effects: list[Effect]) -> list[str]:
@@ -59,31 +64,31 @@ def trouble(world: World) -> str:
 
 @pytest.mark.parametrize("later_s", [0.1, LATELY_S])
 def test_the_log_claims_no_success_that_nobody_saw(world: World, later_s: float) -> None:
-    core, outgoing = world.nodes["p0"].core, world.nodes["p0"].core._outgoing
+    core, health = world.nodes["p0"].core, world.nodes["p0"].core._transfer_health
     (peer,) = core._peers.connected_ones
-    failed(outgoing, peer, world.now)
+    failed(health, peer, world.now)
     told = reports(core.schedule(world.now))
-    assert len(told) == 1 and told[0].startswith(f"the last {FAILURE_COUNT_MAX} hand-overs")
+    assert len(told) == 1 and told[0].startswith(f"the last {FAILURE_COUNT_MAX} transfers")
     if later_s < LATELY_S:
-        outgoing.note_success(peer)
+        health.note_success(peer)
     told = reports(core.schedule(world.now + later_s))
-    assert told[-1] == "hand-overs are not known to fail any more"
+    assert told[-1] == "transfers are not known to fail any more"
 
 
 def test_health_is_red_while_puts_fail_and_green_after_a_self_test(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settle = HandOvers._settle
+    settle = SimTransfers._settle
 
-    def fail(self: HandOvers, send: WholeSend, error: str) -> None:
+    def fail(self: SimTransfers, send: WholeSend, error: str) -> None:
         settle(self, send, error or "no route to host")
 
-    monkeypatch.setattr(HandOvers, "_settle", fail)
+    monkeypatch.setattr(SimTransfers, "_settle", fail)
     client = world.submit(world.nodes["d0"], PROMPT, 4)
     world.run(world.now + 1.0)
     assert client.failure.startswith("transfer_failed")
-    assert trouble(world).startswith(f"the last {FAILURE_COUNT_MAX} hand-overs")
+    assert trouble(world).startswith(f"the last {FAILURE_COUNT_MAX} transfers")
     assert world.nodes["d0"].core.handle(FromFrontend(GetState(1)), world.now)
     monkeypatch.undo()
     world.run(world.now + 40.0)

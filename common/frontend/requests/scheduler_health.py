@@ -6,7 +6,7 @@ Knows nothing of sockets or of time: it is told `now`, in seconds of a monotonic
 from __future__ import annotations
 
 from common.protocol.frontend import State
-from common.scheduling.silence import Silence
+from common.scheduling.worker_health import SilenceTimer
 
 # The scheduler is looked at every second or so. Where it was not, this process did not run, and
 # what the scheduler said meanwhile has not been read yet.
@@ -16,17 +16,17 @@ GONE_AFTER_S = 10.0  # silent this long, its open requests are answered for it
 STALL_MAX_S = 30.0  # far above one chunk of any model that is served, below a client's patience
 
 
-class Liveness:
+class SchedulerHealth:
     """What the health checks ask. Starts out as heard from, and not ready.
 
-    Silence and standstill count only while this process ran itself: a frontend that was stopped for
-    a minute blames nobody.
+    Silence and standstill count only while this process ran itself: a frontend that was stopped
+    for a minute blames nobody.
     """
 
     def __init__(self, now: float) -> None:
         self.state: State | None = None
-        self._silence = Silence(now, gap_max_s=LOOK_GAP_MAX_S)
-        self._standstill = Silence(now, gap_max_s=LOOK_GAP_MAX_S)
+        self._silence = SilenceTimer(now, gap_max_s=LOOK_GAP_MAX_S)
+        self._standstill = SilenceTimer(now, gap_max_s=LOOK_GAP_MAX_S)
         self._lost_reason = ""
 
     def hear(self, now: float) -> None:

@@ -14,7 +14,7 @@ BURST = 8
 
 
 @dataclass(slots=True)
-class Sparing:
+class LogRateLimiter:
     """One kind of line."""
 
     # When as many lines as BURST may be written again.

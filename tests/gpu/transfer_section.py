@@ -1,4 +1,4 @@
-"""A hand-over between two processes' pools on one device: every page checked, then timed.
+"""A transfer between two processes' pools on one device: every page checked, then timed.
 
 The pools, plans and connections are those of the servers; only the scheduler is missing. Pages
 carry numbers that follow from the id of the page they came from, so a page that is missing, late,
@@ -51,17 +51,17 @@ class Ask:
     target_pages: NDArray[np.int64]
 
 
-def check_handover_section(section: Section, device: torch.device, total_nbytes: int) -> None:
-    """total_nbytes: of one hand-over."""
+def check_transfer_section(section: Section, device: torch.device, total_nbytes: int) -> None:
+    """total_nbytes: of one transfer."""
     for layer_count in LAYER_COUNTS:
         layout = layout_of(layer_count)
         page_nbytes = layout.groups[0].page_nbytes
         for spin_us in (0, SPIN_US):
             name = f"{page_nbytes >> 10} KiB pages" + (f", spin {spin_us} us" if spin_us else "")
-            hand_over(section, name, device, layout, total_nbytes // page_nbytes, spin_us)
+            transfer(section, name, device, layout, total_nbytes // page_nbytes, spin_us)
 
 
-def hand_over(
+def transfer(
     section: Section,
     name: str,
     device: torch.device,
@@ -69,7 +69,7 @@ def hand_over(
     page_count: int,
     spin_us: int,
 ) -> None:
-    """page_count: pages of one hand-over."""
+    """page_count: pages of one transfer."""
     context = multiprocessing.get_context("spawn")
     pipe, far_end = context.Pipe()
     process = context.Process(
