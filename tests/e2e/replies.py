@@ -18,7 +18,7 @@ class Finish(msgspec.Struct):
     err_type: str | None = None
 
 
-class TransferMode(msgspec.Struct):
+class TransferTimes(msgspec.Struct):
     """The prefill server's part of a timeline; seconds."""
 
     queue_s: float
@@ -33,7 +33,7 @@ class Timeline(msgspec.Struct):
     peer: str
     status: str
     reserve_s: float
-    transfer_mode: TransferMode
+    transfer: TransferTimes
     first_token_s: float
     ttft_s: float
 

@@ -24,14 +24,14 @@ REQUEST_TIMEOUT_S = 300.0
 CONCURRENT_COUNT = 16
 
 
-class TransferMode(msgspec.Struct):
+class TransferTimes(msgspec.Struct):
     transfer_s: float
     nbytes: int
     run_count: int
 
 
 class Timeline(msgspec.Struct):
-    transfer_mode: TransferMode
+    transfer: TransferTimes
     ttft_s: float
 
 
