@@ -38,7 +38,7 @@ def run() -> list[Row | NotRun]:
     for pair in pairs.values():
         pair.close()
     rows = [row for kib in RUN_KIB for row in rows_of(kib, gbps, cpu)]
-    # What was not installed, the section transfer tells.
+    # The section `transfer` reports contenders that are not installed.
     return [*rows, *(row for row in contenders.results(gbps["stream"]) if isinstance(row, Row))]
 
 

@@ -1,4 +1,4 @@
-"""The cache components of every supported family. The only file of the transfer that names one."""
+"""The cache components of every supported family. No other file on a cache's way names a family."""
 
 from __future__ import annotations
 

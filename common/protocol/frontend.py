@@ -96,7 +96,7 @@ class Outputs(_Message, frozen=True):
 
 
 class Traced(_Message, frozen=True):
-    """A request that this server's frontend never saw has ended (plain transfers on prefill)."""
+    """A request of a decode server, which this prefill server's frontend never saw, has ended."""
 
     trace: RequestTrace
 

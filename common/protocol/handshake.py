@@ -46,10 +46,11 @@ def compare_fingerprints(ours: dict[str, str], theirs: dict[str, str]) -> list[s
 
 
 def agree_transfer_mode(ours: TransferMode, theirs: TransferMode) -> TransferMode | None:
-    """How caches travel between two sides that want them so; None if that can't be.
+    """The transfer mode of a pair whose servers are configured so; None if the two exclude each
+    other.
 
-    `landing` on either side keeps the target's pages out of reach, `direct` on either side means
-    that there is nothing to stage with, and the two exclude each other.
+    `staged` on either side keeps the target's pages out of reach. `direct` on either side means
+    that there are no staging buffers. The two exclude each other.
     """
     both = {ours, theirs}
     if both == {TransferMode.STAGED, TransferMode.DIRECT}:
@@ -69,7 +70,7 @@ def agree_verify(ours: Verify, theirs: Verify | None) -> Verify:
 
 def compare_transfer_mode(ours: TransferMode, theirs: TransferMode) -> list[str]:
     """Empty if caches can travel between the two sides."""
-    return [] if agree_transfer_mode(ours, theirs) else _compare("transfer", ours, theirs)
+    return [] if agree_transfer_mode(ours, theirs) else _compare("transfer mode", ours, theirs)
 
 
 def compare_layouts(

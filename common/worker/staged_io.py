@@ -1,7 +1,7 @@
 """What the I/O thread does for staged transfers: the sockets between ranks, and what comes of them.
 
 Either half may be missing: a rank that is written to has a `Landing`, one that writes a `Staging`,
-and a server that hands over directly has none. Decides nothing.
+and a server in transfer mode `direct` has none. Decides nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Any layout to any layout: prefill servers hand over to decode servers, and the tokens are the
+"""Any layout to any layout: prefill servers transfer to decode servers, and the tokens are the
 reference's. One request body is posted to both, so that each pair is met by choice."""
 
 from __future__ import annotations

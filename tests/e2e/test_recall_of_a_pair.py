@@ -80,7 +80,7 @@ class Workers:
         self.prefill.expect(PeerConnected)
 
     def answer(self, question: Question, corrupted_page: int | None = None) -> str:
-        """Prefill on one side, hand over, decode on the other.
+        """Prefill on one side, transfer, decode on the other.
 
         corrupted_page: logical page of the prompt that is overwritten at the target between the
         transfer and the first decode step, as a stale writer of another request would.

@@ -55,7 +55,7 @@ def test_both_servers_say_what_they_agreed_on(pair: Pair) -> None:
     assert pair.prefill.get("/server_info").json()["verify_transfer"] == "off"
 
 
-def test_a_damaged_cache_is_handed_over_again_and_the_answer_is_right(pair: Pair) -> None:
+def test_a_damaged_cache_is_transferred_again_and_the_answer_is_right(pair: Pair) -> None:
     assert is_right(QUESTION, pair.decode.generate(PLAIN).text)
     assert pair.counts() == (1, 1)
     (line,) = [line for line in pair.decode.log.splitlines() if "is not what was sent" in line]

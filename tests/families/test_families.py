@@ -107,7 +107,7 @@ def test_a_cache_that_was_handed_over_goes_on_as_one_that_was_computed_here(worl
             server.batcher.remove(sequence)
 
 
-def test_whatever_is_handed_over_decides_tokens(world: World) -> None:
+def test_every_plane_that_is_transferred_decides_tokens(world: World) -> None:
     """One sequence per plane, all of the same prompt, each with noise in that one plane."""
     case = world.case
     source, target = world.server(ALONE), world.server(Shape(page_size=4, chunk=48))

@@ -71,7 +71,7 @@ class Case:
 
 
 class PairPlans:
-    """As servers keep them: one for every pair of ranks that has anything to hand over."""
+    """As servers keep them: one for every pair of ranks that transfers anything."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, int], PairPlan | None] = {}

@@ -52,7 +52,7 @@ def test_both_sides_agree_or_refuse_alike(
     assert agree_transfer_mode(ours, theirs) is agreed
     assert agree_transfer_mode(theirs, ours) is agreed
     differences = compare_transfer_mode(ours, theirs)
-    assert differences == ([] if agreed else ["transfer: ours direct, theirs landing"])
+    assert differences == ([] if agreed else ["transfer mode: ours direct, theirs staged"])
 
 
 @pytest.mark.parametrize("transfer_mode", [AUTO, STAGED])

@@ -2,7 +2,7 @@
 
 It keeps the real worker's contract: steps run one after the other, as they were sent, and write
 their pages when they end. The next token is a digest of what is read through the page table, so the
-oracle needs no pages at all. What it hands over is `sim_transfers`'s.
+oracle needs no pages at all. `sim_transfers` has its transfers.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def stages_of(trace: RequestTrace, role: Role) -> list[Stage]:
         ("first_token" if is_answered else "unanswered", trace.first_token_s, role),
         ("decode", trace.decode_s if is_answered else 0.0, role),
     ]
-    is_handed_over = is_answered and (is_told or role is Role.PREFILL)
-    always = {first, *(TRANSFER_STAGES if is_handed_over else ())}
+    is_transferred = is_answered and (is_told or role is Role.PREFILL)
+    always = {first, *(TRANSFER_STAGES if is_transferred else ())}
     found: list[Stage] = []
     start_s = 0.0
     for name, duration_s, clock in spans:

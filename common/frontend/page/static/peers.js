@@ -210,6 +210,6 @@ function showTable(peers) {
       [rankCount(peer) ? `TP ${peer.tp_size} PP ${peer.pp_size}, page ${peer.page_size}` : ""],
       [String(peer.in_flight_count), true],
       [peer.gb_per_s === null ? "" : short(peer.gb_per_s), true],
-      [peer.transfer.join("; ")], [peer.verify]]),
+      [peer.transfer_mode.join("; ")], [peer.verify]]),
     "none");
 }
