@@ -24,6 +24,7 @@ from common.protocol.peer import (
     Detached,
     Heartbeat,
     Hello,
+    PeerMessage,
     TransferRequest,
     Withdraw,
 )
@@ -50,7 +51,6 @@ from common.scheduling.events import (
     LinkBroke,
     LinkDropped,
     LinkRefused,
-    PeerMessage,
     ProcessesGone,
     Stopping,
     Tick,

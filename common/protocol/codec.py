@@ -23,13 +23,12 @@ from common.protocol.landing import (
     check_landed,
 )
 from common.protocol.layout_bounds import check_layout_bounds
-from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.protocol.peer import DecodeToPrefill, PeerMessage, PrefillToDecode
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 from common.request import TokenLogprobs
 from common.request_bounds import PROMPT_LOGPROBS_NBYTES_MAX
 
 LocalMessage = FrontendToScheduler | SchedulerToFrontend | SchedulerToWorker | WorkerToScheduler
-PeerMessage = DecodeToPrefill | PrefillToDecode
 
 # Prompt log-probabilities are the largest thing that travels, see `PROMPT_LOGPROBS_NBYTES_MAX`.
 # Between our own processes there is room for those of several requests.

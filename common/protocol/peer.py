@@ -239,3 +239,4 @@ DecodeToPrefill = Hello | Attach | TransferRequest | Abort | Withdraw | Heartbea
 PrefillToDecode = (
     Welcome | Refuse | Attached | Detached | TransferDone | TransferFailed | Quiesced | Heartbeat
 )
+PeerMessage = DecodeToPrefill | PrefillToDecode

@@ -23,6 +23,7 @@ from common.protocol.codec import (
     find_unread_request,
     find_unread_result,
 )
+from common.protocol.peer import PeerMessage
 from common.runtime.malformed import MalformedCounts
 from common.scheduling.events import (
     Event,
@@ -30,7 +31,6 @@ from common.scheduling.events import (
     LinkBroke,
     LinkDropped,
     LinkRefused,
-    PeerMessage,
     UnreadableRequest,
 )
 

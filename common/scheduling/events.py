@@ -10,10 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from common.protocol.frontend import FrontendToScheduler, ToldFrontend
-from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.protocol.peer import PeerMessage
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
-
-PeerMessage = DecodeToPrefill | PrefillToDecode
 
 
 class FromFrontend(msgspec.Struct, frozen=True):

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.protocol.frontend import ToldFrontend
-from common.protocol.peer import Heartbeat
+from common.protocol.peer import Heartbeat, PeerMessage
 from common.protocol.worker import SchedulerToWorker
 from common.scheduling.events import (
     Dial,
     Effect,
     GiveUp,
     HangUp,
-    PeerMessage,
     Report,
     ToFrontend,
     ToPeer,

@@ -11,8 +11,9 @@ import pytest
 from common.channel.peer import PeerListener
 from common.channel.poller import Poller
 from common.config import Role
+from common.protocol.peer import PeerMessage
 from common.runtime.peer_endpoint import MALFORMED_COUNT_MAX, PeerEndpoint
-from common.scheduling.events import Dial, Effect, HangUp, PeerMessage
+from common.scheduling.events import Dial, Effect, HangUp
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.common.test_peer_endpoint import NONSENSE, endpoint

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.protocol.frontend import Tokens, ToldFrontend
-from common.protocol.peer import TransferDone
+from common.protocol.peer import PeerMessage, TransferDone
 from common.request import Bootstrap
-from common.scheduling.events import PeerMessage
 from common.scheduling.peers import Outbox
 from tests.sim.world import World
 

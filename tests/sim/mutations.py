@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from common.protocol.frontend import Cancel, Failed, FrontendToScheduler
-from common.protocol.peer import Abort, Quiesced, TransferDone, TransferFailed
+from common.protocol.peer import Abort, PeerMessage, Quiesced, TransferDone, TransferFailed
 from common.protocol.worker import SendSettled
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
-from common.scheduling.events import Effect, PeerMessage, ToFrontend
+from common.scheduling.events import Effect, ToFrontend
 from common.scheduling.page_pool import PagePool
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount, Sequence

@@ -17,8 +17,9 @@ from common.config import TransferMode
 from common.errors import ProtocolError
 from common.protocol import codec, peer
 from common.protocol.descriptor import RankDescriptor
+from common.protocol.peer import PeerMessage
 from common.request import Bootstrap, SamplingParams, TransferTrace
-from common.scheduling.events import FromPeer, PeerMessage
+from common.scheduling.events import FromPeer
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.client import Client
 from tests.sim.node import Node

@@ -13,8 +13,8 @@ from typing import TypeVar
 from common.errors import ProtocolError
 from common.protocol import codec
 from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
+from common.protocol.peer import PeerMessage
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
-from common.scheduling.events import PeerMessage
 
 Message = TypeVar("Message")
 
