@@ -7,6 +7,7 @@ import sys
 
 from common.config import ServerConfig
 from common.runtime import scheduler_loop
+from common.runtime.peer_ends import dial
 from common.runtime.start import read_process_config
 from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
 from common.scheduling.in_flight import IN_FLIGHT_MAX
@@ -39,4 +40,4 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
 
 
 if __name__ == "__main__":
-    sys.exit(scheduler_loop.run(read_process_config("scheduler"), make_core))
+    sys.exit(scheduler_loop.run(read_process_config("scheduler"), make_core, dial))

@@ -1,115 +1,105 @@
-"""A server's end of the links to its peers: messages in place of bytes, and events in place of
-whatever else happens to a link.
+"""A server's links to its peers, seen from its scheduler: messages in place of bytes, and events
+in place of everything else that happens to a link.
 
-Of roles it knows that a prefill server listens and a decode server dials. It decides nothing.
+A `PeerEnd` has what differs between a listening and a dialling server. Decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from common.channel.gate import Gate
-from common.channel.handshakes import Break
-from common.channel.keys import load_curve
 from common.channel.peer import PeerDialer, PeerListener
 from common.channel.sockets import SendResult
-from common.config import Role, ServerConfig
 from common.errors import ConfigError, ProtocolError
 from common.protocol import too_large
-from common.protocol.codec import (
-    decode_decode_to_prefill,
-    decode_prefill_to_decode,
-    encode,
-    find_unread_request,
-    find_unread_result,
-)
+from common.protocol.codec import UnreadTransfer, encode
 from common.protocol.peer import PeerMessage
 from common.runtime.malformed import MalformedCounts
-from common.scheduling.events import (
-    Event,
-    FromPeer,
-    LinkBroke,
-    LinkDropped,
-    LinkRefused,
-    UnreadableRequest,
-)
+from common.scheduling.events import Event, FromPeer, LinkBroke, LinkDropped, LinkRefused
 
 # A peer of another version sends a message or two that can't be read; more is nonsense.
 MALFORMED_COUNT_MAX = 16
 
 
+class PeerEnd(Protocol):
+    """The sockets of a listening or of a dialling server (`peer_ends.py`)."""
+
+    @property
+    def links(self) -> PeerListener | PeerDialer: ...
+
+    def decode(self, payload: bytes) -> PeerMessage:
+        """Raises: ProtocolError."""
+
+    def find_unread(self, payload: bytes) -> UnreadTransfer | None:
+        """The transfer of a message that `decode` refuses; None if it names none."""
+
+    def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
+        """The event that ends the transfer of an unreadable message."""
+
+    def take_breaks(self) -> list[LinkBroke]:
+        """Connections that broke since the last call, as far as the links' `receive` has seen."""
+
+    def drop(self, link: str) -> None:
+        """Receive nothing from a link any more."""
+
+    def dial(self, link: str) -> None:
+        """Raises: ConfigError if the link can't be opened."""
+
+    def hang_up(self, link: str) -> None: ...
+
+    def close(self, linger_ms: int) -> None: ...
+
+
 class PeerEndpoint:
     """One thread uses it.
 
-    links: what a `Poller` waits for.
+    links: the channel that a `Poller` waits for.
     dropped_count: messages that could not be read, sent or delivered.
     """
 
-    def __init__(self, config: ServerConfig, warn: Callable[[str], None]) -> None:
-        """warn: writes a line that others can cause as often as they like.
-
-        Raises: ConfigError naming a key file or an address that can't be used.
-        """
+    def __init__(self, end: PeerEnd, warn: Callable[[str], None]) -> None:
+        """warn: writes a log line, at a limited rate, because peers can cause any number."""
         self.dropped_count = 0
+        self._end = end
         self._warn = warn
         self._malformed = MalformedCounts()
-        self._gate: Gate | None = None
-        self.links: PeerListener | PeerDialer
-        curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
-        if config.role is Role.PREFILL:
-            self._gate = Gate(curve) if curve is not None else None
-            self.links = PeerListener(config.host, config.bootstrap_port, self._gate)
-        else:
-            self.links = PeerDialer(curve)
+        self.links = end.links
 
     def close(self, linger_ms: int = 0) -> None:
-        """What was said last may take `linger_ms` to leave."""
-        self.links.close(linger_ms)
-        if self._gate is not None:
-            self._gate.close(linger_ms)
+        """Queued messages may take `linger_ms` to leave."""
+        self._end.close(linger_ms)
 
     # ---- what comes in ---------------------------------------------------------------------------
 
     def receive(self) -> list[Event]:
-        """What has come and what has happened. Never waits."""
+        """Messages and events since the last call. Never waits."""
         events: list[Event] = []
         for link, payload in self.links.receive():
             event = self._read(link, payload)
             if event is not None:
                 events.append(event)
         events += [LinkRefused(*found) for found in self.links.take_refusals()]
-        if isinstance(self.links, PeerDialer):
-            for link, found in self.links.take_breaks():
-                events.append(LinkBroke(link, is_refused=found is Break.REFUSED))
-        return events
+        return [*events, *self._end.take_breaks()]
 
     def _read(self, link: str, payload: bytes) -> Event | None:
-        message: PeerMessage
         try:
-            if isinstance(self.links, PeerListener):
-                message = decode_decode_to_prefill(payload)
-            else:
-                message = decode_prefill_to_decode(payload)
+            return FromPeer(link, self._end.decode(payload))
         except ProtocolError as error:
             self.dropped_count += 1
             return self._attribute(link, payload, error) or self._note_malformed(link, error)
-        return FromPeer(link, message)
 
     def _attribute(self, link: str, payload: bytes, error: ProtocolError) -> Event | None:
-        """A message that can't be read ends the transfer that it is about, if that can be read.
-        Such a link does not say nonsense: its server may be of another version."""
-        is_listening = isinstance(self.links, PeerListener)
-        unread = find_unread_request(payload) if is_listening else find_unread_result(payload)
+        """An unreadable message ends the transfer that it names, and does not count as malformed:
+        its sender may be of another version."""
+        unread = self._end.find_unread(payload)
         if unread is None:
             return None
-        transfer_id, incarnation = unread.transfer_id, unread.incarnation
-        self._warn(f"transfer {transfer_id} on link {link:.24} has failed: {error}")
-        if is_listening:
-            return UnreadableRequest(link, transfer_id, incarnation, str(error))
-        return FromPeer(link, too_large.failure_of_unread_result(transfer_id, incarnation, error))
+        self._warn(f"transfer {unread.transfer_id} on link {link:.24} has failed: {error}")
+        return self._end.fail_unread(link, unread, error)
 
     def _note_malformed(self, link: str, error: ProtocolError) -> Event | None:
-        """A link that says nothing but nonsense is dropped."""
+        """A link with MALFORMED_COUNT_MAX malformed messages is dropped."""
         count = self._malformed.add(link)
         if count == 1:
             self._warn(f"dropped a message on link {link:.24}: {error}")
@@ -118,17 +108,14 @@ class PeerEndpoint:
         reason = f"{count} malformed messages, the last one: {error}"
         self._warn(f"link {link:.24} is dropped: {reason}")
         self._malformed.forget(link)
-        if isinstance(self.links, PeerListener):
-            self.links.drop(link)
-        else:
-            self.links.hang_up(link)
+        self._end.drop(link)
         return LinkDropped(link, reason)
 
     # ---- what goes out ---------------------------------------------------------------------------
 
     def send(self, link: str, message: PeerMessage) -> Event | None:
-        """Queue a message. Returns what is to be taken in place of an answer, if there can't be
-        one."""
+        """Queue a message. Returns the event that stands for the answer to a message that can't be
+        sent."""
         try:
             payload = encode(message)
         except ProtocolError as error:
@@ -140,20 +127,18 @@ class PeerEndpoint:
             failure = too_large.failure_of_unsent_request(message, error)
             return FromPeer(link, failure) if failure is not None else None
         if self.links.send(link, payload) is not SendResult.SENT:
-            # A peer that does not take messages is found out by its silence; what was meant for it
-            # is repeated or given up by the core, which knows deadlines.
+            # The core notices a peer that takes no messages by its silence. It knows deadlines, and
+            # repeats or gives up the message.
             self.dropped_count += 1
         return None
 
     def dial(self, link: str) -> Event | None:
-        """Open a link. Returns why it can't be, if so."""
-        assert isinstance(self.links, PeerDialer), "only a decode server dials"
+        """Open a link. Returns a LinkRefused if it can't be opened."""
         try:
-            self.links.dial(link)
+            self._end.dial(link)
         except ConfigError as error:
             return LinkRefused(link, str(error))
         return None
 
     def hang_up(self, link: str) -> None:
-        assert isinstance(self.links, PeerDialer), "only a decode server hangs up"
-        self.links.hang_up(link)
+        self._end.hang_up(link)

@@ -30,7 +30,7 @@ from common.protocol.frontend import Drain, FrontendToScheduler, GetState, Serve
 from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, WorkerToScheduler
 from common.runtime.frontend_link import LAST_MESSAGES_MS, FrontendLink
 from common.runtime.gathered_facts import gather_facts
-from common.runtime.peer_endpoint import PeerEndpoint
+from common.runtime.peer_endpoint import PeerEnd, PeerEndpoint
 from common.runtime.processes import ProcessWatch
 from common.scheduling.events import (
     Dial,
@@ -91,12 +91,14 @@ class Core(Protocol):
 
 
 MakeCore = Callable[[ServerFacts, ServerConfig], Core]
+OpenPeers = Callable[[ServerConfig], PeerEnd]
 
 
 class SchedulerLoop:
     """Sockets and the core of one server."""
 
-    def __init__(self, config: ServerConfig, make_core: MakeCore) -> None:
+    def __init__(self, config: ServerConfig, make_core: MakeCore, open_peers: OpenPeers) -> None:
+        """open_peers: listens or dials (`peer_ends.py`). Raises: ConfigError."""
         self._config = config
         self._make_core = make_core
         self._clock = SystemClock()
@@ -108,7 +110,7 @@ class SchedulerLoop:
             load_own_curve(config.curve_secret_key_file),
         )
         self._frontend = FrontendLink(config.frontend_ipc_path)
-        self._peers = PeerEndpoint(config, self._warn_at_limited_rate)
+        self._peers = PeerEndpoint(open_peers(config), self._warn_at_limited_rate)
         self._dropped_lines = LogRateLimiter()
         self._early_refusals: list[LinkRefused] = []
         self._poller = Poller()
@@ -348,15 +350,11 @@ class SchedulerLoop:
             if self._local.send(name, payload) is not SendResult.SENT and not self._is_stopping:
                 raise WorkerLost(f"{name} is gone or reads nothing")
 
-    def _note_too_large(self, error: ProtocolError) -> None:
-        self._warn_at_limited_rate(f"not sent: {error}")
-        self.dropped_count += 1
 
-
-def run(config: ServerConfig, make_core: MakeCore) -> int:
+def run(config: ServerConfig, make_core: MakeCore, open_peers: OpenPeers) -> int:
     """The scheduler process. Returns its exit code, after a log line for what ended it."""
     try:
-        loop = SchedulerLoop(config, make_core)
+        loop = SchedulerLoop(config, make_core, open_peers)
     except ConfigError as error:
         log.error("%s", error)
         return exit_code_of(error)

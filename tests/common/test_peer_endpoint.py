@@ -21,6 +21,7 @@ from common.protocol.peer import (
     TransferRequest,
 )
 from common.request import SamplingParams, TransferTrace
+from common.runtime import peer_ends
 from common.runtime.peer_endpoint import MALFORMED_COUNT_MAX, PeerEndpoint
 from common.scheduling.events import Event, FromPeer, LinkDropped, UnreadableRequest
 
@@ -36,7 +37,8 @@ def endpoint(role: Role, lines: list[str]) -> PeerEndpoint:
     config = ServerConfig(
         role=role, model_path="", tokenizer_path="", served_model_name="", port=1, bootstrap_port=0
     )
-    return PeerEndpoint(config, lines.append)
+    open_peers = peer_ends.listen if role is Role.PREFILL else peer_ends.dial
+    return PeerEndpoint(open_peers(config), lines.append)
 
 
 @pytest.fixture

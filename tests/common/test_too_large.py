@@ -14,6 +14,7 @@ from common.protocol import codec
 from common.protocol.frontend import Failed, FlushDone, Outputs, Tokens
 from common.protocol.peer import Hello, TransferDone, TransferFailed, TransferRequest
 from common.request import SamplingParams, TransferTrace
+from common.runtime.peer_ends import dial
 from common.runtime.scheduler_loop import SchedulerLoop
 from common.scheduling.events import Dial, Effect, Event, FromPeer, ToFrontend, ToPeer
 
@@ -62,7 +63,7 @@ def loop(
         port=1,
         runtime_dir=str(tmp_path),
     )
-    loop = SchedulerLoop(config, lambda *_: core)
+    loop = SchedulerLoop(config, lambda *_: core, dial)
     loop._core = core
     loop._carry_out([Dial(LINK)])
     yield loop

@@ -1,0 +1,109 @@
+"""The two ends of a link between servers: a prefill server listens, a decode server dials.
+
+Each end knows its sockets, the messages that arrive there, and how a link is closed. The role's
+scheduler process passes one of `listen` and `dial` to the loop. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from common.channel.gate import Gate
+from common.channel.handshakes import Break
+from common.channel.keys import load_curve
+from common.channel.peer import PeerDialer, PeerListener
+from common.config import ServerConfig
+from common.errors import ProtocolError
+from common.protocol import too_large
+from common.protocol.codec import (
+    UnreadTransfer,
+    decode_decode_to_prefill,
+    decode_prefill_to_decode,
+    find_unread_request,
+    find_unread_result,
+)
+from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.scheduling.events import Event, FromPeer, LinkBroke, UnreadableRequest
+
+
+class ListeningEnd:
+    """The bootstrap port of a prefill server. Decode servers open and close its links."""
+
+    def __init__(self, links: PeerListener, gate: Gate | None) -> None:
+        self.links = links
+        self._gate = gate
+
+    def decode(self, payload: bytes) -> DecodeToPrefill:
+        """Raises: ProtocolError."""
+        return decode_decode_to_prefill(payload)
+
+    def find_unread(self, payload: bytes) -> UnreadTransfer | None:
+        return find_unread_request(payload)
+
+    def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
+        return UnreadableRequest(link, unread.transfer_id, unread.incarnation, str(error))
+
+    def take_breaks(self) -> list[LinkBroke]:
+        """None: only a dialler's socket reports a broken connection."""
+        return []
+
+    def drop(self, link: str) -> None:
+        self.links.drop(link)
+
+    def dial(self, link: str) -> None:
+        raise AssertionError(f"link {link}: a listening server does not dial")
+
+    def hang_up(self, link: str) -> None:
+        raise AssertionError(f"link {link}: a listening server does not hang up")
+
+    def close(self, linger_ms: int) -> None:
+        self.links.close(linger_ms)
+        if self._gate is not None:
+            self._gate.close(linger_ms)
+
+
+class DialingEnd:
+    """The links of a decode server to its prefill servers."""
+
+    def __init__(self, links: PeerDialer) -> None:
+        self.links = links
+
+    def decode(self, payload: bytes) -> PrefillToDecode:
+        """Raises: ProtocolError."""
+        return decode_prefill_to_decode(payload)
+
+    def find_unread(self, payload: bytes) -> UnreadTransfer | None:
+        return find_unread_result(payload)
+
+    def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
+        transfer_id, incarnation = unread.transfer_id, unread.incarnation
+        return FromPeer(link, too_large.failure_of_unread_result(transfer_id, incarnation, error))
+
+    def take_breaks(self) -> list[LinkBroke]:
+        breaks = self.links.take_breaks()
+        return [LinkBroke(link, is_refused=found is Break.REFUSED) for link, found in breaks]
+
+    def drop(self, link: str) -> None:
+        self.links.hang_up(link)
+
+    def dial(self, link: str) -> None:
+        """Raises: ConfigError if the link can't be opened."""
+        self.links.dial(link)
+
+    def hang_up(self, link: str) -> None:
+        self.links.hang_up(link)
+
+    def close(self, linger_ms: int) -> None:
+        self.links.close(linger_ms)
+
+
+def listen(config: ServerConfig) -> ListeningEnd:
+    """Raises: ConfigError naming a key file or an address that can't be used."""
+    curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
+    gate = Gate(curve) if curve is not None else None
+    return ListeningEnd(PeerListener(config.host, config.bootstrap_port, gate), gate)
+
+
+def dial(config: ServerConfig) -> DialingEnd:
+    """Raises: ConfigError naming a key file that can't be used."""
+    return DialingEnd(
+        PeerDialer(load_curve(config.curve_secret_key_file, config.curve_peer_keys_file))
+    )
