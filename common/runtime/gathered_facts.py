@@ -1,14 +1,19 @@
-"""One record of what all workers of a server said of themselves. Knows nothing of sockets."""
+"""Start-up: what the workers of a server report of themselves, put together. Knows no sockets."""
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 
 from common.config import ServerConfig
 from common.protocol.codec import decode_layout
+from common.protocol.frontend import ServerInfo
 from common.protocol.worker import WorkerReady
 from common.request_bounds import TOKEN_COUNT_MAX
 from common.scheduling.facts import ServerFacts
+
+log = logging.getLogger(__name__)
 
 
 def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> ServerFacts:
@@ -35,4 +40,34 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         workers=tuple(worker.describe for worker in ordered),
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
+    )
+
+
+def describe_server(
+    facts: ServerFacts, request_token_max: int, running_max: int, workers: dict[int, WorkerReady]
+) -> ServerInfo:
+    """What the frontend needs to know of its server. workers: by rank."""
+    first = workers[0]
+    return ServerInfo(
+        token_capacity=request_token_max,
+        request_token_max=request_token_max,
+        running_max=running_max,
+        vocab_size=first.vocab_size,
+        eos_token_ids=first.eos_token_ids,
+        fingerprint=first.fingerprint,
+        workers=[worker.describe for _, worker in sorted(workers.items())],
+        incarnation=facts.incarnation,
+        pid=os.getpid(),
+    )
+
+
+def log_ready(config: ServerConfig, facts: ServerFacts, running_max: int) -> None:
+    is_bound_by_slots = config.max_running_requests is None and facts.state_count is not None
+    log.info(
+        "all %d workers are ready: incarnation %s, %s pages, %d requests at a time%s",
+        config.rank_count,
+        facts.incarnation,
+        list(facts.page_counts),
+        running_max,
+        ", as many as there are slots" if is_bound_by_slots else "",
     )

@@ -1,7 +1,8 @@
-"""The process around a scheduler core: sockets in, sockets out, and the time.
+"""The process around a scheduler core: its sockets, and the time.
 
-It decides nothing. One thread; the only blocking call is the poll. Before all workers are ready it
-answers for the server that is not ready; then it makes the core and drives it to the end.
+One thread, which blocks only in the poll. Until all workers are ready it answers the frontend for
+the server that is not ready; then it makes the core and drives it to the end. It decides nothing,
+and knows nothing of roles.
 """
 
 from __future__ import annotations
@@ -13,25 +14,15 @@ import signal
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from common.channel.keys import load_own_curve
-from common.channel.local import LocalServer
-from common.channel.poller import Poller
-from common.channel.sockets import SendResult
 from common.clock import SystemClock
 from common.config import ServerConfig
-from common.errors import BatonError, ConfigError, ProtocolError
+from common.errors import BatonError, ConfigError
 from common.exit_codes import EXIT_FAILED, EXIT_START_AGAIN, exit_code_of
-from common.protocol.codec import (
-    decode_frontend_to_scheduler,
-    decode_worker_to_scheduler,
-    encode,
-)
 from common.protocol.frontend import Drain, FrontendToScheduler, GetState, ServerInfo, State
 from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, WorkerToScheduler
-from common.runtime.frontend_link import LAST_MESSAGES_MS, FrontendLink
-from common.runtime.gathered_facts import gather_facts
-from common.runtime.peer_endpoint import PeerEnd, PeerEndpoint
-from common.runtime.processes import ProcessWatch
+from common.runtime.gathered_facts import describe_server, gather_facts, log_ready
+from common.runtime.peer_endpoint import PeerEnd
+from common.runtime.scheduler_sockets import SchedulerSockets
 from common.scheduling.events import (
     Dial,
     Effect,
@@ -102,36 +93,24 @@ class SchedulerLoop:
         self._config = config
         self._make_core = make_core
         self._clock = SystemClock()
-        remote_ranks = set(range(config.rank_count)) - set(config.local_ranks)
-        self._local = LocalServer(
-            config.scheduler_ipc_path,
-            config.scheduler_address,
-            [f"worker-{rank}" for rank in remote_ranks],
-            load_own_curve(config.curve_secret_key_file),
-        )
-        self._frontend = FrontendLink(config.frontend_ipc_path)
-        self._peers = PeerEndpoint(open_peers(config), self._warn_at_limited_rate)
+        self._sockets = SchedulerSockets(config, open_peers, self._warn_at_limited_rate)
         self._dropped_lines = LogRateLimiter()
         self._early_refusals: list[LinkRefused] = []
-        self._poller = Poller()
-        self._poller.register(self._local)
-        self._poller.register(self._frontend.endpoint)
-        self._poller.register(self._peers.links)
-        self._watch = ProcessWatch()
         self._workers: dict[int, WorkerReady] = {}
         self._stopped_ranks: tuple[int, ...] = ()
         self._look_at_workers_at = 0.0
-        self._worker_names = [f"worker-{rank}" for rank in range(config.rank_count)]
         self._core: Core | None = None
         self._info: ServerInfo | None = None
         self._is_frontend_known = False
         self._is_frontend_behind = False
         self._is_stopping = False
         self._stop_at = math.inf
-        self.dropped_count = 0
 
     def run(self) -> None:
-        """Until told to stop and idle, or the drain time is over."""
+        """Until a signal asks for the end and the core is idle, or the drain time is over.
+
+        Raises: WorkerLost, ServerSpent.
+        """
         signal.signal(signal.SIGTERM, self._handle_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while not self._is_finished():
@@ -139,38 +118,31 @@ class SchedulerLoop:
             timeout = POLL_MAX_S
             if self._core is not None:
                 timeout = min(timeout, max(0.0, self._core.next_wakeup(now) - now))
-            self._poller.wait_writable(self._frontend.endpoint, waits=self._frontend.has_unsent)
-            ready = self._poller.poll(timeout)
+            self._sockets.poll(timeout)
             self._note_pause(self._clock.now() - now - timeout)
             self._receive_frontend()
-            self._receive_local()
+            self._receive_workers()
             self._receive_peers()
-            self._look_at_processes([source for source in ready if isinstance(source, int)])
+            for key in self._sockets.take_gone():
+                self._feed(ProcessesGone(key))
             self._look_at_workers()
             self._look_at_frontend()
             if self._core is not None:
                 self._carry_out(self._core.schedule(self._clock.now()))
-            # After all that was decided: workers have their next step before clients hear of this.
-            self._frontend.flush()
+            # Last, so that workers have their next step before the frontend has its output.
+            self._sockets.frontend.flush()
         self._feed(Stopping())
         self._send_workers(Shutdown())
 
-    def _note_pause(self, pause_s: float) -> None:
-        """Peers may have given this server up meanwhile, and say so: here is why."""
-        if pause_s > PAUSE_MAX_S:
-            log.warning("this scheduler did not run for %.1f s: stopped, or without a CPU", pause_s)
-
     def close(self) -> None:
-        self._peers.close(LAST_MESSAGES_MS)
-        self._frontend.close()
-        self._local.close(LAST_MESSAGES_MS)
+        self._sockets.close()
 
     def _handle_signal(self, signum: int, frame: object) -> None:
         self._is_stopping = True
         self._limit_drain()
 
     def _limit_drain(self) -> None:
-        """The time runs from the first word of it, the frontend's or the supervisor's."""
+        """The drain time runs from the first request for it, the frontend's or the supervisor's."""
         if self._stop_at == math.inf:
             self._stop_at = self._clock.now() + self._config.drain_timeout_s
 
@@ -183,48 +155,34 @@ class SchedulerLoop:
     # ---- what comes in ---------------------------------------------------------------------------
 
     def _receive_frontend(self) -> None:
-        for payload in self._frontend.receive():
-            try:
-                self._handle_frontend(decode_frontend_to_scheduler(payload))
-            except ProtocolError as error:
-                self._drop_local("the frontend", error)
-
-    def _receive_local(self) -> None:
-        for name, payload in self._local.receive():
-            try:
-                if name in self._worker_names:
-                    self._handle_worker(decode_worker_to_scheduler(payload))
-                else:
-                    self.dropped_count += 1
-            except ProtocolError as error:
-                self._drop_local(repr(name), error)
-
-        for who in self._local.take_refusals():
-            self._warn_at_limited_rate(f"refused a worker: it has another {who}")
-
-    def _drop_local(self, sender: str, error: ProtocolError) -> None:
-        self._warn_at_limited_rate(f"dropped a message of {sender}: {error}")
-        self.dropped_count += 1
-
-    def _handle_worker(self, message: WorkerToScheduler) -> None:
-        if isinstance(message, WorkerReady):
-            self._note_worker(message)
-        else:
-            self._feed(FromWorker(message))
+        for message in self._sockets.receive_frontend():
+            self._handle_frontend(message)
 
     def _handle_frontend(self, message: FrontendToScheduler) -> None:
         if not self._is_frontend_known:
             self._is_frontend_known = True
-            self._tell_info()
+            self._send_info()
         if isinstance(message, Drain):
             self._limit_drain()
         if self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):
-            self._frontend.add(State(message.call_id, False, {}, {}, [], []))
+            self._sockets.frontend.add(State(message.call_id, False, {}, {}, [], []))
+
+    def _receive_workers(self) -> None:
+        for message in self._sockets.receive_workers():
+            self._handle_worker(message)
+
+    def _handle_worker(self, message: WorkerToScheduler) -> None:
+        if not isinstance(message, WorkerReady):
+            self._feed(FromWorker(message))
+            return
+        self._workers[message.rank] = message
+        if self._core is None and len(self._workers) == self._config.rank_count:
+            self._start_core()
 
     def _receive_peers(self) -> None:
-        events = self._peers.receive()
+        events = self._sockets.peers.receive()
         if self._core is None:
             self._early_refusals += [e for e in events if isinstance(e, LinkRefused)]
             del self._early_refusals[EARLY_REFUSALS_MAX:]
@@ -233,22 +191,8 @@ class SchedulerLoop:
         for event in (*refusals, *events):
             self._feed(event)
 
-    def _warn_at_limited_rate(self, text: str) -> None:
-        """Of what comes in from others, who may send as much as they like."""
-        line = self._dropped_lines.admit(text, self._clock.now())
-        if line:
-            log.warning("%s", line)
-
-    def _look_at_processes(self, readable: list[int]) -> None:
-        gone, finished = self._watch.take_gone(readable)
-        for fd in finished:
-            self._poller.unregister(fd)
-        self._watch.close(finished)
-        for key in gone:
-            self._feed(ProcessesGone(key))
-
     def _look_at_workers(self) -> None:
-        """Stopped ones can't say so themselves. Those of other machines are known by silence."""
+        """A stopped process can't report it. Those of other machines are known by silence."""
         now = self._clock.now()
         if self._core is None or now < self._look_at_workers_at:
             return
@@ -259,10 +203,11 @@ class SchedulerLoop:
             self._feed(WorkersStopped(ranks))
 
     def _look_at_frontend(self) -> None:
-        """One that reads nothing for long holds steps back, and nothing else."""
-        if self._frontend.has_unsent:
-            self._frontend.flush()
-        is_behind = self._frontend.is_behind
+        """A frontend that reads nothing for long holds steps back, and nothing else."""
+        frontend = self._sockets.frontend
+        if frontend.has_unsent:
+            frontend.flush()
+        is_behind = frontend.is_behind
         if is_behind == self._is_frontend_behind:
             return
         self._is_frontend_behind = is_behind
@@ -270,73 +215,54 @@ class SchedulerLoop:
             self._warn_at_limited_rate("the frontend does not read its messages: steps wait for it")
         self._feed(FrontendBehind(is_behind))
 
-    def _feed(self, event: Event) -> None:
-        if self._core is not None:
-            self._carry_out(self._core.handle(event, self._clock.now()))
+    def _note_pause(self, pause_s: float) -> None:
+        """Peers may have given this server up meanwhile, and say so: here is why."""
+        if pause_s > PAUSE_MAX_S:
+            log.warning("this scheduler did not run for %.1f s: stopped, or without a CPU", pause_s)
 
-    def _feed_if_any(self, event: Event | None) -> None:
-        if event is not None:
-            self._feed(event)
+    def _warn_at_limited_rate(self, text: str) -> None:
+        """For lines that other processes can cause any number of."""
+        line = self._dropped_lines.admit(text, self._clock.now())
+        if line:
+            log.warning("%s", line)
 
-    # ---- start -----------------------------------------------------------------------------------
+    # ---- the core --------------------------------------------------------------------------------
 
-    def _note_worker(self, ready: WorkerReady) -> None:
-        self._workers[ready.rank] = ready
-        if self._core is not None or len(self._workers) < self._config.rank_count:
-            return
+    def _start_core(self) -> None:
+        """All workers are ready."""
         facts = gather_facts(self._config, self._workers)
         self._core = self._make_core(facts, self._config)
-        first = self._workers[0]
         running_max = facts.running_max(self._config.max_running_requests)
-        self._info = ServerInfo(
-            token_capacity=self._core.request_token_max,
-            request_token_max=self._core.request_token_max,
-            running_max=running_max,
-            vocab_size=first.vocab_size,
-            eos_token_ids=first.eos_token_ids,
-            fingerprint=first.fingerprint,
-            workers=[worker.describe for _, worker in sorted(self._workers.items())],
-            incarnation=facts.incarnation,
-            pid=os.getpid(),
+        self._info = describe_server(
+            facts, self._core.request_token_max, running_max, self._workers
         )
-        self._tell_info()
+        self._send_info()
         self._feed(Tick())
-        log.info(
-            "all %d workers are ready: incarnation %s, %s pages, %d requests at a time%s",
-            len(self._workers),
-            facts.incarnation,
-            list(facts.page_counts),
-            running_max,
-            self._why_running_max(facts),
-        )
+        log_ready(self._config, facts, running_max)
 
-    def _why_running_max(self, facts: ServerFacts) -> str:
-        if self._config.max_running_requests is not None or facts.state_count is None:
-            return ""
-        return ", as many as there are slots"
-
-    def _tell_info(self) -> None:
+    def _send_info(self) -> None:
         if self._info is not None and self._is_frontend_known:
-            self._frontend.add(self._info)
+            self._sockets.frontend.add(self._info)
 
-    # ---- what goes out ---------------------------------------------------------------------------
+    def _feed(self, event: Event | None) -> None:
+        if self._core is not None and event is not None:
+            self._carry_out(self._core.handle(event, self._clock.now()))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case ToFrontend(message=message):
-                    self._frontend.add(message)
+                    self._sockets.frontend.add(message)
                 case ToWorkers(message=worker_message):
                     self._send_workers(worker_message)
                 case ToPeer(link=link, message=peer_message):
-                    self._feed_if_any(self._peers.send(link, peer_message))
+                    self._feed(self._sockets.peers.send(link, peer_message))
                 case Dial(link=link):
-                    self._feed_if_any(self._peers.dial(link))
+                    self._feed(self._sockets.peers.dial(link))
                 case HangUp(link=link):
-                    self._peers.hang_up(link)
+                    self._sockets.peers.hang_up(link)
                 case WatchProcesses(incarnation=incarnation, pids=pids):
-                    for fd in self._watch.watch(incarnation, pids):
-                        self._poller.register(fd)
+                    self._sockets.watch_processes(incarnation, pids)
                 case GiveUp(reason=reason):
                     raise ServerSpent(reason)
                 case Report(text=text, is_warning=is_warning):
@@ -345,10 +271,9 @@ class SchedulerLoop:
                     assert_never(effect)
 
     def _send_workers(self, message: SchedulerToWorker) -> None:
-        payload = encode(message)
-        for name in self._worker_names:
-            if self._local.send(name, payload) is not SendResult.SENT and not self._is_stopping:
-                raise WorkerLost(f"{name} is gone or reads nothing")
+        lost = self._sockets.send_workers(message)
+        if lost and not self._is_stopping:
+            raise WorkerLost(f"{', '.join(lost)} is gone or reads nothing")
 
 
 def run(config: ServerConfig, make_core: MakeCore, open_peers: OpenPeers) -> int:

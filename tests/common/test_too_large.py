@@ -78,10 +78,10 @@ def sent(loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch, effect: Effect) -
         payloads.append(payload)
         return SendResult.SENT
 
-    monkeypatch.setattr(loop._peers.links, "send", keep)
-    monkeypatch.setattr(loop._frontend.endpoint, "send", keep)
+    monkeypatch.setattr(loop._sockets.peers.links, "send", keep)
+    monkeypatch.setattr(loop._sockets.frontend.endpoint, "send", keep)
     loop._carry_out([effect])
-    loop._frontend.flush()
+    loop._sockets.frontend.flush()
     decode = (
         codec.decode_scheduler_to_frontend
         if isinstance(effect, ToFrontend)
@@ -156,5 +156,5 @@ def test_what_no_request_hangs_on_is_counted(
     assert sent(loop, monkeypatch, ToFrontend(FlushDone(1, True, text))) == []
     hello = Hello(1, 1, text, "decode", {}, b"")
     assert sent(loop, monkeypatch, ToPeer(LINK, hello)) == []
-    assert (loop._peers.dropped_count, loop._frontend.dropped_count) == (1, 1)
+    assert (loop._sockets.peers.dropped_count, loop._sockets.frontend.dropped_count) == (1, 1)
     assert core.events == []
