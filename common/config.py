@@ -21,6 +21,15 @@ from common.errors import ConfigError
 DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_RUNNING_REQUESTS = 256
 """Where the flag is not given and no cache holds a state per request, which would say less."""
+DEFAULT_HEARTBEAT_INTERVAL_S = 0.2
+DEFAULT_PEER_TIMEOUT_S = 0.8
+DEFAULT_WORKER_TIMEOUT_S = 1.0
+DEFAULT_CPU_STALL_S = 2.0
+DEFAULT_GPU_STALL_S = 10.0
+DEFAULT_SELF_TEST_INTERVAL_S = 30.0
+DEFAULT_BOOTSTRAP_TIMEOUT_S = 30.0
+"""How long half of a routed request waits. Short: the other half may never come, as when a router
+tried again elsewhere. It may be early by the time in its decode server's queue."""
 DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
 API_KEY_VARIABLE = "BATON_API_KEY"
 UCX_SHARED_MEMORY_VARIABLE = "UCX_POSIX_DIR"
@@ -180,12 +189,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging_buffer_mb: int = 64
     ucx: str = "auto"
     local_prefill: str = "off"
-    self_test_interval_s: float = 30.0
-    bootstrap_timeout_s: float = 30.0
+    self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
+    bootstrap_timeout_s: float = DEFAULT_BOOTSTRAP_TIMEOUT_S
     request_timeout_s: float = 600.0
-    heartbeat_interval_s: float = 0.2
-    peer_timeout_s: float = 0.8
-    worker_timeout_s: float = 1.0
+    heartbeat_interval_s: float = DEFAULT_HEARTBEAT_INTERVAL_S
+    peer_timeout_s: float = DEFAULT_PEER_TIMEOUT_S
+    worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     stall_timeout_s: float | None = None
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0
@@ -205,7 +214,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """stall_timeout_s, or what fits the device."""
         if self.stall_timeout_s is not None:
             return self.stall_timeout_s
-        return 2.0 if self.device == "cpu" else 10.0
+        return DEFAULT_CPU_STALL_S if self.device == "cpu" else DEFAULT_GPU_STALL_S
 
     @property
     def trace_endpoint(self) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from common.layout.component import LiveKind
 from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
+from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount, Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState
@@ -27,8 +28,6 @@ from decode_server.request import DecodeRequest, Transfer
 WINDOW_TOKENS = 64
 # Requests whose growth is looked at in vain, until no more are looked at for the moment.
 GROWTH_LOOK_COUNT_MAX = 8
-# A request that does not fit is passed over for smaller ones at most this long; then it is next.
-PASSED_OVER_MAX_S = 2.0
 TRANSFER_ID_BITS = 63
 
 

@@ -6,6 +6,7 @@ Knows nothing of what becomes of a request after it was admitted.
 from __future__ import annotations
 
 from common.scheduling.batcher import Batcher
+from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.sequence import PageAccount, reusable_count
 from common.scheduling.transitions import PrefillEvent
 from prefill_server.endings import Endings
@@ -14,8 +15,6 @@ from prefill_server.holds import Holds, expired
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import RequestTable
 
-# A request that does not fit is passed over for shorter ones at most this long; then it is next.
-PASSED_OVER_MAX_S = 2.0
 # A prompt waits for another one if that spares it this much of what it lacks. For less it would
 # lose a step that it could have been part of: all prompts of a template begin alike.
 SPARED_SHARE_MIN = 1 / 8

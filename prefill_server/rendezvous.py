@@ -10,10 +10,6 @@ from dataclasses import dataclass
 
 from prefill_server.request import Failure, PrefillRequest, Reservation
 
-# A request whose other half never comes (a router's retry went elsewhere) is given up after this
-# long unless --bootstrap-timeout says otherwise. It may be early by what its decode server's
-# queue takes, and costs nothing. A half whose other one says that it gave up ends at once.
-REQUEST_TIMEOUT_S = 30.0
 # A reservation holds pages that others wait for, and a router posts both halves at once.
 RESERVATION_TIMEOUT_S = 10.0
 # Rooms whose request has ended before its reservation came, to tell that one at once: the last so
@@ -39,7 +35,7 @@ class _Room:
 class Rendezvous:
     """Rooms in which one half waits for the other."""
 
-    def __init__(self, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+    def __init__(self, request_timeout_s: float) -> None:
         self._request_timeout_s = request_timeout_s
         self._rooms: dict[int, _Room] = {}
         self._given_up: dict[int, _GivenUp] = {}

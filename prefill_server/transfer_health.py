@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# So many failures in a row to one peer, as its own circuit breaker counts them.
-FAILURE_COUNT_MAX = 3
+from common.scheduling.breaker import FAILURE_COUNT_MAX
+
 # What failed longer ago says nothing of now: where nobody hands over or tries, nothing can turn a
 # red health check green.
 LATELY_S = 60.0

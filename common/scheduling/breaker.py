@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Failures in a row. A prefill server counts its transfers to one peer by the same number.
 FAILURE_COUNT_MAX = 3
 # An open breaker waits this long, twice as long after every probe that failed, up to the maximum.
 OPEN_S = 1.0

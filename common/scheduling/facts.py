@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import DEFAULT_MAX_RUNNING_REQUESTS, TransferMode, Verify
+from common.config import (
+    DEFAULT_BOOTSTRAP_TIMEOUT_S,
+    DEFAULT_CPU_STALL_S,
+    DEFAULT_HEARTBEAT_INTERVAL_S,
+    DEFAULT_MAX_RUNNING_REQUESTS,
+    DEFAULT_PEER_TIMEOUT_S,
+    DEFAULT_SELF_TEST_INTERVAL_S,
+    DEFAULT_WORKER_TIMEOUT_S,
+    TransferMode,
+    Verify,
+)
 from common.layout.cache_layout import ServerLayout
 from common.scheduling.batcher import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
+
+# A request that does not fit is passed over for smaller ones at most this long; then it is next.
+PASSED_OVER_MAX_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +75,10 @@ class Pace:
     may be silent.
     """
 
-    interval_s: float = 0.2
-    timeout_s: float = 0.8
-    stall_s: float = 2.0
-    worker_s: float = 1.0
+    interval_s: float = DEFAULT_HEARTBEAT_INTERVAL_S
+    timeout_s: float = DEFAULT_PEER_TIMEOUT_S
+    stall_s: float = DEFAULT_CPU_STALL_S
+    worker_s: float = DEFAULT_WORKER_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +95,9 @@ class SchedulerLimits:
     running_max: int
     queue_max: int
     has_prefix_cache: bool = True
-    bootstrap_timeout_s: float = 30.0
+    bootstrap_timeout_s: float = DEFAULT_BOOTSTRAP_TIMEOUT_S
     pace: Pace = Pace()
-    self_test_interval_s: float = 30.0
+    self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     in_flight_max: int = IN_FLIGHT_MAX
 
     def of_batch(

@@ -47,9 +47,6 @@ from common.worker.staged_io import StagedIo
 
 log = logging.getLogger(__name__)
 
-# How often the scheduler is told that this thread runs, unless it is said otherwise.
-BEAT_INTERVAL_S = 0.2
-
 Steps = SimpleQueue[Step | None]
 """From the I/O thread to the engine; None ends it. Bounded by the scheduler: two steps at most are
 with a worker."""
@@ -152,7 +149,7 @@ class IoLoop:
         staged: StagedIo | None = None,
         *,
         progress: Progress | None = None,
-        beat_interval_s: float = BEAT_INTERVAL_S,
+        beat_interval_s: float,
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or SystemClock()

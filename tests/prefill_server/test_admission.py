@@ -9,9 +9,9 @@ import pytest
 from common.protocol.worker import WorkerBeat
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer, FromWorker, Tick
+from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import PrefillState
-from prefill_server.admission import PASSED_OVER_MAX_S
 from prefill_server.holds import UNDISTURBED_S
 from prefill_server.request import Failure, PrefillRequest
 from prefill_server.scheduler import PrefillScheduler

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from common.config import DEFAULT_BOOTSTRAP_TIMEOUT_S
 from common.protocol.peer import TransferRequest
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer
-from prefill_server.rendezvous import GIVEN_UP_COUNT_MAX, REQUEST_TIMEOUT_S, RESERVATION_TIMEOUT_S
+from prefill_server.rendezvous import GIVEN_UP_COUNT_MAX, RESERVATION_TIMEOUT_S
 from tests.sim.client import Client
 from tests.sim.node import Node
 from tests.sim.world import World
@@ -58,7 +59,7 @@ def test_a_room_that_is_used_again_after_a_cancel_works(world: World) -> None:
 
 def test_a_cancelled_room_is_forgotten_in_time(world: World) -> None:
     cancel_first_half(world)
-    world.run(world.now + REQUEST_TIMEOUT_S + 1)
+    world.run(world.now + DEFAULT_BOOTSTRAP_TIMEOUT_S + 1)
     client = submit_second_half(world)
     world.run(world.now + 1.0)
     assert client.finals == []
@@ -222,5 +223,5 @@ def test_one_transfer_can_not_wait_in_two_rooms(world: World) -> None:
     clients = [
         world.submit(prefill(world), PROMPT, 1, Bootstrap("p0", 1, room)) for room in (71, 72)
     ]
-    world.run(world.now + REQUEST_TIMEOUT_S + 1)
+    world.run(world.now + DEFAULT_BOOTSTRAP_TIMEOUT_S + 1)
     assert [client.finals for client in clients] == [["finished"], ["failed"]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.protocol.frontend import GetState, State
+from common.scheduling.breaker import FAILURE_COUNT_MAX
 from common.scheduling.events import Effect, FromFrontend, Report, ToFrontend
 from prefill_server.transfer_health import (
-    FAILURE_COUNT_MAX,
     LATELY_S,
     RECORD_COUNT_MAX,
     TransferHealth,

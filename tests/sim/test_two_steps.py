@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from common.config import DEFAULT_BOOTSTRAP_TIMEOUT_S
 from common.protocol.frontend import GetState, State, Submit
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import FromFrontend, ToFrontend
 from prefill_server.holds import UNDISTURBED_S
-from prefill_server.rendezvous import REQUEST_TIMEOUT_S
 from tests.sim.client import EOS, Client
 from tests.sim.node import Node
 from tests.sim.oracle import next_token
@@ -91,7 +91,7 @@ def test_a_decode_server_that_is_early_gets_it_once_it_is_computed(world: World)
 def test_what_nobody_asks_for_is_given_up_in_time_and_counted(world: World) -> None:
     ask_ahead(world, place(world))
     assert used_count(world, "p0") > 0
-    world.run(world.now + REQUEST_TIMEOUT_S + 1.0)
+    world.run(world.now + DEFAULT_BOOTSTRAP_TIMEOUT_S + 1.0)
     assert used_count(world, "p0") == 0
     assert world.nodes["p0"].core.is_idle
     assert state_of(world.nodes["p0"]).counters["hold_expired"] == 1
@@ -100,7 +100,7 @@ def test_what_nobody_asks_for_is_given_up_in_time_and_counted(world: World) -> N
 def test_who_comes_after_that_has_it_computed_again(world: World) -> None:
     where = place(world)
     ask_ahead(world, where)
-    world.run(world.now + REQUEST_TIMEOUT_S + 1.0)
+    world.run(world.now + DEFAULT_BOOTSTRAP_TIMEOUT_S + 1.0)
     client = go_on(world, where)
     assert client.output == client.expected()
     assert state_of(world.nodes["d0"]).counters["holds_lost"] == 1
