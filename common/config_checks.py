@@ -45,7 +45,9 @@ def check_config(config: ServerConfig) -> None:
             f"--heartbeat-interval {config.heartbeat_interval_s:g}"
         )
     if bool(config.curve_secret_key_file) != bool(config.curve_peer_keys_file):
-        raise ConfigError("--curve-secret-key-file and --curve-peer-keys-file: one needs the other")
+        raise ConfigError(
+            "--curve-secret-key-file and --curve-peer-keys-file: set both, or neither"
+        )
     _check_nodes(config)
     _check_model(Path(config.model_path))
     tokenizer = Path(config.tokenizer_path)

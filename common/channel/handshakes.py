@@ -83,17 +83,29 @@ class Handshakes:
 
     def _in_words(self, event: int, value: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return "it does not know our key: its --curve-peer-keys-file must have it"
+            return "the peer does not know our key: add it to its --curve-peer-keys-file"
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             if self._has_keys:
-                return "it has no keys, and we have: set its --curve-secret-key-file"
-            return "it has keys, and we have none: set --curve-secret-key-file"
+                return (
+                    "the peer has no CURVE keys, and we have: set its --curve-secret-key-file and "
+                    "--curve-peer-keys-file"
+                )
+            return (
+                "the peer requires CURVE keys, and we have none: set --curve-secret-key-file and "
+                "--curve-peer-keys-file"
+            )
         # Whoever sees a mismatch first closes, and the other only sees that.
         if not self._has_keys:
-            return "it closed the connection before a word was said: it may ask for keys"
+            return "closed during the ZMTP handshake; the peer may require CURVE keys"
         if self._is_listening:
-            return "it has no keys, or another key of ours than we have"
-        return "it has no keys, or another key than our --curve-peer-keys-file says"
+            return (
+                "closed during the CURVE handshake; the peer has no keys, or a wrong key of ours "
+                "in its --curve-peer-keys-file"
+            )
+        return (
+            "closed during the CURVE handshake; the peer has no keys, or another key than our "
+            "--curve-peer-keys-file says"
+        )
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -83,7 +83,7 @@ class PeerKeys:
         try:
             self._names = parse_peer_keys(self._path, _read(self._path))
         except ConfigError as error:
-            log.warning("%s; the keys read before stay in use", error)
+            log.warning("%s; the keys that were read before stay in use", error)
             return
         log.info("read %d keys of peers from %s", len(self._names), self._path)
 

@@ -178,10 +178,10 @@ class LocalClient:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event & _REFUSALS:
                 raise ChannelClosed(
-                    "the scheduler's machine has other keys: all machines of a server need the "
-                    "same --curve-secret-key-file"
+                    "node 0 has other keys: all machines of a server need the same "
+                    "--curve-secret-key-file"
                 )
-            raise ChannelClosed("the scheduler's machine has closed the connection")
+            raise ChannelClosed("node 0 has closed the connection: see the log of its scheduler")
         received, malformed_count = receive_dealt(self._socket)
         assert malformed_count == 0, "our own scheduler sends one frame"
         return received
@@ -207,7 +207,8 @@ def _check_path(path: str) -> None:
     """Raises: ConfigError if `path` is too long or others could enter its directory."""
     if not path.startswith("/") or len(path.encode()) > SOCKET_PATH_NBYTES_MAX:
         raise ConfigError(
-            f"local socket {path!r}: must be absolute and of at most {SOCKET_PATH_NBYTES_MAX} bytes"
+            f"local socket {path!r}: must be absolute and of at most "
+            f"{SOCKET_PATH_NBYTES_MAX} bytes; set a shorter TMPDIR"
         )
     try:
         mode = stat.S_IMODE(Path(path).parent.stat().st_mode)

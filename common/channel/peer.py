@@ -65,9 +65,10 @@ class PeerListener:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as exc:
             self.close()
-            reason = "is in use" if exc.errno == zmq.EADDRINUSE else f"failed: {exc.strerror}"
+            is_used = exc.errno == zmq.EADDRINUSE
+            reason = "the port is in use" if is_used else str(exc.strerror)
             error = OSError(exc.errno, exc.strerror)
-            raise config_error(f"listening on {Address(host, port)} {reason}", error) from exc
+            raise config_error(f"can't listen on {Address(host, port)}: {reason}", error) from exc
 
     @property
     def port(self) -> int:
@@ -119,7 +120,7 @@ class PeerListener:
         """("", why) of connections that were refused, as far as `receive` has seen."""
         failures = self._handshakes.take_failures()
         if self._gate is not None:
-            failures += [f"unknown {who}" for who in self._gate.take_refusals()]
+            failures += [f"unknown {key}" for key in self._gate.take_refusals()]
         return [("", failure) for failure in failures]
 
     def close(self, linger_ms: int = 0) -> None:
@@ -253,7 +254,7 @@ def local_host_towards(link: str) -> str:
             probe.connect((address.host, address.port))
             return str(probe.getsockname()[0])
     except OSError as exc:
-        raise ConfigError(f"address {link!r}: there is no way to it: {exc.strerror}") from exc
+        raise ConfigError(f"address {link!r}: no route to it: {exc.strerror}") from exc
 
 
 def _resolve(address: Address) -> Address:

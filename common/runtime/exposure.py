@@ -13,7 +13,7 @@ def open_doors(config: ServerConfig) -> list[str]:
     is_reachable = not _is_loopback(config.host)
     if is_reachable and not config.api_keys:
         doors.append(
-            f"HTTP on --host {config.host} is open to everybody who reaches it: "
+            f"HTTP on --host {config.host} is open to every client: "
             "set --api-key-file, or --host 127.0.0.1 behind a proxy"
         )
     has_keys = bool(config.curve_secret_key_file)
@@ -24,18 +24,19 @@ def open_doors(config: ServerConfig) -> list[str]:
         )
     if _has_open_landing(config) and not has_keys:
         doors.append(
-            "the ports where staged transfers are announced are open to whoever reaches them: set "
+            "the ports where staged transfers are announced are open to every process: set "
             "--curve-secret-key-file and --curve-peer-keys-file, or --transfer-mode direct"
         )
     if config.transport == "ucx-tcp":
         doors.append(
             f"--transport ucx-tcp: UCX listens on every address of --net-devices "
-            f"{config.net_devices}, and whoever reaches those ports writes anywhere in this "
-            "server's workers, keys or not: let only its peers reach them, or take --transport auto"
+            f"{config.net_devices}, and every process that reaches those ports can write anywhere "
+            "in this server's workers, keys or not: let only its peers reach them, or set "
+            "--transport auto"
         )
     elif _has_far_writers(config) and not has_keys and config.transport != "shm":
         doors.append(
-            "caches that come over a network are not encrypted: set --curve-secret-key-file and "
+            "caches that arrive over a network are not encrypted: set --curve-secret-key-file and "
             "--curve-peer-keys-file"
         )
     if config.nnodes > 1:

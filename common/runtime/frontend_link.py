@@ -93,7 +93,7 @@ class FrontendLink:
             self._encode(Outputs(message.items[half:]))
             return
         self.dropped_count += 1
-        log.warning("not sent: %s", problem)
+        log.warning("dropped a message to the frontend: %s", problem)
         told = too_large.told_instead(message, problem)
         if told is not None:
             self._encode(told)
@@ -104,6 +104,8 @@ class FrontendLink:
             count = self._undelivered.take_dropped_count()
             if count:
                 self.dropped_count += count
-                log.warning("the frontend read too late: %d accounts of transfers are lost", count)
+                log.warning(
+                    "the frontend read too late: metrics and timelines lack %d transfers", count
+                )
         elif self._undelivered.nbytes > WAITING_NBYTES_MAX:
             self.is_behind = True

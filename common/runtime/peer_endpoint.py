@@ -95,18 +95,24 @@ class PeerEndpoint:
         unread = self._end.find_unread(payload)
         if unread is None:
             return None
-        self._warn(f"transfer {unread.transfer_id} on link {link:.24} has failed: {error}")
+        self._warn(
+            f"transfer {unread.transfer_id} on link {link:.24} has failed: {error}; are both "
+            "servers of one version?"
+        )
         return self._end.fail_unread(link, unread, error)
 
     def _note_malformed(self, link: str, error: ProtocolError) -> Event | None:
         """A link with MALFORMED_COUNT_MAX malformed messages is dropped."""
         count = self._malformed.add(link)
         if count == 1:
-            self._warn(f"dropped a message on link {link:.24}: {error}")
+            self._warn(
+                f"dropped a message on link {link:.24}: {error}; is its sender a Baton server of "
+                "this version?"
+            )
         if count < MALFORMED_COUNT_MAX:
             return None
         reason = f"{count} malformed messages, the last one: {error}"
-        self._warn(f"link {link:.24} is dropped: {reason}")
+        self._warn(f"link {link:.24} is dropped: {reason}; a new connection is heard again")
         self._malformed.forget(link)
         self._end.drop(link)
         return LinkDropped(link, reason)
@@ -120,7 +126,7 @@ class PeerEndpoint:
             payload = encode(message)
         except ProtocolError as error:
             self.dropped_count += 1
-            self._warn(f"not sent: {error}")
+            self._warn(f"dropped a message to link {link:.24}: {error}")
             replacement = too_large.replacement_for_peer(message, error)
             if replacement is not None:
                 self.send(link, replacement)

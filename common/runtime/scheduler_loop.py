@@ -212,13 +212,20 @@ class SchedulerLoop:
             return
         self._is_frontend_behind = is_behind
         if is_behind:
-            self._warn_at_limited_rate("the frontend does not read its messages: steps wait for it")
+            self._warn_at_limited_rate(
+                "the frontend reads no output: no new steps until it does; is its process stopped, "
+                "or without a free CPU?"
+            )
         self._feed(FrontendBehind(is_behind))
 
     def _note_pause(self, pause_s: float) -> None:
-        """Peers may have given this server up meanwhile, and say so: here is why."""
+        """The cause, if peers report meanwhile that they gave this server up."""
         if pause_s > PAUSE_MAX_S:
-            log.warning("this scheduler did not run for %.1f s: stopped, or without a CPU", pause_s)
+            log.warning(
+                "this scheduler did not run for %.1f s: SIGSTOP, or no free CPU; peers give a "
+                "server up after --peer-timeout",
+                pause_s,
+            )
 
     def _warn_at_limited_rate(self, text: str) -> None:
         """For lines that other processes can cause any number of."""
@@ -273,7 +280,9 @@ class SchedulerLoop:
     def _send_workers(self, message: SchedulerToWorker) -> None:
         lost = self._sockets.send_workers(message)
         if lost and not self._is_stopping:
-            raise WorkerLost(f"{', '.join(lost)} is gone or reads nothing")
+            raise WorkerLost(
+                f"no messages are taken by {', '.join(lost)}: ended, or standing still"
+            )
 
 
 def run(config: ServerConfig, make_core: MakeCore, open_peers: OpenPeers) -> int:
@@ -290,7 +299,7 @@ def run(config: ServerConfig, make_core: MakeCore, open_peers: OpenPeers) -> int
         log.error("%s: the server stops", error)
         return EXIT_FAILED
     except ServerSpent as error:
-        log.error("%s: the server ends, to be started again", error)
+        log.error("%s: the server ends with exit code 75 and must be started again", error)
         return EXIT_START_AGAIN
     finally:
         loop.close()

@@ -83,7 +83,10 @@ class SchedulerSockets:
             except ProtocolError as error:
                 self._warn(f"dropped a message of {name!r}: {error}")
         for key in self._workers.take_refusals():
-            self._warn(f"refused a worker: it has another {key}")
+            self._warn(
+                f"refused a worker with the unknown {key}: all machines of a server need the same "
+                "--curve-secret-key-file"
+            )
         return messages
 
     def send_workers(self, message: SchedulerToWorker) -> list[str]:

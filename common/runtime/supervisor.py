@@ -35,7 +35,7 @@ WATCH_INTERVAL_S = 0.1
 END_TIMEOUT_S = 5.0
 # What the frontend may take to answer its open requests when the server has failed.
 LAST_ANSWERS_TIMEOUT_S = 5.0
-NO_ROOM = "sockets and settings need a place, see TMPDIR: %s"
+NO_ROOM = "no directory for sockets and settings: %s; make room for it, or set TMPDIR"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -98,22 +98,26 @@ class Supervisor:
         if EXIT_START_AGAIN in codes.values():
             return EXIT_START_AGAIN
         if self._config.node_rank > 0 and not any(codes.values()):
-            log.info("%s was told to end by the scheduler on node 0", ", ".join(codes))
+            log.info("%s ended: the scheduler on node 0 has stopped this server", ", ".join(codes))
             return 0
         for name, code in codes.items():
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            log.error("%s ended with %s: the server stops", name, how)
+            log.error(
+                "%s ended with %s: the server stops; see the last lines of %s", name, how, name
+            )
         return EXIT_FAILED
 
     def _drain(self) -> int:
         """Frontend first, so that open requests end well; then the scheduler, then its workers."""
-        log.info("draining for at most %.0f s", self._config.drain_timeout_s)
+        drain_s = self._config.drain_timeout_s
+        log.info("draining for at most %.0f s; a second signal ends the server at once", drain_s)
         code = 0
         for name, child in self._children.items():
             if child.poll() is None:
                 child.terminate()
-            if not self._wait(child, self._config.drain_timeout_s + END_TIMEOUT_S):
-                log.warning("%s did not end in time and is killed", name)
+            if not self._wait(child, drain_s + END_TIMEOUT_S):
+                why = "at a second signal" if self._signal_count > 1 else "after --drain-timeout"
+                log.warning("%s has not ended and is killed %s", name, why)
                 code = EXIT_FAILED
         return code
 
@@ -193,7 +197,12 @@ def _own_shared_memory(parent: Path, config: ServerConfig) -> Iterator[dict[str,
     try:
         own = make_private_dir(parent, config.role)
     except OSError as error:
-        log.warning("no directory in %s: %s; shared memory lies beside others'", parent, error)
+        log.warning(
+            "no directory in %s for shared memory: %s; if this server is killed, remove its "
+            "ucx_shm_* files there by hand",
+            parent,
+            error,
+        )
         yield child_environment("")
         return
     try:

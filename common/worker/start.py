@@ -175,7 +175,7 @@ def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompile
     try:
         grammars.prepare()
     except GrammarError as error:
-        log.warning("%s", error)
+        log.warning("requests for structured output will be refused: %s", error)
     return grammars
 
 
@@ -241,7 +241,10 @@ def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
     try:
         return shutil.disk_usage(directory).free
     except OSError as exc:
-        raise ConfigError(f"{directory} can't be used: {exc.strerror}") from exc
+        raise ConfigError(
+            f"{directory} can't be used: {exc.strerror}; mount a tmpfs there, or name another "
+            "directory in UCX_POSIX_DIR"
+        ) from exc
 
 
 def _describe(

@@ -26,7 +26,10 @@ def device_of(config: ServerConfig, rank: int) -> torch.device:
     count = torch.cuda.device_count()
     local_count = len(config.local_ranks)
     if local_count > count:
-        raise ConfigError(f"{local_count} ranks here: must be at most {count}, the CUDA devices")
+        raise ConfigError(
+            f"--tp-size {config.tp_size} x --pp-size {config.pp_size} puts {local_count} ranks on "
+            f"this machine: must be at most {count}, its CUDA devices"
+        )
     device = torch.device("cuda", rank - config.local_ranks.start)
     # NCCL and FlashInfer use the current device of the thread that calls them: this one.
     torch.cuda.set_device(device)

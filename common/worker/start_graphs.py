@@ -132,8 +132,8 @@ def _record(
 
 
 def _failed(exc: Exception) -> GraphPlan:
-    reason = f"off: they can't be recorded: {type(exc).__name__}: {exc}"[:300]
-    log.warning("decode passes are launched kernel by kernel, slower: %s", reason)
+    reason = f"off: recording failed: {type(exc).__name__}: {exc}"[:300]
+    log.warning("decode passes are not recorded, which is slower: %s", reason)
     return GraphPlan((), 0, reason)
 
 

@@ -21,15 +21,25 @@ from tests.channel.test_peer_channel import receive_one, send_until
 
 PATIENCE_COUNT = 400
 POLL_S = 0.02
-# Whoever sees first that only one side has keys closes the connection; the other sees that it did.
+WRONG_KEY_OF_OURS = (
+    "closed during the CURVE handshake; the peer has no keys, or a wrong key of ours in its "
+    "--curve-peer-keys-file"
+)
+WRONG_KEY_OF_PEER = (
+    "closed during the CURVE handshake; the peer has no keys, or another key than our "
+    "--curve-peer-keys-file says"
+)
+# The side that first sees that only one has keys closes the connection; the other sees the end.
 WITH_KEYS = {
-    "it has no keys, and we have: set its --curve-secret-key-file",
-    "it has no keys, or another key of ours than we have",
-    "it has no keys, or another key than our --curve-peer-keys-file says",
+    "the peer has no CURVE keys, and we have: set its --curve-secret-key-file and "
+    "--curve-peer-keys-file",
+    WRONG_KEY_OF_OURS,
+    WRONG_KEY_OF_PEER,
 }
 WITHOUT_KEYS = {
-    "it has keys, and we have none: set --curve-secret-key-file",
-    "it closed the connection before a word was said: it may ask for keys",
+    "the peer requires CURVE keys, and we have none: set --curve-secret-key-file and "
+    "--curve-peer-keys-file",
+    "closed during the ZMTP handshake; the peer may require CURVE keys",
 }
 
 
@@ -134,7 +144,7 @@ def test_an_unknown_key_is_refused_and_both_sides_say_so(cluster: Cluster) -> No
     listener = cluster.listen("prefill")
     dialer, _ = cluster.dial("stranger", listener, "prefill")
     ours, theirs = refused(dialer, listener)
-    assert ours == {"it does not know our key: its --curve-peer-keys-file must have it"}
+    assert ours == {"the peer does not know our key: add it to its --curve-peer-keys-file"}
     (why,) = theirs
     assert why.startswith("unknown key ") and why.endswith(" of 127.0.0.1")
 
@@ -143,8 +153,8 @@ def test_a_server_with_the_key_of_another_is_not_talked_to(cluster: Cluster) -> 
     listener = cluster.listen("prefill")
     dialer, _ = cluster.dial("decode", listener, "other")
     ours, theirs = refused(dialer, listener)
-    assert ours == {"it has no keys, or another key than our --curve-peer-keys-file says"}
-    assert theirs == {"it has no keys, or another key of ours than we have"}
+    assert ours == {WRONG_KEY_OF_PEER}
+    assert theirs == {WRONG_KEY_OF_OURS}
 
 
 def test_who_has_no_keys_is_refused(cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ from common.runtime.exposure import open_doors
 KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
 HTTP, BOOTSTRAP, LANDING, NODES = "HTTP", "--bootstrap-port", "the ports where", "torch's store"
 WORKERS = "the port of workers"
-CACHES, UCX_TCP = "caches that come over a network", "--transport ucx-tcp: UCX listens"
+CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX listens"
 
 
 @pytest.mark.parametrize(

@@ -36,5 +36,5 @@ def test_without_room_for_its_sockets_a_server_asks_to_be_started_again(
     assert done.returncode == EXIT_START_AGAIN, done.stderr
     # Whoever starts also tidies up after servers that other tests have killed.
     said = [line for line in done.stderr.splitlines() if "of a server that was killed" not in line]
-    assert len(said) == 1 and "see TMPDIR" in said[0]
+    assert len(said) == 1 and "set TMPDIR" in said[0]
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ PAGE_SIZE = 16
 # Why a decode server refuses what it knows how to read.
 REFUSED = {"kv_transfer_params.do_remote_decode": "this is a decode server"}
 BODY: Body = {"text": "Facts:", "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-TROUBLES = ("malformed", "not sent", "dropped a message", "has failed", "left alone")
+TROUBLES = ("malformed", "dropped a message", "has failed", "left alone")
 
 
 @dataclass
