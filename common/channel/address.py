@@ -1,4 +1,4 @@
-"""Where a server listens, as people write it: "host:port", "[v6 address]:port". Opens nothing."""
+"""Addresses of servers, "host:port" or "[v6 address]:port". Opens nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """An address to dial. Raises: ConfigError naming what is wrong with it."""
+    """An address to dial. Raises: ConfigError naming the invalid part."""
     if text.startswith("["):
         host, bracket, port = text[1:].rpartition("]:")
         if not bracket:
@@ -57,7 +57,7 @@ def parse_address(text: str) -> Address:
 def make_address(host: str, port: int) -> Address:
     """An address of a host and a port; port 0 lets the system choose where one listens.
 
-    Raises: ConfigError naming what is wrong with it.
+    Raises: ConfigError naming the invalid part.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port {port}: must be in 0..65535")

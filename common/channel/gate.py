@@ -1,6 +1,6 @@
-"""Who may connect: answers ZMQ's question (ZAP) for every key that a dialler proves it has.
+"""Authentication of diallers: answers ZMQ's question (ZAP) for every key that a dialler has proved.
 
-It runs on the thread of the loop that owns it, between two polls. Knows nothing of messages.
+Runs on the thread of the loop that owns it, between two polls. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gate:
 
     @property
     def public_key(self) -> str:
-        """What diallers must know of us, in hexadecimal."""
+        """Our public key, which diallers need, in hexadecimal."""
         return self._curve.pair.public.hex()
 
     def guard(self, socket: Socket) -> None:
@@ -43,18 +43,18 @@ class Gate:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve.pair.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        # Without this ZMQ lets everybody in when nobody answers.
+        # Without this ZMQ accepts every connection while no ZAP socket is bound.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def allows(self, user: str) -> bool:
-        """Whether the key that a connection was let in with may still be used."""
+        """Whether the key of an accepted connection is still allowed."""
         return self._curve.peers.allows(bytes.fromhex(user))
 
     def sockets(self) -> tuple[Socket, ...]:
         return (self._socket,)
 
     def answer(self) -> None:
-        """Let those in that wait, or send them away. Never waits."""
+        """Accept or refuse the waiting connections. Never waits."""
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -71,7 +71,7 @@ class Gate:
             self._socket.send_multipart([ZAP_VERSION, request_id, *reply])
 
     def take_refusals(self) -> list[str]:
-        """Keys that were sent away since the last call, and from where."""
+        """Refused keys since the last call, with their addresses."""
         refusals, self._refusals = self._refusals, []
         return refusals
 

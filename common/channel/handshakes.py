@@ -1,6 +1,4 @@
-"""What becomes of the connections of one socket: those that failed before a message could be sent,
-in words, and one that broke.
-"""
+"""Connections of one socket that failed in their handshake, with the reason, and one that broke."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from zmq.utils.monitor import parse_monitor_message
 from common.channel.sockets import Socket
 
 _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-# A listener's gate has said it already, and more.
+# Not for a listener: its gate reports unknown keys, with the address.
 _FAILURES = _EVENTS | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _DIALLER_EVENTS = (
     _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -20,15 +18,15 @@ _DIALLER_EVENTS = (
 
 
 class Break(Enum):
-    """BROKEN: a connection that stood is no more. REFUSED: and nobody answers where it led."""
+    """BROKEN: an established connection is gone. REFUSED: and its address refuses a new one."""
 
     BROKEN = "broken"
     REFUSED = "refused"
 
 
 class Handshakes:
-    """The monitor of a socket, closed before it. Whoever owns it looks once for every time that it
-    is woken, and then takes what was found."""
+    """The monitor of a socket, closed before it. Its owner calls `look` once for every wake-up, and
+    then takes the failures and breaks."""
 
     def __init__(self, socket: Socket, *, is_listening: bool, has_keys: bool) -> None:
         self._socket = socket
@@ -47,21 +45,21 @@ class Handshakes:
 
     @property
     def has_news(self) -> bool:
-        """Whether something was seen that nobody has taken yet."""
+        """Whether failures or breaks wait to be taken."""
         return bool(self._failures or self._breaks)
 
     def take_failures(self) -> list[str]:
-        """Why connections failed, as far as was seen."""
+        """Reasons of failed connections, as far as `look` has seen."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_breaks(self) -> list[Break]:
-        """What became of a dialler's connection that stood, as far as was seen."""
+        """Breaks of a dialler's established connection, as far as `look` has seen."""
         breaks, self._breaks = self._breaks, []
         return breaks
 
     def look(self) -> None:
-        """Take in what happened, so that nobody is woken for it again. Never waits."""
+        """Read all events, so that none wakes the poller again. Never waits."""
         while True:
             try:
                 frames = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -75,9 +73,9 @@ class Handshakes:
                 self._is_up, self._was_up = True, False
             elif event == zmq.EVENT_DISCONNECTED and self._is_up:
                 self._is_up, self._was_up = False, True
-                self._breaks = [Break.BROKEN]  # what went before is of no use any more
+                self._breaks = [Break.BROKEN]  # replaces earlier ones, which are obsolete
             elif event == zmq.EVENT_CLOSED and self._was_up:
-                # The first attempt to connect again failed; those after it say nothing new.
+                # The first attempt to connect again failed. Later failures add nothing.
                 self._was_up = False
                 self._breaks.append(Break.REFUSED)
 
@@ -94,7 +92,7 @@ class Handshakes:
                 "the peer requires CURVE keys, and we have none: set --curve-secret-key-file and "
                 "--curve-peer-keys-file"
             )
-        # Whoever sees a mismatch first closes, and the other only sees that.
+        # The side that sees a mismatch first closes. The other side only sees the end.
         if not self._has_keys:
             return "closed during the ZMTP handshake; the peer may require CURVE keys"
         if self._is_listening:

@@ -1,4 +1,4 @@
-"""Keys of the control channel: who we are, who may talk to us, and `python -m common.channel.keys`.
+"""Keys of the control channel: our own, those of peers, and `python -m common.channel.keys`.
 
 Every server has one CurveZMQ key pair in a file of its own, and a file of the public keys of its
 peers, one per line in hexadecimal, with the address where a prefill server answers, or a name:
@@ -103,7 +103,7 @@ class OwnKey:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What one server's control channel is locked with."""
+    """The keys of one server's control channel."""
 
     pair: KeyPair
     peers: PeerKeys | OwnKey

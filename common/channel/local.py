@@ -1,9 +1,9 @@
-"""Between the processes of one server: the scheduler's end and the ends of those around it.
+"""Between the processes of one server: the scheduler's end, and the ends of the other processes.
 
 Payloads are bytes; `common.protocol.codec` gives them meaning. Processes are known by name:
-"frontend", "worker-0", "worker-1", ... A Unix socket in a private directory carries it all, so
-whoever can reach it already is this user. Workers on other machines of the same server come over
-tcp instead, to a socket of its own, and show the server's key there if it has one.
+"frontend", "worker-0", "worker-1", ... Messages go over a Unix socket in a private directory that
+only processes of this user can reach. Workers on other machines of the server connect over tcp, to
+a second socket, and show the server's key there if it has one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SOCKET_PATH_NBYTES_MAX = 107  # sockaddr_un.sun_path without its final zero
 class LocalServer:
     """The scheduler's end. One thread uses it.
 
-    malformed_count: messages that were not one frame from a name that may speak; they were dropped.
+    malformed_count: dropped messages: not one frame, or from an unknown name.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class LocalServer:
         *,
         send_queue_max: int = LOCAL_QUEUE_MAX,
     ) -> None:
-        """Bind a socket at `path`, whose directory nobody else may enter, and another one at
-        `address`, "host:port", for `remote_names`, if there are any: nobody else may speak there.
+        """Bind a socket at `path`, in a private directory, and a second one at `address`,
+        "host:port", for the processes of `remote_names` only.
 
-        curve: what the latter is locked with. send_queue_max: messages that may wait for each of
-        those at `path`. Raises: ConfigError naming what can't be used.
+        curve: keys of the second socket. send_queue_max: messages that may wait for each process
+        at `path`. Raises: ConfigError naming the path or address that can't be used.
         """
         _check_path(path)
         self.malformed_count = 0
@@ -97,13 +97,13 @@ class LocalServer:
 
     @property
     def is_writable(self) -> bool:
-        """Whether somebody at `path` is connected for whom a message can be queued."""
+        """Whether a message can be queued for a process that is connected at `path`."""
         events = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         return bool(events & zmq.POLLOUT)
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """(name, payload) of what has come, oldest first per name. Never waits."""
+        """(name, payload) of new messages, oldest first per name. Never waits."""
         messages = self._receive_from(self._socket, is_remote=False)
         if self._remote is not None:
             if self._gate is not None:
@@ -124,11 +124,11 @@ class LocalServer:
         return messages
 
     def take_refusals(self) -> list[str]:
-        """Keys that were sent away since the last call, and from where."""
+        """Refused keys since the last call, with their addresses."""
         return self._gate.take_refusals() if self._gate is not None else []
 
     def close(self, linger_ms: int = 0) -> None:
-        """What is still queued is dropped after `linger_ms`. Harmless if closed."""
+        """Queued messages are dropped after `linger_ms`. Harmless if closed."""
         self._socket.close(linger_ms)
         if self._remote is not None:
             self._remote.close(linger_ms)
@@ -143,8 +143,7 @@ class LocalClient:
     """
 
     def __init__(self, path: str, name: str, address: str = "", curve: Curve | None = None) -> None:
-        """address: of a scheduler on another machine; path is not used then. curve: what it is
-        locked with.
+        """address: of a scheduler on another machine; path is not used then. curve: keys for it.
 
         Raises: ConfigError naming the path if it can't be used.
         """
@@ -153,8 +152,8 @@ class LocalClient:
             self._socket = open_local_dealer(name.encode("ascii"))
             if curve is not None:
                 lock_dealer(self._socket, curve, curve.peers.key_of(address))
-            # On one machine the supervisor ends everybody; over tcp a lost scheduler has to be
-            # noticed here.
+            # On one machine the supervisor ends all processes. Over tcp this end has to notice
+            # a lost scheduler.
             self._monitor = self._socket.get_monitor_socket(_ENDS | _REFUSALS)
             self._socket.connect(f"tcp://{parse_address(address)}")
         else:
@@ -170,7 +169,7 @@ class LocalClient:
         return send_dealt(self._socket, payload)
 
     def receive(self) -> list[bytes]:
-        """What has come, oldest first. Never waits.
+        """New messages, oldest first. Never waits.
 
         Raises: ChannelClosed if a scheduler on another machine is gone, or has other keys.
         """
@@ -187,7 +186,7 @@ class LocalClient:
         return received
 
     def close(self) -> None:
-        """Drops what is still queued. Harmless if closed."""
+        """Drops queued messages. Harmless if closed."""
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close()

@@ -9,16 +9,16 @@ import zmq
 from common.channel.local import connect_local
 from common.channel.sockets import FRONTEND_QUEUE_MAX, ChannelClosed, SendResult, send_dealt
 
-# A reader that always finds a message lets the rest of the loop run after this many. Each may tell
-# of a whole step, which takes milliseconds to handle.
+# A reader that always finds a message lets the rest of the loop run after this many. Each may
+# have the output of a whole step, which takes milliseconds to handle.
 MESSAGES_PER_TURN = 4
 
 
 class AsyncLocalClient:
     """Like `LocalClient`, with a `receive` that is awaited. Made and used on one running loop.
 
-    ZMQ's descriptor only tells that *something* happened since the socket was last looked at, so
-    after every look, sends included, the reader is woken to look for itself.
+    ZMQ's descriptor reports only that *some* event happened since the last operation on the socket.
+    So every operation, sends included, wakes the reader, which then checks the socket.
     """
 
     def __init__(self, path: str, name: str) -> None:
@@ -64,6 +64,6 @@ class AsyncLocalClient:
         self._changed.set()
 
     def _look(self) -> None:
-        """The descriptor is readable: let ZMQ handle what happened, which also quietens it."""
+        """The descriptor is readable: let ZMQ handle its events, which resets it."""
         if self._socket.getsockopt(zmq.EVENTS):
             self._changed.set()

@@ -1,7 +1,7 @@
 """Between servers: the prefill server listens, decode servers dial. Payloads are bytes.
 
-A link is one dialled connection, and keeps its name on both sides when ZMQ has to reconnect it.
-The name says nothing of who is behind it; that is for the messages.
+A link is one dialled connection. It keeps its name on both sides when ZMQ reconnects it. The name
+does not identify the peer; messages do.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from common.channel.sockets import (
 )
 from common.errors import ConfigError, config_error
 
-# Every link is a socket with a connection; far more prefill servers than one decode server uses.
+# Every link is a socket with a connection. Far more than one decode server needs.
 LINK_COUNT_MAX = 256
 IDENTITY_NBYTES = 16
-# Links that are remembered as not listened to; only for whoever dials again and again to be heard.
+# Dropped links that are remembered. A sender that dials again and again displaces the oldest.
 DROPPED_COUNT_MAX = 4096
 
 
@@ -41,12 +41,12 @@ class PeerListener:
     """The prefill server's bootstrap port. One thread uses it.
 
     Links are named by the random identity of the dialler, in hexadecimal, and by its key if keys
-    are asked for: then nobody can take over a link by knowing its name.
+    are required: then knowing a link's name is not enough to take it over.
     malformed_count: messages that were not one frame; they were dropped.
     """
 
     def __init__(self, host: str, port: int, gate: Gate | None = None) -> None:
-        """port: 0 lets the system choose one; see `port`. gate: who may connect; None: everybody.
+        """port: 0 lets the system choose one; see `port`. gate: which keys may connect; None: all.
 
         Raises: ConfigError naming host and port if they can't be listened on.
         """
@@ -85,7 +85,7 @@ class PeerListener:
         return send_routed(self._socket, bytes.fromhex(link.partition(".")[0]), payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """(link, payload) of what has come, oldest first per link. Never waits."""
+        """(link, payload) of new messages, oldest first per link. Never waits."""
         self._handshakes.look()
         if self._gate is None:
             received, malformed_count = receive_routed(self._socket)
@@ -98,8 +98,8 @@ class PeerListener:
         return messages
 
     def _receive_guarded(self, gate: Gate) -> tuple[list[tuple[str, bytes]], int]:
-        """What holders of keys sent that are allowed now: a key that is taken out of the file is
-        not heard any more, although its connection stands."""
+        """Messages under keys that are allowed now. Messages under a key that was removed from the
+        file are dropped, although its connection stands."""
         gate.answer()
         received, malformed_count = receive_guarded(self._socket)
         allowed = {user for user in {user for _, user, _ in received} if gate.allows(user)}
@@ -111,20 +111,20 @@ class PeerListener:
         return messages, malformed_count
 
     def drop(self, link: str) -> None:
-        """Listen to a link no more. ZMQ can't close one connection of many."""
+        """Read a link no more. ZMQ can't close one connection of a router socket."""
         self._dropped[link] = None
         if len(self._dropped) > DROPPED_COUNT_MAX:
             del self._dropped[next(iter(self._dropped))]
 
     def take_refusals(self) -> list[tuple[str, str]]:
-        """("", why) of connections that were refused, as far as `receive` has seen."""
+        """("", reason) of refused connections, as far as `receive` has seen."""
         failures = self._handshakes.take_failures()
         if self._gate is not None:
             failures += [f"unknown {key}" for key in self._gate.take_refusals()]
         return [("", failure) for failure in failures]
 
     def close(self, linger_ms: int = 0) -> None:
-        """What is still queued is dropped after `linger_ms`. Harmless if closed."""
+        """Queued messages are dropped after `linger_ms`. Harmless if closed."""
         if not self._socket.closed:
             self._handshakes.close()
         self._socket.close(linger_ms)
@@ -181,7 +181,7 @@ class PeerDialer:
         return (self._sockets[link], *self._handshakes[link].sockets())
 
     def hang_up(self, link: str, linger_ms: int = 0) -> None:
-        """Close a link for good. What is still queued is dropped after `linger_ms`. Harmless if not
+        """Close a link for good. Queued messages are dropped after `linger_ms`. Harmless if not
         open."""
         if link not in self._sockets:
             return
@@ -196,7 +196,7 @@ class PeerDialer:
         return (self._socket_set,)
 
     def take_refusals(self) -> list[tuple[str, str]]:
-        """(link, why) of connections that could not be made, as far as `receive` has seen."""
+        """(link, reason) of connections that failed, as far as `receive` has seen."""
         return [
             (link, failure)
             for link in self._with_news
@@ -204,7 +204,7 @@ class PeerDialer:
         ]
 
     def take_breaks(self) -> list[tuple[str, Break]]:
-        """(link, how) of connections that stood and broke, as far as `receive` has seen."""
+        """(link, break) of established connections that broke, as far as `receive` has seen."""
         return [
             (link, found)
             for link in self._with_news
@@ -219,8 +219,8 @@ class PeerDialer:
         return send_dealt(socket, payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """(link, payload) of what has come, oldest first per link. Never waits, and tries only what
-        a `Poller` has found readable."""
+        """(link, payload) of new messages, oldest first per link. Never waits, and tries only
+        sockets that a `Poller` has found readable."""
         self._with_news = {
             link: None for link in self._with_news if self._handshakes[link].has_news
         }
@@ -237,15 +237,15 @@ class PeerDialer:
         return messages
 
     def close(self, linger_ms: int = 0) -> None:
-        """Hang up on everybody. Harmless if closed."""
+        """Close all links. Harmless if closed."""
         for link in list(self._sockets):
             self.hang_up(link, linger_ms)
 
 
 def local_host_towards(link: str) -> str:
-    """The address of this host from which "host:port" is reached: where it can reach us in turn.
+    """The address of this host from which "host:port" is reached, and at which it reaches us.
 
-    Sends nothing. Raises: ConfigError if that is no address or there is no way to it.
+    Sends nothing. Raises: ConfigError if that is no address or there is no route to it.
     """
     address = _resolve(parse_address(link))
     family = system_socket.AF_INET6 if address.is_ipv6 else system_socket.AF_INET

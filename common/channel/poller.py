@@ -10,8 +10,8 @@ from common.channel.sockets import Endpoint, Socket, SocketSet
 
 
 class Poller:
-    """What a loop waits for. A channel's sockets may come and go while it is registered, and only
-    then is anything registered with ZMQ again."""
+    """The sockets and descriptors that a loop waits for. A registered channel may open and close
+    sockets; only then are sockets registered with ZMQ again."""
 
     def __init__(self) -> None:
         self._endpoints: list[Endpoint] = []
@@ -53,8 +53,8 @@ class Poller:
         self._is_changed = True
 
     def poll(self, timeout_s: float | None) -> list[Endpoint | int]:
-        """Wait until something can be read or the time is over; returns what can be read, and
-        channels that can be sent to if that is waited for. Marks the readable sockets in their
+        """Wait until a source is readable or the time is over. Returns the readable sources, and
+        the channels of `wait_writable` that can be sent to. Marks the readable sockets in their
         `SocketSet`.
 
         timeout_s: None waits for ever; 0 only looks. Rounded up to milliseconds, so that a loop
@@ -77,7 +77,7 @@ class Poller:
         return ready
 
     def _register_changes(self) -> None:
-        """Begin anew if a socket, a descriptor or an endpoint has come or gone."""
+        """Build a new ZMQ poller if a socket, a descriptor or an endpoint has come or gone."""
         versions = [
             (sockets, sockets.version)
             for endpoint in self._endpoints

@@ -1,8 +1,8 @@
-"""How every ZMQ socket of a server is made, and what a send can come to.
+"""Options of every ZMQ socket of a server, and the results of a send.
 
-Knows nothing of messages: payloads are bytes. Nothing in this package blocks but `Poller.poll`:
-a send that can't be queued at once says so. Order is kept per connection; what was queued when a
-connection broke is gone, and it is for deadlines and heartbeats above to notice.
+Knows nothing of messages: payloads are bytes. Only `Poller.poll` blocks in this package. A send
+that can't be queued at once returns so. Order is kept per connection. Messages that were queued
+when a connection broke are lost; deadlines and heartbeats above notice it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from common.channel.keys import Curve
 from common.errors import BatonError
 from common.protocol.codec import LOCAL_MESSAGE_NBYTES_MAX, PEER_MESSAGE_NBYTES_MAX
 
-# Messages queued in one direction of one connection. A burst of requests, or of what many transfers
-# want of a worker, fits; between peers everything is paced by the number of open transfers.
+# Messages queued in one direction of one connection. A burst of requests fits, and so does a burst
+# of messages to a worker for many transfers. Between peers, open transfers bound the messages.
 LOCAL_QUEUE_MAX = 16384
-# Towards a frontend each message tells of a whole step. What does not fit waits at the scheduler,
-# where it is joined: a few messages are enough to keep a frontend busy that keeps up.
+# Each message to a frontend has the output of a whole step. Further output waits at the scheduler,
+# joined. A few messages keep a frontend busy.
 FRONTEND_QUEUE_MAX = 16
 PEER_QUEUE_MAX = 4096
-# What one connection may make a listener hold; TCP holds back the rest, at the dialler.
+# Messages of one connection that a listener holds; TCP holds back the rest, at the dialler.
 PEER_RECEIVE_QUEUE_MAX = 256
 # Messages taken from a socket at a time, so that a busy sender can't hold up the rest of a loop.
 RECEIVE_COUNT_MAX = 256
@@ -32,7 +32,7 @@ RECEIVE_COUNT_MAX = 256
 # schedulers at first, and never a burden for a server that stays away.
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 2000
-# A connection whose other machine vanished without a word is dropped, and made anew, after this.
+# A connection whose other machine vanished is dropped after this, and made anew.
 PEER_PING_MS = 2000
 PEER_PING_TIMEOUT_MS = 10000
 PEER_HANDSHAKE_TIMEOUT_MS = 5000
@@ -43,7 +43,8 @@ Context = zmq.Context[Socket]
 
 
 class SendResult(Enum):
-    """SENT: queued. FULL: not queued, try later. GONE: not queued, nobody of that name is there."""
+    """SENT: queued. FULL: not queued, try later. GONE: not queued, its receiver is not
+    connected."""
 
     SENT = "sent"
     FULL = "full"
@@ -156,14 +157,14 @@ def _open(kind: int, queue_max: int, nbytes_max: int, context: Context | None = 
 
 
 def lock_dealer(socket: Socket, curve: Curve, server_key: bytes) -> None:
-    """Talk only to whoever has `server_key`, and show our own. Before it connects."""
+    """Talk only to the owner of `server_key`, and show our own key. Before it connects."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, curve.pair.secret)
 
 
 def _make_strict_router(socket: Socket) -> None:
-    """Report sends to nobody, and let a peer that reconnects take its name over at once."""
+    """Report sends to names that are not connected. A peer that reconnects keeps its name."""
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
 
@@ -189,7 +190,7 @@ def send_routed(socket: Socket, identity: bytes, payload: bytes) -> SendResult:
 
 
 def receive_routed(socket: Socket) -> tuple[list[tuple[bytes, bytes]], int]:
-    """(identity, payload) of what waits, at most RECEIVE_COUNT_MAX, and how many were malformed.
+    """(identity, payload) of waiting messages, at most RECEIVE_COUNT_MAX, and a malformed count.
 
     A well-formed message is exactly one frame behind the identity that the socket puts in front.
     """
@@ -208,7 +209,7 @@ def receive_routed(socket: Socket) -> tuple[list[tuple[bytes, bytes]], int]:
 
 
 def receive_guarded(socket: Socket) -> tuple[list[tuple[bytes, str, bytes]], int]:
-    """As `receive_routed`, with the name that the connection was let in under in the middle."""
+    """As `receive_routed`, with the key of the connection in the middle."""
     received: list[tuple[bytes, str, bytes]] = []
     malformed_count = 0
     for _ in range(RECEIVE_COUNT_MAX):

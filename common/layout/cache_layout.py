@@ -10,7 +10,7 @@ A *plane* is one segment of one component. A *unit class* holds the planes of a 
 are cut alike (same shard rule and unit count), so K and V of one head lie side by side and a whole
 page, any head range of a page, and any layer range inside a head are each one run. Where element
 types differ in a page group, a plane begins at a multiple of its own element, a unit and a page at
-one of the largest: the few bytes of padding belong to nobody and are never transferred.
+one of the largest. The few bytes of padding are never transferred.
 Page id 0 is a scratch page for padding and is never transferred.
 """
 
@@ -30,7 +30,7 @@ PAGE_SIZE_MAX = 256
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """The cache of one server: what is cached and how it is cut. Equal values give equal bytes.
+    """The cache of one server: its components and how they are cut. Equal values give equal bytes.
 
     page_size: tokens per page of token-addressed groups, a power of two.
     stages: half-open global layer ranges, one per pipeline stage.
@@ -45,7 +45,7 @@ class ServerLayout:
     layer_group_count: int = 1
 
     def check(self) -> None:
-        """Raises: LayoutError naming the value that can't work."""
+        """Raises: LayoutError naming the invalid value."""
         if not (1 <= self.page_size <= PAGE_SIZE_MAX and self.page_size.bit_count() == 1):
             raise LayoutError(
                 f"page_size={self.page_size}: must be a power of two in 1..{PAGE_SIZE_MAX}"
@@ -148,7 +148,7 @@ class ServerLayout:
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Components that share one page table because they live and page alike."""
+    """Components that share one page table because they have one live rule and page size."""
 
     live: Live
     page_items: int
@@ -162,7 +162,7 @@ class PageGroup:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens that one page covers; 0 where a request has one page however long it is."""
+        """Tokens that one page covers; 0 where a request of any length has one page."""
         if not self.live.is_paged:
             return 0
         ratio = self.live.size if self.live.kind is LiveKind.BLOCK else 1
@@ -305,7 +305,7 @@ class RankLayout:
             if layer in component.layers
         ]
         units = units_of_rank(unit_count, shard, self.server.tp_size, self.tp_rank)
-        # What a unit begins with is aligned for everything in it, so that all units are alike.
+        # A unit begins aligned for all its planes, so that all units are alike.
         alignment = max((component.element_nbytes for _, component, _ in owned), default=1)
         offset = _round_up(offset, alignment)
         inner_offsets: list[int] = []

@@ -1,4 +1,4 @@
-"""Which element types of a cache can be turned into which, and what travels between them.
+"""Conversions between element types of a cache, and the type that travels.
 
 Pure; the numbers themselves are converted in `common/engine/cast.py`. Only the narrower of two
 types travels, so a narrowing is done before sending and a widening after.
@@ -21,7 +21,7 @@ CONVERTIBLE = frozenset(
 
 
 def wire_dtype(source: str, target: str) -> str | None:
-    """The type in which elements travel, None if one can't be turned into the other."""
+    """The type in which elements travel; None if the two can't be converted into each other."""
     if source == target:
         return source
     if frozenset((source, target)) not in CONVERTIBLE:
@@ -30,7 +30,7 @@ def wire_dtype(source: str, target: str) -> str | None:
 
 
 def why_not_convertible(source: CacheComponent, target: CacheComponent) -> str | None:
-    """What keeps one component from being converted into the other, None if nothing does.
+    """Why one component can't be converted into the other; None if it can.
 
     Both sides' units must hold the same elements: only the size of an element may differ.
     """

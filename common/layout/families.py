@@ -29,7 +29,7 @@ def mla_components(
 ) -> tuple[CacheComponent, ...]:
     """Latent attention: one row [latent after its norm | rotated key] for all heads of a layer.
 
-    No rank can do without any of it, so every rank has all of it. is_interleaved: how the rotated
+    Every rank needs all of it, so every rank has all of it. is_interleaved: how the rotated
     part pairs its channels; caches of the two conventions do not mix.
     """
     order = "rope-pairs" if is_interleaved else "rope-half"
@@ -58,7 +58,7 @@ def sparse_mla_components(
     is_index_interleaved: bool,
     dtype: str,
 ) -> tuple[CacheComponent, ...]:
-    """Latent attention, and on the layers that choose what is seen one index key for all heads.
+    """Latent attention. Layers that choose the visible tokens have one index key for all heads too.
 
     index_layers: global ids; the others share the choice of a layer before them and own none.
     """
@@ -87,7 +87,7 @@ def windowed_gqa_components(
 
 @dataclass(frozen=True, order=True, slots=True)
 class CachedHeads:
-    """What one layer caches. window: in tokens, 0 for all of the past."""
+    """The cache of one layer. window: in tokens, 0 for all of the past."""
 
     window: int
     kv_head_count: int

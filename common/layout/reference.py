@@ -1,7 +1,7 @@
-"""`python -m common.layout.reference`: what each kind of cache holds, as a Markdown document.
+"""`python -m common.layout.reference`: the contents of each kind of cache, as a Markdown document.
 
-`docs/CACHES.md` is what it prints: the functions of `families.py`, asked for sizes as models have
-them. Knows nothing of which model has which.
+Prints `docs/CACHES.md` from the functions of `families.py`, called with sizes as models have them.
+Knows nothing of models.
 """
 
 from __future__ import annotations

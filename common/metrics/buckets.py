@@ -1,8 +1,8 @@
 """The buckets of all histograms.
 
 The upper buckets are SGLang's, so that quantiles of both can be compared; the lower ones are added,
-because a small model on a fast machine would land in the first bucket altogether. A name of vLLM's
-has the same: its dashboards sum by `le`, whatever the bounds.
+because all requests of a small model on a fast machine would land in the first bucket. vLLM's names
+have the same buckets: its dashboards sum by `le`, for any bounds.
 """
 
 from __future__ import annotations

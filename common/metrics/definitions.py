@@ -1,8 +1,8 @@
-"""What a metric is: a key, a type, labels, and the names under which it is shown.
+"""Definition of a metric: a key, a type, labels, and the names under which it is shown.
 
-The table itself is in `recorded.py` and `seen.py`; who counts, the exposition and the printed
-reference read it. Something is measured once; SGLang's and vLLM's names are views of it. What only
-this server has is called `baton:`.
+The table itself is in `recorded.py` and `seen.py`. The counting code, the exposition and the
+printed reference read it. Every quantity is measured once; SGLang's and vLLM's names are views of
+it. Metrics that only this server has are called `baton:`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One thing that is measured. key: how the code calls it.
+    """One quantity that is measured. key: its name in the code.
 
     labels: besides those that every metric has. starts_at: values of the labels that are known
     beforehand; they start at 0, so that a dashboard finds them and a rate over the first event is

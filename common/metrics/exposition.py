@@ -1,6 +1,6 @@
-"""From what is measured to what Prometheus reads: the views of every metric, with the base labels.
+"""The exposition that Prometheus reads: the views of every metric, with the base labels.
 
-Knows nothing of who measured. A view sums over the labels that it leaves out.
+Knows nothing of the code that measures. A view sums over the labels that it leaves out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Sample:
 
 
 class Exposition(Collector):
-    """Collects everything in the order of the table. snapshot: what is true now."""
+    """Collects everything in the order of the table. snapshot: the present gauges."""
 
     def __init__(
         self,

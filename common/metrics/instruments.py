@@ -1,7 +1,7 @@
 """Counters and histograms that one thread counts in and reads: without locks, labels as they come.
 
-prometheus_client's own take several locks for an observation, look labels up in as long again, and
-look at buckets one after another. A frontend counts with every token.
+prometheus_client's instruments take several locks for an observation, look labels up in as long
+again, and search buckets one after another. A frontend counts with every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Labels = tuple[str, ...]
 
 
 class Counter:
-    """Counts by values of `label_names`, each from when it was counted first."""
+    """Counts by values of `label_names`, each value from its first count on."""
 
     def __init__(self, name: str, text: str, label_names: Labels = ()) -> None:
         self._name, self._text, self._label_names = name, text, label_names

@@ -1,4 +1,4 @@
-"""The metrics that are read off a `Snapshot` when somebody asks: queues, counters, pages, peers."""
+"""The metrics that are read from a `Snapshot` at a scrape: queues, counters, pages, peers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def _counter(key: str, text: str, *names: str, side: Side = Side.BOTH) -> Metric
     return Metric(key, Kind.COUNTER, text, tuple(View(name) for name in names), side=side)
 
 
-# What a scheduler says of its queues and has counted, by its own names. A role lacks some of them;
-# they read 0 then.
+# Queues and counters of a scheduler, by its own names. A role lacks some of them; they read 0 then.
 QUEUES = (
     _gauge(
         "running",
@@ -126,7 +125,7 @@ COUNTERS = (
     _counter("peers_lost", "Connections to peers that were lost.", "baton:peers_lost"),
     _counter(
         "starved",
-        "Times that pages in quarantine left no room for anybody.",
+        "Times that pages in quarantine left no room for any request.",
         "baton:starved",
         side=Side.DECODE,
     ),

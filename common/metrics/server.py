@@ -1,8 +1,8 @@
-"""What a server measures: requests and transfers as they end, and the exposition of it all.
+"""The measurements of a server: requests and transfers as they end, and their exposition.
 
-Knows nothing of HTTP, messages or who measured: it takes plain values and `RequestTrace`s, and
-lives in the frontend process. What is true *now* comes as a `Snapshot` at scrape time; what
-happened is counted when it happens.
+Lives in the frontend process. Knows nothing of HTTP, messages or the code that measures: it takes
+plain values and `RequestTrace`s. Gauges come as a `Snapshot` at scrape time; events are counted
+when they happen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from common.metrics.snapshot import Snapshot
 from common.request import FinishKind, RequestTrace, TransferTrace
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-OTHER_PEERS = "other"  # stands for those beyond the first PEER_COUNT_MAX
+OTHER_PEERS = "other"  # label of all peers beyond the first PEER_COUNT_MAX
 PEER_COUNT_MAX = 32  # values of a label: with stages and buckets, some thousand series
-INTERVAL_COUNT = 2048  # between tokens, for percentiles of what is true now, 16 KiB
+INTERVAL_COUNT = 2048  # between tokens, for percentiles of the present, 16 KiB
 HIT_RATE_PROMPT_COUNT = 128  # SGLang's is of one batch; ours of about as many prompts as one has
 
 
@@ -71,7 +71,8 @@ class ServerMetrics:
     def observe_tokens(
         self, token_count: int, interval_s: float | None, *, is_streaming: bool
     ) -> None:
-        """Output tokens came, `interval_s` after the ones before; None for a request's first."""
+        """New output tokens, `interval_s` after the tokens before them; None for a request's
+        first."""
         self._generated_count += token_count
         self._counters["output_tokens"].inc(token_count, _flag(is_streaming))
         if interval_s is None or self._is_prefill:
@@ -84,10 +85,11 @@ class ServerMetrics:
     def observe_end(
         self, trace: RequestTrace, *, is_streaming: bool, finish: FinishKind | None = None
     ) -> None:
-        """A request of this server's clients has ended, well or not. finish: why, if well.
+        """A request of this server's clients has ended. finish: its reason; None: not known.
 
-        A prefill server's clients are routers, which take the first token for themselves; what a
-        client waits for is measured on the decode server alone, so that sums over both are right.
+        A prefill server's clients are routers, which take the first token for themselves. A
+        client's waiting time is measured only on the decode server, so that sums over both are
+        right.
         """
         flag = _flag(is_streaming)
         self._counters["prompt_tokens"].inc(trace.prompt_token_count, flag)
@@ -204,7 +206,7 @@ class ServerMetrics:
         return sum(hit for hit, _ in self._prompts) / max(1, sum(all_ for _, all_ in self._prompts))
 
     def expose(self, snapshot: Snapshot) -> bytes:
-        """The whole exposition, with `snapshot` as what is true now."""
+        """The whole exposition, with the gauges of `snapshot`."""
         self._exposition.snapshot = snapshot
         return generate_latest(self._registry)
 

@@ -1,6 +1,6 @@
-"""What is true of a server at one moment, and what the table's gauges and counters are of it.
+"""The state of a server at one moment, and its values of the table's gauges and counters.
 
-Knows nothing of messages: whoever scrapes fills a `Snapshot` from what the scheduler answered.
+Knows nothing of messages: the frontend fills a `Snapshot` from the scheduler's answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 class PageCounts:
     """Pages of one group; the four states add up to the pool. Bytes are those of all ranks.
 
-    token_nbytes: 0 for a group of which a request has one page however long it is.
+    token_nbytes: 0 for a group of which a request of any length has one page.
     """
 
     group: str
@@ -41,7 +41,7 @@ class PeerGauge:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is true of a server at one moment. queues, counters: the scheduler's own names.
+    """The state of a server at one moment. queues, counters: the scheduler's own names.
 
     throughput: output tokens per second. hit_rate: share of prompt tokens that were cached.
     """

@@ -1,7 +1,7 @@
 """Messages to bytes and back: msgpack, one typed decoder per direction, nothing executable.
 
-Knows nothing of sockets. Whatever the bytes are, a decoder returns a message of its direction or
-raises ProtocolError; messages of peers are held to the bounds of `bounds.py` as well.
+Knows nothing of sockets. For any bytes, a decoder returns a message of its direction or raises
+ProtocolError. Messages of peers must keep the bounds of `bounds.py` as well.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from common.request_bounds import PROMPT_LOGPROBS_NBYTES_MAX
 
 LocalMessage = FrontendToScheduler | SchedulerToFrontend | SchedulerToWorker | WorkerToScheduler
 
-# Prompt log-probabilities are the largest thing that travels, see `PROMPT_LOGPROBS_NBYTES_MAX`.
+# Prompt log-probabilities are the largest part of a message, see `PROMPT_LOGPROBS_NBYTES_MAX`.
 # Between our own processes there is room for those of several requests.
 LOCAL_MESSAGE_NBYTES_MAX = 256 << 20
-# What a peer may make us hold for one message. A prompt of a million tokens with its page ids fits
+# Memory that one message of a peer may take. A prompt of a million tokens with its page ids fits
 # ten times over.
 PEER_MESSAGE_NBYTES_MAX = 64 << 20
 # A layout lists layers per component; the largest family known takes under 8 KiB.
@@ -100,22 +100,21 @@ def decode_prefill_to_decode(payload: bytes) -> PrefillToDecode:
 
 
 class UnreadTransfer(msgspec.Struct, frozen=True):
-    """What is known of a message that can't be read. incarnation: of the decode process that the
-    transfer is of."""
+    """The transfer of a message that can't be read. incarnation: of its decode server."""
 
     transfer_id: int
     incarnation: str
 
 
 def find_unread_request(payload: bytes) -> UnreadTransfer | None:
-    """The reservation that bytes are, which `decode_decode_to_prefill` refuses; None if they are
-    none, or don't say which."""
+    """The transfer of a reservation that `decode_decode_to_prefill` refuses. None if the bytes are
+    no reservation or name no transfer."""
     return _named(_transfer_request, payload)
 
 
 def find_unread_result(payload: bytes) -> UnreadTransfer | None:
-    """The end of a transfer that bytes tell of, which `decode_prefill_to_decode` refuses; None if
-    they tell of none, or don't say which."""
+    """The transfer of a result that `decode_prefill_to_decode` refuses. None if the bytes are no
+    result or name no transfer."""
     return _named(_transfer_result, payload)
 
 
@@ -134,12 +133,12 @@ def decode_credit(payload: bytes) -> Credit:
 
 
 def encode_layout(layout: ServerLayout) -> bytes:
-    """What the `layout` fields of messages carry."""
+    """The value of the `layout` fields of messages."""
     return _encoder.encode(layout)
 
 
 def encode_logprobs(entries: list[TokenLogprobs]) -> bytes:
-    """What the `prompt_logprobs` fields of messages carry, chunk by chunk."""
+    """The value of the `prompt_logprobs` fields of messages, chunk by chunk."""
     return _encoder.encode(entries)
 
 
@@ -151,7 +150,7 @@ def decode_logprobs(payload: bytes) -> list[TokenLogprobs]:
 def decode_layout(payload: bytes) -> ServerLayout:
     """A layout that can be laid out: within bounds and consistent.
 
-    Raises: ProtocolError naming what is wrong with it.
+    Raises: ProtocolError naming the fault.
     """
     layout = _layout.decode(payload)
     check_layout_bounds(layout)

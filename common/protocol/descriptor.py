@@ -1,4 +1,4 @@
-"""How one rank can be written to, as its server announces it to one peer. Values only."""
+"""Addresses and memory keys of one rank, as its server announces them to one peer. Values only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 class LandingRing(msgspec.Struct, frozen=True):
     """Slots of a landing region that one source rank may write, each once until it is credited.
 
-    ring: random; whoever names it may have pieces scattered from these slots.
+    ring: random. A peer that names it may have pieces scattered from these slots.
     """
 
     source_rank: int
@@ -31,7 +31,7 @@ class LandingDescriptor(msgspec.Struct, frozen=True):
 
 
 class RankDescriptor(msgspec.Struct, frozen=True):
-    """How to write into one rank: its addresses and its regions, one per page group.
+    """Addresses of one rank, and its regions, one per page group.
 
     worker_address: of its UCX, stream_address: of its stream, with a secret; empty where it has
         none.

@@ -1,4 +1,4 @@
-"""What a scheduler asks of its workers to verify a transfer. Values only."""
+"""Messages between a scheduler and its workers to verify a transfer. Values only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from common.config import Verify
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Digest what a transfer carries, as it lies in this rank's pages; answered by Digested.
+    """Digest the cache of a transfer in this rank's pages; answered by Digested.
 
-    Nothing writes these pages until then. is_source: whether they are the pages that it was sent
-    from; layout: the other side's ServerLayout, msgpack. token_count, pages: as in `Send`.
+    No write touches these pages until then. is_source: whether these are the source pages; layout:
+    the other side's ServerLayout, msgpack. token_count, pages: as in `Send`.
     """
 
     transfer_id: int
@@ -23,8 +23,8 @@ class Digest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Digested(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """digests: int64[plane][bucket], little-endian, of what this source rank wrote to every target
-    rank, zeros where it writes nothing; of a target rank, its own alone."""
+    """digests: int64[plane][bucket], little-endian. Of a source rank: of its writes to every
+    target rank, zeros where it writes none. Of a target rank: of its own pages."""
 
     transfer_id: int
     rank: int

@@ -19,7 +19,7 @@ from common.request import (
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A tagged struct, told apart by its class name."""
+    """A tagged struct. Its tag is the class name."""
 
 
 # ---- to the scheduler ---------------------------------------------------------------------------
@@ -44,7 +44,7 @@ class Cancel(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """The server was asked to stop: take nothing new, bring the rest to its end."""
+    """The server drains: take no new requests, finish the open ones."""
 
 
 class FlushCache(_Message, frozen=True):
@@ -89,8 +89,8 @@ class Failed(_Message, frozen=True):
 
 
 class Outputs(_Message, frozen=True):
-    """What is new of all requests since the last such message: of one step, or of several if the
-    frontend could not take them one by one. Of one request, tokens come before a failure."""
+    """New output of all requests since the last such message: of one step, or of several steps if
+    the frontend lags. Of one request, tokens come before a failure."""
 
     items: list[Tokens | Failed]
 
@@ -111,10 +111,10 @@ class PeerState(_Message, frozen=True):
     """One peer as this server sees it. state: connecting, refused, connected, lost.
 
     breaker: closed; open or half open after failures in a row.
-    is_self_test_failing: the last one failed, and nothing went well since.
+    is_self_test_failing: the last self-test failed, and no transfer has completed since.
     rank_pairs: (prefill rank, decode rank) between which bytes may travel; none before layouts are
         known.
-    name: what operators call it; unique among the peers of a server. http_address: of its page.
+    name: for operators; unique among the peers of a server. http_address: of its page.
     """
 
     address: str
@@ -144,9 +144,9 @@ class PageGroupState(_Message, frozen=True):
     """Pages of one page group. total excludes the scratch page; used + free + quarantined = total.
 
     is_window: a request gives pages back as it grows.
-    page_tokens: tokens that a page covers; 0 where a request has one page however long it is.
+    page_tokens: tokens that a page covers; 0 where a request of any length has one page.
     page_nbytes: of all ranks together.
-    cached: used by nobody but kept for prefix hits; part of free.
+    cached: in the prefix cache and used by no request; part of free.
     """
 
     name: str
@@ -201,7 +201,7 @@ class ServerInfo(_Message, frozen=True):
 
 
 FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState
-# What has its own message, and what a scheduler core says: output leaves gathered in `Outputs`.
+# Notice: a message of its own. ToldFrontend: an effect of a core; output is gathered in `Outputs`.
 Notice = Traced | FlushDone | State | ServerInfo
 ToldFrontend = Tokens | Failed | Notice
 SchedulerToFrontend = Outputs | Notice

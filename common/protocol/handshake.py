@@ -1,8 +1,8 @@
-"""What two servers must agree on, and what one may ask of the other. Pure; lists of differences.
+"""Comparisons of the handshake, and checks of reservations. Pure; they return lists of differences.
 
-Knows nothing of connections. Whatever does not fit is said in full, every difference naming both
-values, so that whoever reads it on either side knows what to change; nothing here raises or guesses
-where a peer is wrong, but for `announced_page_counts`, whose result there is none of.
+Knows nothing of connections. Every difference names both values, so that the operator of either
+side knows the setting to change. Values of a peer raise nothing here, except in
+`announced_page_counts`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def agree_transfer_mode(ours: TransferMode, theirs: TransferMode) -> TransferMod
 
 
 def agree_verify(ours: Verify, theirs: Verify | None) -> Verify:
-    """How much of a cache is compared: what the stricter side wants. None: a side that can't."""
+    """The share of a cache that is compared: that of the stricter side. None: a side that can't."""
     if theirs is None:
         return Verify.OFF
     return max(ours, theirs, key=list(Verify).index)
@@ -76,7 +76,8 @@ def compare_transfer_mode(ours: TransferMode, theirs: TransferMode) -> list[str]
 def compare_layouts(
     ours: ServerLayout, theirs: ServerLayout, transfer_mode: TransferMode = TransferMode.DIRECT
 ) -> list[str]:
-    """What keeps pages of one cache from being written into the other; both passed `check`.
+    """Differences that keep pages of one cache from being written into the other; both passed
+    `check`.
 
     Tensor and pipeline parallel sizes, page sizes and layer groups may differ: the planner maps
     them. The components must be the same, in the same order, which numbers the page groups. Their
@@ -109,7 +110,7 @@ def compare_layouts(
 def _compare_elements(
     name: str, our: CacheComponent, their: CacheComponent, transfer_mode: TransferMode
 ) -> list[str]:
-    """What keeps the elements of two components from being copied, or converted."""
+    """Differences that keep elements of two components from being copied or converted."""
     if our.dtype == their.dtype:
         return _compare(f"{name} segments", _show_segments(our), _show_segments(their))
     reason = why_not_convertible(our, their)
@@ -129,8 +130,8 @@ def _compare_elements(
 def expected_writers(source: ServerLayout, target: ServerLayout) -> list[int]:
     """Global ranks of the prefill server that hold part of what the decode server caches.
 
-    Each of them must be heard of before a transfer is complete; one whose part another replica
-    was elected to write has nothing to write, and says so.
+    A transfer is complete only with the report of each. A rank whose part another replica writes
+    reports too, without writing.
     """
     cached = {layer for component in target.components for layer in component.layers}
     return [rank.index for rank in source.ranks if not cached.isdisjoint(rank.layers)]
@@ -139,7 +140,7 @@ def expected_writers(source: ServerLayout, target: ServerLayout) -> list[int]:
 def announced_page_counts(layout: ServerLayout, ranks: Sequence[RankDescriptor]) -> tuple[int, ...]:
     """Pages per page group, without the scratch page, that every rank of a peer has room for.
 
-    layout: the peer's. ranks: what it announced to be written to.
+    layout: the peer's. ranks: the descriptors that it announced.
     Raises: ProtocolError if a rank or a region is missing, one too many, or too small.
     """
     announced = sorted(descriptor.rank for descriptor in ranks)
@@ -160,7 +161,7 @@ def check_transfer_request(
     page_counts: Sequence[int],
     request: TransferRequest,
 ) -> str | None:
-    """What is wrong with a reservation, or None; after that its pages can be planned for.
+    """The first fault of a reservation; None if its pages can be planned for.
 
     source: our layout. target: the peer's. page_counts: pages per group that the peer announced.
     """
@@ -208,7 +209,7 @@ def _check_told(sampling: SamplingParams, token_count: int) -> str | None:
         return None
     return (
         f"log-probabilities of {token_count} prompt tokens may take {nbytes} bytes: at most "
-        f"{PROMPT_LOGPROBS_NBYTES_MAX} are told"
+        f"{PROMPT_LOGPROBS_NBYTES_MAX} can be sent"
     )
 
 
@@ -257,7 +258,7 @@ def _count_pages(layout: RankLayout, descriptor: RankDescriptor, counts: list[li
 def _count_announced_pages(
     layout: RankLayout, descriptor: RankDescriptor, counts: list[list[int]]
 ) -> None:
-    """Of a rank whose pages are not in reach: it scatters into them itself."""
+    """Page counts of a rank that announces no regions: it scatters into its pages itself."""
     if len(descriptor.page_counts) != len(layout.groups):
         raise ProtocolError(
             f"rank {descriptor.rank} announced page counts of {len(descriptor.page_counts)} page "
@@ -303,7 +304,7 @@ def _compare(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _show(value: object) -> str:
-    """One line of bounded length, whatever a peer sent."""
+    """A value of a peer as one line of bounded length."""
     text = "(none)" if value is None or value == "" else str(value)
     if not text.isprintable():
         text = ascii(text)

@@ -1,6 +1,6 @@
 """Consecutive `Tokens` of one request as one message: for output that waits for its reader.
 
-Used by the scheduler, whose frontend may lag, and by the frontend, whose clients may.
+Used by the scheduler for a frontend that lags, and by the frontend for clients that lag.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from common.protocol.frontend import Tokens
 
 
 class JoinedTokens:
-    """What was added since the last `take`. Joining costs as much as what is joined."""
+    """Messages added since the last `take`. The cost of joining is linear in their size."""
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
@@ -46,6 +46,6 @@ class JoinedTokens:
         )
 
     def take(self) -> Tokens | None:
-        """One message that says what those added say together; None if there were none."""
+        """One message for all that were added; None if there were none."""
         taken, self._tokens, self._is_own = self._tokens, None, False
         return taken

@@ -7,8 +7,8 @@ A prefill rank dials the address that a decode rank announced in its `LandingDes
     Landed  ------------------------>  scatters the slot into pages that were expected for it
             <------------------------  Credit: the slot is free again; error "" if it was scattered
 
-A Landed without rows carries nothing and is credited: it tries the link. A Landed that was not
-answered may be repeated; the same sequence number is scattered once.
+A Landed without rows carries no piece; it tests the link, and is credited. A Landed without an
+answer may be repeated; the same sequence number is scattered once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LANDING_MESSAGE_NBYTES_MAX = 1 << 18
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A tagged struct, told apart by its class name."""
+    """A tagged struct. Its tag is the class name."""
 
 
 class Landed(_Message, frozen=True):
     """A piece lies in a slot, flushed. See `Piece` for rows and items.
 
-    ring: the random id under which the slots were granted; it proves who speaks.
+    ring: the random id under which the slots were granted. It authenticates the sender.
     sequence: grows by one with every piece of a ring.
     """
 

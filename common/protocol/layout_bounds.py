@@ -1,4 +1,4 @@
-"""Bounds on what a peer says of its cache's layout, so that its geometry can be computed with."""
+"""Bounds on a peer's cache layout, so that its geometry can be computed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_layout_bounds(layout: ServerLayout) -> None:
 
 
 def _component_page_nbytes(layout: ServerLayout, component: CacheComponent) -> int:
-    """Check one component; returns what it takes of a page over all ranks."""
+    """Check one component; returns its bytes of a page over all ranks."""
     name = f"layout component {component.name[:NAME_LENGTH_MAX]!r}"
     for text in (component.name, component.dtype, component.order):
         check_text(name, text, NAME_LENGTH_MAX)

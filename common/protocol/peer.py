@@ -28,16 +28,16 @@ PROTOCOL_VERSION_MIN = 1
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A tagged struct, told apart by its class name."""
+    """A tagged struct. Its tag is the class name."""
 
 
 class Hello(_Message, frozen=True):
     """Opens a connection. incarnation: random per process start. layout: ServerLayout, msgpack.
 
-    transfer_mode: how this side may be written to; a peer that does not say knows no staging.
+    transfer_mode: how this side may be written to. A peer without the field knows no staging.
     host_ids, pids: of its ranks (see hosts.py), for a peer that can watch their processes.
-    verify: how much it wants compared; one that does not say can't.
-    name, http_address: for operators; nothing is decided by them.
+    verify: the share of a cache that it wants compared. A peer without the field can't compare.
+    name, http_address: for operators; no decision depends on them.
     """
 
     version_min: int
@@ -55,11 +55,11 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """version: the one both sides speak from here on. request_token_max: longest prompt it takes.
+    """version: that both sides use from here on. request_token_max: the longest prompt it takes.
 
     credits: as in Heartbeat.
     host_ids, pids: of the ranks that will write (see hosts.py), for the proof that they are gone.
-    name, http_address: for operators; nothing is decided by them.
+    name, http_address: for operators; no decision depends on them.
     """
 
     version: int
@@ -86,9 +86,9 @@ class Refuse(_Message, frozen=True):
 class Attach(_Message, frozen=True):
     """Where each decode rank can be written by this prefill incarnation.
 
-    attachment: another number for every Attach of the decode process. Attached says it again, and
-        requests name it: one that comes late, after the two have met anew, may name pages that are
-        somebody else's by then.
+    attachment: another number for every Attach of the decode process. Attached repeats it, and
+        requests name it. A request that arrives after a later Attach may name pages that belong
+        to another request by then.
     """
 
     incarnation: str
@@ -109,7 +109,7 @@ class Attached(_Message, frozen=True):
 class Detached(_Message, frozen=True):
     """The writers of this connection are gone or never came; the decode server dials again.
 
-    is_planned: its sender stops because it was told to, and nothing is wrong.
+    is_planned: its sender drains after a SIGTERM, and nothing is wrong.
     """
 
     incarnation: str
@@ -123,9 +123,9 @@ class Heartbeat(_Message, frozen=True):
 
     load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
     is_draining: it takes no new transfers, and finishes those that it has.
-    trouble: what keeps its engine from moving, "" if nothing does.
+    trouble: why its engine makes no progress; "" if it does.
     credits: how many requests that bring their tokens the decode server may have open at this
-        prefill server, until it hears another number; None if it does not say.
+        prefill server, until a newer number arrives. None: no limit.
     """
 
     incarnation: str
@@ -142,13 +142,13 @@ class Heartbeat(_Message, frozen=True):
 class TransferRequest(_Message, frozen=True):
     """A reservation: the decode server's pages are waiting for this request's cache.
 
-    peer_incarnation: the prefill process it is meant for; another one ignores it.
-    room: what a router gave both sides, or None; then token_ids and sampling are sent along.
+    peer_incarnation: the prefill process it is meant for; another process ignores it.
+    room: the number that a router gave both sides. None: token_ids and sampling are sent instead.
     is_held: the room is one under which the prefill server holds a cache that it has computed.
     token_count: tokens whose cache is wanted; both sides count positions from it.
     pages: per page group (first logical page index, page ids) for the live items.
-    writers: ranks of the prefill server that the decode server expects to hear of.
-    budget_ms: how long this may still take. is_self_test: no client waits, nobody is to count it.
+    writers: ranks of the prefill server that the decode server expects to write.
+    budget_ms: how long this may still take. is_self_test: no client waits, and no metric counts it.
     attachment: of the Attach that the pages were reserved behind; under another, it is ignored.
     """
 
@@ -175,7 +175,7 @@ class TransferDone(_Message, frozen=True):
     writers: ranks that wrote (or had nothing to write), to compare with the expected set.
     prompt_logprobs: `encode_logprobs` of each chunk. Schedulers pass them on unread: reading a
         million of them takes longer than a peer may be silent.
-    digests: per decode rank, of what was written to it; none if that was not agreed on.
+    digests: per decode rank, of the bytes written to it; empty without verification.
     """
 
     transfer_id: int
@@ -192,7 +192,7 @@ class TransferDone(_Message, frozen=True):
 class TransferFailed(_Message, frozen=True):
     """The transfer ended without a result. is_retryable: another prefill server may try.
 
-    status: the HTTP status it maps to if nobody else tries.
+    status: the HTTP status it maps to if no other server tries.
     """
 
     transfer_id: int
@@ -206,8 +206,9 @@ class TransferFailed(_Message, frozen=True):
 class Abort(_Message, frozen=True):
     """The decode server gave up. Answered by Quiesced, whether or not the id is known.
 
-    is_closed: it has closed all that this transfer was written through, so nothing arrives that the
-        network still carries. Where the connection broke, Quiesced is the truth only then.
+    is_closed: it has closed the connections that this transfer was written through, so no bytes
+        that the network still carries arrive. After a broken connection, only then is Quiesced
+        true.
     """
 
     transfer_id: int
@@ -218,7 +219,7 @@ class Abort(_Message, frozen=True):
 
 
 class Withdraw(_Message, frozen=True):
-    """The decode half of a room gave up before it reserved anything: none will come for it.
+    """The decode half of a room gave up before it reserved pages. No reservation will follow.
 
     Without it the prefill half would wait until its rendezvous times out. Not answered.
     """

@@ -1,6 +1,6 @@
 """`python -m common.protocol.reference`: every message and its fields as a Markdown document.
 
-`docs/MESSAGES.md` is what it prints: docstrings, types and defaults of the structs themselves.
+Prints `docs/MESSAGES.md`: docstrings, types and defaults of the structs themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.request_bounds import TOKEN_COUNT_MAX
 
 Message = type[msgspec.Struct]
 
-# Title, the module that says what they are for, and who sends which.
+# Title, the module that documents the messages, and their senders.
 SECTIONS: tuple[tuple[str, ModuleType, dict[str, tuple[Message, ...]]], ...] = (
     (
         "Between a decode server and a prefill server",
@@ -49,7 +49,7 @@ SECTIONS: tuple[tuple[str, ModuleType, dict[str, tuple[Message, ...]]], ...] = (
         },
     ),
 )
-# Modules of the values that messages hold; those that a message names are shown.
+# Modules of the values in messages; values that a message names are shown.
 VALUES = (request, descriptor, frontend, worker)
 HEAD = f"""\
 # Messages

@@ -1,7 +1,7 @@
-"""What stands in for a message that its receiver does not take: too large, or out of its bounds.
+"""Replacements for messages that their receiver would refuse: too large, or out of bounds.
 
-Requests are held to bounds and sizes that fit before; should one break them all the same, it alone
-ends, by a typed error. Pure; knows nothing of sockets.
+Bounds on requests keep messages small enough. If a message is too large all the same, only its
+request ends, with a typed error. Pure; knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STATUS = 400
 def replacement_for_peer(
     message: DecodeToPrefill | PrefillToDecode, error: ProtocolError
 ) -> TransferFailed | None:
-    """What a peer hears of a transfer that ended; as true as a TransferDone would have been: all
-    writers are quiet. None for messages that no request depends on."""
+    """The message that a peer gets in place of a TransferDone. It proves as much: all writers are
+    quiet. None for messages that no request depends on."""
     if not isinstance(message, TransferDone):
         return None
     transfer_id, incarnation = message.transfer_id, message.peer_incarnation
@@ -36,7 +36,7 @@ def replacement_for_peer(
 def failure_of_unsent_request(
     message: DecodeToPrefill | PrefillToDecode, error: ProtocolError
 ) -> TransferFailed | None:
-    """The answer to a reservation that never left: nobody writes, so its pages are quiet."""
+    """The answer to a reservation that never left. No rank writes, so its pages are quiet."""
     if not isinstance(message, TransferRequest):
         return None
     kind = KIND if isinstance(error, MessageTooLarge) else "bad_reservation"
@@ -48,13 +48,13 @@ def failure_of_unsent_request(
 def failure_of_unread_result(
     transfer_id: int, incarnation: str, error: ProtocolError
 ) -> TransferFailed:
-    """What a result is taken for that can't be read. It is the last message of its transfer all the
-    same, so the writers are quiet; and another server may say it better."""
+    """The failure that stands for a result that can't be read. A result is the last message of its
+    transfer, so the writers are quiet. Another prefill server may send a readable one."""
     return TransferFailed(transfer_id, incarnation, "transfer_failed", str(error), 500, True)
 
 
-def told_instead(message: SchedulerToFrontend, problem: str) -> Outputs | None:
-    """What a client hears in place of its tokens."""
+def replacement_for_frontend(message: SchedulerToFrontend, problem: str) -> Outputs | None:
+    """The failure that a client gets in place of its tokens."""
     match message:
         case Outputs([Tokens(request_id, trace=trace)]):
             return Outputs([Failed(request_id, STATUS, KIND, problem, trace)])

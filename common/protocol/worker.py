@@ -16,7 +16,7 @@ from common.request import SamplingParams, TokenLogprobs
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A tagged struct, told apart by its class name."""
+    """A tagged struct. Its tag is the class name."""
 
 
 # ---- to a worker --------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class NewSequence(_Message, frozen=True):
     """A request the worker does not know yet.
 
-    token_ids: the prompt and whatever was generated elsewhere; prompt_count of them are the prompt.
+    token_ids: the prompt and tokens generated elsewhere; prompt_count of them are the prompt.
     """
 
     request_id: int
@@ -71,7 +71,7 @@ class Step(_Message, frozen=True):
 
 
 class OpenPeer(_Message, frozen=True):
-    """Make a place that this peer incarnation may write through; answered by PeerOpened.
+    """Open a transport end for this peer incarnation to write through; answered by PeerOpened.
 
     layout: the peer's ServerLayout, msgpack as in the handshake. link: the address it was dialled
     at. Both only matter where transfers may be staged, as `transfer_mode` says.
@@ -96,13 +96,13 @@ class ConnectPeer(_Message, frozen=True):
 
 
 class ClosePeer(_Message, frozen=True):
-    """Drop the connection to a peer and destroy what it writes through; answered by PeerClosed."""
+    """Drop the connection to a peer and destroy its transport end; answered by PeerClosed."""
 
     peer: str
 
 
 class ReclaimPeer(_Message, frozen=True):
-    """Nothing of a closed peer can write here any more: its landing slots may be given away."""
+    """A closed peer can write here no more. Its landing slots may be granted to another peer."""
 
     peer: str
 
@@ -120,7 +120,7 @@ class Expect(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """Refuse whatever still comes for a transfer; answered by Forgotten, known or not."""
+    """Scatter no more pieces of a transfer; answered by Forgotten, known or not."""
 
     transfer_id: int
 
@@ -184,7 +184,7 @@ class WorkerReady(_Message, frozen=True):
 
     page_counts: pages per group without the scratch page. fingerprint: what both sides must share.
     layout: this server's ServerLayout, msgpack. describe: for /server_info.
-    host_id, pid: tell a peer on the same host which process writes into its memory.
+    host_id, pid: name the process that writes into the memory of a peer on the same host.
     """
 
     rank: int
@@ -200,7 +200,7 @@ class WorkerReady(_Message, frozen=True):
 
 
 class WorkerBeat(_Message, frozen=True):
-    """This rank's I/O thread runs, whatever its engine does. progress: grows as the engine moves.
+    """This rank's I/O thread runs; its engine may not. progress: grows as the engine computes.
 
     It counts finished layers and, on a CPU, the time that the engine's thread has computed.
     """
@@ -214,8 +214,8 @@ class StepDone(_Message, frozen=True):
 
     logprobs: by request id, where asked for.
     prompt_logprobs: `encode_logprobs` of the chunk's prompt tokens, by request id.
-    failed: request id -> reason, for sequences that have no token. unfit: those of them whose own
-        request is the reason, such as its grammar; of all others the logits were not finite.
+    failed: request id -> reason, for sequences that have no token. unfit: those of them that
+        failed by their own request, such as its grammar. The others had logits that are not finite.
     """
 
     step_id: int
@@ -235,7 +235,7 @@ class PeerOpened(_Message, frozen=True):
 
 
 class PeerConnected(_Message, frozen=True):
-    """transports: what carries the puts. transfer_mode: how transfers will travel, as measured."""
+    """transports: of the puts. transfer_mode: how transfers will travel, as measured."""
 
     peer: str
     rank: int

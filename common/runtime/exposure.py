@@ -1,4 +1,4 @@
-"""What of a server is open to others although no key guards it, in words for its operator. Pure."""
+"""Ports of a server that no key guards, as log lines for its operator. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.config import Role, ServerConfig, TransferMode
 
 
 def open_doors(config: ServerConfig) -> list[str]:
-    """One line for every port that other machines reach without a key, and what to set."""
+    """One line for every port that other machines reach without a key, with the remedy."""
     doors: list[str] = []
     is_reachable = not _is_loopback(config.host)
     if is_reachable and not config.api_keys:

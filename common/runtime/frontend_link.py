@@ -1,7 +1,7 @@
-"""The scheduler's end of the line to its frontend: nothing that is said there is lost.
+"""The scheduler's end of the channel to its frontend. No message is lost.
 
-What the socket has no room for waits here, joined, and is sent once there is room. A frontend that
-is stopped costs memory up to a bound, never a message, and nothing here waits for it.
+Messages for which the socket has no room wait here, joined, until it has room. A stopped frontend
+costs memory up to a bound, and no message. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ log = logging.getLogger(__name__)
 
 FRONTEND = "frontend"
 WAITING_NBYTES_MAX = 32 << 20
-"""Of output that waits; then no new steps are computed. Without log-probabilities that is more than
-six million tokens; in the memory of this process it is several times as much."""
+"""Of output that waits. Above it no new steps are computed. Without log-probabilities these are
+more than six million tokens. The memory of this process that holds them is several times as
+large."""
 LAST_MESSAGES_MS = 500
-"""How long the last messages may take to leave when the process ends."""
+"""Time for the last messages to leave when the process ends."""
 
 
 class FrontendLink:
-    """is_behind: so much output waits that steps have to wait too, until all of it has left.
+    """is_behind: more than WAITING_NBYTES_MAX wait. Steps have to wait until all of it has left.
 
-    dropped_count: messages that were too large, and accounts that were too many; each is logged.
+    dropped_count: messages that were too large, and transfer traces above TRACE_COUNT_MAX. The log
+        has a line for each.
     """
 
     def __init__(self, path: str) -> None:
@@ -39,7 +41,7 @@ class FrontendLink:
         self.is_behind = False
         self.dropped_count = 0
         self._undelivered = Undelivered()
-        self._unsent: deque[bytes] = deque()  # taken from there, and not yet by the socket
+        self._unsent: deque[bytes] = deque()  # encoded, and not yet taken by the socket
 
     @property
     def has_unsent(self) -> bool:
@@ -47,21 +49,21 @@ class FrontendLink:
         return bool(self._unsent)
 
     def receive(self) -> list[bytes]:
-        """What the frontend has said, oldest first. Never waits."""
+        """Messages of the frontend, oldest first. Never waits."""
         return [payload for name, payload in self.endpoint.receive() if name == FRONTEND]
 
     def add(self, message: ToldFrontend) -> None:
-        """It leaves with the next `flush`."""
+        """Queue a message. It leaves with the next `flush`."""
         self._undelivered.add(message)
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as many messages as the socket has room for."""
         if self._unsent and not self.endpoint.is_writable:
             self._look_if_behind()
             return
         while self._fill():
-            # What nobody is there for waits as well: if the frontend has died, the supervisor ends
-            # this server.
+            # A frontend that has not connected yet gets its messages later. If it has died, the
+            # supervisor ends this server.
             if self.endpoint.send(FRONTEND, self._unsent[0]) is not SendResult.SENT:
                 break
             self._unsent.popleft()
@@ -72,7 +74,7 @@ class FrontendLink:
         self.endpoint.close(LAST_MESSAGES_MS)
 
     def _fill(self) -> bool:
-        """Whether there is something to send; what waits is encoded as late as possible."""
+        """Whether there is a message to send. Messages are encoded as late as possible."""
         while not self._unsent:
             message = self._undelivered.take()
             if message is None:
@@ -81,7 +83,7 @@ class FrontendLink:
         return True
 
     def _encode(self, message: SchedulerToFrontend) -> None:
-        """Append it to what is unsent, in halves if its receiver would not take it as a whole."""
+        """Append a message to `_unsent`, in halves if it is too large for its receiver."""
         try:
             self._unsent.append(encode(message))
             return
@@ -94,9 +96,9 @@ class FrontendLink:
             return
         self.dropped_count += 1
         log.warning("dropped a message to the frontend: %s", problem)
-        told = too_large.told_instead(message, problem)
-        if told is not None:
-            self._encode(told)
+        replacement = too_large.replacement_for_frontend(message, problem)
+        if replacement is not None:
+            self._encode(replacement)
 
     def _look_if_behind(self) -> None:
         if not self._unsent:

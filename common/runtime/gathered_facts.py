@@ -1,4 +1,4 @@
-"""Start-up: what the workers of a server report of themselves, put together. Knows no sockets."""
+"""Start-up: the reports of all workers as one record of the server. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
 def describe_server(
     facts: ServerFacts, request_token_max: int, running_max: int, workers: dict[int, WorkerReady]
 ) -> ServerInfo:
-    """What the frontend needs to know of its server. workers: by rank."""
+    """The message that announces a ready server to its frontend. workers: by rank."""
     first = workers[0]
     return ServerInfo(
         token_capacity=request_token_max,

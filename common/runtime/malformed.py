@@ -1,13 +1,13 @@
-"""How many messages of each link could not be read. Bounded, whoever sends them."""
+"""Counts of malformed messages by link, in bounded memory."""
 
 from __future__ import annotations
 
-# Links whose malformed messages are counted; those of a flood of new links push each other out.
+# Links whose malformed messages are counted. A flood of new links displaces the oldest.
 COUNTED_LINKS_MAX = 1024
 
 
 class MalformedCounts:
-    """Malformed messages of each link, of the links that sent one last."""
+    """Counts of the COUNTED_LINKS_MAX links that sent a malformed message last."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}

@@ -1,7 +1,8 @@
-"""Directories of one server that nobody else may enter, and that outlive it only if it is killed.
+"""Private directories of one server. They outlive the server only if it is killed.
 
-Whoever starts next removes those of dead servers. A directory is locked by the supervisor whose it
-is: process ids would lie between containers that share a file system. Knows nothing of contents.
+The next server that starts removes directories of dead servers. The supervisor holds a lock on its
+directory while it lives. A process id would not do: containers that share a file system have
+different ones. Knows nothing of contents.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PrivateDir:
 def make_private_dir(parent: Path, role: str) -> PrivateDir:
     """A new directory of mode 0700. Raises: OSError, and then nothing is left."""
     path = Path(tempfile.mkdtemp(prefix=f"baton-{role}-{os.getpid()}-", dir=parent))
-    # Nobody may find the lock before it is locked.
+    # Renamed once it is locked, so that no other server finds an unlocked lock.
     fresh = path / f"{LOCK}.new"
     try:
         lock_fd = os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)

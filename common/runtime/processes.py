@@ -1,6 +1,6 @@
-"""Tells when processes of this host have ended, by pidfd: the proof that they write no more.
+"""Reports the end of processes of this host, seen through pidfds: proof that they write no more.
 
-Knows nothing of why somebody wants to know.
+Knows nothing of what follows from it.
 """
 
 from __future__ import annotations

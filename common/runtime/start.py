@@ -1,4 +1,4 @@
-"""How a process of a server finds out what it is to be. Knows nothing of what it then does."""
+"""Settings and log of a scheduler or worker process at its start."""
 
 from __future__ import annotations
 

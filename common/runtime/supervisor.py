@@ -2,7 +2,7 @@
 
 Any child that ends unasked ends the server with a non-zero exit code. A first SIGTERM or SIGINT
 drains: the frontend finishes its open requests, then the scheduler and the workers end. A second
-one ends everything at once. Children die with the supervisor, whatever kills it.
+signal ends everything at once. The kernel kills the children of a supervisor that dies.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 # How often children are looked at; a signal wakes the supervisor at once.
 WATCH_INTERVAL_S = 0.1
-# What a process may take to end after the drain before it is killed.
+# Time from the end of the drain until a process that has not ended is killed.
 END_TIMEOUT_S = 5.0
-# What the frontend may take to answer its open requests when the server has failed.
+# Time for the frontend to answer its open requests when the server has failed.
 LAST_ANSWERS_TIMEOUT_S = 5.0
 NO_ROOM = "no directory for sockets and settings: %s; make room for it, or set TMPDIR"
 
@@ -91,8 +91,8 @@ class Supervisor:
         return self._drain()
 
     def _explain(self, codes: dict[str, int]) -> int:
-        """Several children may have ended since the last look, the first one by itself and others
-        because of it: all are named, and a setting that one found unusable is the cause."""
+        """The exit code of a server whose children have ended. All that ended since the last look
+        are named in the log. A setting that one child found unusable is the cause."""
         if EXIT_CONFIG in codes.values():
             return EXIT_CONFIG
         if EXIT_START_AGAIN in codes.values():
@@ -135,7 +135,7 @@ class Supervisor:
     def _end_rest(self) -> None:
         """All but the frontend at once, then the frontend gently.
 
-        It answers its open requests as soon as the scheduler is gone; while that lives, it hopes.
+        The frontend answers its open requests once the scheduler is gone, and waits before that.
         """
         for name, child in self._children.items():
             if name != "frontend" and child.poll() is None:
@@ -157,7 +157,7 @@ def _die_with_parent() -> None:
 
 
 def run(config: ServerConfig, scheduler_module: str) -> int:
-    """Run a server until it is told to stop; returns its exit code.
+    """Run a server until a signal stops it; returns its exit code.
 
     scheduler_module: the role's scheduler process, as `python -m` takes it.
     """

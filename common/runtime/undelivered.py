@@ -1,7 +1,7 @@
-"""What a scheduler has said to its frontend and has not been sent yet. Pure: knows no sockets.
+"""Messages to the frontend that wait to be sent. Pure: knows no sockets.
 
-Output is joined per request as it comes. So all of a step leaves in one message, and what waits for
-a frontend that reads nothing is no more than the answers themselves.
+Output is joined per request as it comes. So all output of a step leaves in one message, and the
+output that waits for a stopped frontend is no larger than the answers themselves.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from common.protocol.joined_tokens import JoinedTokens
 from common.request import ENTRY_NBYTES, POSITION_NBYTES
 
 TOKEN_NBYTES = 5
-"""What a token id takes in a message at most."""
+"""Size of a token id in a message, at most."""
 TRACE_COUNT_MAX = 4096
-"""Accounts of transfers that may wait. They are for metrics alone and come as often as peers ask,
-so those that are too many are dropped, the oldest first."""
+"""Transfer traces that may wait. They serve metrics only, and peers cause any number of them, so
+the oldest are dropped first."""
 
 
 class Undelivered:
     """Messages in order, those of one request as one.
 
-    nbytes: about what the tokens and log-probabilities that wait take in messages. All else is one
-    failure for each request and one answer for each question of the frontend.
+    nbytes: size in messages of the waiting tokens and log-probabilities, roughly. Other messages
+        are few: one failure for each request, one answer for each question of the frontend.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Undelivered:
             self._notices.append(message)
 
     def take(self) -> SchedulerToFrontend | None:
-        """The next message to send, None if there is nothing left to say."""
+        """The next message to send; None if no message waits."""
         if self._tokens or self._failed:
             joined = [one.take() for one in self._tokens.values()]
             items: list[Tokens | Failed] = [tokens for tokens in joined if tokens is not None]
@@ -72,13 +72,13 @@ class Undelivered:
         return self._traces.popleft() if self._traces else None
 
     def take_dropped_count(self) -> int:
-        """Accounts that were too many since the last call."""
+        """Traces dropped since the last call."""
         count, self._dropped_count = self._dropped_count, 0
         return count
 
 
 def tokens_nbytes(message: Tokens) -> int:
-    """About what a message takes."""
+    """Size of a message, roughly."""
     nbytes = TOKEN_NBYTES * len(message.token_ids) + sum(map(len, message.prompt_logprobs))
     for entry in message.logprobs:
         nbytes += POSITION_NBYTES + ENTRY_NBYTES * (len(entry.top) + len(entry.asked))

@@ -72,7 +72,7 @@ def test_an_honest_reservation_passes() -> None:
                 )
             },
             "log-probabilities of 40 prompt tokens may take 1288490189440 bytes: at most 50331648 "
-            "are told",
+            "can be sent",
         ),
         ({"writers": []}, "writers=[]: must be [0, 1]"),
         ({"writers": [0]}, "writers=[0]: must be [0, 1]"),
