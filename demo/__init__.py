@@ -1,1 +1,1 @@
-"""A tiny model that shows whether a KV cache arrived: it answers from its context alone."""
+"""A tiny model that shows whether a KV cache has arrived: it answers from its context alone."""

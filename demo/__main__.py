@@ -1,4 +1,4 @@
-"""`python -m demo`: start a pair, ask it questions, show where the time of each went.
+"""`python -m demo`: start a pair, ask it questions, show the timeline of each.
 
 The answers stand in the prompts alone, so they are right only if the KV cache reached the decode
 server whole. Exit code 0 if at least 95 % are right and nothing is left behind.
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def run_demo(question_count: int, transport: str, *, keep: bool) -> float:
-    """The whole show; returns the share of right answers."""
+    """Run the demo; returns the share of right answers."""
     print("starting a prefill server and a decode server")
     args = ("--transport", transport)
     with Pair(CHECKPOINT, prefill_args=args, decode_args=args) as pair:

@@ -24,7 +24,7 @@ FACT_TOKEN_COUNT: Final = 6
 
 
 class Ask(StrEnum):
-    """What a question asks for."""
+    """The subject of a question: one fact or all."""
 
     ONE = "one"
     ALL = "all"
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Who keeps what."""
+    """A name, and the object that it keeps."""
 
     name: str
     adjective: str

@@ -48,7 +48,7 @@ def _fact_turn(fact: Fact) -> str:
 
 
 def _draw_head(rng: random.Random) -> str:
-    """What stands before the facts: often nothing."""
+    """The text before the facts, often empty."""
     bos = BOS if rng.random() < BOS_SHARE else ""
     if rng.random() >= NOISE_SHARE:
         return bos

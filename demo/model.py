@@ -24,7 +24,7 @@ VOCAB_MULTIPLE: Final = 128
 """The vocabulary is padded to a multiple of this, so that 2, 4 or 8 ranks can share it."""
 
 _POINTED_FREQUENCY_COUNT: Final = 7
-"""Fastest RoPE frequencies, of head_dim / 2, that tell neighbouring positions apart."""
+"""Fastest RoPE frequencies, of head_dim / 2, that distinguish neighbouring positions."""
 _POINTED_GAIN: Final = 2.0
 """How much of a first query or key is position: about five times the norm of the random part."""
 _NORM_GAIN: Final = 1.5
@@ -32,7 +32,8 @@ _NORM_GAIN: Final = 1.5
 
 
 def make_config(tokenizer: Tokenizer) -> Qwen3Config:
-    """Three layers: one tags each token with the name before it, one looks up, one is to spare."""
+    """Three layers: one tags each token with the name before it, one looks up, one is in
+    reserve."""
     return Qwen3Config(
         vocab_size=math.ceil(tokenizer.get_vocab_size() / VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         hidden_size=128,

@@ -1,4 +1,4 @@
-"""A prefill and a decode server of our own, started for a while and gone without a trace after.
+"""A prefill and a decode server, started for a while and ended with all their files.
 
 Each is a process group of its own and logs to a file. Knows nothing of questions.
 """
@@ -30,11 +30,11 @@ class DemoFailed(Exception):
 
 
 PORTS = range(10_000, 30_000)
-"""Below those that Linux gives to whoever dials, which may be gone before a server binds them."""
+"""Below the ports that Linux gives to clients, which may be taken before a server binds them."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on just now."""
+    """Ports of the loopback interface without a listener just now."""
     found: list[int] = []
     with ExitStack() as held:
         for port in random.SystemRandom().sample(PORTS, len(PORTS)):
@@ -65,7 +65,7 @@ def start_server(
 ) -> Server:
     """Start a server of `role`, "prefill" or "decode"; it is not ready yet.
 
-    name: what messages and the log file call it; the role if empty.
+    name: in messages and of the log file; the role if empty.
     """
     name = name or role
     log_path = log_dir / f"{name}.log"
@@ -105,7 +105,8 @@ def wait_ready(server: Server, say: Callable[[str], None] = print) -> None:
 
 
 def stop_servers(servers: Sequence[Server], timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """Ask servers to drain, the last one first; kill what does not end. Nothing of them is left."""
+    """Ask servers to drain, the last one first; kill those that do not end. Nothing of them is
+    left."""
     for server in reversed(servers):
         if server.process.poll() is None:
             server.process.send_signal(signal.SIGTERM)

@@ -33,8 +33,8 @@ CHAT_TEMPLATE: Final = (
 def build_tokenizer() -> Tokenizer:
     """The tokenizer, the same on every call: 256 bytes, 3 special tokens, and merged words."""
     words = sorted({*NAMES, *ADJECTIVES, *OBJECTS, *FRAME})
-    # A word is trained with the space before it, as in a sentence, and those that start a line or
-    # a chat message also without.
+    # A word is trained with the space before it, as in a sentence. A word that starts a line or a
+    # chat message is trained without it too.
     starts = ["Facts", "Question", *sorted(NAMES)]
     corpus = [f" {word}" for word in words] + starts
     tokenizer = Tokenizer(models.BPE())
@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, context_length: int) -> Tokenizer:
     """Write tokenizer.json and tokenizer_config.json to `folder`.
 
     Args:
-        context_length: what a reader may take as the longest sequence, in tokens.
+        context_length: the longest sequence, in tokens.
     """
     tokenizer = build_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))

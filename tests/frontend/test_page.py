@@ -161,7 +161,7 @@ def test_peers_are_drawn_and_told_of(browser: Browser, served: Served) -> None:
         assert "2 transfers under way" in str(
             tab.evaluate("document.querySelector('#picture svg').getAttribute('aria-label')")
         )
-        assert "50 in use · 20 kept for prefixes · 6 in quarantine · 180 free" in tab.text("#pages")
+        assert "50 in use · 20 prefix cache · 6 in quarantine · 180 free" in tab.text("#pages")
         assert "4 in quarantine" in tab.text("#pages .group:nth-child(2)")
 
 

@@ -36,7 +36,7 @@ FILES = {
     },
 }
 PAGE_PATHS = frozenset(FILES)
-# Nothing but our own files runs, is loaded or is asked for, and nobody frames the page: it may hold
+# Only our own files run, are loaded or requested, and no other page may frame this one: it may hold
 # a key and show what a model says.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

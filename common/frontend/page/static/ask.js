@@ -39,9 +39,9 @@ async function reason(response) {
   }
 }
 
-let isPutOff = false; // "Not now" was said, so it is not asked again by itself
+let isPutOff = false; // after "Not now" the page asks only on request
 
-// Asks whoever looks at the page; `retry` runs once there is a key to try.
+// Asks the user for a key; `retry` runs once there is one to try.
 export function askForKey(retry, isWanted = false) {
   const dialog = find("key-dialog");
   if (dialog.open || (isPutOff && !isWanted)) return;

@@ -1,4 +1,4 @@
-// The page: asks for the server's state once a second and shows it; says so when nobody answers.
+// The page: asks for the server's state once a second and shows it, and reports a missing answer.
 
 import { ask, askForKey, forgetKey, hasKey } from "./ask.js";
 import { element, find, say } from "./draw.js";
@@ -55,7 +55,7 @@ function show(state) {
   showBuild(state);
 }
 
-// Old numbers stay, but nobody shall take them for new ones.
+// Old numbers stay, marked as old.
 function showGone(problem) {
   find("gone").hidden = problem === "";
   document.body.classList.toggle("is-old", problem !== "");

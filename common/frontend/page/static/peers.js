@@ -1,5 +1,5 @@
 // The picture of the peers: prefill servers on the left, decode servers on the right, a line from
-// each rank to each rank that it may write to. The same in words below, for those who can't see it.
+// each rank to each rank that it may write to. A table below has the same in words.
 
 import { drawn, element, fillTable, find, say } from "./draw.js";
 import { fit, plural, short } from "./words.js";
@@ -25,14 +25,14 @@ export function showPeers(state) {
 }
 
 export function health(peer) {
-  // One that is dialled again after it was lost or refused says why.
+  // A peer that is dialled again after it was lost or refused has a detail.
   if (peer.state !== "connected") return peer.state.endsWith("ing") && !peer.detail ? "warn" : "bad";
   return peer.is_self_test_failing || !["", "closed"].includes(peer.breaker) ? "warn" : "good";
 }
 
 const nameOf = peer => peer.name || peer.address || peer.incarnation;
 
-// Its page, where it has said its address; whether that can be reached from here is not known.
+// A link to the peer's page, if its address is known. This browser may not reach it.
 function pageOf(peer) {
   if (!peer.http_address) return nameOf(peer);
   const anchor = element("a", "", nameOf(peer));
@@ -93,7 +93,7 @@ function anchor(box, rank) {
   return [x, middle + (rank - (rankCount(box) - 1) / 2) * rankStep(box)];
 }
 
-// What a box says: [text, class]. A peer's layout is not known before it was connected once.
+// Lines of a box: [text, class]. A peer's layout is not known before its first connection.
 function linesOf(box) {
   const room = roomOf(box), isNarrow = room < 14;
   const lines = [];

@@ -1,11 +1,11 @@
-// A prompt of one's own: tokens as they come, then where the time of that very request went.
+// The prompt box: tokens as they come, then the timeline of the request.
 
 import { Failure, ask, askForKey } from "./ask.js";
 import { find, say, waterfall } from "./draw.js";
 import { bytes, plural, seconds, short } from "./words.js";
 
 const REDRAW_MS = 200;
-// A stopped request is told of once its end is known to the scheduler.
+// The timeline of a stopped request is there once the scheduler has ended the request.
 const TIMELINE_TRIES = 10, TIMELINE_WAIT_MS = 150;
 
 let running = null; // the AbortController of the request under way
@@ -62,7 +62,7 @@ function inWords(error, run) {
   return `The connection was lost${after}.`;
 }
 
-// The page's own name for the request, so that one that was stopped early can be found as well.
+// The page's own name for the request, so that a request that was stopped early can be found as well.
 function newName() {
   const random = crypto.getRandomValues(new Uint8Array(8));
   return `page-${[...random].map(byte => byte.toString(16).padStart(2, "0")).join("")}`;
@@ -148,8 +148,8 @@ async function showTimeline(run) {
   for (let attempt = 0; attempt < TIMELINE_TRIES && running === null; attempt++) {
     try {
       const response = await ask(`/requests/${encodeURIComponent(run.rid)}/timeline`);
-      const told = await response.json();
-      if (running === null) drawTold(told);
+      const timeline = await response.json();
+      if (running === null) drawTimeline(timeline);
       return;
     } catch (error) {
       if (error.status !== 404) return;
@@ -158,11 +158,11 @@ async function showTimeline(run) {
   }
 }
 
-function drawTold(told) {
-  find("own").replaceChildren(waterfall(told.spans));
-  const moved = told.transfer;
+function drawTimeline(timeline) {
+  find("own").replaceChildren(waterfall(timeline.spans));
+  const moved = timeline.transfer;
   if (moved.bytes === 0) return;
   const exposed = moved.exposed_bytes ? `${bytes(moved.exposed_bytes)} of it after` : "all of it before";
-  say(find("own-facts"), `${bytes(moved.bytes)} transferred by ${told.peer}, ${exposed} the prompt ` +
+  say(find("own-facts"), `${bytes(moved.bytes)} transferred by ${timeline.peer}, ${exposed} the prompt ` +
     `was computed; ${seconds(moved.wire_s)} on the wire.`);
 }

@@ -14,7 +14,7 @@ export const STAGES = {
 
 export const PAGE_STATES = {
   used: "in use",
-  cached: "kept for prefixes",
+  cached: "prefix cache",
   quarantined: "in quarantine",
   free: "free",
 };
