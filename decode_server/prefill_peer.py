@@ -110,7 +110,7 @@ class PrefillPeer:
     @property
     def load_tokens(self) -> int:
         """Prompt tokens that it has to compute: by its own word, and asked for since."""
-        return self.liveness.load_tokens + self.asked_token_count
+        return self.liveness.queued_token_count + self.asked_token_count
 
     def has_room(self, open_count: int) -> bool:
         """Whether it takes another request. open_count: of those that it was asked for."""

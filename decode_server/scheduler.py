@@ -225,7 +225,8 @@ class DecodeScheduler:
         is_busy = self._batcher.is_computing
         trouble = self._worker_health.look(now, is_busy=is_busy)
         running_count = self._batcher.running_count
-        condition = Condition(self._worker_health.progress, is_busy, running_count, trouble)
+        progress = self._worker_health.progress
+        condition = Condition(progress, is_busy, trouble, running_count=running_count)
         self._peers.send_due(now, condition)
         return self._outbox.take()
 

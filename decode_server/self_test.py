@@ -47,7 +47,7 @@ class SelfTests:
         if not self._interval_s or not may_begin:
             return
         for peer in self._peers.connected():
-            is_wanted = not peer.is_proven or not peer.liveness.load_tokens
+            is_wanted = not peer.is_proven or not peer.liveness.queued_token_count
             if is_wanted and now >= self._due_at(peer) and peer.link not in self._under_way:
                 self._begin(peer, now)
 
@@ -61,7 +61,7 @@ class SelfTests:
         return peer.succeeded_at + self._interval_s if peer.is_proven else 0.0
 
     def _begin(self, peer: PrefillPeer, now: float) -> None:
-        timeout_s = BUSY_TEST_TIMEOUT_S if peer.liveness.load_tokens else SELF_TEST_TIMEOUT_S
+        timeout_s = BUSY_TEST_TIMEOUT_S if peer.liveness.queued_token_count else SELF_TEST_TIMEOUT_S
         request = DecodeRequest(
             request_id=self._next_id,
             token_ids=[TOKEN_ID],

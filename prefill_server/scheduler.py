@@ -193,9 +193,9 @@ class PrefillScheduler:
         condition = Condition(
             self._worker_health.progress,
             is_busy,
-            self._admission.load_tokens,
             trouble,
             self._reservations.is_draining,
+            queued_token_count=self._admission.load_tokens,
         )
         self._peers.hurry(self._credits.look(self._peers.connected_ones, len(self._table)))
         self._peers.send_heartbeats(now, condition)

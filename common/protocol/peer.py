@@ -121,7 +121,8 @@ class Detached(_Message, frozen=True):
 class Heartbeat(_Message, frozen=True):
     """progress: counter of finished layers. is_busy: a step is running.
 
-    load_tokens: prompt tokens queued or being computed (prefill), running requests (decode).
+    queued_token_count: of a prefill server, prompt tokens queued or being computed.
+    running_count: of a decode server, running requests.
     is_draining: it takes no new transfers, and finishes those that it has.
     trouble: why its engine makes no progress; "" if it does.
     credits: how many requests that bring their tokens the decode server may have open at this
@@ -132,7 +133,8 @@ class Heartbeat(_Message, frozen=True):
     sequence: int
     progress: int
     is_busy: bool
-    load_tokens: int = 0
+    queued_token_count: int = 0
+    running_count: int = 0
     echo_sequence: int = 0
     trouble: str = ""
     is_draining: bool = False

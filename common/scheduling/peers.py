@@ -86,9 +86,10 @@ class Condition(msgspec.Struct, frozen=True):
 
     progress: int
     is_busy: bool
-    load_tokens: int
     trouble: str
     is_draining: bool = False
+    queued_token_count: int = 0
+    running_count: int = 0
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class PeerLiveness:
     is_busy: bool = False
     trouble: str = ""
     is_draining: bool = False
-    load_tokens: int = 0
+    queued_token_count: int = 0
 
     @staticmethod
     def start(now: float) -> PeerLiveness:
@@ -114,7 +115,7 @@ class PeerLiveness:
         self.is_draining = beat.is_draining
         self.progress = beat.progress
         self.is_busy = beat.is_busy
-        self.load_tokens = beat.load_tokens
+        self.queued_token_count = beat.queued_token_count
 
     def why_lost(self, now: float, pace: Pace) -> str:
         """Why the peer is of no use any more, "" as long as it is."""
@@ -135,7 +136,8 @@ class PeerLiveness:
             self.sequence,
             condition.progress,
             condition.is_busy,
-            condition.load_tokens,
+            queued_token_count=condition.queued_token_count,
+            running_count=condition.running_count,
             trouble=condition.trouble,
             is_draining=condition.is_draining,
         )

@@ -242,7 +242,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
-    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, "stuck", True, 64),
+    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, 5, "stuck", True, 64),
     peer.Detached("inc-d", "inc-p", "lost", True),
 ]
 PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
@@ -266,7 +266,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.TransferDone(1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
-    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck", True, 64),
+    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, 5, "stuck", True, 64),
 ]
 LANDED: list[landing.Landed] = [landing.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
 CREDIT: list[landing.Credit] = [landing.Credit(2**62, 9, 3, "not expected here")]

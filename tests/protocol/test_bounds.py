@@ -67,7 +67,7 @@ def test_every_kind_of_message_has_an_example() -> None:
         (peer.Heartbeat, {"credits": -1}, r"Heartbeat.credits=-1: must be in 0\.\."),
         (peer.Heartbeat, {"credits": 2**63}, "Heartbeat.credits="),
         (peer.Heartbeat, {"progress": -1}, "Heartbeat.progress=-1"),
-        (peer.Heartbeat, {"load_tokens": 2**64 - 1}, "Heartbeat.load_tokens="),
+        (peer.Heartbeat, {"queued_token_count": 2**64 - 1}, "Heartbeat.queued_token_count="),
         (peer.TransferRequest, {"transfer_id": -1}, "transfer_id=-1"),
         (peer.TransferRequest, {"transfer_id": 2**63}, "transfer_id="),
         (peer.TransferRequest, {"token_count": 0}, r"token_count=0: must be in 1\.\."),
