@@ -1,7 +1,7 @@
 """Pictures of rows, as SVG that stands in a page and takes its colours from it.
 
-Where rows are of one thing at several sizes, a line for each contender; else a dot for each row,
-beside its reference and its target.
+Rows of one quantity at several sizes become a line for each contender. Other rows become a dot
+each, beside its reference and its target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOGARITHMIC_FROM = 30.0  # largest over smallest
 OURS = "Baton"
 SIZED = re.compile(r"(?P<thing>.+?)_(?P<kib>\d+)KiB(_over_.+)?")
 
-# Matplotlib wants a colour: these stand for the page's own, which know of light and dark.
+# Placeholders for the page's own colours, which follow its light or dark scheme.
 INK, MUTED, LINE, ACCENT, BAD = "#010101", "#020202", "#030303", "#040404", "#050505"
 CURVES = ("#060606", "#070707", "#080808", "#090909")
 VARIABLES = {

@@ -1,8 +1,8 @@
 """Servers of the demo model on cores of their own, and a load that is sent to them from one core.
 
-Every server lives on the cores it is given, all of its processes together. The client lives on one
-core too and goes before what else runs there, so that its times are of tokens that came, not of
-its own waiting. Knows nothing of what is measured with it.
+All processes of a server live on its cores. The client lives on one core too, with priority over
+the other processes there, so that its times are those of arriving tokens and not of its own
+waiting. Knows nothing of the measurements.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from demo.servers import Server, free_ports, start_server, stop_servers, wait_re
 
 VOCAB_SIZE = 1280  # of the demo's checkpoint
 CONTEXT_LENGTH = 2048
-# Prefixes are not kept: every prompt is computed, whatever was sent before. One thread a worker,
-# which is all that one core has room for; a pool that holds whatever a section sends.
+# No prefix cache: every prompt is computed. One thread a worker, because a worker has one core. The
+# pool holds all requests of a section.
 FLAGS = ("--cpu-threads", "1", "--max-total-tokens", "262144", "--disable-radix-cache")
 RUNNING_MAX = 256
 CLIENT_PRIORITY = 1  # of SCHED_FIFO, the lowest: before everything that is not of real time

@@ -1,4 +1,4 @@
-"""What the frontend costs: 256 streams of an engine that never waits, against a bare uvicorn.
+"""The cost of the frontend: 256 streams of an engine that never waits, against a bare uvicorn.
 
 Real are the frontend process, its HTTP, tokenizer and metrics, and the channel. The reference
 sends the same events from memory. CPU seconds are of the serving process alone, so that they hold
@@ -34,7 +34,7 @@ from demo.servers import free_ports
 CLIENT_COUNT = 256
 PATH = "/v1/completions"
 STREAM_TOKEN_COUNT = 32
-# Of a sample, so that the 10 ms in which CPU time is told are a few percent at most.
+# Of a sample, so that the 10 ms units of CPU time are a few percent at most.
 ANSWER_COUNTS = {"stream": 512, "whole": 1024}
 SAMPLE_COUNT = 3
 BARE_RATIO_MIN = 0.5  # of what streams cost

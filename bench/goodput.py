@@ -125,7 +125,7 @@ def sweep() -> tuple[Measured, Profile]:
 
 
 def search(send: Callable[[list[Ask]], Run]) -> list[Probe]:
-    """Halve the range of rates, with whatever answers a workload."""
+    """Halve the range of rates. The caller's function answers a workload, measured or simulated."""
     found: list[Probe] = []
 
     def is_kept(rate: float) -> bool:

@@ -26,7 +26,7 @@ OUT_PATH = Path(__file__).parent / "out" / "gpu.json"
 class Wanted:
     """A figure of the check, and what it has to reach on an H200.
 
-    section, figure: as the check names them. target: None: the number is told and promises nothing.
+    section, figure: as the check names them. target: None: the number is reported without a target.
     less: a figure that is taken off, so that the row is what is added to it.
     """
 
@@ -107,7 +107,7 @@ WANTED = (
 
 
 def run() -> list[Row | NotRun]:
-    """Leaves the check's report at OUT_PATH, whatever came of it."""
+    """Leaves the check's report at OUT_PATH, also after a failure."""
     if not torch.cuda.is_available():
         return nothing_run("torch sees no CUDA device")
     if not CHECK.exists():

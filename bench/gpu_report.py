@@ -21,7 +21,7 @@ DEVICE, SHAPE = "cuda", "llama"
 
 @dataclass(frozen=True, slots=True)
 class CheckedSection:
-    """checks: name -> "ok", or what is wrong. skipped: name -> why nobody looked.
+    """checks: name -> "ok", or the fault. skipped: name -> why it was not checked.
 
     has_ended: false if the section was ended from outside; its figures up to then are here.
     """
@@ -34,7 +34,7 @@ class CheckedSection:
 
     @property
     def failed(self) -> list[str]:
-        """What is wrong, a line for each check that failed."""
+        """The faults, a line for each check that failed."""
         return [f"{name}: {told}" for name, told in self.checks.items() if told != OK]
 
 
@@ -74,7 +74,7 @@ def read_check_report(path: Path) -> CheckReport:
 
 
 def write_check_report(path: Path, report: CheckReport) -> None:
-    """Whoever reads it meanwhile sees the old one or the new one."""
+    """Atomic: a reader sees the old report or the new one."""
     replace_text(path, msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
 
 

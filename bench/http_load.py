@@ -1,4 +1,4 @@
-"""Many clients of one server on one loop, as cheap as clients can be: what they cost is not shown.
+"""Many clients of one server on one loop, as cheap as clients can be. Their cost is not shown.
 
 Every connection sends the same request again as soon as the answer is whole, until so many have
 been answered. Knows HTTP/1.1 as far as uvicorn speaks it, and counts events without reading them.
@@ -25,8 +25,8 @@ def post(path: str, body: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Load:
-    """answer_count: to be got in all. tell_read: told how many events came in one turn of the
-    loop. statuses: status line -> how often."""
+    """answer_count: to be got in all. tell_read: called with the number of events of one turn of
+    the loop. statuses: status line -> how often."""
 
     request: bytes
     answer_count: int

@@ -1,11 +1,11 @@
-"""A scheduler that has no model and never waits: what is left of a request is the frontend.
+"""A scheduler that has no model and never waits, so that only the frontend costs time.
 
     python -m bench.instant_engine SOCKET TOKEN_ID,TOKEN_ID,...
 
 It speaks the real protocol over the real local channel, in a process of its own. Output is made in
 steps, one token for each running request, as an engine makes it. The next step begins once the
-clients, who are a process around this scheduler like any other, have told of every token of the
-step before: so each token is an event of its own, and what is measured is not joined. A request of
+clients, in a process of this server, have reported every token of the step before. So each token
+is an event of its own, and no measured output is joined. A request of
 a single token is answered at once.
 """
 
@@ -64,7 +64,7 @@ class InstantEngine:
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
         self._running: dict[int, Running] = {}
-        self._unread_count = 0  # streamed tokens that no client has told of
+        self._unread_count = 0  # streamed tokens that no client has reported
 
     def handle(self, message: FrontendToScheduler) -> list[SchedulerToFrontend]:
         match message:

@@ -1,4 +1,4 @@
-"""What ten bodies of 30 MB do to a stream that runs beside them, and what they leave behind.
+"""The effect of ten bodies of 30 MB on a stream that runs beside them, and on memory afterwards.
 
     python -m bench.large_bodies PORT KIND     sends them, as a process of its own
 
@@ -67,7 +67,8 @@ def row_of(frontend: Served, kind: str) -> Row:
         assert set(beside.statuses) <= {"400", "503"}, beside.statuses
         loaded_ms.append(beside.gap_p99_ms)
     name = f"stream_gap_p99_beside_large_{kind}"
-    # Ten million numbers are made while no other thread runs; what they cost is told, not promised.
+    # Ten million numbers are made while no other thread runs; their cost is reported without a
+    # target.
     target = at_most(GAP_RATIO_MAX) if kind == "text" else None
     return row_of_medians(name, "ms", loaded_ms, "alone", quiet_ms, target)
 

@@ -1,7 +1,7 @@
 """Cache bytes that a decode step of latent attention reads per cached token, by heads. Counted.
 
-All heads share one row per token, so the bytes must not grow with them. Counted is what the real
-pass gathers from the pages: whatever attention reads, it gets from there.
+All heads share one row per token, so the bytes must not grow with them. Counted are the bytes that
+the real pass gathers from the pages. Attention reads nothing else.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _ignore(outcome: Outcome) -> None:
 
 
 def figures_of(summary: Summary) -> dict[str, float]:
-    """What is told of a case, by the names that other systems' figures have as well."""
+    """The figures of a case, under the names that other systems' figures have."""
     figures = {"output tokens/s": summary.output_throughput}
     for metric in ("itl", "ttft"):
         for rank, value in summary.latencies.get(metric, {}).items():
@@ -73,7 +73,7 @@ def figures_of(summary: Summary) -> dict[str, float]:
 
 
 def why_unfinished(case: LoadCase, summary: Summary) -> str:
-    """What is missing of what was asked for; empty if nothing is."""
+    """The requests that were not answered in full, as text; empty if none."""
     if summary.errors:
         told = ", ".join(
             f"{count} {kind} ({summary.error_examples[kind]})"

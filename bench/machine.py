@@ -1,4 +1,4 @@
-"""Where and when something was measured: figures of two machines are not the same figures."""
+"""Machine and commit of a measurement."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Machine:
     flashinfer: str = ""
 
     def __str__(self) -> str:
-        told = (
+        software = (
             f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, Python {self.python}, "
             f"torch {self.torch}, UCX {self.ucx}"
         )
         flashinfer = self.flashinfer or "not installed"
         on_card = f"{self.card}, driver {self.driver}, FlashInfer {flashinfer}"
-        return f"{on_card}; {told}" if self.card else told
+        return f"{on_card}; {software}" if self.card else software
 
 
 def describe_machine() -> Machine:
@@ -74,18 +74,18 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def ask_driver() -> str:
-    """What the driver's own tool says of the GPUs; empty where there is none."""
+    """The GPUs as the driver's own tool lists them; empty without one."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.stdout
+    return done.stdout
 
 
-def card_of(told: str) -> tuple[str, str]:
+def card_of(listing: str) -> tuple[str, str]:
     """(name, driver) of the first GPU, from what `ask_driver` returns."""
-    for line in told.splitlines():
+    for line in listing.splitlines():
         name, _, driver = line.rpartition(",")
         return name.strip(), driver.strip()
     return "", ""
@@ -95,7 +95,7 @@ def describe_commit(directory: Path = ROOT) -> str | None:
     """The checkout's commit, "+" behind it if files differ from it. None where git can't say."""
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return told.stdout.strip()
+    return done.stdout.strip()

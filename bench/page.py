@@ -1,7 +1,7 @@
 """report.html: the record as one page that needs nothing else, not even a network.
 
-Knows nothing of what is measured. The template escapes whatever it is given; only the pictures,
-which are made here, go in as they are.
+Knows nothing of the measurements. The template escapes all values except the pictures, which are
+made here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Summary:
     """What the page begins with. missed: (section name, row).
 
     not_run: (section name, reason) -> the rows' names, one line for all that lack the same thing.
-    not_run_count: of rows; those of sections that broke or were never asked for can't be told.
+    not_run_count: of rows; without those of sections that broke or never ran.
     never: sections of which there is no record. failed: section name -> what ended it.
     """
 

@@ -1,8 +1,8 @@
 """The demo pair as a client sees it: what a transfer costs beyond the wire, and its memory.
 
 Overhead is counted from the first token being ready on the prefill server to the client having it,
-less the bytes at the best bandwidth of the run. What the client waits before the prompt starts to
-be computed can't be told apart from outside (HTTP, tokenizer) and is counted as overhead too.
+less the bytes at the best bandwidth of the run. The time before the prompt's computation
+starts (HTTP, tokenizer) can't be separated from outside and is counted as overhead too.
 """
 
 from __future__ import annotations

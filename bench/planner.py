@@ -1,4 +1,4 @@
-"""What planning one transfer costs: 8192 tokens, 64 layers, for one pair of ranks."""
+"""The cost of planning one transfer: 8192 tokens, 64 layers, for one pair of ranks."""
 
 from __future__ import annotations
 

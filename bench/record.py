@@ -3,7 +3,7 @@
     {"sections": {NAME: {"started_at", "commit", "machine", "load", "seconds",
                          "rows", "not_run", "error"}}}
 
-A run replaces the sections that it ran and keeps the others, so that each tells its own date,
+A run replaces the sections that it ran and keeps the others, so that each has its own date,
 commit and machine. A file of bench/results is the same, with the sections of one day, machine and
 commit only.
 """
@@ -65,8 +65,8 @@ def read_record(path: Path) -> Record:
 
 
 def add_section(path: Path, name: str, section: SectionRecord) -> Record:
-    """Puts it into the file and returns all of it. A file that can't be read is replaced, and the
-    caller should have said so."""
+    """Puts it into the file and returns all of it. A file that can't be read is replaced; the
+    caller warns of that before."""
     try:
         sections = dict(read_record(path).sections)
     except UnreadableRecord:
@@ -87,7 +87,7 @@ def result_path(directory: Path, section: SectionRecord) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Whoever reads it meanwhile sees the old file or the new one, never a half."""
+    """Atomic: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{os.getpid()}")
     written.write_text(text)

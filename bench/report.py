@@ -1,6 +1,6 @@
-"""What a benchmark reports: rows of a value beside its reference and its target, and a table.
+"""The report of a benchmark: rows of a value beside its reference and its target, and a table.
 
-Knows nothing of what is measured, nor of where reports are kept.
+Knows nothing of the measurements, nor of the place of reports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row has to reach: in its ratio if it has a reference, else in its value."""
+    """The target of a row: of its ratio if it has a reference, else of its value."""
 
     sense: Literal["at least", "at most"]
     bound: float
@@ -44,7 +44,7 @@ class Row:
     value, reference_value: medians of the samples, both in `unit`.
     ratio: value over reference_value; read with the unit whether more is better.
     samples: how many times each was measured.
-    target: None: the number is told and promises nothing.
+    target: None: the number is reported without a target.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class NotRun:
-    """What a section would have measured, had something not been missing here.
+    """A row that a section could not measure, because this machine lacks a part.
 
     name: of the row, or of all rows of its kind. target: in words, as it may be of several rows.
     """

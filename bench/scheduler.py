@@ -1,4 +1,4 @@
-"""What one round of the decode scheduler costs with 256 running requests, and one event of the
+"""The cost of one round of the decode scheduler with 256 running requests, and one event of the
 prefill scheduler with 1,000 that wait."""
 
 from __future__ import annotations

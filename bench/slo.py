@@ -1,6 +1,6 @@
-"""What a service promises about its latencies, and the highest rate at which it keeps it.
+"""Service level objectives of latency, and the highest rate at which a service keeps them.
 
-Pure: whether a rate was measured or simulated is the caller's business.
+Pure: the caller measures or simulates a rate.
 """
 
 from __future__ import annotations

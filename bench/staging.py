@@ -1,7 +1,7 @@
 """Transfers between layouts that differ, against equal ones: staged, converted, and other TP.
 
 64 MiB of the cache of a 32-layer model of 8 KV heads of 128 elements, between random pages of two
-processes. Where element types differ these are bytes of the wider one, whatever travels, and the
+processes. Where element types differ these are bytes of the wider one, and the
 equal layouts are both of that type: the same tokens without a conversion. In GB/s (10^9 bytes).
 Everything that is compared is sampled in turns within one run.
 """

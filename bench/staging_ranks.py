@@ -51,7 +51,7 @@ Look = Callable[[Tensor, object], object]
 
 
 class RankIo:
-    """What the I/O thread of one rank owns."""
+    """The state of the I/O thread of one rank."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RankIo:
         self.links = PeerLinks(self.transport, layout, self.landing, self.staging)
         self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging)
         self.io = StagedIo(self.sends, self.links, self.landing, self.staging, clock)
-        self.told: list[WorkerToScheduler] = []
+        self.messages: list[WorkerToScheduler] = []
         self._poller = Poller()
         self._poller.register(self.transport.fileno())
         self._poller.register(self.io)
@@ -92,19 +92,19 @@ class RankIo:
             match event:
                 case moving.TransferSettled():
                     if not self.io.apply_settled(event):
-                        self.told += self.sends.apply_settled(event)
+                        self.messages += self.sends.apply_settled(event)
                 case moving.PeerConnected():
-                    self.told += self.links.apply_connected(event)
+                    self.messages += self.links.apply_connected(event)
                 case moving.PeerFailed() | moving.PeerClosed():
-                    self.told += self.links.apply_gone(event)
-        self.told += self.io.receive()
+                    self.messages += self.links.apply_gone(event)
+        self.messages += self.io.receive()
 
     def wait(self) -> WorkerToScheduler:
         end_at = time.monotonic() + PATIENCE_S
-        while not self.told:
+        while not self.messages:
             assert time.monotonic() < end_at, "nothing happens"
             self.turn(0.1)
-        return self.told.pop(0)
+        return self.messages.pop(0)
 
     def close(self) -> None:
         self.io.close()
@@ -112,7 +112,7 @@ class RankIo:
 
 
 class StagedPair:
-    """A source rank here and a target rank in a child, connected with one way of handing over."""
+    """A source rank here and a target rank in a child, connected in one transfer mode."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class StagedPair:
         opened = self._pipe.recv()
         assert isinstance(opened, PeerOpened), opened
         message = ConnectPeer("target", encode_layout(target), [opened.descriptor], transfer_mode)
-        self.source.told += self.source.links.connect(message)
+        self.source.messages += self.source.links.connect(message)
         connected = self.source.wait()
         assert isinstance(connected, PeerConnected), connected
         self.transfer_mode = connected.transfer_mode
@@ -168,7 +168,7 @@ class StagedPair:
         pages = ([(0, source_pages)], [(0, target_pages)])
         start = time.perf_counter()
         self.source.sends.open(OpenTransfer(TRANSFER, "target", *pages))
-        self.source.told += self.source.sends.send(send)
+        self.source.messages += self.source.sends.send(send)
         settled = self.source.wait()
         seconds = time.perf_counter() - start
         self.source.sends.close(CloseTransfer(TRANSFER))
@@ -176,7 +176,7 @@ class StagedPair:
         return seconds, settled.run_count
 
     def ask_target(self, question: object) -> object:
-        """What the other process's `look` says of its pages."""
+        """The answer of the other process's `look` to a question about its pages."""
         self._pipe.send(question)
         answer: object = self._pipe.recv()
         return answer

@@ -1,4 +1,4 @@
-"""Transfers of what is not kept by the token alone: states in slots, tails, blocks, chosen rows.
+"""Transfers of caches with more than one row per token: slots, tails, blocks, chosen rows.
 
 Bandwidth: 67 to 98 MB of each kind between random pages of two processes, in GB/s (10^9 bytes),
 held against as many bytes of keys and values of full attention; sampled in turns within one run,

@@ -1,4 +1,4 @@
-"""What bursts of long prompts do to the gaps between tokens: single server against pair.
+"""Gaps between tokens under bursts of long prompts: single server against pair.
 
 A few streams run all the time. In every second round, bursts of long prompts come as well. The gaps
 are of the steady streams only, from the first burst on for as long as bursts come and all streams
@@ -8,7 +8,7 @@ run; real servers, HTTP, and three ways to use the same two cores:
     single        one server on core 1; core 0 has nothing to do but the client
     single_both   one server on both cores, with two threads
 
-The client is on core 0 in each of them, and goes before what else runs there.
+The client is on core 0 in each of them, with priority over the other processes there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BURST_PROMPT, BURST_OUTPUT = 1500, 8
 
 
 def run() -> list[Row | NotRun]:
-    """p99 of the gaps, in ms; the ratio against the pair's is how much lower that one is."""
+    """p99 of the gaps, in ms; the ratio is to the pair's."""
     if missing := missing_cores():
         return [NotRun("itl_p99_single_bursts", missing, str(at_least(TIMES_LOWER_MIN)))]
     p99_ms: dict[tuple[str, bool], list[float]] = {

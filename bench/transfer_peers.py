@@ -2,7 +2,7 @@
 
 What NIXL prepares before a transfer is not counted. It is measured as it comes, with a progress
 thread at either end, and as it was fastest here, with one at the target only. Mooncake has no
-shared memory for pools that it does not own: on one host it goes over tcp, whatever the others do.
+shared memory for pools that it does not own: on one host it goes over tcp, unlike the others.
 A contender is stopped while it is not sampled, so that none pays for the threads of another.
 """
 

@@ -1,4 +1,4 @@
-"""What it costs to compare caches with what was sent: time to first token, and digests by size.
+"""The cost of verified transfers: time to first token, and digests by size.
 
 One prefill server, and a decode server per mode, asked in turns; the client's own clock, from the
 request to the first token. Digests: a full one of a 4096-token prompt of a 32-layer model, on one

@@ -1,4 +1,5 @@
-"""`python -m bench serve`, `baton-bench`: sends a load to a server and tells how it went.
+"""`python -m bench serve`, `baton-bench`: sends a load to a server and reports latencies and
+failures.
 
 Exit code 0 if every request was answered, 1 if some failed, 2 if nothing could be measured.
 """
@@ -130,7 +131,7 @@ async def _ask_vocab_size(settings: Settings) -> int:
     vocab_size = (await _get(settings, "/server_info", _ServerInfo, flag)).vocab_size
     if vocab_size is None:
         raise ConfigError(
-            f"{settings.url}/server_info does not tell the size of the vocabulary: give {flag}"
+            f"{settings.url}/server_info does not name the size of the vocabulary: give {flag}"
         )
     return vocab_size
 

@@ -28,12 +28,12 @@ ERROR_TEXT_MAX = 400  # characters kept of an answer that is an error
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times in seconds from the beginning of the run.
+    """The outcome of one request. Times in seconds from the beginning of the run.
 
     began_s: when its turn came here; due_s if this process was not late. sent_s: when it was sent,
         later than that only if --max-concurrency held it back.
     arrivals: (time, tokens so far) of every event that brought some.
-    error_kind: "" if all went well, else a short word for a table; error: what was said.
+    error_kind: "" if all went well, else a short word for a table; error: the text of the answer.
     """
 
     ask: Ask
@@ -62,7 +62,7 @@ class Run:
 
 
 class StreamBroken(Exception):
-    """A stream said that its request failed, or ended before its end."""
+    """A stream reported that its request failed, or broke off."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -172,10 +172,10 @@ class LoadClient:
             raise StreamBroken("failed", heard.failure)
         if heard.prompt_count is not None:
             outcome.prompt_count = heard.prompt_count
-        told = heard.output_count
-        count = outcome.output_count + int(heard.has_text) if told is None else told
-        # The sum at the end may count tokens without text, which nobody saw arrive.
-        is_arrival = heard.has_text or (told is not None and outcome.arrivals == [])
+        reported = heard.output_count
+        count = outcome.output_count + int(heard.has_text) if reported is None else reported
+        # The sum at the end may count tokens without text, which had no event of their own.
+        is_arrival = heard.has_text or (reported is not None and outcome.arrivals == [])
         if count > outcome.output_count and is_arrival:
             outcome.arrivals.append((now_s, count))
         outcome.output_count = max(outcome.output_count, count)

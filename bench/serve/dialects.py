@@ -1,4 +1,4 @@
-"""The three APIs a load can be sent to: what a body says, and what an event of its stream means.
+"""The three APIs of a load: their bodies, and the events of their streams.
 
 Knows nothing of sockets or of time.
 """
@@ -19,10 +19,11 @@ Decode = Callable[[tuple[int, ...]], str]
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What one event says.
+    """The content of one event.
 
-    output_count: tokens so far, None if the API does not tell. has_text: something came that a
-        reader sees. prompt_count: tokens of the prompt, if told. failure: why the request failed.
+    output_count: tokens so far, None if the API does not report it. has_text: the event has
+        visible text. prompt_count: tokens of the prompt, if reported. failure: why the request
+        failed.
     """
 
     output_count: int | None = None
@@ -63,7 +64,7 @@ class _SglangEvent(msgspec.Struct):
 
 
 class SglangDialect:
-    """POST /generate, which takes token ids and tells with every event how many there are."""
+    """POST /generate, which takes token ids and reports their count with every event."""
 
     path = "/generate"
 
@@ -85,10 +86,10 @@ class SglangDialect:
         }
 
     def hear(self, event: bytes) -> Heard:
-        said = self._decoder.decode(event)
-        if said.error is not None:
-            return Heard(failure=said.error.message)
-        meta = said.meta_info or _Meta()
+        decoded = self._decoder.decode(event)
+        if decoded.error is not None:
+            return Heard(failure=decoded.error.message)
+        meta = decoded.meta_info or _Meta()
         reason = meta.finish_reason
         if reason is not None and reason.type == "abort":
             return Heard(failure=reason.message or "aborted")
@@ -126,7 +127,7 @@ class OpenAiDialect:
     """POST /v1/completions with token ids, or /v1/chat/completions with the text that they spell.
 
     Every event is asked to count the tokens so far (vLLM's and SGLang's extension); from a server
-    that does not, each event with text is one token, and the last one tells the sum.
+    that does not, each event with text is one token, and the last one has the sum.
     """
 
     def __init__(self, settings: Settings, model: str, decode: Decode | None) -> None:
@@ -153,9 +154,9 @@ class OpenAiDialect:
         }
 
     def hear(self, event: bytes) -> Heard:
-        said = self._decoder.decode(event)
-        if said.error is not None:
-            return Heard(failure=said.error.message)
-        usage = said.usage or _Usage()
-        has_text = any(choice.has_text for choice in said.choices)
+        decoded = self._decoder.decode(event)
+        if decoded.error is not None:
+            return Heard(failure=decoded.error.message)
+        usage = decoded.usage or _Usage()
+        has_text = any(choice.has_text for choice in decoded.choices)
         return Heard(usage.completion_tokens, has_text, usage.prompt_tokens)

@@ -1,4 +1,4 @@
-"""What the load tool was asked to do: its flags, spelled as those of `vllm bench serve` and
+"""Settings of the load tool: its flags, spelled as those of `vllm bench serve` and
 `sglang.bench_serving` are. Knows nothing of HTTP or of how a load is sent.
 """
 
@@ -75,12 +75,12 @@ class Settings:
 
     def shown(self) -> dict[str, object]:
         """Everything but the key, as it stands in a result file."""
-        told = {
+        shown = {
             name: str(value) if isinstance(value, Path) or value == math.inf else value
             for name, value in asdict(self).items()
         }
-        del told["api_key"]
-        return told
+        del shown["api_key"]
+        return shown
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,7 +92,7 @@ def parse_settings(argv: Sequence[str]) -> Settings:
     """Raises: ConfigError, one line that names the flag, the value and what is allowed."""
     parser = _Parser(
         prog="baton-bench",
-        description="Sends a load to a server and tells how long its tokens took.",
+        description="Sends a load to a server and reports how long its tokens took.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""What a run comes to: latencies and their percentiles, throughput, goodput, errors, and warnings.
+"""The summary of a run: latencies and their percentiles, throughput, goodput, errors, and warnings.
 
 Pure: takes what was noted, gives plain values. The definitions are those of `vllm bench serve` and
 `sglang.bench_serving`:
@@ -164,7 +164,7 @@ def concurrency_steps(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
 
 def request_fields(outcome: Outcome) -> dict[str, object]:
     """One request as --save-detailed writes it."""
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "index": outcome.ask.index,
         "due_s": outcome.due_s,
         "sent_s": outcome.sent_s,
@@ -175,9 +175,9 @@ def request_fields(outcome: Outcome) -> dict[str, object]:
         "error": outcome.error,
     }
     if not outcome.is_good:
-        return told
+        return fields
     one = measure(outcome)
-    return told | {
+    return fields | {
         "ttft_ms": one.ttft,
         "tpot_ms": one.tpot,
         "itl_ms": one.itls,

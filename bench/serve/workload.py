@@ -1,6 +1,6 @@
 """Which prompts come when: drawn from a seed, or read from a trace. Sends nothing.
 
-The same settings give the same workload, whatever is measured with it.
+The same settings give the same workload.
 """
 
 from __future__ import annotations

@@ -181,9 +181,9 @@ def _fit(stages: Sequence[_Stages], steps: Sequence[StepSample], info: _Info) ->
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """Of one prompt that found idle servers. frontend_s: what the client waited beyond what the
-    scheduler tells of; message_s: what that waited with nobody computing or sending. exposed_s,
-    exposed_nbytes: of the transfer, after the last layer."""
+    """Of one prompt that found idle servers. frontend_s: the client's waiting time beyond the
+    scheduler's account; message_s: the part of that account without computing or sending.
+    exposed_s, exposed_nbytes: of the transfer, after the last layer."""
 
     token_count: int
     prefill_s: float
@@ -219,16 +219,16 @@ def _one_alone(url: str, send: Send, draw: _Drawer, length: int) -> _Stages:
     outcome = send([draw.ask(0, 0.0, length, 2)]).outcomes[0]
     listed = msgspec.json.decode(_get(url, "/requests"), type=_Requests).requests
     rid = next(one.rid for one in listed if one.prompt_tokens == length)  # the newest
-    told = msgspec.json.decode(_get(url, f"/requests/{rid}/timeline"), type=_Timeline)
-    wire = told.transfer
+    timeline = msgspec.json.decode(_get(url, f"/requests/{rid}/timeline"), type=_Timeline)
+    wire = timeline.transfer
     exposed_s = wire.wire_s * wire.exposed_bytes / wire.bytes
     # Where the scheduler heard of both ends together, the wire is in the stage before.
-    both_s = told.span_s("prefill") + told.span_s("transfer")
+    both_s = timeline.span_s("prefill") + timeline.span_s("transfer")
     return _Stages(
         token_count=length,
         prefill_s=max(LEAST_S, both_s - exposed_s),
-        frontend_s=max(LEAST_S, measure(outcome).ttft / 1e3 - told.ttft_s),
-        message_s=max(LEAST_S, told.ttft_s - both_s),
+        frontend_s=max(LEAST_S, measure(outcome).ttft / 1e3 - timeline.ttft_s),
+        message_s=max(LEAST_S, timeline.ttft_s - both_s),
         exposed_s=max(LEAST_S, exposed_s),
         exposed_nbytes=wire.exposed_bytes,
     )

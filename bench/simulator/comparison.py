@@ -1,4 +1,4 @@
-"""What a sweep of rates came to, measured or predicted, and how far the two are apart.
+"""The results of a sweep of rates, measured and predicted, and the error between the two.
 
 Knows nothing of servers or of how a sweep is made.
 """
@@ -57,9 +57,9 @@ def print_comparison(measured: Measured, predicted: Measured, slo: Slo) -> None:
     print(f"\np{slo.rank:g} in ms, measured / predicted where the other sweep tried the rate too")
     print(f"{'':8}    rate          TTFT             ITL")
     for name, probes in measured.probes.items():
-        told = {probe.rate: probe for probe in predicted.probes[name]}
+        by_rate = {probe.rate: probe for probe in predicted.probes[name]}
         for probe in sorted(probes, key=lambda one: one.rate):
-            other = told.get(probe.rate)
+            other = by_rate.get(probe.rate)
             ttft = f"{other.ttft_ms:.0f}" if other else "-"
             itl = f"{other.itl_ms:.1f}" if other else "-"
             print(

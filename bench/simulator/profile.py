@@ -1,7 +1,7 @@
-"""What work costs on one kind of server, measured once: the numbers that a simulation runs on.
+"""The costs of work on one kind of server, measured once: the numbers that a simulation runs on.
 
 Every cost is a straight line, or a parabola of the prompt's length for attention. Knows nothing of
-how they were measured or of what happens with them.
+their measurement or use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frontend_s, frontend_token_s: to take a request in over HTTP and to answer its first token, and
         for each token of its prompt.
     dispatch_s: of a prefill server, for a request beside its steps.
-    message_s: from server to server and back, nobody computing meanwhile.
+    message_s: from server to server and back, without computing.
     transfer_s, bandwidth: of a transfer, at least, and bytes per second of the link.
         token_nbytes: what is left to be sent of each token of the prompt after its last step.
     client_token_s: what the client of the measurement itself takes for a token.

@@ -50,8 +50,8 @@ class Request:
 class Engine:
     """Steps of one server, on one core.
 
-    on_prompt: told of a prompt whose last chunk is done. on_tokens: of sequences that have a token
-    more, after each step.
+    on_prompt: called with a prompt whose last chunk is done. on_tokens: called after each step with
+    the sequences that have a new token.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Engine:
 
 
 class PrefillServer:
-    """on_done: told of a request whose prompt is computed."""
+    """on_done: called with a request whose prompt is computed."""
 
     def __init__(
         self, machine: Machine, profile: Profile, place: Place, on_done: Callable[[Request], None]
@@ -143,7 +143,7 @@ class DecodeServer:
     """Takes requests in, has their prompts computed by the least loaded prefill server, or here if
     there is none, and generates the rest.
 
-    on_tokens: told of requests that have a token more.
+    on_tokens: called with requests that have a new token.
     """
 
     def __init__(
