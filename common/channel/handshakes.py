@@ -1,4 +1,4 @@
-"""Connections of one socket that failed in their handshake, with the reason, and one that broke."""
+"""Failed handshakes of one socket, with reasons, and breaks of its connection."""
 
 from __future__ import annotations
 

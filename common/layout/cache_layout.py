@@ -182,7 +182,7 @@ class PageGroup:
         return -(-self.live.items(token_count).stop // self.page_items)
 
     def page_first(self, token_count: int) -> int:
-        """Logical index of the first page that the token behind `token_count` ones reads."""
+        """Logical index of the first page that token number `token_count` reads, from 0."""
         if not self.live.is_paged:
             return 0
         return self.live.items(token_count).start // self.page_items

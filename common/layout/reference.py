@@ -79,7 +79,7 @@ Printed by `python -m common.layout.reference` from `common/layout/families.py`;
 
 A model's cache is a list of components. Two servers agree if their lists are the same: names,
 layers, live rule, how it is cut, order and units; element types may differ where a transfer may be
-staged. What differs is named when they connect (see [layouts.md](layouts.md)).
+staged. Differences are named when they connect (see [layouts.md](layouts.md)).
 
 - **lives**: which items a request needs to go on. *full*: one per token. *window W*: those of the
   last W - 1 tokens. *block r*: one for every r tokens that are complete. *tail r*: those of the
@@ -87,7 +87,7 @@ staged. What differs is named when they connect (see [layouts.md](layouts.md)).
   them.
 - **cut**: *split*: tensor parallel ranks share the units. *whole*: every rank has all of it.
 - **units**: count x bytes, of one item in one layer. A unit is never cut.
-- **order**: what the bytes mean beyond their type. Different orders are refused.
+- **order**: the conventions of the bytes beyond their type. Different orders are refused.
 - **bytes**: of a request of {TOKEN_COUNT} tokens, all layers and all units together.
 
 Examples have 24 layers and caches of {DTYPE}. A model may have several kinds.

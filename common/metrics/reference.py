@@ -18,7 +18,7 @@ SECTIONS = {
     "Requests and tokens": REQUESTS,
     "Transfers": TRANSFERS,
     "Queues": QUEUES,
-    "What the scheduler counts": (*COUNTERS, *NAMED_COUNTERS),
+    "Counters of the scheduler": (*COUNTERS, *NAMED_COUNTERS),
     "State of the moment": GAUGES,
 }
 HEAD = f"""\
@@ -30,8 +30,8 @@ Every metric has the labels `model_name` and `engine_type` (`prefill`, `decode`,
 server that computes prompts itself); vLLM's names have `engine="0"` besides. `--metrics-names` says
 whether `sglang:` names are shown (the default), `vllm:` ones, or `both`; `baton:` ones always are.
 Names in one row are views of one measurement, never counted twice. A `peer` is a prefill server's
-address, or the id of a decode server's process; what is counted knows {PEER_COUNT_MAX} of them, the
-rest is `{OTHER_PEERS}`. What clients wait for is measured on the decode server alone.
+address, or the id of a decode server's process; metrics know {PEER_COUNT_MAX} of them, the rest is
+`{OTHER_PEERS}`. The waiting time of clients is measured on the decode server alone.
 """
 
 

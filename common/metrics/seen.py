@@ -214,7 +214,7 @@ NAMED_COUNTERS = (
     Metric(
         "events",
         Kind.COUNTER,
-        "What the scheduler counts, by its name.",
+        "Events that the scheduler counts, by name.",
         (View("baton:events", ("event",)),),
         ("event",),
     ),

@@ -98,7 +98,7 @@ class Attach(_Message, frozen=True):
 
 
 class Attached(_Message, frozen=True):
-    """Every writer is connected. transports: what carries caches, per pair of ranks."""
+    """Every writer is connected. transports: of the caches, per pair of ranks."""
 
     incarnation: str
     peer_incarnation: str

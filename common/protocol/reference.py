@@ -60,7 +60,7 @@ compares.
 A message is a msgpack map: its class name under `type`, then its fields by name. A field that has
 its default is left out. Every number and length has a bound (`common/protocol/bounds.py`), for
 example {TOKEN_COUNT_MAX} tokens of a request, {RANK_COUNT_MAX} ranks of a server and
-{PAGE_NBYTES_MAX} bytes of a page; what is beyond is refused.
+{PAGE_NBYTES_MAX} bytes of a page; a layout beyond these bounds is refused.
 
 Messages between servers have a version, now {peer.PROTOCOL_VERSION}; the oldest that is understood
 is {peer.PROTOCOL_VERSION_MIN}. Those inside one server have none: its processes are of one release.

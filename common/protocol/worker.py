@@ -182,8 +182,8 @@ class Shutdown(_Message, frozen=True):
 class WorkerReady(_Message, frozen=True):
     """Weights are loaded, pools are warm.
 
-    page_counts: pages per group without the scratch page. fingerprint: what both sides must share.
-    layout: this server's ServerLayout, msgpack. describe: for /server_info.
+    page_counts: pages per group without the scratch page. fingerprint: values that both sides must
+    share. layout: this server's ServerLayout, msgpack. describe: for /server_info.
     host_id, pid: name the process that writes into the memory of a peer on the same host.
     """
 

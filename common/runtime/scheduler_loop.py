@@ -67,7 +67,7 @@ class ServerSpent(BatonError):
 
 
 class Core(Protocol):
-    """What the loop needs of a scheduler core."""
+    """A scheduler core, as the loop drives it."""
 
     request_token_max: int
 
