@@ -23,8 +23,8 @@ from common.layout.families import gqa_components
 from common.planner.copies import plan_copies
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
-from common.worker.landing import SLOT_NBYTES_MAX
-from common.worker.start_staging import STAGING_BUFFER_COUNT
+from common.worker.staging.start import STAGING_BUFFER_COUNT
+from common.worker.staging.target import SLOT_NBYTES_MAX
 
 BATCH_NBYTES = 64 << 20
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128

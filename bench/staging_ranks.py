@@ -34,13 +34,13 @@ from common.protocol.worker import (
 )
 from common.transport import transport as moving
 from common.transport.ucx import UcxSettings, UcxTransport
-from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
 from common.worker.sends import Sends
-from common.worker.staged_io import StagedIo
-from common.worker.staging import Staging
-from common.worker.start_staging import start_landing, start_staging
+from common.worker.staging.io import StagedIo
+from common.worker.staging.source import Staging
+from common.worker.staging.start import start_landing, start_staging
+from common.worker.staging.target import Landing
 
 PATIENCE_S = 120.0
 TRANSFER = 1

@@ -14,7 +14,9 @@ from common.errors import LayoutError, MessageTooLarge, ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.bounds import check_peer_message, check_transfer_name, fit_to_peer
 from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
-from common.protocol.landing import (
+from common.protocol.layout_bounds import check_layout_bounds
+from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.protocol.staging import (
     LANDING_MESSAGE_NBYTES_MAX,
     Credit,
     Landed,
@@ -22,8 +24,6 @@ from common.protocol.landing import (
     check_credit,
     check_landed,
 )
-from common.protocol.layout_bounds import check_layout_bounds
-from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 from common.request import TokenLogprobs
 from common.request_bounds import PROMPT_LOGPROBS_NBYTES_MAX

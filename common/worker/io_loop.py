@@ -43,7 +43,7 @@ from common.transport.transport import Transport
 from common.worker.digester import DigestJobs
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
-from common.worker.staged_io import StagedIo
+from common.worker.staging.io import StagedIo
 
 log = logging.getLogger(__name__)
 

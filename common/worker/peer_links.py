@@ -33,11 +33,11 @@ from common.protocol.worker import (
 )
 from common.transport import transport as moving
 from common.transport.transport import LOOPBACK, RegionDescriptor, TargetDescriptor, Transport
-from common.worker.landing import REGION as LANDING_REGION
-from common.worker.landing import Landing
 from common.worker.pools import pool_names
-from common.worker.staged_job import LaneFailed, LaneReady
-from common.worker.staging import Staging
+from common.worker.staging.source import Staging
+from common.worker.staging.source_jobs import LaneFailed, LaneReady
+from common.worker.staging.target import REGION as LANDING_REGION
+from common.worker.staging.target import Landing
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from common.planner.pairing import TokenRange
 from common.protocol.worker import CancelSends, CloseTransfer, OpenTransfer, Send, SendSettled
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
-from common.worker.staging import Staging
+from common.worker.staging.source import Staging
 
 
 @dataclass(frozen=True, slots=True)

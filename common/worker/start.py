@@ -35,17 +35,17 @@ from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
 from common.worker.digester import Digester
 from common.worker.first_pass import first_pass_tokens, warm_up
-from common.worker.landing import Landing
 from common.worker.pools import (
     FreeMemory,
     allocate_pool,
     decide_page_counts,
     free_nbytes,
 )
-from common.worker.staging import Staging
+from common.worker.staging.source import Staging
+from common.worker.staging.start import start_landing, start_staging
+from common.worker.staging.target import Landing
 from common.worker.start_device import device_of, enough_memory
 from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
-from common.worker.start_staging import start_landing, start_staging
 from common.worker.start_transport import PRIVATE_TRANSPORTS, start_transport
 
 log = logging.getLogger(__name__)

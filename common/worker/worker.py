@@ -37,7 +37,7 @@ from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
 from common.worker.last_resort import end_process_after
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
-from common.worker.staged_io import StagedIo
+from common.worker.staging.io import StagedIo
 from common.worker.start import StartedRank, start_rank
 
 log = logging.getLogger(__name__)

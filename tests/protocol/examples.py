@@ -6,7 +6,7 @@ from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
-from common.protocol import descriptor, digests, frontend, landing, peer, worker
+from common.protocol import descriptor, digests, frontend, peer, staging, worker
 from common.protocol.codec import encode_layout, encode_logprobs
 from common.protocol.descriptor import LandingDescriptor, LandingRing
 from common.request import (
@@ -268,5 +268,5 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4, "stuck", True, 64),
 ]
-LANDED: list[landing.Landed] = [landing.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
-CREDIT: list[landing.Credit] = [landing.Credit(2**62, 9, 3, "not expected here")]
+LANDED: list[staging.Landed] = [staging.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
+CREDIT: list[staging.Credit] = [staging.Credit(2**62, 9, 3, "not expected here")]

@@ -20,16 +20,16 @@ from common.protocol.worker import ConnectPeer, Expect, PeerOpened, WorkerToSche
 from common.transport import transport as moving
 from common.transport.copies import copy_runs
 from common.transport.ucx import UcxSettings, UcxTransport
-from common.worker.copier import Copier
-from common.worker.gather_buffers import GatherBuffers
-from common.worker.landing import REGION as LANDING_REGION
-from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool, allocate_region
 from common.worker.sends import Sends
-from common.worker.staged_io import StagedIo
-from common.worker.staging import REGION as STAGING_REGION
-from common.worker.staging import Staging
+from common.worker.staging.copier import Copier
+from common.worker.staging.gather_buffers import GatherBuffers
+from common.worker.staging.io import StagedIo
+from common.worker.staging.source import REGION as STAGING_REGION
+from common.worker.staging.source import Staging
+from common.worker.staging.target import REGION as LANDING_REGION
+from common.worker.staging.target import Landing
 from tests.worker.whole_send import WholeSend
 
 WAIT_S = 30.0

@@ -14,7 +14,7 @@ from common.channel.poller import Poller
 from common.config import Role, TransferMode
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import RankDescriptor
-from common.protocol.landing import Credit, Landed
+from common.protocol.staging import Credit, Landed
 from common.protocol.worker import (
     ClosePeer,
     ConnectPeer,

@@ -9,7 +9,7 @@ import torch
 from common.config import TransferMode
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import encode_layout
-from common.protocol.landing import Credit
+from common.protocol.staging import Credit
 from common.protocol.worker import (
     CancelSends,
     ConnectPeer,
@@ -20,7 +20,7 @@ from common.protocol.worker import (
     PeerOpened,
     SendSettled,
 )
-from common.worker.staging import Staging
+from common.worker.staging.source import Staging
 from tests.worker.staged_world import (
     BUFFER_NBYTES,
     Rank,
@@ -338,7 +338,7 @@ def test_a_rank_that_grants_no_slots_is_named_where_they_are_needed() -> None:
 
 
 def test_a_lane_that_nobody_answers_on_fails_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.worker.staging.LANE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("common.worker.staging.source.LANE_TIMEOUT_S", 0.2)
     world = World.make(server_layout(), server_layout())
     try:
         world.stalled = True

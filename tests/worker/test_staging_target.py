@@ -16,12 +16,12 @@ from common.layout.families import gqa_components
 from common.planner.pairing import TokenRange
 from common.planner.staging import StagedPair
 from common.protocol.descriptor import LandingDescriptor
-from common.protocol.landing import Credit, Landed
+from common.protocol.staging import Credit, Landed
 from common.protocol.worker import Expect, Forget, Forgotten
 from common.transport.copies import copy_runs
 from common.transport.loader import load_ucx
-from common.worker.copier import Copier
-from common.worker.landing import (
+from common.worker.staging.copier import Copier
+from common.worker.staging.target import (
     RING_SLOT_COUNT_MAX,
     SLOT_NBYTES_MIN,
     Landing,

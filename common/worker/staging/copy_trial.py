@@ -15,7 +15,7 @@ from common.clock import Clock
 from common.planner.link_cost import CopyCost, CopyCosts, measured_copy
 from common.planner.staging import Conversion, LinearCopy
 from common.transport.copies import copy_runs
-from common.worker.copier import Copier
+from common.worker.staging.copier import Copier
 
 RUN_NBYTES = 4096
 """Runs of a trial: where they are much longer, nothing is staged anyway."""

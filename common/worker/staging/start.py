@@ -10,14 +10,14 @@ from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
 from common.transport.copies import convert_float8, copy_runs
 from common.transport.transport import Transport
-from common.worker.copier import Copier
-from common.worker.copy_trial import measure_copies
-from common.worker.gather_buffers import GatherBuffers
-from common.worker.landing import REGION as LANDING_REGION
-from common.worker.landing import SLOT_NBYTES_MAX, Landing
 from common.worker.pools import allocate_region
-from common.worker.staging import REGION as STAGING_REGION
-from common.worker.staging import Staging
+from common.worker.staging.copier import Copier
+from common.worker.staging.copy_trial import measure_copies
+from common.worker.staging.gather_buffers import GatherBuffers
+from common.worker.staging.source import REGION as STAGING_REGION
+from common.worker.staging.source import Staging
+from common.worker.staging.target import REGION as LANDING_REGION
+from common.worker.staging.target import SLOT_NBYTES_MAX, Landing
 
 STAGING_BUFFER_COUNT = 4
 """Buffers of one slot each on a prefill rank: one is filled while others are put, and every one of

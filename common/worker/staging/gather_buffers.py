@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.planner.copy_plan import CopyPlan
 from common.planner.staging import LinearCopy, Piece
-from common.worker.copier import Copier
-from common.worker.staged_job import Job, Moving
+from common.worker.staging.copier import Copier
+from common.worker.staging.source_jobs import Job, Moving
 
 
 class GatherBuffers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.planner.copies import Pages
 from common.planner.staging import Piece, StagedPair
 from common.transport.transport import TransferSettled
-from common.worker.lanes import Lane
+from common.worker.staging.lanes import Lane
 
 
 @dataclass(slots=True, eq=False)

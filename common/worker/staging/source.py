@@ -28,11 +28,11 @@ from common.planner.link_cost import CopyCosts
 from common.planner.staging import Piece, StagedPair
 from common.protocol.codec import decode_credit, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing
-from common.protocol.landing import Credit, Landed
+from common.protocol.staging import Credit, Landed
 from common.transport.transport import CANCELLED, TransferSettled, Transport
-from common.worker.gather_buffers import GatherBuffers, is_gathered_first
-from common.worker.lanes import LANE_TIMEOUT_S, ROUND_TRIP_COUNT, Lane, Phase
-from common.worker.staged_job import (
+from common.worker.staging.gather_buffers import GatherBuffers, is_gathered_first
+from common.worker.staging.lanes import LANE_TIMEOUT_S, ROUND_TRIP_COUNT, Lane, Phase
+from common.worker.staging.source_jobs import (
     Job,
     LaneFailed,
     LaneReady,

@@ -12,10 +12,10 @@ from common.channel.sockets import SocketSet
 from common.clock import Clock
 from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer, WorkerToScheduler
 from common.transport.transport import TransferSettled
-from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Sends
-from common.worker.staging import TAG_FIRST, Staging
+from common.worker.staging.source import TAG_FIRST, Staging
+from common.worker.staging.target import Landing
 
 
 class StagedIo:

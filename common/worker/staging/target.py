@@ -28,9 +28,9 @@ from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.staging import Piece, StagedPair
 from common.protocol.codec import decode_landed, encode
 from common.protocol.descriptor import LandingDescriptor, LandingRing
-from common.protocol.landing import Credit, Landed
+from common.protocol.staging import Credit, Landed
 from common.protocol.worker import Expect, Forget, Forgotten
-from common.worker.copier import Copier
+from common.worker.staging.copier import Copier
 
 log = logging.getLogger(__name__)
 
