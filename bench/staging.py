@@ -87,8 +87,7 @@ def run_staged(link: str) -> list[Row]:
             if index:  # the first one of each warms up
                 samples["staged"].append(BATCH_NBYTES / seconds / 1e9)
                 samples["equal"].append(BATCH_NBYTES / equal_s / 1e9)
-        landing = staged.source.staging
-        assert landing is not None
+        assert staged.source.staging_source is not None
         print(
             f"staged_{name}_{link}: {puts} puts, {staged.transfer_mode}; extra memory at the "
             f"source {STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX >> 20} MiB, at the target 64 MiB",

@@ -37,10 +37,10 @@ from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
 from common.worker.sends import Sends
-from common.worker.staging.io import StagedIo
-from common.worker.staging.source import Staging
-from common.worker.staging.start import start_landing, start_staging
-from common.worker.staging.target import Landing
+from common.worker.staging.io import StagingIo
+from common.worker.staging.source import StagingSource
+from common.worker.staging.start import start_source, start_target
+from common.worker.staging.target import StagingTarget
 
 PATIENCE_S = 120.0
 TRANSFER = 1
@@ -73,14 +73,16 @@ class RankIo:
             port=1,
             prefill=("127.0.0.1:1",),
         )
-        self.landing: Landing | None = start_landing(config, self.transport, layout, self.pool)
+        self.staging_target: StagingTarget | None = start_target(
+            config, self.transport, layout, self.pool
+        )
         clock = SystemClock()
-        self.staging: Staging | None = start_staging(
+        self.staging_source: StagingSource | None = start_source(
             config, self.transport, layout, self.pool, clock
         )
-        self.links = PeerLinks(self.transport, layout, self.landing, self.staging)
-        self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging)
-        self.io = StagedIo(self.sends, self.links, self.landing, self.staging, clock)
+        self.links = PeerLinks(self.transport, layout, self.staging_target, self.staging_source)
+        self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging_source)
+        self.io = StagingIo(self.sends, self.links, self.staging_target, self.staging_source, clock)
         self.told: list[WorkerToScheduler] = []
         self._poller = Poller()
         self._poller.register(self.transport.fileno())
@@ -215,7 +217,7 @@ def serve_target(
             assert look is not None
             pipe.send(look(rank.pool.buffers[0], message))
             continue
-        assert rank.landing is not None
-        rank.landing.expect(message)
+        assert rank.staging_target is not None
+        rank.staging_target.expect(message)
         pipe.send("expected")
     rank.close()

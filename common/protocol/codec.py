@@ -17,12 +17,12 @@ from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
 from common.protocol.layout_bounds import check_layout_bounds
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.staging import (
-    LANDING_MESSAGE_NBYTES_MAX,
-    Credit,
-    Landed,
-    LandingMessage,
-    check_credit,
-    check_landed,
+    STAGING_MESSAGE_NBYTES_MAX,
+    SlotFilled,
+    SlotFreed,
+    StagingMessage,
+    check_slot_filled,
+    check_slot_freed,
 )
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 from common.request import TokenLogprobs
@@ -44,7 +44,7 @@ _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
-def encode(message: LocalMessage | PeerMessage | LandingMessage) -> bytes:
+def encode(message: LocalMessage | PeerMessage | StagingMessage) -> bytes:
     """Texts for people are cut to what a peer takes.
 
     Raises: ProtocolError if a peer would refuse the message, or if it can't be encoded;
@@ -120,17 +120,17 @@ def find_unread_result(payload: bytes) -> UnreadTransfer | None:
     return _named(_transfer_result, payload)
 
 
-def decode_landed(payload: bytes) -> Landed:
+def decode_slot_filled(payload: bytes) -> SlotFilled:
     """A piece's arrival, within bounds. Raises: ProtocolError."""
-    message = _landed.decode(payload)
-    check_landed(message)
+    message = _slot_filled.decode(payload)
+    check_slot_filled(message)
     return message
 
 
-def decode_credit(payload: bytes) -> Credit:
+def decode_slot_freed(payload: bytes) -> SlotFreed:
     """A slot's return, within bounds. Raises: ProtocolError."""
-    message = _credit.decode(payload)
-    check_credit(message)
+    message = _slot_freed.decode(payload)
+    check_slot_freed(message)
     return message
 
 
@@ -242,11 +242,11 @@ _transfer_request: _Decoder[_RequestName] = _Decoder(
 _transfer_result: _Decoder[_DoneName | _FailedName] = _Decoder(
     msgspec.msgpack.Decoder(_DoneName | _FailedName), "result", PEER_MESSAGE_NBYTES_MAX
 )
-_landed: _Decoder[Landed] = _Decoder(
-    msgspec.msgpack.Decoder(Landed), "message of a prefill rank", LANDING_MESSAGE_NBYTES_MAX
+_slot_filled: _Decoder[SlotFilled] = _Decoder(
+    msgspec.msgpack.Decoder(SlotFilled), "message of a prefill rank", STAGING_MESSAGE_NBYTES_MAX
 )
-_credit: _Decoder[Credit] = _Decoder(
-    msgspec.msgpack.Decoder(Credit), "message of a decode rank", LANDING_MESSAGE_NBYTES_MAX
+_slot_freed: _Decoder[SlotFreed] = _Decoder(
+    msgspec.msgpack.Decoder(SlotFreed), "message of a decode rank", STAGING_MESSAGE_NBYTES_MAX
 )
 _layout: _Decoder[ServerLayout] = _Decoder(
     msgspec.msgpack.Decoder(ServerLayout), "layout", LAYOUT_NBYTES_MAX

@@ -48,7 +48,7 @@ def compare_fingerprints(ours: dict[str, str], theirs: dict[str, str]) -> list[s
 def agree_transfer_mode(ours: TransferMode, theirs: TransferMode) -> TransferMode | None:
     """How caches travel between two sides that want them so; None if that can't be.
 
-    `landing` on either side keeps the target's pages out of reach, `direct` on either side means
+    `staged` on either side keeps the target's pages out of reach, `direct` on either side means
     that there is nothing to stage with, and the two exclude each other.
     """
     both = {ours, theirs}
@@ -231,7 +231,7 @@ def _check_pages(
 
 def _count_pages(layout: RankLayout, descriptor: RankDescriptor, counts: list[list[int]]) -> None:
     """Append to `counts` how many pages of each group this rank's regions hold."""
-    if not descriptor.regions and descriptor.landing is not None:
+    if not descriptor.regions and descriptor.staging_buffer is not None:
         _count_announced_pages(layout, descriptor, counts)
         return
     if len(descriptor.regions) != len(layout.groups):

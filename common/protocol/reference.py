@@ -31,7 +31,7 @@ SECTIONS: tuple[tuple[str, ModuleType, dict[str, tuple[Message, ...]]], ...] = (
             "From the prefill server": get_args(peer.PrefillToDecode),
         },
     ),
-    ("Between ranks", staging, {"Either way": get_args(staging.LandingMessage)}),
+    ("Between ranks", staging, {"Either way": get_args(staging.StagingMessage)}),
     (
         "Between frontend and scheduler",
         frontend,

@@ -102,7 +102,7 @@ class ClosePeer(_Message, frozen=True):
 
 
 class ReclaimPeer(_Message, frozen=True):
-    """Nothing of a closed peer can write here any more: its landing slots may be given away."""
+    """Nothing of a closed peer can write here any more: its staging slots may be given away."""
 
     peer: str
 

@@ -115,7 +115,7 @@ class StreamTransport:
         if memory_type != "host":
             raise RegionRefused(
                 f"region {name}: a stream moves memory of the host only, not of {memory_type}; "
-                "what is in a GPU's goes through landing slots in the host's"
+                "what is in a GPU's goes through staging slots in the host's"
             )
         index = self._engine.enroll(address, nbytes)
         region = Region(name, index, address, nbytes, memory_type, None)

@@ -43,7 +43,7 @@ from common.transport.transport import Transport
 from common.worker.digester import DigestJobs
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
-from common.worker.staging.io import StagedIo
+from common.worker.staging.io import StagingIo
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class IoLoop:
         steps: Steps,
         outbox: Outbox,
         digests: DigestJobs,
-        staged: StagedIo | None = None,
+        staged: StagingIo | None = None,
         *,
         progress: Progress | None = None,
         beat_interval_s: float = BEAT_INTERVAL_S,
@@ -159,7 +159,7 @@ class IoLoop:
         self._progress = progress or Progress()
         self._beat_interval_s = beat_interval_s
         self._next_beat_at = self._clock.now()
-        self._staged = staged or StagedIo(sends, links, None, None, SystemClock())
+        self._staged = staged or StagingIo(sends, links, None, None, SystemClock())
         self._client = client
         self._transport = transport
         self._links = links

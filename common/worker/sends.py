@@ -19,7 +19,7 @@ from common.planner.pairing import TokenRange
 from common.protocol.worker import CancelSends, CloseTransfer, OpenTransfer, Send, SendSettled
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
-from common.worker.staging.source import Staging
+from common.worker.staging.source import StagingSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class Sends:
         links: PeerLinks,
         layout: RankLayout,
         page_counts: Sequence[int],
-        staging: Staging | None = None,
+        staging_source: StagingSource | None = None,
     ) -> None:
         """page_counts: of this rank's own pool, per page group, without the scratch page.
 
-        staging: takes what is not written directly; its settled events come here as well.
+        staging_source: takes what is not written directly; its settled events come here as well.
         """
         self._transport = transport
-        self._staging = staging
+        self._staging_source = staging_source
         self._links = links
         self._rank = layout.index
         self._layer_group_count = len(layout.layer_groups)
@@ -187,8 +187,8 @@ class Sends:
             send.error = error
             for tag in sorted(send.tags):
                 self._transport.cancel(tag)
-                if self._staging is not None:
-                    self._staging.cancel(tag)
+                if self._staging_source is not None:
+                    self._staging_source.cancel(tag)
 
     def _ready_count(self, message: Send) -> int:
         """Layer groups of a Send that are computed."""
@@ -243,19 +243,19 @@ class Sends:
             if not self._prefers_staging(target, plan):
                 self._transport.submit(target.name, plan, tag)
                 return True
-        staging, staged = self._staging, target.staged
-        assert staging is not None and staged is not None, "there is one way at least"
-        nbytes_max = staging.pieces_nbytes_max(target.name)
+        source, staged = self._staging_source, target.staged
+        assert source is not None and staged is not None, "there is one way at least"
+        nbytes_max = source.pieces_nbytes_max(target.name)
         pieces = staged.pieces(tokens, nbytes_max, layer_group)
         if pieces:
             transfer_id = send.message.transfer_id
-            staging.start(tag, target.name, transfer_id, staged, send.source_pages, pieces)
+            source.start(tag, target.name, transfer_id, staged, send.source_pages, pieces)
         return bool(pieces)
 
     def _prefers_staging(self, target: TargetRank, plan: CopyPlan) -> bool:
-        if self._staging is None or target.staged is None:
+        if self._staging_source is None or target.staged is None:
             return False
-        lane = self._staging.lane(target.name)
+        lane = self._staging_source.lane(target.name)
         if lane is None or lane.cost is None:
             return False
         return lane.cost.prefers_staging(plan.total_nbytes, plan.run_count)

@@ -41,9 +41,9 @@ from common.worker.pools import (
     decide_page_counts,
     free_nbytes,
 )
-from common.worker.staging.source import Staging
-from common.worker.staging.start import start_landing, start_staging
-from common.worker.staging.target import Landing
+from common.worker.staging.source import StagingSource
+from common.worker.staging.start import start_source, start_target
+from common.worker.staging.target import StagingTarget
 from common.worker.start_device import device_of, enough_memory
 from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
 from common.worker.start_transport import PRIVATE_TRANSPORTS, start_transport
@@ -74,8 +74,8 @@ class StartedRank:
     runner: ModelRunner
     transport: Transport
     page_counts: list[int]
-    landing: Landing | None
-    staging: Staging | None
+    staging_target: StagingTarget | None
+    staging_source: StagingSource | None
     digester: Digester
     ready: WorkerReady
 
@@ -114,8 +114,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     page_counts = decide_page_counts(layout, config, context_length, free)
     transport = start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
-    landing = start_landing(config, transport, layout, pool)
-    staging = start_staging(config, transport, layout, pool, clock)
+    staging_target = start_target(config, transport, layout, pool)
+    staging_source = start_source(config, transport, layout, pool, clock)
     grammars = _grammars(config, model_config) if model.head is not None else None
     graphs, plan = start_graphs(plan, model, pool, choice, context_length)
     runner = ModelRunner(model, pool, clock, grammars, graphs)
@@ -126,14 +126,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         rank=rank,
         page_counts=page_counts,
         layout=encode_layout(layout.server),
-        fingerprint=model_fingerprint(
-            config.model_path,
-            model_config,
-            load_format=config.load_format,
-            seed=config.random_seed,
-        )
-        # Pools of different kinds of memory have no transport in common.
-        | {"memory": device.type},
+        fingerprint=_fingerprint(config, model_config, device),
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
@@ -144,7 +137,15 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     )
     digester = Digester(pool.buffers, layout)
     return StartedRank(
-        device, layout, runner, transport, page_counts, landing, staging, digester, ready
+        device,
+        layout,
+        runner,
+        transport,
+        page_counts,
+        staging_target,
+        staging_source,
+        digester,
+        ready,
     )
 
 
@@ -231,6 +232,16 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
     )
     layout.check()
     return layout
+
+
+def _fingerprint(
+    config: ServerConfig, model_config: ModelConfig, device: torch.device
+) -> dict[str, str]:
+    """What both servers compare. Pools of different kinds of memory have no transport in common."""
+    of_model = model_fingerprint(
+        config.model_path, model_config, load_format=config.load_format, seed=config.random_seed
+    )
+    return of_model | {"memory": device.type}
 
 
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:

@@ -37,7 +37,7 @@ from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
 from common.worker.last_resort import end_process_after
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
-from common.worker.staging.io import StagedIo
+from common.worker.staging.io import StagingIo
 from common.worker.start import StartedRank, start_rank
 
 log = logging.getLogger(__name__)
@@ -104,9 +104,11 @@ class _Worker:
         self._last_layers = {
             layers[-1]: (index + 1, len(layers)) for index, layers in enumerate(layout.layer_groups)
         }
-        links = PeerLinks(started.transport, layout, started.landing, started.staging)
-        sends = Sends(started.transport, links, layout, started.page_counts, started.staging)
-        self._staged = StagedIo(sends, links, started.landing, started.staging, SystemClock())
+        links = PeerLinks(started.transport, layout, started.staging_target, started.staging_source)
+        sends = Sends(started.transport, links, layout, started.page_counts, started.staging_source)
+        self._staged = StagingIo(
+            sends, links, started.staging_target, started.staging_source, SystemClock()
+        )
         self._digests = DigestThread(started.digester, self._outbox.put, self._fail_thread)
         self._loop = IoLoop(
             client,

@@ -25,11 +25,11 @@ from common.worker.pools import allocate_pool, allocate_region
 from common.worker.sends import Sends
 from common.worker.staging.copier import Copier
 from common.worker.staging.gather_buffers import GatherBuffers
-from common.worker.staging.io import StagedIo
-from common.worker.staging.source import REGION as STAGING_REGION
-from common.worker.staging.source import Staging
-from common.worker.staging.target import REGION as LANDING_REGION
-from common.worker.staging.target import Landing
+from common.worker.staging.io import StagingIo
+from common.worker.staging.source import REGION as SOURCE_REGION
+from common.worker.staging.source import StagingSource
+from common.worker.staging.target import REGION as TARGET_REGION
+from common.worker.staging.target import StagingTarget
 from tests.worker.whole_send import WholeSend
 
 WAIT_S = 30.0
@@ -51,45 +51,49 @@ def page_counts(layout: RankLayout) -> list[int]:
 
 @dataclass
 class Rank:
-    """What the I/O thread of one rank owns; a source has a staging, a target a landing."""
+    """What the I/O thread of one rank owns; each is a source or a target."""
 
     layout: RankLayout
     transport: UcxTransport
     pool: KvPool
-    landing: Landing | None
-    staging: Staging | None
+    staging_target: StagingTarget | None
+    staging_source: StagingSource | None
     links: PeerLinks = field(init=False)
     sends: Sends = field(init=False)
-    io: StagedIo = field(init=False)
+    io: StagingIo = field(init=False)
     told: list[WorkerToScheduler] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.links = PeerLinks(self.transport, self.layout, self.landing, self.staging)
-        self.sends = Sends(
-            self.transport, self.links, self.layout, page_counts(self.layout), self.staging
+        self.links = PeerLinks(
+            self.transport, self.layout, self.staging_target, self.staging_source
         )
-        self.io = StagedIo(self.sends, self.links, self.landing, self.staging, SystemClock())
+        self.sends = Sends(
+            self.transport, self.links, self.layout, page_counts(self.layout), self.staging_source
+        )
+        self.io = StagingIo(
+            self.sends, self.links, self.staging_target, self.staging_source, SystemClock()
+        )
 
     @staticmethod
     def source(layout: RankLayout, tls: str, buffer_count: int = 4) -> Rank:
         transport, pool = _start(layout, tls)
-        region = allocate_region(transport, STAGING_REGION, buffer_count * BUFFER_NBYTES, CPU)
+        region = allocate_region(transport, SOURCE_REGION, buffer_count * BUFFER_NBYTES, CPU)
         copier = Copier(pool.buffers, copy_runs)
-        staging = Staging(
+        source = StagingSource(
             transport,
             GatherBuffers(region, len(layout.groups), BUFFER_NBYTES, copier),
             copies=CopyCosts(CopyCost(2e-6, 5e9), CopyCost(2e-6, 5e9)),
             clock=SystemClock(),
         )
-        return Rank(layout, transport, pool, None, staging)
+        return Rank(layout, transport, pool, None, source)
 
     @staticmethod
     def target(layout: RankLayout, tls: str, slot_count: int = 16) -> Rank:
         transport, pool = _start(layout, tls)
-        region = allocate_region(transport, LANDING_REGION, slot_count * BUFFER_NBYTES, CPU)
+        region = allocate_region(transport, TARGET_REGION, slot_count * BUFFER_NBYTES, CPU)
         copier = Copier(pool.buffers, copy_runs)
-        landing = Landing(region, copier, layout, page_counts(layout), "127.0.0.1")
-        return Rank(layout, transport, pool, landing, None)
+        target = StagingTarget(region, copier, layout, page_counts(layout), "127.0.0.1")
+        return Rank(layout, transport, pool, target, None)
 
     def turn(self) -> None:
         """What the I/O loop does once; nothing waits here."""
@@ -174,8 +178,10 @@ class World:
 
     def expect(self, transfer_id: int, token_count: int, pages: Sequence[int]) -> None:
         for rank in self.targets:
-            assert rank.landing is not None
-            rank.landing.expect(Expect(transfer_id, "source", token_count, [(0, list(pages))]))
+            assert rank.staging_target is not None
+            rank.staging_target.expect(
+                Expect(transfer_id, "source", token_count, [(0, list(pages))])
+            )
 
     def close(self) -> None:
         for rank in (self.source, *self.targets):

@@ -109,8 +109,8 @@ def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
         fill(world.source, 1)
         for index, rank in enumerate(world.targets):
             fill(rank, 2 + index)
-            assert rank.landing is not None
-            rank.landing.expect(Expect(70, "source", TOKENS, pages_of(TARGET, 10)))
+            assert rank.staging_target is not None
+            rank.staging_target.expect(Expect(70, "source", TOKENS, pages_of(TARGET, 10)))
         scratch = [[b[: len(b) // (PAGE_COUNT + 1)].clone() for b in r.pool.buffers]
                    for r in world.targets]  # fmt: skip
         world.source.sends.open(open_transfer())

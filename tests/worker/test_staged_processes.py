@@ -12,9 +12,9 @@ import pytest
 from common.channel.peer import PeerDialer
 from common.channel.poller import Poller
 from common.config import Role, TransferMode
-from common.protocol.codec import decode_credit, encode
+from common.protocol.codec import decode_slot_freed, encode
 from common.protocol.descriptor import RankDescriptor
-from common.protocol.staging import Credit, Landed
+from common.protocol.staging import SlotFilled, SlotFreed
 from common.protocol.worker import (
     ClosePeer,
     ConnectPeer,
@@ -204,7 +204,7 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
             assert pair.prefill.expect(StepDone).failed == {}
 
 
-def forge(address: str, message: Landed) -> Credit:
+def forge(address: str, message: SlotFilled) -> SlotFreed:
     """What a decode rank answers to somebody who is no prefill rank."""
     dialer, poller = PeerDialer(), Poller()
     dialer.dial(address)
@@ -215,7 +215,7 @@ def forge(address: str, message: Landed) -> Credit:
         received = dialer.receive()
         if received:
             dialer.close()
-            return decode_credit(received[0][1])
+            return decode_slot_freed(received[0][1])
     raise AssertionError("no answer")
 
 
@@ -225,22 +225,22 @@ def test_forged_messages_are_refused_and_the_pair_goes_on(
     for pair in start(checkpoint, {}, {"page_size": 16}):
         pair.connect()
         (descriptor,) = pair.open()  # asked again, the answer is the same
-        assert descriptor.landing is not None and descriptor.regions == []
-        address, ring = descriptor.landing.address, descriptor.landing.rings[0]
+        assert descriptor.staging_buffer is not None and descriptor.regions == []
+        address, ring = descriptor.staging_buffer.address, descriptor.staging_buffer.rings[0]
         pair.expect_transfer(5, 40)
         slot = ring.slots[-1]
         for message, named in (
-            (Landed(ring.ring + 1, 1, slot, 5, 0, 0, 1, 0, 1), "unknown ring"),
-            (Landed(ring.ring, 10**9, slot, 6, 0, 0, 1, 0, 1), "not expected from this peer"),
-            (Landed(ring.ring, 10**9 + 1, slot, 5, 0, 0, 2**30, 0, 1), "must lie in 0.."),
-            (Landed(ring.ring, 10**9 + 2, slot, 5, 0, 0, 1, 0, 41), "items 0..41"),
-            (Landed(ring.ring, 10**9 + 3, 63, 5, 0, 0, 1, 0, 1), "is not of this ring"),
+            (SlotFilled(ring.ring + 1, 1, slot, 5, 0, 0, 1, 0, 1), "unknown ring"),
+            (SlotFilled(ring.ring, 10**9, slot, 6, 0, 0, 1, 0, 1), "not expected from this peer"),
+            (SlotFilled(ring.ring, 10**9 + 1, slot, 5, 0, 0, 2**30, 0, 1), "must lie in 0.."),
+            (SlotFilled(ring.ring, 10**9 + 2, slot, 5, 0, 0, 1, 0, 41), "items 0..41"),
+            (SlotFilled(ring.ring, 10**9 + 3, 63, 5, 0, 0, 1, 0, 1), "is not of this ring"),
         ):
             assert named in forge(address, message).error
         pair.forget(5)
         assert (
             "not expected"
-            in forge(address, Landed(ring.ring, 10**9 + 4, slot, 5, 0, 0, 1, 0, 1)).error
+            in forge(address, SlotFilled(ring.ring, 10**9 + 4, slot, 5, 0, 0, 1, 0, 1)).error
         )
         prompt = random_prompt(20, 4)
         pair.expect_transfer(pair.next_id, 20)
@@ -291,9 +291,9 @@ def test_a_source_that_dies_leaves_slots_that_come_back_when_it_is_fenced(
 
         def open_peer(name: str) -> int:
             decode.tell(OpenPeer(name, layout, LINK, TransferMode.STAGED))
-            landing = decode.expect(PeerOpened).descriptor.landing
-            assert landing is not None
-            return len(landing.rings[0].slots)
+            staging_buffer = decode.expect(PeerOpened).descriptor.staging_buffer
+            assert staging_buffer is not None
+            return len(staging_buffer.rings[0].slots)
 
         assert open_peer("a") == 4
         decode.tell(ClosePeer("a"))

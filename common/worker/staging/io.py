@@ -1,7 +1,7 @@
-"""What the I/O thread does for staged transfers: the sockets between ranks, and what comes of them.
+"""The staged side of the I/O thread: sockets between ranks, and the events that come from them.
 
-Either half may be missing: a rank that is written to has a `Landing`, one that writes a `Staging`,
-and a server that hands over directly has none. Decides nothing.
+A prefill rank has a `StagingSource`, a decode rank a `StagingTarget`; a rank of a server that
+transfers directly only has neither. Decides nothing.
 """
 
 from __future__ import annotations
@@ -14,85 +14,85 @@ from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer, Worke
 from common.transport.transport import TransferSettled
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Sends
-from common.worker.staging.source import TAG_FIRST, Staging
-from common.worker.staging.target import Landing
+from common.worker.staging.source import TAG_FIRST, StagingSource
+from common.worker.staging.target import StagingTarget
 
 
-class StagedIo:
-    """The staged side of a rank's transfers, as the loop sees it."""
+class StagingIo:
+    """The staged side of a rank's transfers, for the I/O loop."""
 
     def __init__(
         self,
         sends: Sends,
         links: PeerLinks,
-        landing: Landing | None,
-        staging: Staging | None,
+        target: StagingTarget | None,
+        source: StagingSource | None,
         clock: Clock,
     ) -> None:
         self._sends = sends
         self._links = links
-        self._landing = landing
-        self._staging = staging
+        self._target = target
+        self._source = source
         self._clock = clock
 
     def sockets(self) -> tuple[SocketSet, ...]:
-        """For a `Poller`; they come and go with the peers."""
-        landing = self._landing.sockets() if self._landing is not None else ()
-        staging = self._staging.sockets() if self._staging is not None else ()
-        return (*landing, *staging)
+        """For a `Poller`; sockets open and close with the peers."""
+        of_target = self._target.sockets() if self._target is not None else ()
+        of_source = self._source.sockets() if self._source is not None else ()
+        return (*of_target, *of_source)
 
     def timeout_s(self) -> float | None:
-        """How long may be waited for something to happen."""
-        wakeup = self._staging.next_wakeup() if self._staging is not None else None
+        """How long the loop may wait for an event; None: without limit."""
+        wakeup = self._source.next_wakeup() if self._source is not None else None
         return None if wakeup is None else max(0.0, wakeup - self._clock.now())
 
     def handle(self, message: Expect | Forget | ReclaimPeer) -> list[WorkerToScheduler]:
-        """Without a landing region nothing is ever scattered, so all of it is true at once."""
+        """Without a target nothing is ever scattered, so `Forget` is answered at once."""
         match message:
             case Expect():
-                if self._landing is not None:
-                    self._landing.expect(message)
+                if self._target is not None:
+                    self._target.expect(message)
             case Forget():
-                if self._landing is not None:
-                    return [self._landing.forget(message)]
+                if self._target is not None:
+                    return [self._target.forget(message)]
                 return [Forgotten(message.transfer_id, self._links.rank)]
             case ReclaimPeer():
-                if self._landing is not None:
-                    self._landing.reclaim(message.peer)
+                if self._target is not None:
+                    self._target.reclaim(message.peer)
             case _:
                 assert_never(message)
         return []
 
     def apply_settled(self, event: TransferSettled) -> bool:
-        """Whether it was a put of a staged transfer."""
-        if self._staging is None or event.tag < TAG_FIRST:
+        """Take a put of a staged transfer; False if the put is not of a staged transfer."""
+        if self._source is None or event.tag < TAG_FIRST:
             return False
-        self._staging.apply_settled(event)
+        self._source.apply_settled(event)
         return True
 
     def receive(self) -> list[WorkerToScheduler]:
-        """Everything that waits on the sockets, and what is due."""
-        if self._landing is not None:
-            self._landing.receive()
-        if self._staging is not None:
-            self._staging.receive()
-            self._staging.tick()
+        """Handle everything that waits on the sockets, and send again what is due."""
+        if self._target is not None:
+            self._target.receive()
+        if self._source is not None:
+            self._source.receive()
+            self._source.tick()
         return self.take()
 
     def take(self) -> list[WorkerToScheduler]:
-        """What staging has to say to the scheduler; notifier may cause more."""
-        told: list[WorkerToScheduler] = []
-        while self._staging is not None and (events := self._staging.poll()):
+        """Messages for the scheduler. Settling one transfer may cause further events."""
+        messages: list[WorkerToScheduler] = []
+        while self._source is not None and (events := self._source.poll()):
             for event in events:
                 if isinstance(event, TransferSettled):
-                    told += self._sends.apply_settled(event)
+                    messages += self._sends.apply_settled(event)
                 else:
-                    told += self._links.apply_lane(event)
-        return told
+                    messages += self._links.apply_lane(event)
+        return messages
 
     def close(self) -> None:
         """Hang up and stop listening."""
-        if self._landing is not None:
-            self._landing.end()
-        if self._staging is not None:
-            self._staging.end()
+        if self._target is not None:
+            self._target.end()
+        if self._source is not None:
+            self._source.end()
