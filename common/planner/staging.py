@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import PlanMismatch
-from common.layout.cache_layout import Cell, GroupLayout, RankLayout
+from common.layout.cache_layout import Cell, GroupLayout, PageGroup, RankLayout
 from common.layout.component import DTYPE_NBYTES
 from common.layout.conversion import wire_dtype
 from common.planner.coalesce import coalesce
 from common.planner.copies import PageList, Pages
 from common.planner.copy_plan import Int64Array
-from common.planner.pairing import TokenRange, handed_units, pair_items
+from common.planner.pairing import CellPair, TokenRange, expand_units, pair_cells, pair_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,10 @@ class StagedPair:
 
     def __init__(self, source: RankLayout, target: RankLayout) -> None:
         """Raises: PlanMismatch if the two sides do not cache the same things."""
-        if len(source.groups) != len(target.groups):
-            raise PlanMismatch(
-                f"{len(source.groups)} page groups here, {len(target.groups)} at the target"
-            )
-        self._groups = tuple(_Rows(index, source, target) for index in range(len(source.groups)))
+        self._groups = tuple(
+            _Rows(index, source.groups[index], target.groups[index], pairs)
+            for index, pairs in enumerate(pair_cells(source, target))
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -162,42 +161,31 @@ class _Rows:
     *_nbytes: int64[row], size of one payload on either side and on the way.
     """
 
-    def __init__(self, index: int, source: RankLayout, target: RankLayout) -> None:
+    def __init__(
+        self, index: int, source: GroupLayout, target: GroupLayout, pairs: list[CellPair]
+    ) -> None:
         self.index = index
-        self.source = source.groups[index]
-        self.target = target.groups[index]
-        self.live = self.source.group.live
-        if self.target.group.live != self.live:
-            raise PlanMismatch(
-                f"page group {index} is {self.live} here, {self.target.group.live} at the target"
-            )
-        pairs = _pair_cells(source, target, index)
-        self.conversions = tuple(dict.fromkeys(conversion for _, _, _, conversion in pairs))
+        self.source = source
+        self.target = target
+        self.live = source.group.live
+        converted = _conversions(source.group, target.group, pairs)
+        self.conversions = tuple(dict.fromkeys(conversion for _, conversion in converted))
         kinds = {conversion: kind for kind, conversion in enumerate(self.conversions)}
-        rows = [
-            (
-                cell.layer_group,
-                kinds[conversion],
-                cell.offset + (unit - cell.units.start) * cell.unit_stride,
-                twin.offset + (unit - twin.units.start) * twin.unit_stride,
-                cell.item_nbytes,
-                twin.item_nbytes,
-                min(cell.item_nbytes, twin.item_nbytes),
-            )
-            for cell, twin, units, conversion in pairs
-            for unit in units
-        ]
-        rows.sort(key=lambda row: row[:2])  # stable: cells keep their order
-        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 7).T
-        self.layer_group_of_row, self.conversion_of_row = columns[0], columns[1]
-        self.source_base, self.target_base = columns[2], columns[3]
-        self.source_nbytes, self.target_nbytes, self.wire_nbytes = (
-            columns[4],
-            columns[5],
-            columns[6],
-        )
-        self.row_count = len(rows)
-        is_border = np.diff(columns[0]).astype(bool) | np.diff(columns[1]).astype(bool)
+        # Stable: cells keep their order.
+        converted.sort(key=lambda entry: (entry[0].source.layer_group, kinds[entry[1]]))
+        self.source_base, self.target_base, pair_of_row = expand_units([p for p, _ in converted])
+        columns = np.array(
+            [
+                (p.source.layer_group, kinds[c], p.source.item_nbytes, p.target.item_nbytes)
+                for p, c in converted
+            ],
+            dtype=np.int64,
+        ).reshape(len(converted), 4)[pair_of_row]
+        self.layer_group_of_row, self.conversion_of_row = columns[:, 0], columns[:, 1]
+        self.source_nbytes, self.target_nbytes = columns[:, 2], columns[:, 3]
+        self.wire_nbytes = np.minimum(self.source_nbytes, self.target_nbytes)
+        self.row_count = len(columns)
+        is_border = np.diff(columns[:, :2], axis=0).any(axis=1)
         borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), self.row_count]
         self.blocks = [(a, b) for a, b in itertools.pairwise(borders) if a < b]
 
@@ -271,34 +259,28 @@ def _cut_rows(first: int, sizes: Int64Array, slot_nbytes: int) -> list[tuple[int
     return found
 
 
-def _pair_cells(
-    source: RankLayout, target: RankLayout, index: int
-) -> list[tuple[Cell, Cell, range, Conversion]]:
-    """Cells of the same plane and layer, the units the source writes, and their element types."""
-    wanted = target.groups[index].cell_of_plane
-    source_dtypes = _dtypes(source, index)
-    target_dtypes = _dtypes(target, index)
-    found: list[tuple[Cell, Cell, range, Conversion]] = []
-    for cell in source.groups[index].cells:
-        key = (cell.component, cell.segment, cell.layer)
-        twin = wanted.get(key)
-        if twin is None:  # the layer is on another stage of the target
-            continue
-        dtypes = (source_dtypes[key[::2]], target_dtypes[key[::2]])
+def _conversions(
+    source: PageGroup, target: PageGroup, pairs: list[CellPair]
+) -> list[tuple[CellPair, Conversion]]:
+    """The pairs that have units, with their element types. Raises: PlanMismatch."""
+    source_dtypes, target_dtypes = _dtypes(source), _dtypes(target)
+    found: list[tuple[CellPair, Conversion]] = []
+    for pair in pairs:
+        key = (pair.source.component, pair.source.layer)
+        dtypes = (source_dtypes[key], target_dtypes[key])
         wire = wire_dtype(*dtypes)
-        is_alike = (cell.unit_count, cell.shard) == (twin.unit_count, twin.shard)
-        if wire is None or not is_alike or not _same_elements(cell, twin, *dtypes):
-            raise PlanMismatch(f"{cell} of {dtypes[0]} here is {twin} of {dtypes[1]} at the target")
-        units = handed_units(cell, source, target)
-        if units:
-            found.append((cell, twin, units, Conversion(*dtypes, wire)))
+        if wire is None or not _same_elements(pair.source, pair.target, *dtypes):
+            raise PlanMismatch(
+                f"{pair.source} of {dtypes[0]} here is {pair.target} of {dtypes[1]} at the target"
+            )
+        if pair.units:
+            found.append((pair, Conversion(*dtypes, wire)))
     return found
 
 
-def _dtypes(rank: RankLayout, index: int) -> dict[tuple[str, int], str]:
+def _dtypes(group: PageGroup) -> dict[tuple[str, int], str]:
     """Element type by (component, layer); one name may belong to several components."""
-    components = rank.groups[index].group.components
-    return {(c.name, layer): c.dtype for c in components for layer in c.layers}
+    return {(c.name, layer): c.dtype for c in group.components for layer in c.layers}
 
 
 def _same_elements(cell: Cell, twin: Cell, source: str, target: str) -> bool:
