@@ -18,7 +18,7 @@ from torch import Tensor
 from common.channel.poller import Poller
 from common.clock import SystemClock
 from common.config import Role, ServerConfig, TransferMode
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.protocol.codec import decode_layout, encode_layout
 from common.protocol.worker import (

@@ -7,7 +7,7 @@ What a page table holds, and where a token goes, follows from how its page group
 
     full, window   the pages of consecutive tokens         token t: page t // items, row t % items
     tail           one page, a ring                        token t: row t % items
-    slot           one page, the state of the sequence     no token has a place; see `slots.py`
+    slot           one page, the state of the sequence     no token has a place; `cache/slots.py`
     block          the pages of the blocks closed by now   no token has a place: blocks have
 """
 

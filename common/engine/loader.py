@@ -12,10 +12,10 @@ from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sparse import INDEX_KEY
 from common.engine.attention.trial import AttentionShape
+from common.engine.cache.kv_pool import DTYPES
 from common.engine.checkpoint.weights import fill_with_noise, load_weights
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import DTYPES
 from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.rotary import score_scale

@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.clock import Clock
-from common.engine.decode_graphs import DecodeGraphs
-from common.engine.draw import Draw
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
-from common.engine.grammar import GrammarCompiler
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
-from common.engine.kv_pool import KvPool
-from common.engine.logprobs import LaunchedLogprobs
 from common.engine.models.causal_lm import CausalLm
 from common.engine.pending_step import PendingStep, ScoredPrompt
-from common.engine.sampler import Sampler
-from common.engine.sampling_table import check_sampling
+from common.engine.sampling.draw import Draw
+from common.engine.sampling.logprobs import LaunchedLogprobs
+from common.engine.sampling.sampler import Sampler
+from common.engine.sampling.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable, Slots
+from common.grammar import GrammarCompiler
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 

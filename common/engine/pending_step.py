@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.clock import Clock
-from common.engine.draw import Draw
 from common.engine.host_copy import HostCopy
-from common.engine.logprobs import LaunchedLogprobs
+from common.engine.sampling.draw import Draw
+from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.protocol.codec import encode_logprobs
 from common.protocol.worker import StepDone
 from common.request import TokenLogprobs

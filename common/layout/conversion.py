@@ -1,7 +1,7 @@
 """Which element types of a cache can be turned into which, and what travels between them.
 
-Pure; the numbers themselves are converted in `common/engine/cast.py`. Only the narrower of two
-types travels, so a narrowing is done before sending and a widening after.
+Pure; `common/engine/cache/cast.py` converts the numbers. Only the narrower of two types travels, so
+narrowing comes before sending and widening after.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from common.engine.digest import PlaneReader
+from common.engine.cache.digest import PlaneReader
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.digests import (
     DigestedPlane,

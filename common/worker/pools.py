@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig, shared_memory_dir
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.errors import ConfigError, NotNow, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
 from common.layout.component import LiveKind

@@ -16,11 +16,10 @@ import torch
 from common.clock import Clock
 from common.config import ServerConfig, shared_memory_dir
 from common.engine.attention.choose import AttentionChoice, choose_attention
-from common.engine.cast import CACHE_DTYPES
+from common.engine.cache.cast import CACHE_DTYPES
 from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.grammar import GrammarCompiler
 from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
 from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
@@ -28,6 +27,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.errors import ConfigError, GrammarError
+from common.grammar import GrammarCompiler
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout

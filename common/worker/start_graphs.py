@@ -14,10 +14,10 @@ import torch
 
 from common.config import Role, ServerConfig
 from common.engine.attention.choose import AttentionChoice
-from common.engine.cuda_graphs import CudaRecorder, recorded_sizes
-from common.engine.decode_graphs import DecodeGraphs
+from common.engine.cache.kv_pool import KvPool
+from common.engine.graphs.cuda_graphs import CudaRecorder, recorded_sizes
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.kernel_trial import KERNEL_FAILURES, give_memory_back
-from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
 from common.layout.cache_layout import RankLayout
 

@@ -24,8 +24,8 @@ from common.engine.attention.trial import (
     check_recorded_latent,
     random_batch,
 )
+from common.engine.cache.kv_pool import KvPool
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import KvPool
 from common.engine.loader import attention_shape, load_model
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import mla_components

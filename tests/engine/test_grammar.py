@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.draw import Sampled
-from common.engine.grammar import GrammarCompiler, lark_of
-from common.engine.grammar_table import GrammarTable
-from common.engine.sampler import Sampler
+from common.engine.sampling.draw import Sampled
+from common.engine.sampling.grammar_table import GrammarTable
+from common.engine.sampling.sampler import Sampler
 from common.errors import GrammarError
 from common.frontend.bodies.constraints import CHOICE_COUNT_MAX, read_choice
 from common.frontend.bodies.fields import Fields, JsonValue
 from common.frontend.text.tokenizer import load_tokenizer
+from common.grammar import GrammarCompiler, lark_of
 from common.request import Grammar, GrammarKind, SamplingParams
 from common.request_bounds import GRAMMAR_LENGTH_MAX
 

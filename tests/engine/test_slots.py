@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.cast import cast, raw
+from common.engine.cache.cast import cast, raw
+from common.engine.cache.kv_pool import KvPool
+from common.engine.cache.slots import SlotPass
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
-from common.engine.slots import SlotPass
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Segment, Shard
 

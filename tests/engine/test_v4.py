@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.cache.kv_pool import KvPool
 from common.engine.distributed import ParallelContext
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
 from common.errors import ConfigError

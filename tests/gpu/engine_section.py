@@ -18,9 +18,9 @@ from bench.flops import count_flops
 from common.clock import SystemClock
 from common.config import Role, ServerConfig
 from common.engine.attention.choose import choose_attention
+from common.engine.cache.kv_pool import DTYPES, KvPool
 from common.engine.distributed import ParallelContext
 from common.engine.kernel_trial import give_memory_back
-from common.engine.kv_pool import DTYPES, KvPool
 from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from common.clock import SystemClock
 from common.engine.attention.choose import AttentionChoice, choose_attention
-from common.engine.cuda_graphs import CudaRecorder
-from common.engine.decode_graphs import DecodeGraphs
+from common.engine.cache.kv_pool import DTYPES, KvPool
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import DTYPES, KvPool
+from common.engine.graphs.cuda_graphs import CudaRecorder
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components

@@ -10,8 +10,8 @@ import torch
 from common.channel.poller import Poller
 from common.clock import SystemClock
 from common.config import TransferMode
-from common.engine.cast import CACHE_DTYPES, cast
-from common.engine.kv_pool import KvPool
+from common.engine.cache.cast import CACHE_DTYPES, cast
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.planner.link_cost import CopyCost, CopyCosts

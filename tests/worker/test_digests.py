@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.config import Verify
-from common.engine.cast import CACHE_DTYPES, cast
+from common.engine.cache.cast import CACHE_DTYPES, cast
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Segment, Shard
 from common.layout.families import gqa_components

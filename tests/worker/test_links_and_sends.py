@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, Role, ServerConfig
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.errors import ConfigError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard

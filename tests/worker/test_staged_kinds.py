@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.config import TransferMode
-from common.engine.cast import raw
+from common.engine.cache.cast import raw
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.protocol.worker import (

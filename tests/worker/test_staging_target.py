@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.planner.pairing import TokenRange

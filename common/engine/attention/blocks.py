@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import CacheWriter
-from common.engine.cast import raw
+from common.engine.cache.cast import raw
+from common.engine.cache.kv_pool import Geometry, KvPool, WriteIndex, write_index
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import Geometry, KvPool, WriteIndex, write_index
 from common.layout.component import LiveKind
 
 

@@ -29,9 +29,9 @@ from common.engine.attention.trial import (
     check_recorded,
     check_recorded_latent,
 )
-from common.engine.cuda_graphs import CudaRecorder
+from common.engine.graphs.cuda_graphs import CudaRecorder
+from common.engine.graphs.recording import Record
 from common.engine.kernel_trial import give_memory_back, try_kernels
-from common.engine.recording import Record
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from common.engine.attention.best_keys import KeyChoice, best_keys, choice_score
 from common.engine.attention.blocks import BlockPass
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.rows import Rows, picks_of
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool, Scratch
 from common.layout.component import LiveKind
 
 WINDOW = "window"

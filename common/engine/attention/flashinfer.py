@@ -20,8 +20,8 @@ from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.page_runs import PageRuns, page_runs
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool, Plane, Scratch
 
 # Scratch for the partial outputs of split keys. A plan that does not fit raises: FA2 may ask for
 # heads * (2 * SMs / KV heads) tiles of 128 rows in fp32, on an H200 with 64 heads, 8 KV heads and

@@ -28,9 +28,9 @@ from common.engine.attention.latent import (
     project_sums,
 )
 from common.engine.attention.page_runs import page_runs
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch
 from common.engine.host_copy import upload
-from common.engine.kv_pool import KvPool, Scratch
 
 WORKSPACE_NBYTES = 128 * 1024 * 1024
 """What FlashInfer recommends: its plan for these kernels splits over as many blocks as the device

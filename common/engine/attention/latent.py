@@ -24,8 +24,8 @@ from torch import Tensor
 from common.engine.attention.attention import CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.rows import Picks, Rows
+from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool, Plane, Scratch
 
 LATENT = "latent"
 

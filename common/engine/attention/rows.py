@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.engine.kv_pool import GatherIndex, Geometry, Plane, Scratch, gather_index
+from common.engine.cache.kv_pool import GatherIndex, Geometry, Plane, Scratch, gather_index
 
 
 @dataclass(frozen=True, slots=True)

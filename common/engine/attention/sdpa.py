@@ -17,9 +17,7 @@ from torch import Tensor
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.buckets import bucket_by_pages, pages_at_once
 from common.engine.attention.scores import PLAIN, ScoreRule, attend_scores
-from common.engine.forward_batch import ForwardBatch
-from common.engine.host_copy import upload
-from common.engine.kv_pool import (
+from common.engine.cache.kv_pool import (
     GatherIndex,
     Geometry,
     KvPool,
@@ -27,6 +25,8 @@ from common.engine.kv_pool import (
     Scratch,
     gather_index,
 )
+from common.engine.forward_batch import ForwardBatch
+from common.engine.host_copy import upload
 from common.layout.component import LiveKind
 
 Ints = NDArray[np.int64]

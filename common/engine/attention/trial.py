@@ -14,11 +14,11 @@ from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention, LatentProjection
 from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaAttention, SdpaPass
-from common.engine.cast import CACHE_DTYPES, raw
+from common.engine.cache.cast import CACHE_DTYPES, raw
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.graphs.recording import Record
 from common.engine.kernel_trial import largest_difference
-from common.engine.kv_pool import KvPool
-from common.engine.recording import Record
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.families import mla_components, windowed_gqa_components

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.cache.slots import SlotPass
 from common.engine.checkpoint.weights import Piece, Weight
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.sequence_rows import SequenceRows
-from common.engine.slots import SlotPass
 
 CONV = "conv"
 """The cache component's name."""

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.choose import AttentionChoice
+from common.engine.cache.kv_pool import KvPool
+from common.engine.cache.slots import SlotPass
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.models.layer_pass import MAIN, LayerPass
-from common.engine.slots import SlotPass
 from common.layout.parallel import split_layers
 
 

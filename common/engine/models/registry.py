@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.engine.cast import CACHE_DTYPES
+from common.engine.cache.cast import CACHE_DTYPES
 from common.engine.config.model import ModelConfig
 from common.engine.config.reading import CheckpointConfig
 from common.engine.models import (

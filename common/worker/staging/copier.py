@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, cast_into
+from common.engine.cache.cast import CACHE_DTYPES, cast_into
 from common.engine.host_copy import upload
 from common.planner.copy_plan import Int64Array
 from common.planner.staging import Conversion, LinearCopy

@@ -6,7 +6,7 @@ from common.channel.gate import Gate
 from common.channel.keys import load_curve
 from common.clock import Clock
 from common.config import Role, ServerConfig, TransferMode
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
 from common.transport.copies import convert_float8, copy_runs
 from common.transport.transport import Transport

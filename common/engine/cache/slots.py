@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.cast import cast, raw
+from common.engine.cache.cast import cast, raw
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool
 from common.layout.component import LiveKind
 
 

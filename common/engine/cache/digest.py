@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, cast
+from common.engine.cache.cast import CACHE_DTYPES, cast
 from common.layout.cache_layout import Cell, GroupLayout
 
 # Pages that are looked at together: what a CPU's cache holds, and what keeps a card busy.

@@ -22,14 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.draw import Draw, Sampled
-from common.engine.grammar import GrammarCompiler
-from common.engine.grammar_table import GrammarTable
 from common.engine.host_copy import upload
-from common.engine.logprobs import LaunchedLogprobs, launch_logprobs
-from common.engine.noise import gumbel, row_keys
-from common.engine.nucleus import drop_tails
-from common.engine.sampling_table import Feature, SamplingTable
+from common.engine.sampling.draw import Draw, Sampled
+from common.engine.sampling.grammar_table import GrammarTable
+from common.engine.sampling.logprobs import LaunchedLogprobs, launch_logprobs
+from common.engine.sampling.noise import gumbel, row_keys
+from common.engine.sampling.nucleus import drop_tails
+from common.engine.sampling.sampling_table import Feature, SamplingTable
+from common.grammar import GrammarCompiler
 from common.request import SamplingParams
 
 CANDIDATE_COUNTS = (64, 1024)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import HostCopy
-from common.engine.logprobs import LaunchedLogprobs
+from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.request import TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite"

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.grammar import GrammarCompiler, GrammarState
 from common.engine.host_copy import upload
 from common.errors import GrammarError
+from common.grammar import GrammarCompiler, GrammarState
 from common.request import Grammar
 
 MASK_BLOCK_ELEMENTS = 1 << 24

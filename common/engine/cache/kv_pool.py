@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, DTYPES, cast, raw
+from common.engine.cache.cast import CACHE_DTYPES, DTYPES, cast, raw
 from common.layout.cache_layout import Cell, GroupLayout, RankLayout
 
 __all__ = ["DTYPES", "KvPool"]

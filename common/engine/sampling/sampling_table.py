@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import upload
-from common.engine.noise import wrap_seed
+from common.engine.sampling.noise import wrap_seed
 from common.errors import ProtocolError
 from common.protocol.bounds import check_sampling_params
 from common.request import SamplingParams

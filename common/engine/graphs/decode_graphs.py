@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import RecordableAttention
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, token_places
-from common.engine.kv_pool import KvPool
+from common.engine.graphs.recording import Record, Recording
 from common.engine.models.causal_lm import CausalLm
-from common.engine.recording import Record, Recording
 from common.layout.cache_layout import PageGroup
 
 FILL_TOKEN = 0
