@@ -14,6 +14,7 @@ from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.connections import Connections, NativeEvent
 from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
+from common.transport.regions import Regions
 from common.transport.room import WORKER_SHARED_NBYTES, check_files, check_shared_memory
 from common.transport.transport import (
     LOOPBACK,
@@ -97,13 +98,13 @@ class UcxTransport:
         self._native = _ucx
         self._engine = start_engine(self._tls, settings)
         self._finalizer = weakref.finalize(self, self._engine.close)
-        self._regions: dict[str, Region] = {}
+        self._regions = Regions()
         self._targets: dict[str, int] = {}
         self._connections = connections or Connections()
         self._broken = ""
 
     def allocate(self, name: str, nbytes: int) -> Region:
-        self._check_region(name, nbytes)
+        self._regions.check_new(name, nbytes)
         if self._is_shared:
             try:
                 check_shared_memory(f"region {name}", nbytes)
@@ -117,35 +118,30 @@ class UcxTransport:
                 f"region {name}: UCX fell back to memory that no other process can write; look "
                 f"at the size and permissions of {shared_memory_dir()}"
             )
-        region = Region(name, index, address, nbytes, "host", self._engine.view(index))
-        self._regions[name] = region
-        return region
+        view = self._engine.view(index)
+        return self._regions.add(Region(name, index, address, nbytes, "host", view))
 
     def register(self, name: str, address: int, nbytes: int, memory_type: MemoryType) -> Region:
-        self._check_region(name, nbytes)
+        self._regions.check_new(name, nbytes)
         if memory_type == "cuda" and "cuda" not in self._tls:
             raise RegionRefused(
                 f"region {name}: CUDA memory needs cuda_copy,cuda_ipc in tls={self._tls}"
             )
         with self._translated(f"region {name}", RegionRefused):
             index = self._engine.enroll(address, nbytes, memory_type)
-        region = Region(name, index, address, nbytes, memory_type, None)
-        self._regions[name] = region
-        return region
+        return self._regions.add(Region(name, index, address, nbytes, memory_type, None))
 
     def open_target(
         self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK
     ) -> TargetDescriptor:
         if peer in self._targets:
             raise PeerInUse(f"open_target {peer}: already open")
-        names = list(self._regions) if regions is None else list(regions)
-        for name in names:
-            if name not in self._regions:
-                raise RegionRefused(f"region {name}: must be one of {sorted(self._regions)}")
-            if not has_network(self._tls) and self.is_private(name):
+        opened = self._regions.named(regions)
+        for region in opened:
+            if not has_network(self._tls) and self.is_private(region.name):
                 raise RegionRefused(
-                    f"region {name}: over tls={self._tls} only memory that was allocated here or "
-                    "lies on a GPU can be written by others"
+                    f"region {region.name}: over tls={self._tls} only memory that was allocated "
+                    "here or lies on a GPU can be written by others"
                 )
         check_files(f"open_target {peer}")
         if self._is_shared:
@@ -157,7 +153,7 @@ class UcxTransport:
         probe_address, probe_nbytes, probe_key = self._engine.probe()
         return TargetDescriptor(
             worker_address=worker_address,
-            regions=tuple(self._describe_region(self._regions[name]) for name in names),
+            regions=tuple(self._describe_region(region) for region in opened),
             probe=RegionDescriptor("probe", probe_address, probe_nbytes, "host", probe_key),
         )
 
@@ -192,23 +188,12 @@ class UcxTransport:
             self._engine.disconnect(self._connections.id_of(peer))
 
     def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
-        peer_id = self._connections.id_of(peer)
-        self._connections.check_tag(tag)
         try:
-            self._engine.submit(
-                peer_id,
-                tag,
-                plan.source_region,
-                plan.source_offset,
-                plan.target_region,
-                plan.target_offset,
-                plan.nbytes,
-            )
+            self._connections.submit(self._engine.submit, peer, plan, tag)
         except self._native.PlanOutOfBoundsError as exc:
             raise PlanOutOfBounds(f"transfer to {peer}: {exc}") from exc
         except self._native.UcxError as exc:
             raise TransportError(f"transfer to {peer}: {exc}") from exc
-        self._connections.begin(tag, peer)
 
     def cancel(self, tag: int) -> None:
         with self._translated(f"cancel {tag}"):
@@ -239,7 +224,7 @@ class UcxTransport:
             "ucx_origin": self._origin.kind,
             "ucx_directory": str(self._origin.directory),
             "tls": self._tls,
-            "regions": {name: region.nbytes for name, region in self._regions.items()},
+            "regions": self._regions.describe(),
             "targets": sorted(self._targets),
             **self._connections.describe(),
         }
@@ -266,12 +251,6 @@ class UcxTransport:
         probe = descriptor.probe
         target = descriptor.worker_address, regions, (probe.address, probe.nbytes, probe.key)
         return self._connections.take_id(), target
-
-    def _check_region(self, name: str, nbytes: int) -> None:
-        if name in self._regions:
-            raise RegionRefused(f"region {name}: the name is taken")
-        if nbytes <= 0:
-            raise RegionRefused(f"region {name}: nbytes={nbytes} must be positive")
 
     def _describe_region(self, region: Region) -> RegionDescriptor:
         address, nbytes, key = self._engine.region(region.index)
