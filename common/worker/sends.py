@@ -24,7 +24,7 @@ from common.worker.staging.source import StagingSource
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The engine's word: the first `layer_group_count` layer groups of a step are in the cache."""
+    """The engine reports that the first `layer_group_count` layer groups of a step are computed."""
 
     step_id: int
     layer_group_count: int

@@ -40,7 +40,7 @@ from common.protocol.worker import (
 )
 from common.request import SamplingParams
 from common.worker.completion_notifiers import start_notifier
-from common.worker.io_loop import Outbox, Progress
+from common.worker.io_loop import EngineOutbox, Progress
 from common.worker.sends import Computed
 from tests.gpu.model_shapes import ModelShape, write_model
 from tests.gpu.report import Section
@@ -228,7 +228,7 @@ def _median_gap(times: list[float]) -> float:
 # Layer groups -------------------------------------------------------------------------------------
 
 
-class Snapshots(Outbox):
+class Snapshots(EngineOutbox):
     """Copies the pages of a layer group in the moment in which it is told, on a stream that waits
     for no other, as a peer's copy engine would."""
 
@@ -279,12 +279,12 @@ def check_told_pages(section: Section, rig: Rig) -> None:
 
     def on_layer(layer: int) -> None:
         if layer in ends:
-            notifier.put(1, Computed(prefill.step_id, ends[layer]))
+            notifier.notify(1, Computed(prefill.step_id, ends[layer]))
 
     started_at = time.perf_counter()
     pending = rig.runner().launch(prefill, on_layer)
     launched_s = time.perf_counter() - started_at
-    notifier.put(1, Computed(prefill.step_id, len(ends)), pending)
+    notifier.notify(1, Computed(prefill.step_id, len(ends)), pending)
     notifier.end()
     torn = [
         layer for layer, taken in outbox.taken.items() if not torch.equal(taken, outbox.read(layer))

@@ -26,7 +26,7 @@ from common.protocol.worker import (
 )
 from common.transport import transport as moving
 from common.transport.ucx import UcxSettings, UcxTransport
-from common.worker.io_loop import Outbox
+from common.worker.io_loop import EngineOutbox
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
 from common.worker.sends import Computed, Sends
@@ -334,7 +334,7 @@ def test_opening_twice_gives_the_same_place_and_closing_a_new_one(world: World) 
 
 
 def test_an_outbox_wakes_its_reader_and_keeps_the_order() -> None:
-    outbox = Outbox()
+    outbox = EngineOutbox()
     assert outbox.take() == []
     messages = [PeerClosed(str(index), 0) for index in range(3)]
     for message in messages:
