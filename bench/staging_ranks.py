@@ -32,7 +32,12 @@ from common.protocol.worker import (
     SendSettled,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
+from common.transport.transport import (
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
@@ -92,12 +97,12 @@ class RankIo:
         self._poller.poll(timeout_s)
         for event in self.transport.poll():
             match event:
-                case moving.TransferSettled():
+                case TransferSettled():
                     if not self.io.apply_settled(event):
                         self.told += self.sends.apply_settled(event)
-                case moving.PeerConnected():
+                case ConnectionMade():
                     self.told += self.links.apply_connected(event)
-                case moving.PeerFailed() | moving.PeerClosed():
+                case ConnectionFailed() | ConnectionClosed():
                     self.told += self.links.apply_gone(event)
         self.told += self.io.receive()
 

@@ -2,8 +2,8 @@
 
     source pages --gather--> slot --one put--> slot at the target --scatter--> target pages
 
-Both ranks compute the same rows from the two layouts, so a `Piece` is named by a few numbers. A
-*row* is one unit of one cell; a piece is a rectangle of rows and items, and lies in its slot as
+Both ranks compute the same rows from the two layouts, so a few numbers name a `StagedPiece`.
+A *row* is one unit of one cell. A piece is a rectangle of rows and items, and lies in its slot as
 
     [row][item][payload]                  rows in the order of the source's cells, units inside
 
@@ -28,8 +28,8 @@ from common.planner.pairing import CellPair, TokenRange, expand_units, pair_cell
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one slot carries: rows row_first .. row_stop - 1, absolute items item_first .. - 1."""
+class StagedPiece:
+    """What one slot carries: rows row_first..row_stop - 1, items item_first..item_stop - 1."""
 
     group: int
     row_first: int
@@ -95,7 +95,7 @@ class StagedPair:
 
     def pieces(
         self, tokens: TokenRange, slot_nbytes: int, layer_group: int | None = None
-    ) -> list[Piece]:
+    ) -> list[StagedPiece]:
         """What carries `tokens` of a request, each piece at most `slot_nbytes` on the way.
 
         layer_group: only the cells of one of the source's layer groups; None for all.
@@ -103,23 +103,23 @@ class StagedPair:
         """
         if self.item_nbytes_max > slot_nbytes:
             raise PlanMismatch(f"a payload of {self.item_nbytes_max} bytes in {slot_nbytes}")
-        found: list[Piece] = []
+        found: list[StagedPiece] = []
         for group in self._groups:
             items = tokens.items(group.live)
             if items:
                 found += group.cut(items, slot_nbytes, layer_group)
         return found
 
-    def conversion(self, piece: Piece) -> Conversion:
+    def conversion(self, piece: StagedPiece) -> Conversion:
         group = self._groups[piece.group]
         return group.conversions[int(group.conversion_of_row[piece.row_first])]
 
-    def wire_nbytes(self, piece: Piece) -> int:
+    def wire_nbytes(self, piece: StagedPiece) -> int:
         """Bytes of the slot that the piece takes."""
         rows = self._groups[piece.group].wire_nbytes[piece.row_first : piece.row_stop]
         return int(rows.sum()) * (piece.item_stop - piece.item_first)
 
-    def why_bad(self, piece: Piece, token_count: int, slot_nbytes: int) -> str | None:
+    def why_bad(self, piece: StagedPiece, token_count: int, slot_nbytes: int) -> str | None:
         """What is wrong with a piece that a peer named, None if it can be scattered.
 
         token_count: of the request; only its live items are written.
@@ -143,12 +143,12 @@ class StagedPair:
             return f"a piece of {nbytes} bytes: a slot has {slot_nbytes}"
         return None
 
-    def gather(self, piece: Piece, source_pages: Pages) -> LinearCopy:
+    def gather(self, piece: StagedPiece, source_pages: Pages) -> LinearCopy:
         """From the source's pages. Raises: PlanMismatch if they do not cover the piece."""
         group = self._groups[piece.group]
         return group.copy(piece, source_pages[piece.group], group.source, group.source_base)
 
-    def scatter(self, piece: Piece, target_pages: Pages) -> LinearCopy:
+    def scatter(self, piece: StagedPiece, target_pages: Pages) -> LinearCopy:
         """To the target's pages. Raises: PlanMismatch if they do not cover the piece."""
         group = self._groups[piece.group]
         return group.copy(piece, target_pages[piece.group], group.target, group.target_base)
@@ -189,9 +189,9 @@ class _Rows:
         borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), self.row_count]
         self.blocks = [(a, b) for a, b in itertools.pairwise(borders) if a < b]
 
-    def cut(self, items: range, slot_nbytes: int, layer_group: int | None) -> list[Piece]:
+    def cut(self, items: range, slot_nbytes: int, layer_group: int | None) -> list[StagedPiece]:
         """Pieces of whole pages where a slot has room for them, so that their runs are long."""
-        found: list[Piece] = []
+        found: list[StagedPiece] = []
         for first, stop in self.blocks:
             if layer_group is not None and self.layer_group_of_row[first] != layer_group:
                 continue
@@ -202,7 +202,7 @@ class _Rows:
                 # Later pieces begin where a page does on the side with the larger pages.
                 end = min((start // step + 1) * step, items.stop)
                 for rows in _cut_rows(first, sizes * (end - start), slot_nbytes):
-                    found.append(Piece(self.index, *rows, start, end))
+                    found.append(StagedPiece(self.index, *rows, start, end))
                 start = end
         return found
 
@@ -215,7 +215,7 @@ class _Rows:
 
     def copy(
         self,
-        piece: Piece,
+        piece: StagedPiece,
         pages: PageList,
         side: GroupLayout,
         base: Int64Array,

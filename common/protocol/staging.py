@@ -30,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class SlotFilled(_Message, frozen=True):
-    """A piece lies in a slot, flushed. See `Piece` for rows and items.
+    """A piece lies in a slot, flushed. See `StagedPiece` for rows and items.
 
     ring: the random id under which the slots were granted; it authenticates the source rank.
     sequence: grows by one with every piece of a ring.

@@ -11,9 +11,9 @@ from common.errors import Bug, TransportError
 from common.planner.copy_plan import CopyPlan, Int64Array
 from common.transport.transport import (
     TAG_MAX,
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
     PeerInUse,
     TagInUse,
     TransferSettled,
@@ -88,11 +88,11 @@ class Connections:
             case 0:
                 peer = self._names[identity]
                 self._transports[peer] = text
-                return PeerConnected(peer, text)
+                return ConnectionMade(peer, text)
             case 1:
-                return PeerFailed(self._forget(identity), text)
+                return ConnectionFailed(self._forget(identity), text)
             case 2:
-                return PeerClosed(self._forget(identity))
+                return ConnectionClosed(self._forget(identity))
             case 3:
                 peer = self._transfer_peers.pop(identity)
                 return TransferSettled(

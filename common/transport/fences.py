@@ -60,16 +60,16 @@ STORED_BY = {
     "rocm_copy": StoredBy.NEITHER,
     "ze_copy": StoredBy.NEITHER,
 }
-"""By the names that `PeerConnected.transports` has. UCX's were read in its sources of 1.22. A
+"""By the names that `ConnectionMade.transports` has. UCX's were read in its sources of 1.22. A
 name that is missing counts as stored by the writer."""
 
 
 def is_fenced_by_close(connections: Iterable[str]) -> bool:
     """Whether `close_target` alone keeps out a writer that died and settled nothing.
 
-    connections: `PeerConnected.transports` of each of its connections, such as "cuda_copy,tcp". The
-    slowest proof among them is needed. None known proves nothing, nor does one that names no
-    transport by which bytes reach another process.
+    connections: `ConnectionMade.transports` of each of its connections, such as "cuda_copy,tcp".
+    The slowest proof among them is needed. No known connection proves nothing, and neither does one
+    without a transport by which bytes reach another process.
     """
     parts = [{STORED_BY.get(name, StoredBy.WRITER) for name in c.split(",")} for c in connections]
     return bool(parts) and all(

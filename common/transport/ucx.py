@@ -18,8 +18,8 @@ from common.transport.regions import Regions
 from common.transport.room import WORKER_SHARED_NBYTES, check_files, check_shared_memory
 from common.transport.transport import (
     LOOPBACK,
+    ConnectionMade,
     MemoryType,
-    PeerConnected,
     PeerInUse,
     PlanOutOfBounds,
     Region,
@@ -259,7 +259,7 @@ class UcxTransport:
     def _translate(self, event: NativeEvent) -> TransportEvent:
         told = self._connections.translate(event)
         if (
-            isinstance(told, PeerConnected)
+            isinstance(told, ConnectionMade)
             and self._has_cuda
             and goes_through_host(told.transports)
         ):

@@ -34,7 +34,7 @@ for."""
 
 PEER_LAYOUT_COUNT_MAX = 64
 
-Key = tuple[str, str, int]
+PlaneKey = tuple[str, str, int]
 """Component, segment, layer."""
 
 
@@ -63,7 +63,7 @@ class Digester:
             else:
                 targets = (self._layout,)
             target_server = pair.peer if job.is_source else own
-            known: dict[tuple[Key, range], Tensor] = {}
+            known: dict[tuple[PlaneKey, range], Tensor] = {}
             count = bucket_count(target_server)
             digests = [self._digest(pair, job, target, count, known) for target in targets]
         return Digested(job.transfer_id, self._layout.index, digests)
@@ -74,14 +74,14 @@ class Digester:
         job: Digest,
         target: RankLayout,
         count: int,
-        known: dict[tuple[Key, range], Tensor],
+        known: dict[tuple[PlaneKey, range], Tensor],
     ) -> bytes:
         """Of one target rank. known: digests that another target rank has in common with it."""
         planes = digested_planes(target, job.verify, job.transfer_id)
         rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self.device)
         buckets: dict[int, Tensor] = {}
         for row, plane in zip(rows, planes, strict=True):
-            key = _key(plane)
+            key = _plane_key(plane)
             reader = pair.readers.get(key)
             items = self._layout.groups[plane.group].group.live.items(job.token_count)
             units = (
@@ -118,7 +118,7 @@ class _Pair:
     def __init__(self, buffers: Sequence[Tensor], layout: RankLayout, job: Digest) -> None:
         self.peer: ServerLayout = decode_layout(job.layout)
         wires = wire_dtypes(layout.server, self.peer)
-        self.readers: dict[Key, PlaneReader] = {}
+        self.readers: dict[PlaneKey, PlaneReader] = {}
         for buffer, group in zip(buffers, layout.groups, strict=True):
             stored = {
                 (c.name, layer): c.dtype for c in group.group.components for layer in c.layers
@@ -156,5 +156,5 @@ class DigestThread:
             self._answer(self._digester.run(job))
 
 
-def _key(plane: DigestedPlane) -> Key:
+def _plane_key(plane: DigestedPlane) -> PlaneKey:
     return plane.cell.component, plane.cell.segment, plane.cell.layer

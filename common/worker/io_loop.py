@@ -38,8 +38,14 @@ from common.protocol.worker import (
     WorkerBeat,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
-from common.transport.transport import Transport
+from common.transport.transport import (
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+    Transport,
+    TransportEvent,
+)
 from common.worker.digester import DigestJobs
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
@@ -241,25 +247,25 @@ class IoLoop:
                 assert_never(message)
         return []
 
-    def _apply(self, event: moving.TransportEvent) -> Sequence[WorkerToScheduler]:
+    def _apply(self, event: TransportEvent) -> Sequence[WorkerToScheduler]:
         match event:
-            case moving.TransferSettled():
+            case TransferSettled():
                 if self._staged.apply_settled(event):
                     return self._staged.take()
                 return self._sends.apply_settled(event)
-            case moving.PeerConnected():
+            case ConnectionMade():
                 log.info("connected to %s over %s", event.peer, event.transports)
                 return self._links.apply_connected(event)
-            case moving.PeerFailed():
+            case ConnectionFailed():
                 log.warning("lost %s: %s", event.peer, event.reason)
                 return self._apply_gone(event)
-            case moving.PeerClosed():
+            case ConnectionClosed():
                 return self._apply_gone(event)
             case _:
                 assert_never(event)
 
     def _apply_gone(
-        self, event: moving.PeerFailed | moving.PeerClosed
+        self, event: ConnectionFailed | ConnectionClosed
     ) -> Sequence[WorkerToScheduler]:
         """Staged transfers of the connection settle first."""
         messages = self._links.apply_gone(event)

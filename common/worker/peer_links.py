@@ -31,8 +31,15 @@ from common.protocol.worker import (
     PeerOpened,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
-from common.transport.transport import LOOPBACK, RegionDescriptor, TargetDescriptor, Transport
+from common.transport.transport import (
+    LOOPBACK,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    RegionDescriptor,
+    TargetDescriptor,
+    Transport,
+)
 from common.worker.pools import pool_names
 from common.worker.staging.source import StagingSource
 from common.worker.staging.staged_transfer import LaneFailed, LaneReady
@@ -42,7 +49,7 @@ from common.worker.staging.target import StagingTarget
 log = logging.getLogger(__name__)
 
 
-class Phase(StrEnum):
+class LinkPhase(StrEnum):
     CONNECTING = "connecting"
     CONNECTED = "connected"
     FAILED = "failed"
@@ -77,7 +84,7 @@ class PeerLink:
 
     peer: str
     targets: tuple[TargetRank, ...]
-    phase: Phase = Phase.CONNECTING
+    phase: LinkPhase = LinkPhase.CONNECTING
     open: set[str] = field(default_factory=set)
     connected: dict[str, str] = field(default_factory=dict)
     carried_by: dict[str, str] = field(default_factory=dict)
@@ -114,7 +121,7 @@ class PeerLinks:
         link = self._links.get(peer)
         if link is None:
             return f"peer {peer} is not connected"
-        if link.phase is not Phase.CONNECTED:
+        if link.phase is not LinkPhase.CONNECTED:
             return f"peer {peer} is {link.phase}: {link.reason}".rstrip(": ")
         return link.targets
 
@@ -212,16 +219,16 @@ class PeerLinks:
         link = self._links.get(peer)
         if link is None:
             return [PeerClosed(peer, self._rank)]
-        if link.phase is Phase.CLOSING:
+        if link.phase is LinkPhase.CLOSING:
             return []
-        link.phase = Phase.CLOSING
+        link.phase = LinkPhase.CLOSING
         for name in sorted(link.open):
             self._transport.disconnect(name)
         return self._check_closed(link)
 
     # ---- told by the transport -------------------------------------------------------------------
 
-    def apply_connected(self, event: moving.PeerConnected) -> list[WorkerToScheduler]:
+    def apply_connected(self, event: ConnectionMade) -> list[WorkerToScheduler]:
         """A connection is up; with a staging ring, its lane is tried before it counts."""
         link = self._links[self._peer_of[event.peer]]
         target = next(target for target in link.targets if target.name == event.peer)
@@ -248,15 +255,15 @@ class PeerLinks:
         link.connected[event.name] = link.carried_by.pop(event.name, "")
         return self._check_connected(link)
 
-    def apply_gone(self, event: moving.PeerFailed | moving.PeerClosed) -> list[WorkerToScheduler]:
+    def apply_gone(self, event: ConnectionFailed | ConnectionClosed) -> list[WorkerToScheduler]:
         """A connection broke, could not be made, or is closed; all its transfers have settled."""
         link = self._links[self._peer_of.pop(event.peer)]
         link.open.remove(event.peer)
         link.connected.pop(event.peer, None)
-        reason = event.reason if isinstance(event, moving.PeerFailed) else "closed"
+        reason = event.reason if isinstance(event, ConnectionFailed) else "closed"
         if self._staging_source is not None:
             self._staging_source.close_lane(event.peer, reason)
-        if link.phase is Phase.CLOSING:
+        if link.phase is LinkPhase.CLOSING:
             return self._check_closed(link)
         return self._fail(link, f"{event.peer}: {reason}")
 
@@ -310,9 +317,9 @@ class PeerLinks:
         return TargetRank(name, pairs, counts, staged, staging_buffer, len(descriptor.regions))
 
     def _check_connected(self, link: PeerLink) -> list[WorkerToScheduler]:
-        if link.phase is not Phase.CONNECTING or len(link.connected) < len(link.targets):
+        if link.phase is not LinkPhase.CONNECTING or len(link.connected) < len(link.targets):
             return []
-        link.phase = Phase.CONNECTED
+        link.phase = LinkPhase.CONNECTED
         names = sorted({name for names in link.connected.values() for name in names.split(",")})
         transfer_mode = "; ".join(dict.fromkeys(map(self._describe, link.targets)))
         log.info("caches for %s travel %s", link.peer, transfer_mode or "nowhere")
@@ -335,9 +342,9 @@ class PeerLinks:
 
     def _fail(self, link: PeerLink, reason: str) -> list[WorkerToScheduler]:
         """The first failure is told; the other connections stay until the scheduler closes."""
-        if link.phase is Phase.FAILED:
+        if link.phase is LinkPhase.FAILED:
             return []
-        link.phase = Phase.FAILED
+        link.phase = LinkPhase.FAILED
         link.reason = reason
         return [PeerFailed(link.peer, self._rank, reason)]
 

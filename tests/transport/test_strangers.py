@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from common.transport.transport import PeerConnected
+from common.transport.transport import ConnectionMade
 from tests.transport.conftest import KINDS
 from tests.transport.put_anywhere import PAYLOAD, dial, listening, put_anywhere, say
 from tests.transport.transport_pair import Pair, plan_volume, start_remote, unique
@@ -72,7 +72,7 @@ def test_strangers_that_only_hold_on_keep_nobody_out(kind: str) -> None:
         descriptor = pair.remote.open_target(peer)
         (place,) = listening(pair.remote.pid)
         holds = [dial(place) for _ in range(100)]
-        assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+        assert isinstance(pair.writer.connect(peer, descriptor), ConnectionMade)
         assert pair.writer.copy(peer, plan_volume(1 << 20), tag=next(unique)).error is None
         for hold in holds:
             hold.close()

@@ -17,8 +17,13 @@ from common.layout.families import gqa_components
 from common.planner.link_cost import CopyCost, CopyCosts
 from common.protocol.codec import encode_layout
 from common.protocol.worker import ConnectPeer, Expect, PeerOpened, WorkerToScheduler
-from common.transport import transport as moving
 from common.transport.copies import copy_runs
+from common.transport.transport import (
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool, allocate_region
@@ -99,14 +104,14 @@ class Rank:
         """What the I/O loop does once; nothing waits here."""
         for event in self.transport.poll():
             match event:
-                case moving.TransferSettled():
+                case TransferSettled():
                     if self.io.apply_settled(event):
                         self.told += self.io.take()
                     else:
                         self.told += self.sends.apply_settled(event)
-                case moving.PeerConnected():
+                case ConnectionMade():
                     self.told += self.links.apply_connected(event)
-                case moving.PeerFailed() | moving.PeerClosed():
+                case ConnectionFailed() | ConnectionClosed():
                     told = self.links.apply_gone(event)
                     self.told += [*self.io.take(), *told]
         self.told += self.io.receive()

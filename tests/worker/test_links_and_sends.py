@@ -24,7 +24,13 @@ from common.protocol.worker import (
     SendSettled,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
+from common.transport.transport import (
+    CANCELLED,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.io_loop import EngineOutbox
 from common.worker.peer_links import PeerLinks
@@ -65,11 +71,11 @@ class Rank:
         told: list[WorkerToScheduler] = []
         for event in self.transport.poll():
             match event:
-                case moving.TransferSettled():
+                case TransferSettled():
                     told += self.sends.apply_settled(event)
-                case moving.PeerConnected():
+                case ConnectionMade():
                     told += self.links.apply_connected(event)
-                case moving.PeerFailed() | moving.PeerClosed():
+                case ConnectionFailed() | ConnectionClosed():
                     told += self.links.apply_gone(event)
         return told
 
@@ -262,7 +268,7 @@ def test_a_cancelled_transfer_settles_once_and_is_quiet() -> None:
         world.source.sends.cancel(CancelSends(71))
         world.source.sends.cancel(CancelSends(99))  # of nobody
         settled = {m.send_id: m for m in world.source.wait_for(2) if isinstance(m, SendSettled)}
-        assert settled[1].error in (moving.CANCELLED, "") and settled[1].is_quiet
+        assert settled[1].error in (CANCELLED, "") and settled[1].is_quiet
         assert settled[2].error == "" and world.source.sends.open_count == 0
         rows = world.source.pool.buffers[0].view(10_001, -1)
         assert torch.equal(world.targets[0].pool.buffers[0].view(10_001, -1)[1:], rows[scattered])
@@ -297,7 +303,7 @@ def test_a_send_that_waits_for_the_engine_can_be_cancelled(world: World) -> None
     world.connected()
     assert send_whole(world.source.sends, send_of(1, 0, TOKENS, step_id=5)) == []
     (settled,) = world.source.sends.cancel(CancelSends(70))
-    assert (settled.error, settled.is_quiet, settled.nbytes) == (moving.CANCELLED, True, 0)
+    assert (settled.error, settled.is_quiet, settled.nbytes) == (CANCELLED, True, 0)
     assert world.source.sends.apply_computed(Computed(5, 1)) == []
     assert world.source.sends.open_count == 0
 

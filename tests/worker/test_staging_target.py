@@ -24,7 +24,7 @@ from common.worker.staging.copier import Copier
 from common.worker.staging.target import (
     RING_SLOT_COUNT_MAX,
     SLOT_NBYTES_MIN,
-    Slots,
+    FreeSlots,
     StagingTarget,
     slot_nbytes_of,
 )
@@ -95,7 +95,7 @@ def rank() -> Iterator[Rank]:
 def test_no_slot_has_two_owners_and_none_is_lost(
     count: int, asked: list[int], random: object
 ) -> None:
-    slots = Slots(count)
+    slots = FreeSlots(count)
     held: list[list[int]] = []
     for ring_count in asked:
         granted = slots.grant(ring_count)
@@ -114,7 +114,7 @@ def test_no_slot_has_two_owners_and_none_is_lost(
 
 
 def test_a_newcomer_leaves_half_of_what_is_free_to_the_next() -> None:
-    slots = Slots(16)
+    slots = FreeSlots(16)
     sizes = []
     while (granted := slots.grant(1)) is not None:
         sizes.append(len(granted[0]))

@@ -65,7 +65,7 @@ class FlashInferAttention:
         self._recorded: dict[tuple[AttentionKind, int], _Planned] = {}
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
-        planner = _Planner(batch, pool, self._dtypes)
+        planner = _PassPlanner(batch, pool, self._dtypes)
         kernels, make = (
             (self._decodes, self._make.decode)
             if batch.is_decode_only
@@ -95,7 +95,7 @@ class FlashInferAttention:
 
     def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
         """See `RecordableAttention`."""
-        planner = _Planner(batch, pool, self._dtypes)
+        planner = _PassPlanner(batch, pool, self._dtypes)
         for kind, group in kinds_of_pool(self.kinds, pool).items():
             self._recorded[kind, batch.sequence_count].plan(*planner.plan(kind, group))
 
@@ -164,7 +164,7 @@ def kinds_of_pool(kinds: Collection[AttentionKind], pool: KvPool) -> dict[Attent
     }
 
 
-class _Planner:
+class _PassPlanner:
     """What plans of one pass need, by page group."""
 
     def __init__(

@@ -176,7 +176,7 @@ class SdpaPass:
         assert cache.values.geometry.group == group
         plan = self._plans.get(group)
         if plan is None:
-            plan = self._plans[group] = _Planner(self._batch, self._pool, group).plan()
+            plan = self._plans[group] = _GroupPlanner(self._batch, self._pool, group).plan()
         if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             return _attend_decode(plan.decodes[0], query, cache, rule)
         output = torch.empty_like(query)
@@ -190,7 +190,7 @@ class SdpaPass:
         return output
 
 
-class _Planner:
+class _GroupPlanner:
     """Plans one page group. width: of its window in tokens, 0 if all of the past is seen."""
 
     def __init__(self, batch: ForwardBatch, pool: KvPool, group: int) -> None:

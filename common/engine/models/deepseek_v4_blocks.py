@@ -89,7 +89,7 @@ class Compressor:
         return (keys * torch.cat((before, own_gates), dim=1).softmax(dim=1)).sum(dim=1)
 
 
-class Indexer:
+class BlockIndexer:
     """Small heads that say which blocks a token attends to, over blocks of their own."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int, name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
 from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
@@ -91,7 +91,7 @@ class KimiDelta:
             yield Weight.cut(f"{self.name}.A_log", kda.head_count, self.heads, self.decay_log)
         else:
             whole, heads = slice(None), slice(self.heads.start, self.heads.stop)
-            piece = Piece(
+            piece = TensorSlice(
                 f"{self.name}.A_log",
                 (1, 1, kda.head_count, 1),
                 (whole, whole, heads, whole),

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from common.planner.copy_plan import CopyPlan
-from common.planner.staging import LinearCopy, Piece
+from common.planner.staging import LinearCopy, StagedPiece
 from common.worker.staging.copier import Copier
 from common.worker.staging.staged_transfer import SentPiece, StagedTransfer
 
@@ -62,7 +62,7 @@ class GatherBuffers:
         return _one_put(self.region_index, start, transfer.lane.region, slot_start, nbytes)
 
 
-def is_gathered_first(transfer: StagedTransfer, piece: Piece) -> bool:
+def is_gathered_first(transfer: StagedTransfer, piece: StagedPiece) -> bool:
     """Whether a piece needs a buffer. Over shared memory the put itself gathers, unless element
     types differ."""
     conversion = transfer.pair.conversion(piece)

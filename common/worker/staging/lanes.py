@@ -29,7 +29,7 @@ LANE_TIMEOUT_S = 10.0
 """How long dialling and measuring a lane may take, its first connection included."""
 
 
-class Phase(StrEnum):
+class LanePhase(StrEnum):
     DIALING = "dialing"
     MEASURING = "measuring"
     READY = "ready"
@@ -55,7 +55,7 @@ class Lane:
     free: deque[int]
     public_key: str = ""
     is_mapped: bool = False
-    phase: Phase = Phase.DIALING
+    phase: LanePhase = LanePhase.DIALING
     next_sequence: int = 1
     held: Counter[int] = field(default_factory=Counter)
     round_trips_s: list[float] = field(default_factory=list)

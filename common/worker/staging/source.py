@@ -25,13 +25,13 @@ from common.clock import Clock
 from common.errors import ConfigError, ProtocolError, TransportError
 from common.planner.copies import Pages
 from common.planner.link_cost import CopyCosts
-from common.planner.staging import Piece, StagedPair
+from common.planner.staging import StagedPair, StagedPiece
 from common.protocol.codec import decode_slot_freed, encode
 from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.protocol.staging import SlotFilled, SlotFreed
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.staging.gather_buffers import GatherBuffers, is_gathered_first
-from common.worker.staging.lanes import LANE_TIMEOUT_S, ROUND_TRIP_COUNT, Lane, Phase
+from common.worker.staging.lanes import LANE_TIMEOUT_S, ROUND_TRIP_COUNT, Lane, LanePhase
 from common.worker.staging.staged_transfer import (
     LaneFailed,
     LaneReady,
@@ -103,7 +103,7 @@ class StagingSource:
     def next_wakeup(self) -> float | None:
         """When `tick` is due; None if nothing waits for an answer."""
         times = [sent.sent_at for pieces in self._unanswered.values() for sent in pieces.values()]
-        times += [lane.asked_at for lane in self._lanes.values() if lane.phase is Phase.DIALING]
+        times += [lane.asked_at for lane in self._lanes.values() if lane.phase is LanePhase.DIALING]
         if 0.0 in times:
             return self._clock.now() + RETRY_S
         return min(times) + REPEAT_S if times else None
@@ -168,7 +168,7 @@ class StagingSource:
         if len(lane.round_trips_s) < ROUND_TRIP_COUNT:
             self._send_trial(lane)
         else:
-            lane.phase = Phase.MEASURING
+            lane.phase = LanePhase.MEASURING
             self._measure(lane)
 
     def _measure(self, lane: Lane) -> None:
@@ -176,7 +176,7 @@ class StagingSource:
         plan = lane.next_measurement(self._buffers.region_index, nbytes)
         if plan is None:
             lane.settle_measurement(nbytes, self._copies)
-            lane.phase = Phase.READY
+            lane.phase = LanePhase.READY
             self._events.append(LaneReady(lane.name))
             return
         tag = self._take_tag()
@@ -196,11 +196,11 @@ class StagingSource:
         transfer_id: int,
         pair: StagedPair,
         source_pages: Pages,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StagedPiece],
     ) -> None:
         """Send pieces over a lane that is ready; settles once. `tag` is below TAG_FIRST."""
         lane = self._lanes[name]
-        assert lane.phase is Phase.READY and pieces and tag < TAG_FIRST
+        assert lane.phase is LanePhase.READY and pieces and tag < TAG_FIRST
         transfer = StagedTransfer(
             tag, lane, transfer_id, pair, source_pages, deque(pieces), self._clock.now()
         )
@@ -336,7 +336,7 @@ class StagingSource:
         self._pump()
 
     def apply_freed(self, lane: Lane, freed: SlotFreed) -> None:
-        if lane.phase is Phase.DIALING and freed.ring == lane.ring:
+        if lane.phase is LanePhase.DIALING and freed.ring == lane.ring:
             self._apply_trial(lane, freed)
             return
         sent = self._unanswered[lane.name].get(freed.sequence)
@@ -358,11 +358,11 @@ class StagingSource:
         """Repeat unanswered messages, and give up lanes that never answered."""
         now = self._clock.now()
         for lane in list(self._lanes.values()):
-            if lane.phase is not Phase.READY and now - lane.opened_at > LANE_TIMEOUT_S:
+            if lane.phase is not LanePhase.READY and now - lane.opened_at > LANE_TIMEOUT_S:
                 reason = f"{lane.link} does not answer: is it reachable from here?"
                 self._events.append(LaneFailed(lane.name, reason))
                 lane.opened_at = now
-            elif lane.phase is Phase.DIALING and _is_due(lane.asked_at, now):
+            elif lane.phase is LanePhase.DIALING and _is_due(lane.asked_at, now):
                 self._send_trial(lane)
             for sequence, sent in self._unanswered[lane.name].items():
                 if _is_due(sent.sent_at, now):

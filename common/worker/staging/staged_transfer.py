@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from common.planner.copies import Pages
-from common.planner.staging import Piece, StagedPair
+from common.planner.staging import StagedPair, StagedPiece
 from common.transport.transport import TransferSettled
 from common.worker.staging.lanes import Lane
 
@@ -20,7 +20,7 @@ class StagedTransfer:
     transfer_id: int
     pair: StagedPair
     source_pages: Pages
-    waiting: deque[Piece]
+    waiting: deque[StagedPiece]
     started_at: float
     open_count: int = 0
     error: str = ""
@@ -37,7 +37,7 @@ class SentPiece:
     """
 
     transfer: StagedTransfer
-    piece: Piece
+    piece: StagedPiece
     slot: int
     buffer: int | None
     sent_at: float = 0.0

@@ -25,7 +25,7 @@ from common.channel.peer import PeerListener, local_host_towards
 from common.channel.sockets import SendResult, SocketSet
 from common.errors import NotNow, PlanMismatch, ProtocolError
 from common.layout.cache_layout import RankLayout, ServerLayout
-from common.planner.staging import Piece, StagedPair
+from common.planner.staging import StagedPair, StagedPiece
 from common.protocol.codec import decode_slot_filled, encode
 from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.protocol.staging import SlotFilled, SlotFreed
@@ -58,7 +58,7 @@ def slot_nbytes_of(region_nbytes: int) -> int:
     return size
 
 
-class Slots:
+class FreeSlots:
     """The free slots of a staging buffer. Pure."""
 
     def __init__(self, count: int) -> None:
@@ -134,7 +134,7 @@ class StagingTarget:
         self._page_counts = list(page_counts)
         self._host = host
         self.slot_nbytes = slot_nbytes_of(len(region))
-        self._slots = Slots(len(region) // self.slot_nbytes)
+        self._slots = FreeSlots(len(region) // self.slot_nbytes)
         self._slots_of_peer: dict[str, list[int]] = {}
         self._rings: dict[int, _Ring] = {}
         self._expected: dict[int, Expect] = {}
@@ -265,7 +265,7 @@ class StagingTarget:
         if expected is None or expected.peer != ring.peer:
             self.counters.late += 1
             return f"transfer {filled.transfer_id}: is not expected from this peer"
-        piece = Piece(
+        piece = StagedPiece(
             filled.group, filled.row_first, filled.row_stop, filled.item_first, filled.item_stop
         )
         reason = ring.pair.why_bad(piece, expected.token_count, self.slot_nbytes)
