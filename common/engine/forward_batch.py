@@ -1,4 +1,4 @@
-"""What one forward pass computes, as tensors: which tokens, at which positions, into which pages.
+"""One forward pass as tensors: which tokens, at which positions, into which pages.
 
 Knows nothing of requests, sampling or steps. Sequences lie one after the other ("ragged"): the
 tokens of sequence b are rows query_starts[b] .. query_starts[b + 1] of everything indexed by token.

@@ -63,7 +63,7 @@ class HostCopy:
                 torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                 for t in tensors
             ]
-            # Blocking: whoever waits sleeps, and leaves its core to those that compute.
+            # Blocking: the waiting thread sleeps, and leaves its core to threads that compute.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 

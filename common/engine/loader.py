@@ -92,7 +92,7 @@ def attention_shape(
     page_size: int,
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionShape:
-    """What a rank's attention has to be able to. cache_dtype: None for the model's own."""
+    """Requirements on a rank's attention. cache_dtype: None for the model's own."""
     return AttentionShape(
         kinds=_attention_kinds(config, parallel),
         dtype=DTYPES[config.dtype],
@@ -105,7 +105,7 @@ def attention_shape(
 
 
 def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.device) -> FusedShape:
-    """What a rank's small functions have to be able to."""
+    """Requirements on a rank's fused functions."""
     return FusedShape(
         size=config.hidden_size,
         inner_size=config.intermediate_size // parallel.tp_size,

@@ -56,7 +56,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a forward pass is given, int64 on the device; `_Work` has the order.
+    """Inputs of a forward pass, int64 on the device; `_Work` has the order.
 
     token_ids, positions: of the batch's tokens. slots: of its sequences. sampled_slots: [R].
     logits_rows: rows of the tokens whose logits are wanted.
@@ -113,14 +113,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step, on_layer: OnLayer | None = None) -> PendingStep:
-        """Apply what changed, compute, draw; on a CPU that is done when it returns.
+        """Apply the step's changes, compute, draw; on a CPU all is done when it returns.
 
-        on_layer: told each layer behind whose last kernel its cache is complete.
+        on_layer: called for each layer behind its last kernel, when its cache is complete.
         Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
         the others are not affected. A sequence that can't be run (a token outside the vocabulary,
         sampling values out of range) fails when its first token is due. A sequence that fails in
-        the draw may be in the next step already: it draws whatever it draws, and nobody is told. A
-        pipeline stage without the head draws nothing: its answer names no request.
+        the draw may be in the next step already. The token that the next step draws for it is
+        discarded. A pipeline stage without the head draws nothing: its answer names no request.
         """
         started_at = self._clock.now()
         self._retire(step.retired)

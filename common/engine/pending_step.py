@@ -16,7 +16,7 @@ from common.protocol.worker import StepDone
 from common.request import TokenLogprobs
 
 NO_TOKEN = 0
-"""Stands in `StepDone.token_ids` for the token of a failed sequence; nobody reads it."""
+"""Stands in `StepDone.token_ids` for the token of a failed sequence; it is never read."""
 
 
 class ScoredPrompt:
@@ -43,7 +43,7 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """What a launched step will answer.
+    """The future answer of a launched step.
 
     due: requests that were due a token. refused: those of them that can't be run, with the reason.
     ran: the requests of `draw`, row by row. draw: None if nothing was drawn.

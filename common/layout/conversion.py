@@ -30,7 +30,7 @@ def wire_dtype(source: str, target: str) -> str | None:
 
 
 def why_not_convertible(source: CacheComponent, target: CacheComponent) -> str | None:
-    """What keeps one component from being converted into the other, None if nothing does.
+    """The reason why one component can't be converted into the other; None if it can.
 
     Both sides' units must hold the same elements: only the size of an element may differ.
     """

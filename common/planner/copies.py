@@ -25,8 +25,8 @@ from common.planner.pairing import (
 )
 
 PageList = tuple[int, Sequence[int] | Int64Array]
-"""(First logical page index, page ids) of one page group. Whoever plans more than once with the
-same pages keeps the ids as an array, which is not copied."""
+"""(First logical page index, page ids) of one page group. An array of ids is not
+copied, so a caller that plans more than once with the same pages keeps one."""
 Pages = Sequence[PageList]
 Offsets = tuple[Int64Array, Int64Array, Int64Array]
 
@@ -211,8 +211,8 @@ def _shapes(
 ) -> list[tuple[tuple[int, int, int], Int64Array]]:
     """Distinct (source row, target row, item count) of runs, and the indices of their runs.
 
-    A run ends where the first of its two pages does, so its rows settle its count, except that of
-    the last run, which may end with the range; that one always stands alone.
+    A run ends where the first of its two pages does, so its rows determine its count. The last
+    run may end with the range instead, so it always has a shape of its own.
     """
     last = len(runs.count) - 1
     keys = runs.source_row * target_page_items + runs.target_row

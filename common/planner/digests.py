@@ -1,4 +1,4 @@
-"""What is digested of a transfer, and in which order: computed alike on both sides.
+"""The planes of a transfer that are digested, in an order that both sides compute alike.
 
 A *digest* is a number over the logical content of one plane: one segment of one component on one
 layer, its units and items. Pages, layer groups and the way it travelled are no part of it. Every
@@ -127,7 +127,7 @@ def find_difference(
     sent: bytes,
     found: bytes,
 ) -> Difference | str | None:
-    """What differs between the digests of one target rank; None if nothing does.
+    """The difference between the digests of one target rank; None if there is none.
 
     sent, found: int64[plane][bucket], little-endian. A text says why they can't be compared.
     """

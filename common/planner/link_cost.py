@@ -67,7 +67,7 @@ class LinkCost:
 
     @property
     def slot_s(self) -> float:
-        """What a slot costs however little is in it, its put left out."""
+        """Fixed cost of a slot, whatever its bytes; without its put."""
         return self.copies.piece_s + self.round_trip_s
 
     @property

@@ -1,4 +1,4 @@
-"""What corresponds between two ranks: units with units, cells with cells, items with items.
+"""Correspondences between two ranks: units with units, cells with cells, items with items.
 
 Both planners begin here, `copies.py` and `staging.py`. Knows nothing of page ids: units are global,
 items are absolute, and pages are *logical* page indices, so both sides mean the same by the same

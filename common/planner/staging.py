@@ -1,4 +1,4 @@
-"""Transfers through staging: what a slot holds, and where each of its bytes belongs on either side.
+"""Planner of staged transfers: the content of slots, and its place in the pages of either side.
 
     source pages --gather--> slot --one put--> slot at the target --scatter--> target pages
 
@@ -29,7 +29,7 @@ from common.planner.pairing import CellPair, TokenRange, expand_units, pair_cell
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """What one slot carries: rows row_first..row_stop - 1, items item_first..item_stop - 1."""
+    """Content of one slot: rows row_first..row_stop - 1, items item_first..item_stop - 1."""
 
     group: int
     row_first: int
@@ -96,7 +96,7 @@ class StagedPair:
     def pieces(
         self, tokens: TokenRange, slot_nbytes: int, layer_group: int | None = None
     ) -> list[StagedPiece]:
-        """What carries `tokens` of a request, each piece at most `slot_nbytes` on the way.
+        """Pieces that carry `tokens` of a request, each at most `slot_nbytes` in the wire's types.
 
         layer_group: only the cells of one of the source's layer groups; None for all.
         Raises: PlanMismatch if a single payload is larger than a slot.
@@ -120,7 +120,7 @@ class StagedPair:
         return int(rows.sum()) * (piece.item_stop - piece.item_first)
 
     def why_bad(self, piece: StagedPiece, token_count: int, slot_nbytes: int) -> str | None:
-        """What is wrong with a piece that a peer named, None if it can be scattered.
+        """The reason why a piece that a peer named can't be scattered; None if it can.
 
         token_count: of the request; only its live items are written.
         """

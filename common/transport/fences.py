@@ -1,9 +1,9 @@
-"""What proves that a writer reaches a target's memory no more: one line per transport, asked here.
+"""Fences: proofs that a writer can't reach a target's memory any more, by transport.
 
-Two facts make a proof. `close_target` ends all that passes something of the target's: a socket, a
-queue pair. The writer ends what it stores itself: it says so by settling its transfers (see
-transport.py), or its process ends. Who stores the bytes decides which of the two is needed from a
-writer that died and says nothing. Knows nothing of how a connection is made.
+Two facts make a proof. `close_target` ends all writes through a socket or a queue pair of the
+target. Writes that the writer stores itself end when its transfers settle (see transport.py), or
+with its process. For a writer that died without settling, the storing side decides which of the two
+is needed. Knows nothing of how a connection is made.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The transport contract over tcp streams of our own; native/stream moves the bytes.
 
-A target listens, and lets in who knows its random secret, which only the control channel tells. It
-is shown as it is, or, where that channel has keys, both sides prove in a TLS 1.3 handshake that
-they know it. A write names a region by its number and an offset, and the receiver checks both
-before it stores a byte.
+A target listens, and admits writers that know its random secret. Only the control channel carries
+the secret. A writer sends it in the clear, or, where the control channel has keys, both sides prove
+in a TLS 1.3 handshake that they know it. A write names a region by its number and an offset. The
+receiver checks both before it stores a byte.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def default_connection_count() -> int:
 class StreamSettings:
     """How this process uses streams.
 
-    is_encrypted: both ends must say the same.
+    is_encrypted: must be equal on both ends.
     ports: the first and the last that may be listened on; (0, 0): any.
     connection_count: of one writer to one target.
-    handshake_s: how long a connection may take until it is ready, and how long a stranger is heard.
+    handshake_s: how long connecting may take, and how long a connection without the secret stays.
     stall_s: how long the other end may stand still in the middle of a frame, or owe an answer.
     keepalive_s: how often an idle connection is probed; three that are not answered end it.
-    spin_us: how long a thread looks on before it sleeps.
-    rekey_nbytes: that one TLS key encrypts.
+    spin_us: how long a thread polls before it sleeps.
+    rekey_nbytes: bytes that one TLS key encrypts.
     """
 
     is_encrypted: bool = False
@@ -203,7 +203,7 @@ class StreamTransport:
 
 
 def parse_stream_address(data: bytes) -> StreamAddress:
-    """What a peer announced. Raises: TransportError."""
+    """Decode the address that a peer announced. Raises: TransportError."""
     try:
         address = msgspec.msgpack.decode(data, type=StreamAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

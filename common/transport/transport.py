@@ -1,6 +1,6 @@
 """The transport contract: write byte runs into another process's memory; learn when they arrived.
 
-A transport moves bytes between registered regions as a `CopyPlan` says. It knows nothing of pages,
+A transport moves bytes between registered regions by a `CopyPlan`. It knows nothing of pages,
 requests, layers or the protocol that carries its descriptors.
 
 Life of a connection, seen from the writer (`initiator`):
@@ -208,7 +208,7 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[TransportEvent]:
-        """What has happened since the last call, in order. Never blocks.
+        """Events since the last call, in order. Never blocks.
 
         Raises: TransportBroken, from then on; what was not fetched before is lost.
         """
@@ -227,5 +227,5 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """What is in use, as plain values for a status page."""
+        """Settings and connections in use, as plain values for a status page."""
         ...

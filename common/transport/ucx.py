@@ -44,7 +44,7 @@ NativeRegion = tuple[int, int, bytes]
 
 NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
 HOST_TRANSPORTS = frozenset({"posix", "sysv", "xpmem", "cma", "knem", "tcp", "self", "cuda_copy"})
-"""What can't carry GPU memory but by copying it through the host's, a hundred times slower."""
+"""UCX transports that copy GPU memory through the host's, a hundred times slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,15 @@ class UcxSettings:
     """How this process uses UCX.
 
     tls: UCX transports, comma separated. `auto` is posix, with rc if there is an RDMA device and
-        with CUDA's if `cuda_device` is set. Never tcp: UCX stores what comes over it at whatever
-        address it names, whoever sent it.
+        with CUDA's if `cuda_device` is set. Never tcp: UCX stores its bytes at any address that a
+        frame names, from any sender.
     net_devices: UCX device names, comma separated, or all.
     ports: the first and the last that tcp may listen on; (0, 0): any.
     ucx: auto, wheel, system, or a directory; see loader.py.
-    spin_us: how long the progress thread looks on after something has come or gone over a network,
-        before it sleeps. A thread that the other end of a connection on the same host wakes up is
-        put on that one's core, and then they take turns; while bytes flow, and between one
-        transfer and the next, neither should sleep. 256 KiB runs over tcp: 3.7 GB/s with 50 us,
-        5.2 with 400, 5.6 with 1500.
+    spin_us: how long the progress thread polls after traffic over a network, before it sleeps. On
+        one host, a thread that the other end wakes is put on the waker's core, and the two take
+        turns. So neither should sleep while bytes flow, or between two transfers. Runs of 256 KiB
+        over tcp: 3.7 GB/s with 50 us, 5.2 with 400, 5.6 with 1500.
     keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
         at once over tcp; a stopped one only by the deadlines of the application.
     close_patience_s: how long operations of a connection that was closed by force may go on until
@@ -257,19 +256,19 @@ class UcxTransport:
         return RegionDescriptor(region.name, address, nbytes, region.memory_type, key)
 
     def _translate(self, event: NativeEvent) -> TransportEvent:
-        told = self._connections.translate(event)
+        named = self._connections.translate(event)
         if (
-            isinstance(told, ConnectionMade)
+            isinstance(named, ConnectionMade)
             and self._has_cuda
-            and goes_through_host(told.transports)
+            and goes_through_host(named.transports)
         ):
             log.warning(
                 "%s: GPU memory goes there through the host's, over %s: CUDA IPC needs one "
                 "machine, with process and IPC namespaces shared, and RDMA a network card",
-                told.peer,
-                told.transports,
+                named.peer,
+                named.transports,
             )
-        return told
+        return named
 
 
 def resolve_tls(settings: UcxSettings) -> str:

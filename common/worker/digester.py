@@ -1,7 +1,7 @@
-"""Digests of what was transferred, computed beside the engine and the I/O thread.
+"""Digests of transferred caches, computed beside the engine and the I/O thread.
 
-The scheduler asks when nothing writes the pages any more, so nothing has to be waited for here; on
-CUDA the kernels run on a stream of their own. Knows nothing of requests or of what is compared.
+The scheduler asks when no write to the pages is left, so nothing is waited for here. On CUDA the
+kernels run on a stream of their own. Knows nothing of requests, and compares nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from common.protocol.digests import Digest, Digested
 from common.worker.device_thread import DeviceThread
 
 DigestJobs = SimpleQueue[Digest | None]
-"""From the I/O thread; None ends it. Bounded by the scheduler: one for every transfer it waits
-for."""
+"""From the I/O thread; None ends it. The scheduler bounds it: one for each transfer that waits for
+its digests."""
 
 PEER_LAYOUT_COUNT_MAX = 64
 
@@ -76,7 +76,7 @@ class Digester:
         count: int,
         known: dict[tuple[PlaneKey, range], Tensor],
     ) -> bytes:
-        """Of one target rank. known: digests that another target rank has in common with it."""
+        """Digests of one target rank. known: digests computed for other target ranks already."""
         planes = digested_planes(target, job.verify, job.transfer_id)
         rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self.device)
         buckets: dict[int, Tensor] = {}
@@ -102,7 +102,7 @@ class Digester:
         return rows.cpu().numpy().tobytes()
 
     def _pair(self, job: Digest) -> _Pair:
-        """What does not change between transfers from or to servers of one layout."""
+        """The readers for transfers from or to servers of one layout, kept for the next one."""
         key = bytes([job.is_source]) + job.layout
         pair = self._peers.get(key)
         if pair is None:
@@ -113,7 +113,7 @@ class Digester:
 
 
 class _Pair:
-    """How this rank's planes are read where caches come from, or go to, a server of some layout."""
+    """Readers of this rank's planes for transfers from or to a server of one layout."""
 
     def __init__(self, buffers: Sequence[Tensor], layout: RankLayout, job: Digest) -> None:
         self.peer: ServerLayout = decode_layout(job.layout)
@@ -131,7 +131,7 @@ class _Pair:
 
 
 class DigestThread:
-    """Works jobs off in order. fail: ends the worker."""
+    """Runs jobs in order. fail: ends the worker."""
 
     def __init__(
         self,

@@ -60,10 +60,11 @@ class LinkPhase(StrEnum):
 class TargetRank:
     """One rank of a peer that this rank writes to.
 
-    name: of the transport connection. pairs: one per layer group of this rank; none if nothing may
-    be written into its pages directly. staged, staging_buffer: where transfers may be staged.
-    staging_region: number of the staging buffer among those of the connection.
-    page_counts: per page group, pages behind the scratch page that it has.
+    name: of the transport connection.
+    pairs: one per layer group of this rank; none if its pages must not be written directly.
+    staged, staging_buffer: None if no transfer to it may be staged.
+    staging_region: number of the staging buffer among the connection's regions.
+    page_counts: its pages per page group, without the scratch page.
     """
 
     name: str
@@ -76,10 +77,10 @@ class TargetRank:
 
 @dataclass(slots=True)
 class PeerLink:
-    """All connections to one peer incarnation. open: names of those not closed yet.
+    """All connections to one peer incarnation. open: names of connections that are not closed.
 
-    connected, carried_by: what carries the connections that can be used, and those whose lane is
-    still tried.
+    connected: transports of the usable connections, by name. carried_by: transports of connections
+    whose lane is not ready yet.
     """
 
     peer: str
@@ -92,7 +93,7 @@ class PeerLink:
 
 
 class PeerLinks:
-    """Owner of every `PeerLink` and of the targets that peers write through."""
+    """Owner of every `PeerLink`, and of the transport targets for peers that write here."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class PeerLinks:
         return self._rank
 
     def targets(self, peer: str) -> tuple[TargetRank, ...] | str:
-        """Where to write for a peer, or why nothing can be written."""
+        """The ranks of a peer to write to, or the reason why none can be written."""
         link = self._links.get(peer)
         if link is None:
             return f"peer {peer} is not connected"
@@ -135,7 +136,7 @@ class PeerLinks:
         link: str = "",
         transfer_mode: TransferMode = TransferMode.DIRECT,
     ) -> WorkerToScheduler:
-        """Asked again, the answer is the same: there is one target per incarnation."""
+        """Open one target per incarnation. A repeated call gives the same answer."""
         descriptor = self._opened.get(peer)
         if descriptor is None:
             try:
@@ -149,16 +150,16 @@ class PeerLinks:
     def _open_staging_target(
         self, peer: str, layout: bytes, link: str, transfer_mode: TransferMode
     ) -> StagingBufferDescriptor | None:
-        """Rings for a peer; None if there are none and none are needed. Raises: BatonError."""
+        """Rings for a peer; None if it gets none and needs none. Raises: BatonError."""
         if self._staging_target is None or transfer_mode is TransferMode.DIRECT:
             return None
         source = decode_layout(layout)
-        found = self._staging_target.open(peer, source, link)
-        if isinstance(found, StagingBufferDescriptor):
-            return found
+        opened = self._staging_target.open(peer, source, link)
+        if isinstance(opened, StagingBufferDescriptor):
+            return opened
         if transfer_mode is TransferMode.STAGED or _dtypes(source) != _dtypes(self._layout.server):
-            raise ProtocolError(found)
-        log.warning("nothing of %s can be staged: %s", peer, found)
+            raise ProtocolError(opened)
+        log.warning("nothing of %s can be staged: %s", peer, opened)
         return None
 
     def _announce(
@@ -191,7 +192,7 @@ class PeerLinks:
         )
 
     def connect(self, message: ConnectPeer) -> list[WorkerToScheduler]:
-        """Start connecting to every rank of the peer that holds part of what this one holds."""
+        """Start connecting to every rank of the peer that shares cells with this rank."""
         peer = message.peer
         assert peer not in self._links, f"peer {peer} is connected already"
         try:
@@ -210,7 +211,7 @@ class PeerLinks:
         return self._check_connected(link)
 
     def close(self, peer: str) -> list[WorkerToScheduler]:
-        """Drop what is open in either direction; answered at once if nothing is."""
+        """Close both directions; answered at once if neither is open."""
         if peer in self._opened:
             del self._opened[peer]
             self._transport.close_target(peer)
@@ -226,10 +227,10 @@ class PeerLinks:
             self._transport.disconnect(name)
         return self._check_closed(link)
 
-    # ---- told by the transport -------------------------------------------------------------------
+    # ---- events of the transport -----------------------------------------------------------------
 
     def apply_connected(self, event: ConnectionMade) -> list[WorkerToScheduler]:
-        """A connection is up; with a staging ring, its lane is tried before it counts."""
+        """A connection is up. With a staging ring it counts only when its lane is ready."""
         link = self._links[self._peer_of[event.peer]]
         target = next(target for target in link.targets if target.name == event.peer)
         if target.staging_buffer is None:
@@ -245,7 +246,7 @@ class PeerLinks:
         return []
 
     def apply_lane(self, event: LaneReady | LaneFailed) -> list[WorkerToScheduler]:
-        """A lane can be used, or can not."""
+        """A lane is ready, or has failed."""
         peer = self._peer_of.get(event.name)
         if peer is None:
             return []
@@ -256,7 +257,7 @@ class PeerLinks:
         return self._check_connected(link)
 
     def apply_gone(self, event: ConnectionFailed | ConnectionClosed) -> list[WorkerToScheduler]:
-        """A connection broke, could not be made, or is closed; all its transfers have settled."""
+        """A connection failed or is closed. All its transfers have settled."""
         link = self._links[self._peer_of.pop(event.peer)]
         link.open.remove(event.peer)
         link.connected.pop(event.peer, None)
@@ -281,13 +282,13 @@ class PeerLinks:
                 continue
             if descriptor is None:
                 raise ProtocolError(f"rank {layout.index} of the peer did not announce itself")
-            targets.append((target, _heard(descriptor, target.staging_buffer)))
+            targets.append((target, _target_descriptor(descriptor, target.staging_buffer)))
         return targets
 
     def _pair_rank(
         self, message: ConnectPeer, layout: RankLayout, descriptor: RankDescriptor | None
     ) -> TargetRank | None:
-        """None if this rank has nothing to write to that one."""
+        """None if this rank writes nothing to the rank of `layout`."""
         may_stage = (
             message.transfer_mode is not TransferMode.DIRECT and self._staging_source is not None
         )
@@ -326,7 +327,7 @@ class PeerLinks:
         return [PeerConnected(link.peer, self._rank, ",".join(names), transfer_mode)]
 
     def _describe(self, target: TargetRank) -> str:
-        """How caches travel to one rank, with what that was decided on."""
+        """How caches travel to one rank, with the measured costs behind the decision."""
         lane = self._staging_source.lane(target.name) if self._staging_source is not None else None
         if lane is None or lane.cost is None:
             return "direct"
@@ -341,7 +342,7 @@ class PeerLinks:
         return [PeerClosed(link.peer, self._rank)]
 
     def _fail(self, link: PeerLink, reason: str) -> list[WorkerToScheduler]:
-        """The first failure is told; the other connections stay until the scheduler closes."""
+        """Report the first failure. Other connections stay until the scheduler closes the peer."""
         if link.phase is LinkPhase.FAILED:
             return []
         link.phase = LinkPhase.FAILED
@@ -378,10 +379,10 @@ def _page_counts(layout: RankLayout, descriptor: RankDescriptor) -> tuple[int, .
     )
 
 
-def _heard(
+def _target_descriptor(
     descriptor: RankDescriptor, staging_buffer: StagingBufferDescriptor | None
 ) -> TargetDescriptor:
-    """Memory types are in the keys; the transport does not ask for them again."""
+    """As the transport takes it. Memory types are in the keys; "host" stands for all of them."""
 
     def region(name: str, address: int, nbytes: int, key: bytes) -> RegionDescriptor:
         return RegionDescriptor(name, address, nbytes, "host", key)

@@ -1,4 +1,4 @@
-"""From a config to everything a worker runs on: the model, its memory, and what it says of itself.
+"""From a config to a started rank: the model, its memory, its transport, and its WorkerReady.
 
 Runs before any thread does. Knows nothing of steps or transfers.
 """
@@ -54,12 +54,12 @@ RANKS_MEET_TIMEOUT_S = 120.0
 """How long the ranks of a server wait for each other before any of them loads weights."""
 
 PASS_TIMEOUT_S = 1800.0
-"""How long a rank waits for another inside a pass. The first passes come when weights are loaded
-and kernels compiled, which may take one rank minutes longer than another. Ranks that hang later are
-seen by `--stall-timeout`."""
+"""How long a rank waits for another inside a pass. Before the first pass, loading weights and
+compiling kernels may take one rank minutes longer than another. `--stall-timeout` detects ranks
+that hang later."""
 
 STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls", "stream")
-"""What of a transport's description stays true after the start."""
+"""Keys of a transport's description that do not change after the start."""
 
 MORE_ROOM_FOR_WEIGHTS = "raise --tp-size or --pp-size, or end what else uses the memory"
 MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static, --max-total-tokens or --chunked-prefill-size"
@@ -67,7 +67,7 @@ MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static, --max-total-tokens or --chu
 
 @dataclass(frozen=True, slots=True)
 class StartedRank:
-    """What the threads of a worker work on."""
+    """A started rank, for the threads of its worker."""
 
     device: torch.device
     layout: RankLayout
@@ -83,7 +83,7 @@ class StartedRank:
 def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     """Load, allocate, touch and try everything once.
 
-    Raises: ConfigError naming what can't be used.
+    Raises: ConfigError that names the setting or file at fault.
     """
     device = device_of(config, rank)
     _set_up_process(config, device)
@@ -131,7 +131,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
         describe=_describe(rank, model, layout, page_counts, choice, transport)
-        | {"cuda_graphs": plan.told},
+        | {"cuda_graphs": plan.summary},
         host_id=host_id(),
         pid=os.getpid(),
     )
@@ -150,15 +150,15 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
 
 
 def _set_up_process(config: ServerConfig, device: torch.device) -> None:
-    """What torch computes with on this host."""
+    """Set torch's threads and the allocator of this process."""
     torch.set_num_threads(_thread_count(config))
     if device.type == "cpu":
         keep_freed_memory()
 
 
 def _thread_count(config: ServerConfig) -> int:
-    """Threads to compute with. More runnable threads than cores make every parallel loop wait for
-    the one that is not scheduled: tens of times slower for small models."""
+    """Threads to compute with. With more runnable threads than cores, every parallel loop waits for
+    a thread that is not scheduled: tens of times slower for small models."""
     if config.cpu_thread_count is not None:
         return config.cpu_thread_count
     core_count = len(os.sched_getaffinity(0))
@@ -166,7 +166,7 @@ def _thread_count(config: ServerConfig) -> int:
 
 
 def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompiler:
-    """Ready before the first request: reading a large tokenizer takes longer than a step."""
+    """Prepared before the first request: reading a large tokenizer takes longer than a step."""
     grammars = GrammarCompiler(
         config.tokenizer_path,
         model_config.vocab_size,
@@ -181,7 +181,7 @@ def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompile
 
 
 def host_id() -> str:
-    """Names this boot of this host and its process ids' namespace: where a pid means the same."""
+    """Id of this boot of this host and of its pid namespace. A pid is unique within it."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -199,7 +199,7 @@ def _meet_other_ranks(config: ServerConfig, rank: int, device: torch.device) -> 
 
 
 def _meeting_place(config: ServerConfig) -> str:
-    """Where the ranks meet, as torch.distributed spells it."""
+    """The init method of torch.distributed for the ranks of this server."""
     if config.nnodes > 1:
         return f"tcp://{config.dist_init_addr}"
     return f"file://{config.runtime_dir}/ranks"
@@ -245,7 +245,7 @@ def _fingerprint(
 
 
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
-    """Room where the pool of a CPU will lie, if that is shared memory."""
+    """Free shared memory for the pool of a CPU; None if the pool lies elsewhere."""
     if device.type == "cuda" or config.transport in PRIVATE_TRANSPORTS:
         return None
     directory = shared_memory_dir()

@@ -128,7 +128,7 @@ class Engine:
         plan = plan_graphs(flags, model, rank, choice, token_max)
         reserved_nbytes = reserved(device)
         graphs, plan = start_graphs(plan, model, pool, choice, token_max)
-        self.recorded, self.planned_nbytes = plan.told, plan.nbytes
+        self.recorded, self.planned_nbytes = plan.summary, plan.nbytes
         self.recorded_nbytes = reserved(device) - reserved_nbytes
         self._runner = ModelRunner(model, pool, SystemClock(), graphs=graphs)
         self._step_id = 0

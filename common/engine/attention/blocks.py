@@ -55,7 +55,7 @@ class ClosedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """What a layer makes n blocks of.
+    """The rows from which a layer makes n blocks.
 
     rows: [n, back + size, element]; those before a block come first. is_missing: bool[n, back +
     size, 1], True where the sequence has no such token; the row is another one then.

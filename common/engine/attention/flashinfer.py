@@ -1,10 +1,9 @@
 """Attention on CUDA by FlashInfer, straight over the strided envelopes [page, head, token, dim].
 
-Nothing is gathered or copied. The library is imported when the backend is made, never before;
-whoever makes it checks every kind of layer against SDPA first (`choose.py`), and kinds that it
-can't do are SDPA's in the same pass. Its kernels ask that keys and values have equal strides: in an
-envelope they do. It needs a CUDA device, and no machine that had one has run it yet: without one
-all but the compiled kernels is tested (`tests/kernel_packages`); `tests/gpu/check.py` has the rest.
+Nothing is gathered or copied. The library is imported when the backend is made, never before.
+`choose.py` first checks every kind of layer against SDPA; kinds that FlashInfer can't compute go to
+SDPA in the same pass. The kernels need equal strides of keys and values, which an envelope has.
+Needs a CUDA device; without one, tests replace the compiled kernels (`tests/kernel_packages`).
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ def kinds_of_pool(kinds: Collection[AttentionKind], pool: KvPool) -> dict[Attent
 
 
 class _PassPlanner:
-    """What plans of one pass need, by page group."""
+    """Inputs of the plans of one pass, by page group."""
 
     def __init__(
         self, batch: ForwardBatch, pool: KvPool, dtypes: tuple[torch.dtype, torch.dtype]

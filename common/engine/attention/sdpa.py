@@ -136,7 +136,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _GroupPlan:
-    """What the layers of one page group gather and mask."""
+    """Gathered rows and masks of the layers of one page group."""
 
     decodes: list[_DecodeBucket] = field(default_factory=list)
     chunks: list[_Chunk] = field(default_factory=list)
@@ -329,7 +329,7 @@ def _attend_chunk(
 ) -> Tensor:
     """query: [new tokens, query heads, head dim]; new: their keys and values, if at hand."""
     if new is not None and chunk.is_whole and cache.keys.view.dtype == query.dtype:
-        # What the cache holds now is what was just computed, unless it is stored in less.
+        # The cache now holds the rows just computed, unless it stores a narrower type.
         keys, values = (part.transpose(0, 1)[None] for part in new)
     else:
         keys, values = (

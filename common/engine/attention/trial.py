@@ -37,7 +37,7 @@ WHOLE_CHUNK_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a rank's attention has to be able to.
+    """Requirements on a rank's attention.
 
     kinds: of its layers over keys and values. latent: of those over latent rows; None if there are
     none. is_compressed: whether they are over rows of a window and blocks instead. cache_dtype: of

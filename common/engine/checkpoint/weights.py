@@ -121,7 +121,7 @@ def load_weights(
             for piece in pieces
             if piece.name in entries and is_scaled(piece.name, entries[piece.name], weight_format)
         }
-    # First, because what is not announced as quantised has scales that nobody asked for.
+    # First, because a tensor that is not announced as quantised may have scales all the same.
     allowed = {p.name: INTEGER_DTYPES if p.index_count else FLOAT_DTYPES for p in pieces}
     for name in sorted(allowed.keys() & entries.keys() - scales.keys()):
         _check_dtype(entries[name], allowed[name])

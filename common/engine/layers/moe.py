@@ -57,7 +57,7 @@ class MoeMlp:
     def mix_experts(
         self, hidden: Tensor, shares: Tensor, experts: Tensor, *, is_distinct: bool = True
     ) -> Tensor:
-        """What each token's experts make of it, summed by their shares; both [T, k].
+        """Outputs of each token's experts, summed by their shares; both [T, k].
 
         is_distinct: whether no token has an expert twice.
         """

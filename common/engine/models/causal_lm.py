@@ -113,7 +113,7 @@ class CausalLm:
         return self.norm_type(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
-        """What the first layer is given."""
+        """Input of the first layer."""
         return embedding(batch.token_ids)
 
     def stage_input(self, token_count: int) -> Tensor:
@@ -168,7 +168,7 @@ class CausalLm:
         return self.finish(self.norm, self.head, hidden[batch.logits_rows])
 
     def describe(self) -> dict[str, str]:
-        """What runs, for the log and /server_info."""
+        """The running model, for the log and /server_info."""
         parallel = self.context.parallel
         return {
             "architecture": self.config.architecture,

@@ -117,7 +117,7 @@ def build_sparse_layer(context: LayerContext, config: ModelConfig, layer: int) -
 
 
 class SparseLm(CausalLm):
-    """A rotation for the indexer, where it has its own, and indexers that nobody runs."""
+    """A rotation for the indexer, where it has its own, and indexers that are never run."""
 
     def build_rotaries(self) -> dict[str, RotaryEmbedding]:
         rotaries = super().build_rotaries()

@@ -1,4 +1,4 @@
-"""What DeepSeek-V4 makes blocks of, and how it chooses among them."""
+"""DeepSeek-V4: how rows become blocks, and how a layer chooses among blocks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Compressor:
 
 
 class BlockIndexer:
-    """Small heads that say which blocks a token attends to, over blocks of their own."""
+    """Small heads that choose the blocks a token attends to, over blocks of their own."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int, name: str) -> None:
         v4 = v4_config(config)

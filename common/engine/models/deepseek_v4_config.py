@@ -21,7 +21,7 @@ from common.engine.config.weight_format import Float4Groups, Float8Blocks, Weigh
 
 
 class CompressionKind(StrEnum):
-    """What a layer sees beside its window: nothing, chosen blocks, or all (long) blocks."""
+    """Blocks that a layer sees beside its window: none, chosen ones, or all (long) ones."""
 
     SLIDING = "sliding_attention"
     SPARSE = "compressed_sparse_attention"
@@ -29,7 +29,7 @@ class CompressionKind(StrEnum):
 
 
 KIND_OF_RATIO = {0: CompressionKind.SLIDING, 4: CompressionKind.SPARSE, 128: CompressionKind.HEAVY}
-"""What the numbers of `compress_ratios` stand for."""
+"""Meaning of the numbers of `compress_ratios`."""
 EXPERT_DTYPES = ("fp8", "fp4", "bf16")
 MLP_KINDS = ("hash_moe", "moe")
 HASH_LAYERS_DEFAULT = 3
@@ -138,7 +138,7 @@ def read_deepseek_v4(source: CheckpointConfig) -> ModelConfig:
 
 
 def v4_config(config: ModelConfig) -> V4Config:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, V4Config), config.architecture
     return config.family
 

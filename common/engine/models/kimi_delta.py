@@ -34,7 +34,7 @@ class KimiDelta:
         self.heads, self.features = heads, features
         blocks = [OutputBlock(f"{name}.{part}_proj", size, features) for part in "qkv"]
         blocks.append(OutputBlock(f"{name}.b_proj", kda.head_count, heads))
-        # What decays and output gates are made of: them already, or less that is projected again.
+        # Of decays and output gates: the values themselves, or a low rank to be projected up.
         self.decay_up: ColumnLinear | None = None
         self.gate_up: ColumnLinear | None = None
         if kda.gate_rank is None:
@@ -118,7 +118,7 @@ class KimiDelta:
 
 
 def delta_shape(kda: KdaConfig, context: LayerContext) -> DeltaShape:
-    """What kernels are chosen by."""
+    """Properties by which kernels are chosen."""
     head_count = len(context.cut(kda.head_count))
     return DeltaShape(
         key_head_count=head_count,

@@ -1,4 +1,4 @@
-"""What every layer of one forward pass works with, beside the hidden states."""
+"""Inputs of every layer of one forward pass, beside the hidden states."""
 
 from __future__ import annotations
 

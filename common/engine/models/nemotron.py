@@ -180,7 +180,7 @@ def rename_nemotron(name: str) -> str | None:
 
 
 def nemotron_config(config: ModelConfig) -> NemotronConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, NemotronConfig), config.architecture
     return config.family
 

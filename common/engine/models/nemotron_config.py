@@ -24,7 +24,7 @@ from common.engine.models.mamba_config import (
     check_step_limit,
 )
 
-# What the published code takes for keys that are left out.
+# Defaults of the published code for missing keys.
 DEFAULTS: Mapping[str, JsonValue] = {
     "ssm_state_size": 128,
     "mamba_num_heads": 128,

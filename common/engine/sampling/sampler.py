@@ -45,7 +45,7 @@ NO_ROWS: Slots = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Unfollowed:
-    """A draw whose tokens the grammars of some rows have not been told: int64[n] rows and slots."""
+    """A draw whose tokens some rows' grammars have not consumed yet: int64[n] rows and slots."""
 
     draw: Draw
     rows: Slots

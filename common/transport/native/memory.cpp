@@ -68,8 +68,8 @@ Memory::Memory(std::shared_ptr<Context> context, ucp_mem_map_params_t& params, u
     remote_key_.assign(reinterpret_cast<const char*>(&extent_), sizeof(extent_));
     remote_key_.append(static_cast<const char*>(key), key_nbytes);
     ucp_rkey_buffer_release(key);
-    // UCX only warns when its CUDA modules can't be loaded, and registers the memory for nobody: every
-    // transfer would fail much later.
+    // UCX only warns when its CUDA modules can't be loaded, and registers the memory for no transport:
+    // every transfer would fail much later.
     if (type == UCS_MEMORY_TYPE_CUDA && key_nbytes < CUDA_IPC_HANDLE_NBYTES) {
         ucp_mem_unmap(context_->handle(), handle_);
         throw UcxError(what + " of CUDA memory: no UCX transport can share it; its CUDA modules need "

@@ -60,7 +60,7 @@ struct StreamBounds {
     double stall_s;       // without a byte where one is due
     double keepalive_s;   // between two probes of an idle connection
     int spin_us;          // how long to look on before sleeping
-    uint64_t rekey_nbytes;  // that one TLS key encrypts
+    uint64_t rekey_nbytes;  // bytes that one TLS key encrypts
 };
 
 class Channel {
