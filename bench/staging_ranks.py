@@ -93,6 +93,10 @@ class RankIo:
         self._poller.register(self.transport.fileno())
         self._poller.register(self.io)
 
+    def wake_on(self, fd: int) -> None:
+        """`turn` returns when this descriptor is readable, too."""
+        self._poller.register(fd)
+
     def turn(self, timeout_s: float) -> None:
         self._poller.poll(timeout_s)
         for event in self.transport.poll():
@@ -210,7 +214,7 @@ def serve_target(
     rank = RankIo(layout.ranks[0], Role.DECODE, tls, page_count, torch.device(device))
     opened = rank.links.open("source", layout=source, transfer_mode=transfer_mode)
     pipe.send(msgspec.structs.replace(opened) if isinstance(opened, PeerOpened) else opened)
-    rank._poller.register(pipe.fileno())
+    rank.wake_on(pipe.fileno())
     while True:
         rank.turn(None)  # type: ignore[arg-type]
         if not pipe.poll():

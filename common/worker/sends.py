@@ -99,6 +99,10 @@ class Sends:
     def transfer_count(self) -> int:
         return len(self._transfers)
 
+    def has_transfer(self, transfer_id: int) -> bool:
+        """Whether a transfer is open."""
+        return transfer_id in self._transfers
+
     @property
     def is_idle(self) -> bool:
         """Whether the transport has no plan. Open Sends then wait for the engine."""

@@ -61,6 +61,6 @@ class WholeSend:
 
 def send_whole(sends: Sends, whole: WholeSend) -> list[SendSettled]:
     """Open the transfer if this is the first Send of it, and begin the Send."""
-    if whole.transfer_id not in sends._transfers:
+    if not sends.has_transfer(whole.transfer_id):
         sends.open(whole.opening)
     return sends.send(whole.send)
