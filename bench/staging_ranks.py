@@ -88,7 +88,7 @@ class RankIo:
         self.links = PeerLinks(self.transport, layout, self.staging_target, self.staging_source)
         self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging_source)
         self.io = StagingIo(self.sends, self.links, self.staging_target, self.staging_source, clock)
-        self.told: list[WorkerToScheduler] = []
+        self.messages: list[WorkerToScheduler] = []
         self._poller = Poller()
         self._poller.register(self.transport.fileno())
         self._poller.register(self.io)
@@ -103,19 +103,19 @@ class RankIo:
             match event:
                 case TransferSettled():
                     if not self.io.apply_settled(event):
-                        self.told += self.sends.apply_settled(event)
+                        self.messages += self.sends.apply_settled(event)
                 case ConnectionMade():
-                    self.told += self.links.apply_connected(event)
+                    self.messages += self.links.apply_connected(event)
                 case ConnectionFailed() | ConnectionClosed():
-                    self.told += self.links.apply_gone(event)
-        self.told += self.io.receive()
+                    self.messages += self.links.apply_gone(event)
+        self.messages += self.io.receive()
 
     def wait(self) -> WorkerToScheduler:
         end_at = time.monotonic() + PATIENCE_S
-        while not self.told:
+        while not self.messages:
             assert time.monotonic() < end_at, "nothing happens"
             self.turn(0.1)
-        return self.told.pop(0)
+        return self.messages.pop(0)
 
     def close(self) -> None:
         self.io.close()
@@ -152,7 +152,7 @@ class StagedPair:
         opened = self._pipe.recv()
         assert isinstance(opened, PeerOpened), opened
         message = ConnectPeer("target", encode_layout(target), [opened.descriptor], transfer_mode)
-        self.source.told += self.source.links.connect(message)
+        self.source.messages += self.source.links.connect(message)
         connected = self.source.wait()
         assert isinstance(connected, PeerConnected), connected
         self.transfer_mode = connected.transfer_mode
@@ -179,7 +179,7 @@ class StagedPair:
         pages = ([(0, source_pages)], [(0, target_pages)])
         start = time.perf_counter()
         self.source.sends.open(OpenTransfer(TRANSFER, "target", *pages))
-        self.source.told += self.source.sends.send(send)
+        self.source.messages += self.source.sends.send(send)
         settled = self.source.wait()
         seconds = time.perf_counter() - start
         self.source.sends.close(CloseTransfer(TRANSFER))

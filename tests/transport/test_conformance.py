@@ -117,8 +117,8 @@ def test_memory_that_nobody_can_map_is_refused_where_all_is_mapped(pair: Pair, t
         pytest.skip("other transports reach it")
     name = f"registered{next(unique)}"
     pair.remote.call("register", name, GUARD_NBYTES)
-    told = pair.remote.failure_of("open_target", "late", [name])
-    assert told.startswith("RegionRefused") and "only memory that was allocated here" in told
+    reason = pair.remote.failure_of("open_target", "late", [name])
+    assert reason.startswith("RegionRefused") and "only memory that was allocated here" in reason
 
 
 def test_plan_without_runs_settles(pair: Pair) -> None:

@@ -66,7 +66,7 @@ class Rank:
     links: PeerLinks = field(init=False)
     sends: Sends = field(init=False)
     io: StagingIo = field(init=False)
-    told: list[WorkerToScheduler] = field(default_factory=list)
+    messages: list[WorkerToScheduler] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.links = PeerLinks(
@@ -106,15 +106,15 @@ class Rank:
             match event:
                 case TransferSettled():
                     if self.io.apply_settled(event):
-                        self.told += self.io.take()
+                        self.messages += self.io.take()
                     else:
-                        self.told += self.sends.apply_settled(event)
+                        self.messages += self.sends.apply_settled(event)
                 case ConnectionMade():
-                    self.told += self.links.apply_connected(event)
+                    self.messages += self.links.apply_connected(event)
                 case ConnectionFailed() | ConnectionClosed():
-                    told = self.links.apply_gone(event)
-                    self.told += [*self.io.take(), *told]
-        self.told += self.io.receive()
+                    messages = self.links.apply_gone(event)
+                    self.messages += [*self.io.take(), *messages]
+        self.messages += self.io.receive()
 
     def close(self) -> None:
         self.io.close()
@@ -162,11 +162,11 @@ class World:
     def wait_for(self, count: int) -> list[WorkerToScheduler]:
         """The next messages of the source rank to its scheduler."""
         end_at = SystemClock().now() + WAIT_S
-        while len(self.source.told) < count:
-            assert SystemClock().now() < end_at, f"only {self.source.told} of {count}"
+        while len(self.source.messages) < count:
+            assert SystemClock().now() < end_at, f"only {self.source.messages} of {count}"
             self.turn()
-        told, self.source.told = self.source.told, []
-        return told
+        messages, self.source.messages = self.source.messages, []
+        return messages
 
     def connect(self) -> list[WorkerToScheduler]:
         layout = encode_layout(self.source.layout.server)
@@ -178,7 +178,7 @@ class World:
         assert len(ranks) == len(opened), opened
         theirs = encode_layout(self.targets[0].layout.server)
         message = ConnectPeer("target", theirs, ranks, self.transfer_mode)
-        self.source.told += self.source.links.connect(message)
+        self.source.messages += self.source.links.connect(message)
         return self.wait_for(1)
 
     def expect(self, transfer_id: int, token_count: int, pages: Sequence[int]) -> None:

@@ -68,22 +68,22 @@ class Rank:
     def wait(self) -> list[WorkerToScheduler]:
         """What the next transport events mean."""
         assert self.transport.wait(WAIT_S), "no event"
-        told: list[WorkerToScheduler] = []
+        messages: list[WorkerToScheduler] = []
         for event in self.transport.poll():
             match event:
                 case TransferSettled():
-                    told += self.sends.apply_settled(event)
+                    messages += self.sends.apply_settled(event)
                 case ConnectionMade():
-                    told += self.links.apply_connected(event)
+                    messages += self.links.apply_connected(event)
                 case ConnectionFailed() | ConnectionClosed():
-                    told += self.links.apply_gone(event)
-        return told
+                    messages += self.links.apply_gone(event)
+        return messages
 
     def wait_for(self, count: int) -> list[WorkerToScheduler]:
-        told: list[WorkerToScheduler] = []
-        while len(told) < count:
-            told += self.wait()
-        return told
+        messages: list[WorkerToScheduler] = []
+        while len(messages) < count:
+            messages += self.wait()
+        return messages
 
 
 @dataclass
@@ -226,9 +226,9 @@ def test_a_send_while_connecting_is_answered(world: World) -> None:
 def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> None:
     world.connected()
     world.targets[1].transport.close()
-    told = world.source.wait_for(1)
-    assert [type(message) for message in told] == [PeerFailed]
-    failed = told[0]
+    messages = world.source.wait_for(1)
+    assert [type(message) for message in messages] == [PeerFailed]
+    failed = messages[0]
     assert isinstance(failed, PeerFailed) and failed.reason.startswith("target/1: ")
     settled = send_whole(world.source.sends, send_of(1, 0, 8))
     assert "peer target is failed" in settled[0].error
@@ -242,8 +242,8 @@ def test_closing_settles_what_is_under_way_before_it_is_told(world: World) -> No
         assert send_whole(world.source.sends, send_of(send_id, 0, TOKENS)) == []
     assert world.source.links.close("target") == []
     assert world.source.links.close("target") == []  # asked twice, answered once
-    told = world.source.wait_for(9)
-    assert [type(message) for message in told] == [SendSettled] * 8 + [PeerClosed]
+    messages = world.source.wait_for(9)
+    assert [type(message) for message in messages] == [SendSettled] * 8 + [PeerClosed]
     assert world.source.links.close("target") == [PeerClosed("target", 0)]
 
 
@@ -316,8 +316,8 @@ def test_closing_a_peer_settles_what_waits_for_the_engine(world: World) -> None:
 
 
 def test_peers_are_told_which_rank_did_not_announce_itself(world: World) -> None:
-    told = world.connect(world.announce()[:1])
-    assert told == [PeerFailed("target", 0, "rank 1 of the peer did not announce itself")]
+    messages = world.connect(world.announce()[:1])
+    assert messages == [PeerFailed("target", 0, "rank 1 of the peer did not announce itself")]
     assert world.source.links.close("target") == [PeerClosed("target", 0)]
 
 
@@ -325,10 +325,12 @@ def test_an_announcement_that_does_not_fit_the_cache_is_refused(world: World) ->
     good = world.announce()
     region = good[0].regions[0]
     doubled = RankDescriptor(0, good[0].worker_address, [region, region], good[0].probe)
-    told = world.connect([doubled, good[1]])
-    assert isinstance(told[0], PeerFailed) and "2 regions for 1 page groups" in told[0].reason
-    told = world.source.links.connect(ConnectPeer("other", b"\xc1", good))
-    assert isinstance(told[0], PeerFailed) and "layout can't be read" in told[0].reason
+    messages = world.connect([doubled, good[1]])
+    assert (
+        isinstance(messages[0], PeerFailed) and "2 regions for 1 page groups" in messages[0].reason
+    )
+    messages = world.source.links.connect(ConnectPeer("other", b"\xc1", good))
+    assert isinstance(messages[0], PeerFailed) and "layout can't be read" in messages[0].reason
 
 
 def test_opening_twice_gives_the_same_place_and_closing_a_new_one(world: World) -> None:

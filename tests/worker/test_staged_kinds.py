@@ -115,7 +115,7 @@ def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
                    for r in world.targets]  # fmt: skip
         world.source.sends.open(open_transfer())
         for send_id, (start, stop) in enumerate([(0, FIRST_CHUNK), (FIRST_CHUNK, TOKENS)]):
-            world.source.told += world.source.sends.send(send_of(send_id, start, stop))
+            world.source.messages += world.source.sends.send(send_of(send_id, start, stop))
             (settled,) = world.wait_for(1)
             assert isinstance(settled, SendSettled) and settled.error == ""
             if start == 0:

@@ -56,21 +56,21 @@ class StagedPair(Pair):
 
     def open(self) -> list[RankDescriptor]:
         layout = self.prefill.ready[0].layout
-        self.decode.tell(OpenPeer("prefill", layout, LINK, self.transfer_mode))
+        self.decode.send(OpenPeer("prefill", layout, LINK, self.transfer_mode))
         opened = [self.decode.expect(PeerOpened) for _ in self.decode.processes]
         return sorted((message.descriptor for message in opened), key=lambda d: d.rank)
 
     def connect(self) -> list[PeerConnected]:
         layout = self.decode.ready[0].layout
-        self.prefill.tell(ConnectPeer("decode", layout, self.open(), self.transfer_mode))
+        self.prefill.send(ConnectPeer("decode", layout, self.open(), self.transfer_mode))
         return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
 
     def expect_transfer(self, transfer_id: int, token_count: int) -> None:
         pages = DECODE_PAGES[: -(-token_count // self.decode.config.page_size)]
-        self.decode.tell(Expect(transfer_id, "prefill", token_count, [(0, pages)]))
+        self.decode.send(Expect(transfer_id, "prefill", token_count, [(0, pages)]))
 
     def forget(self, transfer_id: int) -> None:
-        self.decode.tell(Forget(transfer_id))
+        self.decode.send(Forget(transfer_id))
         for _ in self.decode.processes:
             assert self.decode.expect(Forgotten).transfer_id == transfer_id
 
@@ -182,7 +182,7 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
         for side in (pair.prefill, pair.decode):  # given: both engines busy for long
             for index in range(steps):
                 pages = list(range(400, 400 + 512 // side.config.page_size))
-                side.tell(
+                side.send(
                     Step(
                         10_000 + index,
                         [NewSequence(900 + index, prompt, 512, GREEDY)],
@@ -196,7 +196,7 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
         send = WholeSend(
             8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES[:4])]
         )
-        pair.prefill.tell_send(send)
+        pair.prefill.request_send(send)
         settled, earlier = pair.prefill.expect_after(SendSettled)
         computed_count = sum(isinstance(message, StepDone) for message in earlier)
         assert settled.error == "" and computed_count < steps
@@ -258,7 +258,7 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
         os.kill(pair.decode.processes[0].pid, signal.SIGSTOP)
         sends = 6
         for index in range(sends):
-            pair.prefill.tell_send(
+            pair.prefill.request_send(
                 WholeSend(
                     index, 0, 8, "decode", 0, 40, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES)]
                 )
@@ -268,7 +268,7 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
         settled = [pair.prefill.expect(SendSettled) for _ in range(sends)]
         assert all(message.error and message.is_quiet for message in settled)
         assert pair.prefill.expect(PeerFailed).peer == "decode"
-        pair.prefill.tell(ClosePeer("decode"))
+        pair.prefill.send(ClosePeer("decode"))
         assert pair.prefill.expect(PeerClosed).peer == "decode"
         with WorkerProcesses(checkpoint, Role.DECODE, prefill=(LINK,)) as decode:
             decode.wait_ready()
@@ -290,15 +290,15 @@ def test_a_source_that_dies_leaves_slots_that_come_back_when_it_is_fenced(
         decode.wait_ready()
 
         def open_peer(name: str) -> int:
-            decode.tell(OpenPeer(name, layout, LINK, TransferMode.STAGED))
+            decode.send(OpenPeer(name, layout, LINK, TransferMode.STAGED))
             staging_buffer = decode.expect(PeerOpened).descriptor.staging_buffer
             assert staging_buffer is not None
             return len(staging_buffer.rings[0].slots)
 
         assert open_peer("a") == 4
-        decode.tell(ClosePeer("a"))
+        decode.send(ClosePeer("a"))
         assert decode.expect(PeerClosed).peer == "a"
         # 16 slots, 4 or half of the free ones for each: the dead peer may still write into its own.
         assert [open_peer(name) for name in "bcd"] == [4, 4, 2]
-        decode.tell(ReclaimPeer("a"))
+        decode.send(ReclaimPeer("a"))
         assert open_peer("e") == 3

@@ -97,7 +97,7 @@ def test_a_staged_send_reaches_its_pages_and_touches_nothing_else(
             before.append(rank.pool.buffers[0].clone())
         world.expect(70, TOKENS, TARGET_PAGES)
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        world.source.told += send_whole(world.source.sends, send)
+        world.source.messages += send_whole(world.source.sends, send)
         (message,) = world.wait_for(1)
         assert (settled(message).error, settled(message).is_quiet) == ("", True)
         for rank, held in zip(world.targets, before, strict=True):
@@ -141,7 +141,7 @@ def test_without_need_nothing_is_staged(transfer_mode: TransferMode) -> None:
         fill(world.source, 1)
         held = world.targets[0].pool.buffers[0].clone()
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        world.source.told += send_whole(world.source.sends, send)
+        world.source.messages += send_whole(world.source.sends, send)
         assert settled(world.wait_for(1)[0]).error == ""
         wanted = after_transfer(
             world.source, world.targets[0], held, TOKENS, SOURCE_PAGES, TARGET_PAGES
@@ -202,8 +202,8 @@ def test_a_cancelled_transfer_settles_when_its_slots_are_back() -> None:
         for _ in range(20):
             world.turn()
         assert world.source.sends.cancel(CancelSends(70)) == []  # its slots are not back
-        world.source.told += world.source.io.take()
-        assert world.source.told == []
+        world.source.messages += world.source.io.take()
+        assert world.source.messages == []
         world.stalled = False
         messages = {settled(m).send_id: settled(m) for m in world.wait_for(2)}
         assert (messages[1].error, messages[1].is_quiet) == ("cancelled", True)
@@ -289,9 +289,9 @@ def test_a_target_that_dies_in_mid_piece_returns_every_buffer(tls: str) -> None:
             world.turn()
         assert lane_state(world)[2]  # slots are full and not freed
         world.targets[0].close()
-        told = world.wait_for(2)
-        assert [type(message) for message in told] == [SendSettled, PeerFailed]
-        assert settled(told[0]).error and settled(told[0]).is_quiet
+        messages = world.wait_for(2)
+        assert [type(message) for message in messages] == [SendSettled, PeerFailed]
+        assert settled(messages[0]).error and settled(messages[0]).is_quiet
         source = world.source.staging_source
         assert source is not None and source.lane("target/0") is None
         assert source.free_buffer_count == 4 and source.is_idle
@@ -311,10 +311,10 @@ def test_closing_settles_what_waits_for_freed_slots_first_and_the_peer_can_come_
             assert send_whole(world.source.sends, send) == []
             for _ in range(10):
                 world.turn()
-            world.source.told += world.source.sends.cancel_peer("target", "closed")
-            world.source.told += world.source.links.close("target")
-            told = world.wait_for(2)
-            assert [type(message) for message in told] == [SendSettled, PeerClosed]
+            world.source.messages += world.source.sends.cancel_peer("target", "closed")
+            world.source.messages += world.source.links.close("target")
+            messages = world.wait_for(2)
+            assert [type(message) for message in messages] == [SendSettled, PeerClosed]
             world.stalled = False
             assert world.targets[0].links.close("source") == [PeerClosed("source", 0)]
         target = world.targets[0].staging_target
