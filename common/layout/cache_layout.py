@@ -30,7 +30,7 @@ PAGE_SIZE_MAX = 256
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """The cache of one server: what is cached and how it is cut. Equal values give equal bytes.
+    """The cache of one server: its components and their cuts. Equal values give equal bytes.
 
     page_size: tokens per page of token-addressed groups, a power of two.
     stages: half-open global layer ranges, one per pipeline stage.

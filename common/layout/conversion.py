@@ -1,4 +1,4 @@
-"""Which element types of a cache can be turned into which, and what travels between them.
+"""Conversions between element types of a cache, and the type on the wire for each pair.
 
 Pure; `common/engine/cache/cast.py` converts the numbers. Only the narrower of two types travels, so
 narrowing comes before sending and widening after.

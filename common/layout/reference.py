@@ -1,6 +1,6 @@
-"""`python -m common.layout.reference`: what each kind of cache holds, as a Markdown document.
+"""`python -m common.layout.reference`: the content of each kind of cache, as a Markdown document.
 
-`docs/CACHES.md` is what it prints: the functions of `families.py`, asked for sizes as models have
+It prints `docs/CACHES.md`: the functions of `families.py`, asked for sizes as models have
 them. Knows nothing of which model has which.
 """
 

@@ -1,8 +1,8 @@
 """The copies that carry items of one request from one rank to another: cells times page runs.
 
 Knows nothing of families: every plane of every component is intersected alike, in layers, units
-and items. What depends on the two layouts only is computed once, in a `PairPlan`; a request then
-costs an outer sum of its pages and the offsets inside a page.
+and items. A `PairPlan` holds everything that depends on the two layouts only; a request then costs
+an outer sum of its pages and the offsets inside a page.
 """
 
 from __future__ import annotations

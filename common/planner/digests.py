@@ -101,8 +101,10 @@ def held_units(cell: Cell, target: RankLayout) -> range:
 
 
 def wire_dtypes(source: ServerLayout, target: ServerLayout) -> dict[tuple[str, int], str]:
-    """The element type of each (component, layer) as it travels, which is what is digested: the
-    narrower of both sides', so that widening it again changes nothing."""
+    """The element type of each (component, layer) on the wire, in which it is digested.
+
+    It is the narrower of both sides', so widening it again changes no digest.
+    """
     theirs = {(c.name, layer): c.dtype for c in target.components for layer in c.layers}
     found: dict[tuple[str, int], str] = {}
     for component in source.components:

@@ -22,7 +22,7 @@ from common.planner.copy_plan import Int64Array
 class TokenRange:
     """Positions start..stop - 1 of a request, whose computation is finished.
 
-    is_final: nothing is computed after `stop`, so that what only then is final leaves as well.
+    is_final: nothing is computed after `stop`, so windows, tails and slots leave as well.
     """
 
     start: int
@@ -96,7 +96,7 @@ class CellPair:
 def pair_cells(source: RankLayout, target: RankLayout) -> list[list[CellPair]]:
     """Per page group, the cells of planes and layers that both ranks have, in the source's order.
 
-    Payloads of a pair may differ in size; each planner checks what it allows.
+    Payloads of a pair may differ in size; each planner checks the sizes that it allows.
     Raises: PlanMismatch if the two sides do not cache the same things.
     """
     if len(source.groups) != len(target.groups):
@@ -157,7 +157,7 @@ def expand_units(pairs: list[CellPair]) -> tuple[Int64Array, Int64Array, Int64Ar
 def rank_pairs(source: ServerLayout, target: ServerLayout) -> list[tuple[int, int]]:
     """Every (source rank, target rank) of which a transfer may write from the one to the other.
 
-    Global ranks, in order. What `PairPlan` would not be empty for, without the offsets.
+    Global ranks, in order: the pairs whose `PairPlan` is not empty, found without offsets.
     """
     cuts = {
         (layer, segment.unit_count, component.shard)

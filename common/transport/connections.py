@@ -1,4 +1,4 @@
-"""Names for what a native engine numbers: peers, and the transfers that have not settled.
+"""Names of the peers and open transfers that a native engine knows by number.
 
 Both engines report events as the same tuples (native/queues.hpp); they become the contract's here.
 """
@@ -60,7 +60,7 @@ class Connections:
     def submit(self, submit: NativeSubmit, peer: str, plan: CopyPlan, tag: int) -> None:
         """Hand a plan to an engine; the tag is open until its transfer settles.
 
-        Raises: UnknownPeer, TagInUse, TransportError, and what the engine does.
+        Raises: UnknownPeer, TagInUse, TransportError, and the engine's own errors.
         """
         peer_id = self.id_of(peer)
         if not 0 <= tag <= TAG_MAX:

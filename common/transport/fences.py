@@ -32,7 +32,7 @@ STORED_BY = {
     # uct_tcp_ep_handle_put_req copies from a socket of the target's worker; the worker closes it.
     "tcp": StoredBy.TARGET,
     # ucp_worker_destroy closes every interface, and uct_rc_iface_cleanup_qps destroys its queue
-    # pairs before that returns: the network card drops what still comes for them.
+    # pairs before that returns: the network card drops later packets for them.
     "rc_verbs": StoredBy.TARGET,
     "rc_mlx5": StoredBy.TARGET,
     # The same for the one DC target of the interface (uct_dc_mlx5_destroy_dct).

@@ -71,7 +71,7 @@ class StreamSettings:
 
 
 class StreamAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a target is reached and what its writer must know. target, secret: random."""
+    """Address and credentials of a target. target, secret: random."""
 
     host: str
     port: int

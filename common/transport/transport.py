@@ -15,14 +15,14 @@ Outcomes are events; calls raise only for what the caller could have known. When
 breaks, all its transfers settle with an error first and `ConnectionFailed` comes last. After
 `ConnectionFailed` or `ConnectionClosed` the name may be connected again.
 
-What a settled transfer proves. In any case no operation of it runs in this process any more, no
-copy of its CPU or GPU included. `error is None`: every byte is in the target's memory, visible to
-its owner. Otherwise some runs may have arrived and some not, and `is_quiet` tells whether more may
-follow: if true, no byte of this transfer changes at the target any more; if false, the connection
-broke and the network may still carry some, until the target has called `close_target`.
+A settled transfer proves that no operation of it runs in this process any more, copies by CPU or
+GPU included. With `error is None`, every byte is in the target's memory, visible to its owner.
+Otherwise any of its runs may have arrived. If `is_quiet`, no byte of it changes at the target any
+more. If not, the connection broke, and the network may carry bytes until the target has called
+`close_target`.
 
 So "settled here" and "closed there" together are proof on every transport. A writer that died
-settles nothing; what proves that it is gone is in fences.py.
+settles nothing; fences.py has the proofs for it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TargetDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionMade:
-    """`transports` names what carries the puts, comma separated: "posix", "tcp", "posix,tcp".
+    """`transports` names the carriers of puts, comma separated: "posix", "tcp", "posix,tcp".
 
     Each name is one that fences.py answers for.
     """
@@ -139,7 +139,7 @@ class ConnectionClosed:
 
 @dataclass(frozen=True, slots=True)
 class TransferSettled:
-    """The one outcome of a `submit`. See the head of this file for what it proves."""
+    """The one outcome of a `submit`. See the head of this file for its proof."""
 
     peer: str
     tag: int
@@ -210,7 +210,7 @@ class Transport(Protocol):
     def poll(self) -> list[TransportEvent]:
         """Events since the last call, in order. Never blocks.
 
-        Raises: TransportBroken, from then on; what was not fetched before is lost.
+        Raises: TransportBroken, from then on; events that were not fetched before are lost.
         """
         ...
 

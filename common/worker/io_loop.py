@@ -94,7 +94,7 @@ class EngineOutbox:
     """From the engine to the I/O thread: `Computed`, messages for the scheduler, and a descriptor
     that wakes the I/O thread.
 
-    After `end` the I/O thread sends what is left and ends.
+    After `end` the I/O thread sends the remaining messages and ends.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class EngineOutbox:
                 return taken
 
     def note_sent(self) -> None:
-        """Called by the I/O thread when it has sent what it took."""
+        """Called by the I/O thread when it has sent all messages that it took."""
         self._has_sent.set()
 
     def close(self) -> None:

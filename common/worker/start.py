@@ -237,7 +237,10 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
 def _fingerprint(
     config: ServerConfig, model_config: ModelConfig, device: torch.device
 ) -> dict[str, str]:
-    """What both servers compare. Pools of different kinds of memory have no transport in common."""
+    """The fingerprint that servers compare.
+
+    Pools of different kinds of memory have no transport in common.
+    """
     of_model = model_fingerprint(
         config.model_path, model_config, load_format=config.load_format, seed=config.random_seed
     )

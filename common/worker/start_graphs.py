@@ -57,7 +57,7 @@ def plan_graphs(
     choice: AttentionChoice,
     context_length: int,
 ) -> GraphPlan:
-    """Try all recordings, and measure what they take, over a pool of one page."""
+    """Try all recordings over a pool of one page, and measure their memory."""
     device = model.context.device
     reason = why_not_recorded(config, device)
     if not reason and choice.recordable is None:

@@ -127,7 +127,7 @@ class _Worker:
     def run(self) -> int:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         signal.signal(signal.SIGTERM, lambda *_: self._steps.put(None))
-        # A Ctrl-C reaches the whole process group; the supervisor decides what it means.
+        # A Ctrl-C reaches the whole process group; the supervisor handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         io_thread = DeviceThread("I/O", self._device, self._loop.run, self._fail_thread)
         io_thread.start()
@@ -150,7 +150,7 @@ class _Worker:
         return EXIT_FAILED if self._has_thread_failed else code
 
     def _compute(self) -> None:
-        """The engine thread, until Shutdown. The notifier still reports what is launched then.
+        """The engine thread, until Shutdown. The notifier still reports all launched steps.
 
         On CUDA a step is launched as soon as the scheduler sends it, while the one before it runs.
         """

@@ -11,11 +11,11 @@ namespace {
 // A CUDA IPC handle, which the key of memory that another process can open must hold.
 constexpr size_t CUDA_IPC_HANDLE_NBYTES = 64;
 
-// What copies at random places of a pool (the kernel for tcp, ourselves for shared memory) then looks
-// up an address in fewer steps. Advice only: a kernel may have none to give, for shared memory mostly.
+// Copies at random places of a pool (by the kernel for tcp, by us for shared memory) then look up an
+// address in fewer steps. Advice only: a kernel may have none to give, for shared memory mostly.
 void ask_for_large_pages(uint64_t address, uint64_t nbytes) {
     constexpr uint64_t page_nbytes = 4096;
-    // Whole pages, so that one mapping stays one.
+    // Whole pages, so that the mapping is not split.
     const uint64_t begin = address & ~(page_nbytes - 1);
     const uint64_t end = (address + nbytes + page_nbytes - 1) & ~(page_nbytes - 1);
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);

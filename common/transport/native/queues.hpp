@@ -44,7 +44,7 @@ private:
     int fd_;
 };
 
-// Progress thread -> Python. Bounded by what Python submitted: one event per batch, and at most two
+// Progress thread -> Python. Bounded by Python's submits: one event per batch, and at most two
 // per connection.
 class EventQueue {
 public:

@@ -15,7 +15,8 @@ public:
     SpareFiles(const SpareFiles&) = delete;
     SpareFiles& operator=(const SpareFiles&) = delete;
 
-    // Both are cheap where there is nothing to do. What can't be taken back is tried again next time.
+    // Both are cheap where there is nothing to do. A descriptor that can't be taken back is tried again
+    // next time.
     void lend();
     void take_back();
 

@@ -15,7 +15,7 @@ from common.worker.staging.staged_transfer import SentPiece, StagedTransfer
 
 
 class GatherBuffers:
-    """Owner of the buffers: which are free, and what is written to them.
+    """Owner of the buffers and of their content.
 
     region_index: number of their memory among the transport's. nbytes: of one buffer.
     """

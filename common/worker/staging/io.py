@@ -71,7 +71,7 @@ class StagingIo:
         return True
 
     def receive(self) -> list[WorkerToScheduler]:
-        """Handle everything that waits on the sockets, and send again what is due."""
+        """Handle all waiting messages, and repeat those that are due."""
         if self._target is not None:
             self._target.receive()
         if self._source is not None:

@@ -72,7 +72,7 @@ class Lane:
         transports: str,
         now: float,
     ) -> Lane:
-        """transports: what carries the connection's puts."""
+        """transports: those that carry the connection's puts."""
         return Lane(
             name=name,
             link=staging_buffer.address,

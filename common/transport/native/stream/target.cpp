@@ -21,7 +21,7 @@ namespace {
 constexpr size_t STRANGER_COUNT_MAX = 32;
 // Connections of one writer.
 constexpr size_t CONNECTION_COUNT_MAX = 16;
-// As many as the kernel allows: what finds no place waits a second.
+// As many as the kernel allows: a connection without a place waits a second.
 constexpr int BACKLOG = 4096;
 // How long no connection is accepted after the process has run out of descriptors.
 constexpr int PAUSE_MS = 100;
@@ -215,7 +215,7 @@ void StreamTargets::serve(Incoming& incoming) {
             store_frames(incoming.channel, *target);
         }
     } catch (const StreamError&) {
-        // The writer sees its end of it; what it had under way it knows.
+        // The writer sees its own end close, and knows its open frames.
     } catch (const std::bad_alloc&) {
     }
     incoming.channel.shut();
