@@ -72,7 +72,7 @@ def pair_units(
     return shared if elected == source_rank else range(0)
 
 
-def handed_units(cell: Cell, source: RankLayout, target: RankLayout) -> range:
+def units_to_write(cell: Cell, source: RankLayout, target: RankLayout) -> range:
     """Global units of a plane that a source rank writes to a target rank, if it has the layer."""
     return pair_units(
         cell.unit_count,
@@ -123,7 +123,7 @@ def _pair_group(source: RankLayout, target: RankLayout, index: int) -> list[Cell
         if unit_class != (twin.unit_count, twin.shard):
             raise PlanMismatch(f"{cell} here is {twin} at the target")
         if unit_class not in units_of_class:
-            units_of_class[unit_class] = handed_units(cell, source, target)
+            units_of_class[unit_class] = units_to_write(cell, source, target)
         pairs.append(CellPair(cell, twin, units_of_class[unit_class]))
     return pairs
 

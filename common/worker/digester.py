@@ -23,7 +23,7 @@ from common.planner.digests import (
     held_units,
     wire_dtypes,
 )
-from common.planner.pairing import handed_units
+from common.planner.pairing import units_to_write
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest, Digested
 from common.worker.device_thread import DeviceThread
@@ -85,7 +85,7 @@ class Digester:
             reader = pair.readers.get(key)
             items = self._layout.groups[plane.group].group.live.items(job.token_count)
             units = (
-                handed_units(plane.cell, self._layout, target)
+                units_to_write(plane.cell, self._layout, target)
                 if job.is_source
                 else held_units(plane.cell, target)
             )
