@@ -71,8 +71,8 @@ def test_a_device_that_has_failed_breaks_the_transport(source: Rank, target: Ran
 def test_a_flush_that_fails_alone_loses_its_peer(
     pair: Pair, writer: Remote, faults: Faults, kind: str, tls: str
 ) -> None:
-    """Nobody can say whether its bytes have landed: only the target's fence ends that, and that
-    takes a lost peer."""
+    """Without a flush it is unknown whether its bytes have arrived. Only the target's fence
+    ends that, and the fence takes a lost peer."""
     if "tcp" not in tls:
         pytest.skip("nothing is flushed by UCX")
     peer, other = connected(writer, pair), connected(writer, pair)

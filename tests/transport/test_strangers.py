@@ -37,7 +37,7 @@ def test_ucx_over_tcp_lets_strangers_write_anywhere() -> None:
     remote = start_remote("tcp")
     address = remote.call("address", "pool")
     assert isinstance(address, int)
-    remote.open_target("somebody", ["tail"])  # its pool is told to nobody
+    remote.open_target("somebody", ["tail"])  # its pool is not announced
     for place in listening(remote.pid):
         put_anywhere(place, address)
     assert remote.read("pool")[: len(PAYLOAD)].tobytes() == PAYLOAD

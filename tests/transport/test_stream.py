@@ -129,7 +129,7 @@ def test_no_descriptor_shows_its_secret(ends: Ends) -> None:
 
 
 class Middle:
-    """Somebody between the two ends who hears all, and may change it."""
+    """A man in the middle: reads all traffic, and may change it."""
 
     def __init__(self, port: int, change: Callable[[bytes], bytes] = lambda data: data) -> None:
         self._port, self._change = port, change

@@ -266,7 +266,7 @@ def test_a_cancelled_transfer_settles_once_and_is_quiet() -> None:
             )
             assert send_whole(world.source.sends, send) == []
         world.source.sends.cancel(CancelSends(71))
-        world.source.sends.cancel(CancelSends(99))  # of nobody
+        world.source.sends.cancel(CancelSends(99))  # of no transfer
         settled = {m.send_id: m for m in world.source.wait_for(2) if isinstance(m, SendSettled)}
         assert settled[1].error in (CANCELLED, "") and settled[1].is_quiet
         assert settled[2].error == "" and world.source.sends.open_count == 0

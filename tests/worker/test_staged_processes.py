@@ -205,7 +205,7 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
 
 
 def forge(address: str, message: SlotFilled) -> SlotFreed:
-    """What a decode rank answers to somebody who is no prefill rank."""
+    """A decode rank's answer to a process that is no prefill rank."""
     dialer, poller = PeerDialer(), Poller()
     dialer.dial(address)
     poller.register(dialer)

@@ -130,7 +130,7 @@ def test_in_staged_mode_the_pool_is_not_among_what_is_announced() -> None:
 
 @pytest.mark.parametrize("transfer_mode", [TransferMode.AUTO, TransferMode.DIRECT])
 def test_without_need_nothing_is_staged(transfer_mode: TransferMode) -> None:
-    """Long runs over shared memory: a direct transfer, in which nobody is asked to scatter."""
+    """Long runs over shared memory: a direct transfer, without a scatter."""
     world = World.make(server_layout(), server_layout(), transfer_mode=transfer_mode)
     try:
         (connected,) = world.connect()

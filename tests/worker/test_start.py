@@ -92,8 +92,8 @@ def test_weights_that_no_memory_is_there_for_end_the_start_in_words(
 def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match=r"^size mismatch$"), enough_memory("weights", "pray"):
         raise RuntimeError("size mismatch")
-    told = "no memory for weights: CUDA out of memory. Tried to allocate 2.00 GiB; pray"
-    with pytest.raises(ConfigError, match=f"^{told}$"), enough_memory("weights", "pray"):
+    message = "no memory for weights: CUDA out of memory. Tried to allocate 2.00 GiB; pray"
+    with pytest.raises(ConfigError, match=f"^{message}$"), enough_memory("weights", "pray"):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80 GiB"
         )

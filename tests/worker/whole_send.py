@@ -1,4 +1,4 @@
-"""A Send together with the pages of its transfer, which workers are told once for all its Sends."""
+"""A Send together with the pages of its transfer, which workers receive once for all its Sends."""
 
 from __future__ import annotations
 

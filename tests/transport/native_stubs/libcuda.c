@@ -516,7 +516,7 @@ static void wait_idle(stream_t *stream) {
     pthread_mutex_unlock(&stream->lock);
 }
 
-// What is queued still runs, as with the real one; nobody waits for it.
+// Queued work still runs, as with the real one; no call waits for it.
 CUresult cuStreamDestroy_v2(stream_t *stream) {
     pthread_mutex_lock(&streams_lock);
     for (stream_t **link = &streams; *link != NULL; link = &(*link)->next) {
