@@ -1,9 +1,9 @@
 """Runs one step of the scheduler on one rank: which tokens to compute, the forward pass, the draw.
 
-A `Step` carries only what changed; the rest of what a running sequence is lies here, as arrays.
-A step is launched without a look at what the one before it drew: those tokens are on the device,
-where they are needed, and how long every sequence is by then is known. So on CUDA a step can be
-launched while another one runs. Knows nothing of sockets, peers or the reasons for a step.
+A `Step` carries only changes; the state of running sequences lies here, as arrays. A step is
+launched without waiting for the tokens of the step before it: they are on the device, where they
+are needed, and every sequence's length is known. So on CUDA a step can be launched while another
+one runs. Knows nothing of sockets, peers or the reasons for a step.
 """
 
 from __future__ import annotations

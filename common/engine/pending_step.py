@@ -1,6 +1,6 @@
-"""A step that is launched, and its answer once the device has come that far.
+"""A launched step, and its answer once the device has computed it.
 
-Knows nothing of how it was computed.
+Knows nothing of the computation.
 """
 
 from __future__ import annotations
