@@ -112,7 +112,7 @@ def test_a_run_that_leaves_in_parts_lands_whole(pair: Pair) -> None:
     assert np.all(content[:20] == 0xEE) and np.all(content[20 + nbytes :] == 0xEE)
 
 
-def test_memory_that_nobody_can_map_is_refused_where_all_is_mapped(pair: Pair, tls: str) -> None:
+def test_memory_that_cant_be_mapped_is_refused_where_all_is_mapped(pair: Pair, tls: str) -> None:
     if tls != "posix":
         pytest.skip("other transports reach it")
     name = f"registered{next(unique)}"

@@ -62,7 +62,7 @@ def test_strangers_write_nowhere(remote: Remote, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_strangers_that_only_hold_on_keep_nobody_out(kind: str) -> None:
+def test_strangers_that_only_hold_on_keep_no_peer_out(kind: str) -> None:
     """Connections that say nothing are bounded, and a newer one takes the place of the oldest."""
     if "stream" not in kind:
         pytest.skip("no stream")

@@ -97,7 +97,7 @@ def test_a_writer_with_another_secret_is_not_let_in(ends: Ends, changes: dict[st
     assert not ends.pool.any()
 
 
-def test_an_encrypted_writer_trusts_nobody_that_does_not_know_the_secret() -> None:
+def test_an_encrypted_writer_trusts_no_target_without_the_secret() -> None:
     """Who has taken the target's place, port and all, gets no byte."""
     ends, impostor = Ends(is_encrypted=True), transport_of(is_encrypted=True)
     try:

@@ -236,7 +236,7 @@ def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> N
     assert world.source.wait_for(1) == [PeerClosed("target", 0)]
 
 
-def test_closing_settles_what_is_under_way_before_it_is_told(world: World) -> None:
+def test_closing_settles_open_sends_before_it_is_reported(world: World) -> None:
     world.connected()
     for send_id in range(8):
         assert send_whole(world.source.sends, send_of(send_id, 0, TOKENS)) == []
@@ -315,7 +315,7 @@ def test_closing_a_peer_settles_what_waits_for_the_engine(world: World) -> None:
     assert settled.error == "the peer is closed" and world.source.sends.open_count == 0
 
 
-def test_peers_are_told_which_rank_did_not_announce_itself(world: World) -> None:
+def test_the_rank_that_did_not_announce_itself_is_named(world: World) -> None:
     messages = world.connect(world.announce()[:1])
     assert messages == [PeerFailed("target", 0, "rank 1 of the peer did not announce itself")]
     assert world.source.links.close("target") == [PeerClosed("target", 0)]

@@ -99,7 +99,7 @@ def live_rows(rank: Rank, first_page: int, component: str, layer: int, segment: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transfer_mode", [TransferMode.STAGED, TransferMode.DIRECT])
-def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
+def test_every_kind_arrives_at_every_rank_and_a_bare_stage_delays_no_rank(
     transfer_mode: TransferMode,
 ) -> None:
     world = World.make(SOURCE, TARGET, transfer_mode=transfer_mode)

@@ -344,7 +344,7 @@ def test_a_rank_that_grants_no_slots_is_named_where_they_are_needed() -> None:
         world.close()
 
 
-def test_a_lane_that_nobody_answers_on_fails_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_without_answers_fails_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.worker.staging.source.LANE_TIMEOUT_S", 0.2)
     world = World.make(server_layout(), server_layout())
     try:

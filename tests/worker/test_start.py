@@ -70,7 +70,7 @@ def test_cuda_without_a_device_is_refused(checkpoint: Path) -> None:
         start_rank(config_of(checkpoint, device="cuda"), 0, ManualClock())
 
 
-def test_what_cuda_lacks_is_told_apart() -> None:
+def test_each_lack_of_cuda_has_its_own_message() -> None:
     """A torch that can't know any device is replaced; else the driver is looked at."""
     assert "was built without CUDA: install one with it" in why_no_cuda("2.11.0+cpu", None)
     assert "torch 2.11.0+cu130 finds no CUDA device: `nvidia-smi`" in why_no_cuda(

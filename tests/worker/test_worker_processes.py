@@ -284,7 +284,7 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             assert tokens == oracle.greedy(prompt, 24)
 
 
-def test_both_sides_connect_again_under_the_same_names_and_end_when_told_to(
+def test_both_sides_connect_again_under_the_same_names_and_end_on_shutdown(
     checkpoint: Path, oracle: Reference
 ) -> None:
     prompt = random_prompt(20, 4)
