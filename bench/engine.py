@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.engine_bound import Products
 from bench.report import Row, at_least, row_of_medians
 from common.clock import SystemClock
+from common.engine.cache.kv_pool import KvPool
 from common.engine.heap import keep_freed_memory
-from common.engine.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.report import Row, at_most
 from common.engine.attention.latent import LatentPass, LatentProjection
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool, Scratch
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import mla_components
 

@@ -23,8 +23,8 @@ from common.layout.families import gqa_components
 from common.planner.copies import plan_copies
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
-from common.worker.landing import SLOT_NBYTES_MAX
-from common.worker.start_staging import STAGING_BUFFER_COUNT
+from common.worker.staging.start import STAGING_BUFFER_COUNT
+from common.worker.staging.target import SLOT_NBYTES_MAX
 
 BATCH_NBYTES = 64 << 20
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
@@ -87,8 +87,7 @@ def run_staged(link: str) -> list[Row]:
             if index:  # the first one of each warms up
                 samples["staged"].append(BATCH_NBYTES / seconds / 1e9)
                 samples["equal"].append(BATCH_NBYTES / equal_s / 1e9)
-        landing = staged.source.staging
-        assert landing is not None
+        assert staged.source.staging_source is not None
         print(
             f"staged_{name}_{link}: {puts} puts, {staged.transfer_mode}; extra memory at the "
             f"source {STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX >> 20} MiB, at the target 64 MiB",

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.channel.poller import Poller
 from common.clock import SystemClock
 from common.config import Role, ServerConfig, TransferMode
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.protocol.codec import decode_layout, encode_layout
 from common.protocol.worker import (
@@ -32,15 +32,20 @@ from common.protocol.worker import (
     SendSettled,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
+from common.transport.transport import (
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
-from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
 from common.worker.sends import Sends
-from common.worker.staged_io import StagedIo
-from common.worker.staging import Staging
-from common.worker.start_staging import start_landing, start_staging
+from common.worker.staging.io import StagingIo
+from common.worker.staging.source import StagingSource
+from common.worker.staging.start import start_source, start_target
+from common.worker.staging.target import StagingTarget
 
 PATIENCE_S = 120.0
 TRANSFER = 1
@@ -73,29 +78,35 @@ class RankIo:
             port=1,
             prefill=("127.0.0.1:1",),
         )
-        self.landing: Landing | None = start_landing(config, self.transport, layout, self.pool)
+        self.staging_target: StagingTarget | None = start_target(
+            config, self.transport, layout, self.pool
+        )
         clock = SystemClock()
-        self.staging: Staging | None = start_staging(
+        self.staging_source: StagingSource | None = start_source(
             config, self.transport, layout, self.pool, clock
         )
-        self.links = PeerLinks(self.transport, layout, self.landing, self.staging)
-        self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging)
-        self.io = StagedIo(self.sends, self.links, self.landing, self.staging, clock)
+        self.links = PeerLinks(self.transport, layout, self.staging_target, self.staging_source)
+        self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging_source)
+        self.io = StagingIo(self.sends, self.links, self.staging_target, self.staging_source, clock)
         self.messages: list[WorkerToScheduler] = []
         self._poller = Poller()
         self._poller.register(self.transport.fileno())
         self._poller.register(self.io)
 
+    def wake_on(self, fd: int) -> None:
+        """`turn` returns when this descriptor is readable, too."""
+        self._poller.register(fd)
+
     def turn(self, timeout_s: float) -> None:
         self._poller.poll(timeout_s)
         for event in self.transport.poll():
             match event:
-                case moving.TransferSettled():
+                case TransferSettled():
                     if not self.io.apply_settled(event):
                         self.messages += self.sends.apply_settled(event)
-                case moving.PeerConnected():
+                case ConnectionMade():
                     self.messages += self.links.apply_connected(event)
-                case moving.PeerFailed() | moving.PeerClosed():
+                case ConnectionFailed() | ConnectionClosed():
                     self.messages += self.links.apply_gone(event)
         self.messages += self.io.receive()
 
@@ -203,7 +214,7 @@ def serve_target(
     rank = RankIo(layout.ranks[0], Role.DECODE, tls, page_count, torch.device(device))
     opened = rank.links.open("source", layout=source, transfer_mode=transfer_mode)
     pipe.send(msgspec.structs.replace(opened) if isinstance(opened, PeerOpened) else opened)
-    rank._poller.register(pipe.fileno())
+    rank.wake_on(pipe.fileno())
     while True:
         rank.turn(None)  # type: ignore[arg-type]
         if not pipe.poll():
@@ -215,7 +226,7 @@ def serve_target(
             assert look is not None
             pipe.send(look(rank.pool.buffers[0], message))
             continue
-        assert rank.landing is not None
-        rank.landing.expect(message)
+        assert rank.staging_target is not None
+        rank.staging_target.expect(message)
         pipe.send("expected")
     rank.close()

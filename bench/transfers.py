@@ -31,7 +31,7 @@ from common.planner.copy_plan import CopyPlan
 from common.transport.copies import copy_runs
 from common.transport.stream import StreamSettings, StreamTransport
 from common.transport.transport import (
-    PeerConnected,
+    ConnectionMade,
     TargetDescriptor,
     TransferSettled,
     Transport,
@@ -75,7 +75,7 @@ class Pair:
         self.transport.connect("target", descriptor)
         self.transport.wait(PATIENCE_S)
         (event,) = self.transport.poll()
-        assert isinstance(event, PeerConnected), event
+        assert isinstance(event, ConnectionMade), event
         self._tag = 0
 
     def _allocate(self, name: str) -> np.ndarray:

@@ -110,7 +110,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "direct" never does; "staged" always does, so that the KV pool is not writable from outside.
     verify_transfer: how much of every cache that was transferred is compared with what was sent;
         the stricter of two servers decides.
-    staging_buffer_mb: MiB of each decode rank's landing region, which staged transfers arrive in.
+    staging_buffer_mb: MiB of each decode rank's staging buffer, in which staged transfers arrive.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
     local_prefill: "fallback" lets a decode server compute a prompt itself when no prefill server

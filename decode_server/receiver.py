@@ -8,7 +8,7 @@ the whole peer incarnation can not write any more. No timer does. A writer whose
 can say that nothing of its own runs, but not what the network still carries: it is told when our
 ranks have closed what it wrote through, and then its word is proof. What is staged is written by
 our own workers: their word that they have forgotten a transfer is asked for as well, and where
-nothing but them can write (`landing`) it is proof enough.
+nothing but them can write (`staged`) it is proof enough.
 """
 
 from __future__ import annotations

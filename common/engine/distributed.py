@@ -1,4 +1,4 @@
-"""What the ranks of one server say to each other inside a forward pass. Knows nothing of models.
+"""Collectives between the ranks of one server inside a forward pass. Knows nothing of models.
 
 At size 1 every call is a no-op and torch.distributed is never initialised.
 """
@@ -127,7 +127,7 @@ class ParallelContext:
 def _meet(init_method: str, rank: int, world_size: int, timeout: timedelta) -> Store:
     """A store that all ranks have come to. Raises: RuntimeError naming those that have not.
 
-    NCCL makes its connections in the first pass, so that forming a group waits for nobody.
+    NCCL makes its connections in the first pass, so forming a group waits for no rank.
     """
     store: Store
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))

@@ -1,4 +1,4 @@
-"""What one forward pass computes, as tensors: which tokens, at which positions, into which pages.
+"""One forward pass as tensors: which tokens, at which positions, into which pages.
 
 Knows nothing of requests, sampling or steps. Sequences lie one after the other ("ragged"): the
 tokens of sequence b are rows query_starts[b] .. query_starts[b + 1] of everything indexed by token.
@@ -7,7 +7,7 @@ What a page table holds, and where a token goes, follows from how its page group
 
     full, window   the pages of consecutive tokens         token t: page t // items, row t % items
     tail           one page, a ring                        token t: row t % items
-    slot           one page, the state of the sequence     no token has a place; see `slots.py`
+    slot           one page, the state of the sequence     no token has a place; `cache/slots.py`
     block          the pages of the blocks closed by now   no token has a place: blocks have
 """
 

@@ -1,8 +1,8 @@
-"""Small arrays on their way to the device and back, without waiting for what the device computes.
+"""Copies small arrays to the device and back without waiting for running kernels.
 
-On CUDA a copy waits for everything that was launched before unless the memory at the host's end is
-pinned; torch keeps pinned memory and gives a block away again only after its copies. On a CPU there
-is nothing to copy. Knows nothing of what the numbers mean.
+On CUDA a copy waits for all earlier launches unless the host's memory is pinned. Torch caches
+pinned memory, and reuses a block only after its copies. On a CPU nothing is copied. Knows nothing
+of the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HostCopy:
                 torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                 for t in tensors
             ]
-            # Blocking: whoever waits sleeps, and leaves its core to those that compute.
+            # Blocking: the waiting thread sleeps, and leaves its core to threads that compute.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 

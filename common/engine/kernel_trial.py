@@ -1,6 +1,6 @@
-"""The proof at start that faster kernels are right: they are compared with plain ones.
+"""The comparison of faster kernels with plain torch at start.
 
-A server without them is slower; a server that does not start serves nobody.
+A kernel that fails is not used: the server is slower, but it starts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ KERNEL_FAILURES = (
     OSError,
     subprocess.SubprocessError,
 )
-"""What a release that we don't fit, a missing compiler or a GPU without a kernel makes a library
-raise. Kernels are compiled on first use, so all of it shows when they are compared."""
+"""Errors of a library in an unknown release, without a compiler, or without a kernel for the GPU.
+Kernels are compiled on first use, so the comparison meets all of them."""
 
 
 class Named(Protocol):
@@ -58,13 +58,13 @@ def try_kernels(
 
 
 def give_memory_back(device: torch.device) -> None:
-    """What trials took and torch keeps: the room for weights and pools is found by what is free."""
+    """Free the memory of trials that torch keeps. Weights and pools are sized by free memory."""
     if device.type == "cuda" and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def gpu_extra() -> str:
-    """What of this package brings the kernel libraries, as pip spells it."""
+    """The extra of this package that installs the kernel libraries, as pip spells it."""
     version = torch.version.cuda
     return f"baton[cuda{version.partition('.')[0]}]" if version else "baton[cuda12] or [cuda13]"
 

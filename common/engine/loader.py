@@ -12,10 +12,10 @@ from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sparse import INDEX_KEY
 from common.engine.attention.trial import AttentionShape
+from common.engine.cache.kv_pool import DTYPES
 from common.engine.checkpoint.weights import fill_with_noise, load_weights
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import DTYPES
 from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.rotary import score_scale
@@ -92,7 +92,7 @@ def attention_shape(
     page_size: int,
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionShape:
-    """What a rank's attention has to be able to. cache_dtype: None for the model's own."""
+    """Requirements on a rank's attention. cache_dtype: None for the model's own."""
     return AttentionShape(
         kinds=_attention_kinds(config, parallel),
         dtype=DTYPES[config.dtype],
@@ -105,7 +105,7 @@ def attention_shape(
 
 
 def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.device) -> FusedShape:
-    """What a rank's small functions have to be able to."""
+    """Requirements on a rank's fused functions."""
     return FusedShape(
         size=config.hidden_size,
         inner_size=config.intermediate_size // parallel.tp_size,

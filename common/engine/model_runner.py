@@ -1,9 +1,9 @@
 """Runs one step of the scheduler on one rank: which tokens to compute, the forward pass, the draw.
 
-A `Step` carries only what changed; the rest of what a running sequence is lies here, as arrays.
-A step is launched without a look at what the one before it drew: those tokens are on the device,
-where they are needed, and how long every sequence is by then is known. So on CUDA a step can be
-launched while another one runs. Knows nothing of sockets, peers or the reasons for a step.
+A `Step` carries only changes; the state of running sequences lies here, as arrays. A step is
+launched without waiting for the tokens of the step before it: they are on the device, where they
+are needed, and every sequence's length is known. So on CUDA a step can be launched while another
+one runs. Knows nothing of sockets, peers or the reasons for a step.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.clock import Clock
-from common.engine.decode_graphs import DecodeGraphs
-from common.engine.draw import Draw
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
-from common.engine.grammar import GrammarCompiler
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
-from common.engine.kv_pool import KvPool
-from common.engine.logprobs import LaunchedLogprobs
 from common.engine.models.causal_lm import CausalLm
 from common.engine.pending_step import PendingStep, ScoredPrompt
-from common.engine.sampler import Sampler
-from common.engine.sampling_table import check_sampling
+from common.engine.sampling.draw import Draw
+from common.engine.sampling.logprobs import LaunchedLogprobs
+from common.engine.sampling.sampler import Sampler
+from common.engine.sampling.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable, Slots
+from common.grammar import GrammarCompiler
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
 from common.request import SamplingParams, TokenLogprobs
 
@@ -56,7 +56,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a forward pass is given, int64 on the device; `_Work` has the order.
+    """Inputs of a forward pass, int64 on the device; `_Work` has the order.
 
     token_ids, positions: of the batch's tokens. slots: of its sequences. sampled_slots: [R].
     logits_rows: rows of the tokens whose logits are wanted.
@@ -113,14 +113,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step, on_layer: OnLayer | None = None) -> PendingStep:
-        """Apply what changed, compute, draw; on a CPU that is done when it returns.
+        """Apply the step's changes, compute, draw; on a CPU all is done when it returns.
 
-        on_layer: told each layer behind whose last kernel its cache is complete.
+        on_layer: called for each layer behind its last kernel, when its cache is complete.
         Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
         the others are not affected. A sequence that can't be run (a token outside the vocabulary,
         sampling values out of range) fails when its first token is due. A sequence that fails in
-        the draw may be in the next step already: it draws whatever it draws, and nobody is told. A
-        pipeline stage without the head draws nothing: its answer names no request.
+        the draw may be in the next step already. The token that the next step draws for it is
+        discarded. A pipeline stage without the head draws nothing: its answer names no request.
         """
         started_at = self._clock.now()
         self._retire(step.retired)

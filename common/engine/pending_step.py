@@ -1,6 +1,6 @@
-"""A step that is launched, and its answer once the device has come that far.
+"""A launched step, and its answer once the device has computed it.
 
-Knows nothing of how it was computed.
+Knows nothing of the computation.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.clock import Clock
-from common.engine.draw import Draw
 from common.engine.host_copy import HostCopy
-from common.engine.logprobs import LaunchedLogprobs
+from common.engine.sampling.draw import Draw
+from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.protocol.codec import encode_logprobs
 from common.protocol.worker import StepDone
 from common.request import TokenLogprobs
 
 NO_TOKEN = 0
-"""Stands in `StepDone.token_ids` for the token of a failed sequence; nobody reads it."""
+"""Stands in `StepDone.token_ids` for the token of a failed sequence; it is never read."""
 
 
 class ScoredPrompt:
@@ -43,7 +43,7 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """What a launched step will answer.
+    """The future answer of a launched step.
 
     due: requests that were due a token. refused: those of them that can't be run, with the reason.
     ran: the requests of `draw`, row by row. draw: None if nothing was drawn.

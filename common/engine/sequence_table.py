@@ -1,8 +1,8 @@
 """The sequences a worker runs, as arrays by slot: lengths, latest tokens and page tables.
 
 A step for 256 running sequences reads them with a few gathers instead of 256 small Python objects.
-Lengths lie on the host, latest tokens and page tables on the model's device: how long a sequence is
-is known before it is known what was drawn for it. Knows nothing of models, sampling or messages.
+Lengths lie on the host, latest tokens and page tables on the model's device: a sequence's length is
+known before its token is drawn. Knows nothing of models, sampling or messages.
 Slot numbers are reused; the smallest free one is taken first.
 """
 

@@ -10,7 +10,7 @@ A *plane* is one segment of one component. A *unit class* holds the planes of a 
 are cut alike (same shard rule and unit count), so K and V of one head lie side by side and a whole
 page, any head range of a page, and any layer range inside a head are each one run. Where element
 types differ in a page group, a plane begins at a multiple of its own element, a unit and a page at
-one of the largest. The few bytes of padding are never transferred.
+one of the largest: the few bytes of padding hold no data and are never transferred.
 Page id 0 is a scratch page for padding and is never transferred.
 """
 
@@ -30,7 +30,7 @@ PAGE_SIZE_MAX = 256
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """The cache of one server: its components and how they are cut. Equal values give equal bytes.
+    """The cache of one server: its components and their cuts. Equal values give equal bytes.
 
     page_size: tokens per page of token-addressed groups, a power of two.
     stages: half-open global layer ranges, one per pipeline stage.
@@ -305,7 +305,7 @@ class RankLayout:
             if layer in component.layers
         ]
         units = units_of_rank(unit_count, shard, self.server.tp_size, self.tp_rank)
-        # A unit begins aligned for all its planes, so that all units are alike.
+        # The start of a unit is aligned for all planes in it, so that all units are alike.
         alignment = max((component.element_nbytes for _, component, _ in owned), default=1)
         offset = _round_up(offset, alignment)
         inner_offsets: list[int] = []

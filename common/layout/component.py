@@ -1,4 +1,4 @@
-"""The cache of one family as data: its tensors, how they grow, how they are cut.
+"""The cache of a family as data: which tensors, how they grow, how they are cut.
 
 Knows nothing of ranks, pages or memory. An *item* is one row along a component's growing axis (a
 token, a compressed block, a tail row, or the single item of a slot); a *unit* is the only thing

@@ -1,7 +1,7 @@
-"""Conversions between element types of a cache, and the type that travels.
+"""Conversions between element types of a cache, and the type on the wire for each pair.
 
-Pure; the numbers themselves are converted in `common/engine/cast.py`. Only the narrower of two
-types travels, so a narrowing is done before sending and a widening after.
+Pure; `common/engine/cache/cast.py` converts the numbers. Only the narrower of two types travels, so
+narrowing comes before sending and widening after.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def wire_dtype(source: str, target: str) -> str | None:
 
 
 def why_not_convertible(source: CacheComponent, target: CacheComponent) -> str | None:
-    """Why one component can't be converted into the other; None if it can.
+    """The reason why one component can't be converted into the other; None if it can.
 
     Both sides' units must hold the same elements: only the size of an element may differ.
     """

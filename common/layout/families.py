@@ -87,7 +87,7 @@ def windowed_gqa_components(
 
 @dataclass(frozen=True, order=True, slots=True)
 class CachedHeads:
-    """The cache of one layer. window: in tokens, 0 for all of the past."""
+    """Cache of one layer. window: in tokens, 0 for all of the past."""
 
     window: int
     kv_head_count: int

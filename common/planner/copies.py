@@ -1,8 +1,8 @@
 """The copies that carry items of one request from one rank to another: cells times page runs.
 
 Knows nothing of families: every plane of every component is intersected alike, in layers, units
-and items. What depends on the two layouts only is computed once, in a `PairPlan`; a request then
-costs an outer sum of its pages and the offsets inside a page.
+and items. A `PairPlan` holds everything that depends on the two layouts only; a request then costs
+an outer sum of its pages and the offsets inside a page.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.errors import PlanMismatch
-from common.layout.cache_layout import Cell, GroupLayout, RankLayout
-from common.layout.component import Shard
+from common.layout.cache_layout import GroupLayout, RankLayout
 from common.planner.coalesce import coalesce, sort_by_target
 from common.planner.copy_plan import CopyPlan, Int64Array
-from common.planner.pairing import ItemRuns, TokenRange, handed_units, pair_items
+from common.planner.pairing import (
+    CellPair,
+    ItemRuns,
+    TokenRange,
+    expand_units,
+    pair_cells,
+    pair_items,
+)
 
 PageList = tuple[int, Sequence[int] | Int64Array]
-"""(First logical page index, page ids) of one page group. Whoever plans more than once with the
-same pages keeps the ids as an array, which is not copied."""
+"""(First logical page index, page ids) of one page group. An array of ids is not
+copied, so a caller that plans more than once with the same pages keeps one."""
 Pages = Sequence[PageList]
 Offsets = tuple[Int64Array, Int64Array, Int64Array]
 
@@ -55,12 +61,9 @@ class PairPlan:
 
         Raises: PlanMismatch if the two sides do not cache the same things.
         """
-        if len(source.groups) != len(target.groups):
-            raise PlanMismatch(
-                f"{len(source.groups)} page groups here, {len(target.groups)} at the target"
-            )
         self._groups = tuple(
-            _GroupPair(index, source, target, layer_group) for index in range(len(source.groups))
+            _GroupPair(index, source.groups[index], target.groups[index], pairs, layer_group)
+            for index, pairs in enumerate(pair_cells(source, target))
         )
 
     @property
@@ -104,22 +107,25 @@ class _GroupPair:
     """
 
     def __init__(
-        self, index: int, source: RankLayout, target: RankLayout, layer_group: int | None
+        self,
+        index: int,
+        source: GroupLayout,
+        target: GroupLayout,
+        pairs: list[CellPair],
+        layer_group: int | None,
     ) -> None:
         self._index = index
-        self._source = source.groups[index]
-        self._target = target.groups[index]
-        self._live = self._source.group.live
-        if self._target.group.live != self._live:
-            raise PlanMismatch(
-                f"page group {index} is {self._live} here, {self._target.group.live} at the target"
-            )
-        pairs = [
-            pair
-            for pair in _pair_cells(source, target, self._source, self._target)
-            if layer_group is None or pair[0].layer_group == layer_group
-        ]
-        self._source_base, self._target_base, self._item_nbytes = _expand_units(pairs)
+        self._source = source
+        self._target = target
+        self._live = source.group.live
+        for pair in pairs:
+            if pair.source.item_nbytes != pair.target.item_nbytes:
+                raise PlanMismatch(f"{pair.source} here is {pair.target} at the target")
+        if layer_group is not None:
+            pairs = [pair for pair in pairs if pair.source.layer_group == layer_group]
+        self._source_base, self._target_base, pair_of_row = expand_units(pairs)
+        sizes = np.array([pair.source.item_nbytes for pair in pairs], dtype=np.int64)
+        self._item_nbytes = sizes[pair_of_row]
         self._offsets_of_shape: dict[tuple[int, int, int], Offsets] = {}
 
     @property
@@ -205,8 +211,8 @@ def _shapes(
 ) -> list[tuple[tuple[int, int, int], Int64Array]]:
     """Distinct (source row, target row, item count) of runs, and the indices of their runs.
 
-    A run ends where the first of its two pages does, so its rows settle its count, except that of
-    the last run, which may end with the range; that one always stands alone.
+    A run ends where the first of its two pages does, so its rows determine its count. The last
+    run may end with the range instead, so it always has a shape of its own.
     """
     last = len(runs.count) - 1
     keys = runs.source_row * target_page_items + runs.target_row
@@ -235,60 +241,3 @@ def _join(pieces: list[Offsets]) -> Offsets:
         np.concatenate([target for _, target, _ in pieces]),
         np.concatenate([nbytes for _, _, nbytes in pieces]),
     )
-
-
-def _pair_cells(
-    source: RankLayout, target: RankLayout, source_group: GroupLayout, target_group: GroupLayout
-) -> list[tuple[Cell, Cell, range]]:
-    """Cells of the same plane and layer, with the units that the source writes to the target."""
-    if not range(
-        max(source.layers.start, target.layers.start), min(source.layers.stop, target.layers.stop)
-    ):
-        return []  # stages that have no layer in common
-    wanted = target_group.cell_of_plane
-    pairs: list[tuple[Cell, Cell, range]] = []
-    units_of_class: dict[tuple[int, bool], range] = {}
-    for cell in source_group.cells:
-        twin = wanted.get((cell.component, cell.segment, cell.layer))
-        if twin is None:  # the layer is on another stage of the target
-            continue
-        if (cell.item_nbytes, cell.unit_count, cell.shard) != (
-            twin.item_nbytes,
-            twin.unit_count,
-            twin.shard,
-        ):
-            raise PlanMismatch(f"{cell} here is {twin} at the target")
-        unit_class = (cell.unit_count, cell.shard is Shard.SPLIT)
-        if unit_class not in units_of_class:
-            units_of_class[unit_class] = handed_units(cell, source, target)
-        units = units_of_class[unit_class]
-        if units:
-            pairs.append((cell, twin, units))
-    return pairs
-
-
-def _expand_units(pairs: list[tuple[Cell, Cell, range]]) -> Offsets:
-    """(source base, target base, item size) of every unit of every pair of cells."""
-    if not pairs:
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty
-    numbers = np.array(
-        [
-            (
-                cell.offset + (units.start - cell.units.start) * cell.unit_stride,
-                cell.unit_stride,
-                twin.offset + (units.start - twin.units.start) * twin.unit_stride,
-                twin.unit_stride,
-                cell.item_nbytes,
-                len(units),
-            )
-            for cell, twin, units in pairs
-        ],
-        dtype=np.int64,
-    ).T
-    counts = numbers[5]
-    rows = np.repeat(numbers[:5], counts, axis=1)
-    source_base, source_stride, target_base, target_stride, item_nbytes = rows
-    # 0, 1, 2, ... within each pair of cells
-    step = np.arange(len(item_nbytes)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return source_base + step * source_stride, target_base + step * target_stride, item_nbytes

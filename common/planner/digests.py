@@ -1,4 +1,4 @@
-"""What is digested of a transfer, and in which order: computed alike on both sides.
+"""The planes of a transfer that are digested, in an order that both sides compute alike.
 
 A *digest* is a number over the logical content of one plane: one segment of one component on one
 layer, its units and items. Pages, layer groups and the way it travelled are no part of it. Every
@@ -101,8 +101,10 @@ def held_units(cell: Cell, target: RankLayout) -> range:
 
 
 def wire_dtypes(source: ServerLayout, target: ServerLayout) -> dict[tuple[str, int], str]:
-    """The element type of each (component, layer) as it travels, which is what is digested: the
-    narrower of both sides', so that widening it again changes nothing."""
+    """The element type of each (component, layer) on the wire, in which it is digested.
+
+    It is the narrower of both sides', so widening it again changes no digest.
+    """
     theirs = {(c.name, layer): c.dtype for c in target.components for layer in c.layers}
     found: dict[tuple[str, int], str] = {}
     for component in source.components:
@@ -127,7 +129,7 @@ def find_difference(
     sent: bytes,
     found: bytes,
 ) -> Difference | str | None:
-    """What differs between the digests of one target rank; None if nothing does.
+    """The difference between the digests of one target rank; None if there is none.
 
     sent, found: int64[plane][bucket], little-endian. A text says why they can't be compared.
     """

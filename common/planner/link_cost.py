@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class CopyCost:
     """Gathering or scattering one piece, as measured on a device.
 
-    piece_s: of a piece however small: indexes, launches and, on a GPU, waiting for the stream.
-    bandwidth: bytes per second of what a larger piece takes more.
+    piece_s: fixed cost of a piece: indexes, launches and, on a GPU, waiting for the stream.
+    bandwidth: bytes per second of the rest of a larger piece's time.
     """
 
     piece_s: float
@@ -44,8 +44,8 @@ class CopyCosts:
 class LinkCost:
     """One connection and the copies at its ends, as measured before it is used.
 
-    put_s: what one more run costs. bandwidth: bytes per second of one long put.
-    slot_nbytes: what a piece has at most. round_trip_s: of a slot's message and its credit.
+    put_s: cost of one more run. bandwidth: bytes per second of one long put.
+    slot_nbytes: the largest piece. round_trip_s: of SlotFilled and its SlotFreed.
     """
 
     put_s: float
@@ -67,7 +67,7 @@ class LinkCost:
 
     @property
     def slot_s(self) -> float:
-        """What a slot costs however little is in it, its put left out."""
+        """Fixed cost of a slot, whatever its bytes; without its put."""
         return self.copies.piece_s + self.round_trip_s
 
     @property

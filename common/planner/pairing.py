@@ -1,7 +1,8 @@
-"""What corresponds to what between two ranks: units with units, items with items.
+"""Correspondences between two ranks: units with units, cells with cells, items with items.
 
-Knows nothing of bytes or page ids. Units are global, items are absolute, and pages are *logical*
-page indices, so both sides mean the same by the same number whatever their page sizes are.
+Both planners begin here, `copies.py` and `staging.py`. Knows nothing of page ids: units are global,
+items are absolute, and pages are *logical* page indices, so both sides mean the same by the same
+number whatever their page sizes are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.errors import PlanMismatch
 from common.layout.cache_layout import Cell, RankLayout, ServerLayout
 from common.layout.component import Live, LiveKind, Shard
 from common.layout.parallel import ranks_of_unit, units_of_rank
@@ -20,7 +22,7 @@ from common.planner.copy_plan import Int64Array
 class TokenRange:
     """Positions start..stop - 1 of a request, whose computation is finished.
 
-    is_final: nothing is computed after `stop`, so that what only then is final leaves as well.
+    is_final: nothing is computed after `stop`, so windows, tails and slots leave as well.
     """
 
     start: int
@@ -70,7 +72,7 @@ def pair_units(
     return shared if elected == source_rank else range(0)
 
 
-def handed_units(cell: Cell, source: RankLayout, target: RankLayout) -> range:
+def units_to_write(cell: Cell, source: RankLayout, target: RankLayout) -> range:
     """Global units of a plane that a source rank writes to a target rank, if it has the layer."""
     return pair_units(
         cell.unit_count,
@@ -82,10 +84,80 @@ def handed_units(cell: Cell, source: RankLayout, target: RankLayout) -> range:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CellPair:
+    """One plane of one layer on both ranks. units: global ones that the source writes, if any."""
+
+    source: Cell
+    target: Cell
+    units: range
+
+
+def pair_cells(source: RankLayout, target: RankLayout) -> list[list[CellPair]]:
+    """Per page group, the cells of planes and layers that both ranks have, in the source's order.
+
+    Payloads of a pair may differ in size; each planner checks the sizes that it allows.
+    Raises: PlanMismatch if the two sides do not cache the same things.
+    """
+    if len(source.groups) != len(target.groups):
+        raise PlanMismatch(
+            f"{len(source.groups)} page groups here, {len(target.groups)} at the target"
+        )
+    return [_pair_group(source, target, index) for index in range(len(source.groups))]
+
+
+def _pair_group(source: RankLayout, target: RankLayout, index: int) -> list[CellPair]:
+    ours, theirs = source.groups[index], target.groups[index]
+    if theirs.group.live != ours.group.live:
+        raise PlanMismatch(
+            f"page group {index} is {ours.group.live} here, {theirs.group.live} at the target"
+        )
+    wanted = theirs.cell_of_plane
+    pairs: list[CellPair] = []
+    units_of_class: dict[tuple[int, Shard], range] = {}
+    for cell in ours.cells:
+        twin = wanted.get((cell.component, cell.segment, cell.layer))
+        if twin is None:  # the layer is on another stage of the target
+            continue
+        unit_class = (cell.unit_count, cell.shard)
+        if unit_class != (twin.unit_count, twin.shard):
+            raise PlanMismatch(f"{cell} here is {twin} at the target")
+        if unit_class not in units_of_class:
+            units_of_class[unit_class] = units_to_write(cell, source, target)
+        pairs.append(CellPair(cell, twin, units_of_class[unit_class]))
+    return pairs
+
+
+def expand_units(pairs: list[CellPair]) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """One row for every unit of every pair, in order: (source base, target base, index of pair).
+
+    A base is where item row 0 of the unit lies in a page of that side. All int64[row].
+    """
+    numbers = np.array(
+        [
+            (
+                ours.offset + (units.start - ours.units.start) * ours.unit_stride,
+                ours.unit_stride,
+                theirs.offset + (units.start - theirs.units.start) * theirs.unit_stride,
+                theirs.unit_stride,
+                len(units),
+            )
+            for ours, theirs, units in ((pair.source, pair.target, pair.units) for pair in pairs)
+        ],
+        dtype=np.int64,
+    ).reshape(len(pairs), 5)
+    counts = numbers[:, 4]
+    pair_of_row = np.repeat(np.arange(len(pairs)), counts)
+    source_start, source_stride, target_start, target_stride = numbers[pair_of_row, :4].T
+    # 0, 1, 2, ... within each pair of cells
+    step = np.arange(len(pair_of_row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return source_start + step * source_stride, target_start + step * target_stride, pair_of_row
+
+
 def rank_pairs(source: ServerLayout, target: ServerLayout) -> list[tuple[int, int]]:
     """Every (source rank, target rank) of which a transfer may write from the one to the other.
 
-    Global ranks, in order. What `PairPlan` would not be empty for, without the offsets.
+    Global ranks, in order: the pairs whose `PairPlan` is not empty, found without offsets.
     """
     cuts = {
         (layer, segment.unit_count, component.shard)

@@ -1,9 +1,9 @@
-"""Transfers through staging: what a slot holds, and where each of its bytes belongs on either side.
+"""Planner of staged transfers: the content of slots, and its place in the pages of either side.
 
     source pages --gather--> slot --one put--> slot at the target --scatter--> target pages
 
-Both ranks compute the same rows from the two layouts, so a `Piece` is named by a few numbers. A
-*row* is one unit of one cell; a piece is a rectangle of rows and items, and lies in its slot as
+Both ranks compute the same rows from the two layouts, so a few numbers name a `StagedPiece`.
+A *row* is one unit of one cell. A piece is a rectangle of rows and items, and lies in its slot as
 
     [row][item][payload]                  rows in the order of the source's cells, units inside
 
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import PlanMismatch
-from common.layout.cache_layout import Cell, GroupLayout, RankLayout
+from common.layout.cache_layout import Cell, GroupLayout, PageGroup, RankLayout
 from common.layout.component import DTYPE_NBYTES
 from common.layout.conversion import wire_dtype
 from common.planner.coalesce import coalesce
 from common.planner.copies import PageList, Pages
 from common.planner.copy_plan import Int64Array
-from common.planner.pairing import TokenRange, handed_units, pair_items
+from common.planner.pairing import CellPair, TokenRange, expand_units, pair_cells, pair_items
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one slot carries: rows row_first .. row_stop - 1, absolute items item_first .. - 1."""
+class StagedPiece:
+    """Content of one slot: rows row_first..row_stop - 1, items item_first..item_stop - 1."""
 
     group: int
     row_first: int
@@ -73,11 +73,10 @@ class StagedPair:
 
     def __init__(self, source: RankLayout, target: RankLayout) -> None:
         """Raises: PlanMismatch if the two sides do not cache the same things."""
-        if len(source.groups) != len(target.groups):
-            raise PlanMismatch(
-                f"{len(source.groups)} page groups here, {len(target.groups)} at the target"
-            )
-        self._groups = tuple(_Rows(index, source, target) for index in range(len(source.groups)))
+        self._groups = tuple(
+            _Rows(index, source.groups[index], target.groups[index], pairs)
+            for index, pairs in enumerate(pair_cells(source, target))
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -96,32 +95,32 @@ class StagedPair:
 
     def pieces(
         self, tokens: TokenRange, slot_nbytes: int, layer_group: int | None = None
-    ) -> list[Piece]:
-        """What carries `tokens` of a request, each piece at most `slot_nbytes` on the way.
+    ) -> list[StagedPiece]:
+        """Pieces that carry `tokens` of a request, each at most `slot_nbytes` in the wire's types.
 
         layer_group: only the cells of one of the source's layer groups; None for all.
         Raises: PlanMismatch if a single payload is larger than a slot.
         """
         if self.item_nbytes_max > slot_nbytes:
             raise PlanMismatch(f"a payload of {self.item_nbytes_max} bytes in {slot_nbytes}")
-        found: list[Piece] = []
+        found: list[StagedPiece] = []
         for group in self._groups:
             items = tokens.items(group.live)
             if items:
                 found += group.cut(items, slot_nbytes, layer_group)
         return found
 
-    def conversion(self, piece: Piece) -> Conversion:
+    def conversion(self, piece: StagedPiece) -> Conversion:
         group = self._groups[piece.group]
         return group.conversions[int(group.conversion_of_row[piece.row_first])]
 
-    def wire_nbytes(self, piece: Piece) -> int:
+    def wire_nbytes(self, piece: StagedPiece) -> int:
         """Bytes of the slot that the piece takes."""
         rows = self._groups[piece.group].wire_nbytes[piece.row_first : piece.row_stop]
         return int(rows.sum()) * (piece.item_stop - piece.item_first)
 
-    def why_bad(self, piece: Piece, token_count: int, slot_nbytes: int) -> str | None:
-        """What is wrong with a piece that a peer named, None if it can be scattered.
+    def why_bad(self, piece: StagedPiece, token_count: int, slot_nbytes: int) -> str | None:
+        """The reason why a piece that a peer named can't be scattered; None if it can.
 
         token_count: of the request; only its live items are written.
         """
@@ -144,12 +143,12 @@ class StagedPair:
             return f"a piece of {nbytes} bytes: a slot has {slot_nbytes}"
         return None
 
-    def gather(self, piece: Piece, source_pages: Pages) -> LinearCopy:
+    def gather(self, piece: StagedPiece, source_pages: Pages) -> LinearCopy:
         """From the source's pages. Raises: PlanMismatch if they do not cover the piece."""
         group = self._groups[piece.group]
         return group.copy(piece, source_pages[piece.group], group.source, group.source_base)
 
-    def scatter(self, piece: Piece, target_pages: Pages) -> LinearCopy:
+    def scatter(self, piece: StagedPiece, target_pages: Pages) -> LinearCopy:
         """To the target's pages. Raises: PlanMismatch if they do not cover the piece."""
         group = self._groups[piece.group]
         return group.copy(piece, target_pages[piece.group], group.target, group.target_base)
@@ -162,48 +161,37 @@ class _Rows:
     *_nbytes: int64[row], size of one payload on either side and on the way.
     """
 
-    def __init__(self, index: int, source: RankLayout, target: RankLayout) -> None:
+    def __init__(
+        self, index: int, source: GroupLayout, target: GroupLayout, pairs: list[CellPair]
+    ) -> None:
         self.index = index
-        self.source = source.groups[index]
-        self.target = target.groups[index]
-        self.live = self.source.group.live
-        if self.target.group.live != self.live:
-            raise PlanMismatch(
-                f"page group {index} is {self.live} here, {self.target.group.live} at the target"
-            )
-        pairs = _pair_cells(source, target, index)
-        self.conversions = tuple(dict.fromkeys(conversion for _, _, _, conversion in pairs))
+        self.source = source
+        self.target = target
+        self.live = source.group.live
+        converted = _conversions(source.group, target.group, pairs)
+        self.conversions = tuple(dict.fromkeys(conversion for _, conversion in converted))
         kinds = {conversion: kind for kind, conversion in enumerate(self.conversions)}
-        rows = [
-            (
-                cell.layer_group,
-                kinds[conversion],
-                cell.offset + (unit - cell.units.start) * cell.unit_stride,
-                twin.offset + (unit - twin.units.start) * twin.unit_stride,
-                cell.item_nbytes,
-                twin.item_nbytes,
-                min(cell.item_nbytes, twin.item_nbytes),
-            )
-            for cell, twin, units, conversion in pairs
-            for unit in units
-        ]
-        rows.sort(key=lambda row: row[:2])  # stable: cells keep their order
-        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 7).T
-        self.layer_group_of_row, self.conversion_of_row = columns[0], columns[1]
-        self.source_base, self.target_base = columns[2], columns[3]
-        self.source_nbytes, self.target_nbytes, self.wire_nbytes = (
-            columns[4],
-            columns[5],
-            columns[6],
-        )
-        self.row_count = len(rows)
-        is_border = np.diff(columns[0]).astype(bool) | np.diff(columns[1]).astype(bool)
+        # Stable: cells keep their order.
+        converted.sort(key=lambda entry: (entry[0].source.layer_group, kinds[entry[1]]))
+        self.source_base, self.target_base, pair_of_row = expand_units([p for p, _ in converted])
+        columns = np.array(
+            [
+                (p.source.layer_group, kinds[c], p.source.item_nbytes, p.target.item_nbytes)
+                for p, c in converted
+            ],
+            dtype=np.int64,
+        ).reshape(len(converted), 4)[pair_of_row]
+        self.layer_group_of_row, self.conversion_of_row = columns[:, 0], columns[:, 1]
+        self.source_nbytes, self.target_nbytes = columns[:, 2], columns[:, 3]
+        self.wire_nbytes = np.minimum(self.source_nbytes, self.target_nbytes)
+        self.row_count = len(columns)
+        is_border = np.diff(columns[:, :2], axis=0).any(axis=1)
         borders = [0, *(np.flatnonzero(is_border) + 1).tolist(), self.row_count]
         self.blocks = [(a, b) for a, b in itertools.pairwise(borders) if a < b]
 
-    def cut(self, items: range, slot_nbytes: int, layer_group: int | None) -> list[Piece]:
+    def cut(self, items: range, slot_nbytes: int, layer_group: int | None) -> list[StagedPiece]:
         """Pieces of whole pages where a slot has room for them, so that their runs are long."""
-        found: list[Piece] = []
+        found: list[StagedPiece] = []
         for first, stop in self.blocks:
             if layer_group is not None and self.layer_group_of_row[first] != layer_group:
                 continue
@@ -214,7 +202,7 @@ class _Rows:
                 # Later pieces begin where a page does on the side with the larger pages.
                 end = min((start // step + 1) * step, items.stop)
                 for rows in _cut_rows(first, sizes * (end - start), slot_nbytes):
-                    found.append(Piece(self.index, *rows, start, end))
+                    found.append(StagedPiece(self.index, *rows, start, end))
                 start = end
         return found
 
@@ -227,7 +215,7 @@ class _Rows:
 
     def copy(
         self,
-        piece: Piece,
+        piece: StagedPiece,
         pages: PageList,
         side: GroupLayout,
         base: Int64Array,
@@ -271,34 +259,28 @@ def _cut_rows(first: int, sizes: Int64Array, slot_nbytes: int) -> list[tuple[int
     return found
 
 
-def _pair_cells(
-    source: RankLayout, target: RankLayout, index: int
-) -> list[tuple[Cell, Cell, range, Conversion]]:
-    """Cells of the same plane and layer, the units the source writes, and their element types."""
-    wanted = target.groups[index].cell_of_plane
-    source_dtypes = _dtypes(source, index)
-    target_dtypes = _dtypes(target, index)
-    found: list[tuple[Cell, Cell, range, Conversion]] = []
-    for cell in source.groups[index].cells:
-        key = (cell.component, cell.segment, cell.layer)
-        twin = wanted.get(key)
-        if twin is None:  # the layer is on another stage of the target
-            continue
-        dtypes = (source_dtypes[key[::2]], target_dtypes[key[::2]])
+def _conversions(
+    source: PageGroup, target: PageGroup, pairs: list[CellPair]
+) -> list[tuple[CellPair, Conversion]]:
+    """The pairs that have units, with their element types. Raises: PlanMismatch."""
+    source_dtypes, target_dtypes = _dtypes(source), _dtypes(target)
+    found: list[tuple[CellPair, Conversion]] = []
+    for pair in pairs:
+        key = (pair.source.component, pair.source.layer)
+        dtypes = (source_dtypes[key], target_dtypes[key])
         wire = wire_dtype(*dtypes)
-        is_alike = (cell.unit_count, cell.shard) == (twin.unit_count, twin.shard)
-        if wire is None or not is_alike or not _same_elements(cell, twin, *dtypes):
-            raise PlanMismatch(f"{cell} of {dtypes[0]} here is {twin} of {dtypes[1]} at the target")
-        units = handed_units(cell, source, target)
-        if units:
-            found.append((cell, twin, units, Conversion(*dtypes, wire)))
+        if wire is None or not _same_elements(pair.source, pair.target, *dtypes):
+            raise PlanMismatch(
+                f"{pair.source} of {dtypes[0]} here is {pair.target} of {dtypes[1]} at the target"
+            )
+        if pair.units:
+            found.append((pair, Conversion(*dtypes, wire)))
     return found
 
 
-def _dtypes(rank: RankLayout, index: int) -> dict[tuple[str, int], str]:
+def _dtypes(group: PageGroup) -> dict[tuple[str, int], str]:
     """Element type by (component, layer); one name may belong to several components."""
-    components = rank.groups[index].group.components
-    return {(c.name, layer): c.dtype for c in components for layer in c.layers}
+    return {(c.name, layer): c.dtype for c in group.components for layer in c.layers}
 
 
 def _same_elements(cell: Cell, twin: Cell, source: str, target: str) -> bool:

@@ -18,7 +18,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from common.errors import ProtocolError
-from common.protocol.descriptor import LandingDescriptor, RankDescriptor
+from common.protocol.descriptor import RankDescriptor, StagingBufferDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.value_checks import (
     check_blob,
@@ -194,23 +194,23 @@ def _check_ranks(name: str, value: object) -> None:
         for region in (*descriptor.regions, descriptor.probe):
             _check_region(here, region)
         check_ints(f"{here}.page_counts", descriptor.page_counts, 0, INT32_MAX, GROUP_COUNT_MAX)
-        if descriptor.landing is not None:
-            _check_landing(f"{here}.landing", descriptor.landing)
+        if descriptor.staging_buffer is not None:
+            _check_staging_buffer(f"{here}.staging_buffer", descriptor.staging_buffer)
 
 
-def _check_landing(here: str, landing: LandingDescriptor) -> None:
+def _check_staging_buffer(here: str, staging_buffer: StagingBufferDescriptor) -> None:
     """Slots that lie in the region, each in one ring, and one ring per source rank."""
-    _check_name(f"{here}.address", landing.address)
-    if landing.public_key and not _PUBLIC_KEY.fullmatch(landing.public_key):
+    _check_name(f"{here}.address", staging_buffer.address)
+    if staging_buffer.public_key and not _PUBLIC_KEY.fullmatch(staging_buffer.public_key):
         raise ProtocolError(f"{here}.public_key: must be 64 hexadecimal digits")
-    _check_region(here, landing.region)
-    _, _, nbytes, _ = landing.region
-    check_int(f"{here}.slot_nbytes", landing.slot_nbytes, 1, SLOT_NBYTES_MAX)
-    check_count(f"{here}.rings", len(landing.rings), RANK_COUNT_MAX)
-    slot_count = nbytes // landing.slot_nbytes
+    _check_region(here, staging_buffer.region)
+    _, _, nbytes, _ = staging_buffer.region
+    check_int(f"{here}.slot_nbytes", staging_buffer.slot_nbytes, 1, SLOT_NBYTES_MAX)
+    check_count(f"{here}.rings", len(staging_buffer.rings), RANK_COUNT_MAX)
+    slot_count = nbytes // staging_buffer.slot_nbytes
     seen_ranks: set[int] = set()
     seen_slots: set[int] = set()
-    for ring in landing.rings:
+    for ring in staging_buffer.rings:
         check_int(f"{here}.source_rank", ring.source_rank, 0, RANK_COUNT_MAX - 1)
         check_int(f"{here}.ring", ring.ring, 0, INT64_MAX)
         check_ints(f"{here}.slots", ring.slots, 0, slot_count - 1, RING_SLOT_COUNT_MAX)

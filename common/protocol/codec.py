@@ -14,16 +14,16 @@ from common.errors import LayoutError, MessageTooLarge, ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol.bounds import check_peer_message, check_transfer_name, fit_to_peer
 from common.protocol.frontend import FrontendToScheduler, SchedulerToFrontend
-from common.protocol.landing import (
-    LANDING_MESSAGE_NBYTES_MAX,
-    Credit,
-    Landed,
-    LandingMessage,
-    check_credit,
-    check_landed,
-)
 from common.protocol.layout_bounds import check_layout_bounds
-from common.protocol.peer import DecodeToPrefill, PeerMessage, PrefillToDecode
+from common.protocol.peer import PeerMessage
+from common.protocol.staging import (
+    STAGING_MESSAGE_NBYTES_MAX,
+    SlotFilled,
+    SlotFreed,
+    StagingMessage,
+    check_slot_filled,
+    check_slot_freed,
+)
 from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
 from common.request import TokenLogprobs
 from common.request_bounds import PROMPT_LOGPROBS_NBYTES_MAX
@@ -43,7 +43,7 @@ _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
-def encode(message: LocalMessage | PeerMessage | LandingMessage) -> bytes:
+def encode(message: LocalMessage | PeerMessage | StagingMessage) -> bytes:
     """Texts for people are cut to what a peer takes.
 
     Raises: ProtocolError if a peer would refuse the message, or if it can't be encoded;
@@ -85,16 +85,9 @@ def decode_worker_to_scheduler(payload: bytes) -> WorkerToScheduler:
     return _worker_to_scheduler.decode(payload)
 
 
-def decode_decode_to_prefill(payload: bytes) -> DecodeToPrefill:
-    """A message of a decode server, within bounds. Raises: ProtocolError."""
-    message = _decode_to_prefill.decode(payload)
-    check_peer_message(message)
-    return message
-
-
-def decode_prefill_to_decode(payload: bytes) -> PrefillToDecode:
-    """A message of a prefill server, within bounds. Raises: ProtocolError."""
-    message = _prefill_to_decode.decode(payload)
+def decode_peer_message(payload: bytes) -> PeerMessage:
+    """A message of another server, within bounds. Raises: ProtocolError."""
+    message = _peer_message.decode(payload)
     check_peer_message(message)
     return message
 
@@ -107,28 +100,28 @@ class UnreadTransfer(msgspec.Struct, frozen=True):
 
 
 def find_unread_request(payload: bytes) -> UnreadTransfer | None:
-    """The transfer of a reservation that `decode_decode_to_prefill` refuses. None if the bytes are
+    """The transfer of a reservation that `decode_peer_message` refuses. None if the bytes are
     no reservation or name no transfer."""
     return _named(_transfer_request, payload)
 
 
 def find_unread_result(payload: bytes) -> UnreadTransfer | None:
-    """The transfer of a result that `decode_prefill_to_decode` refuses. None if the bytes are no
+    """The transfer of a result that `decode_peer_message` refuses. None if the bytes are no
     result or name no transfer."""
     return _named(_transfer_result, payload)
 
 
-def decode_landed(payload: bytes) -> Landed:
+def decode_slot_filled(payload: bytes) -> SlotFilled:
     """A piece's arrival, within bounds. Raises: ProtocolError."""
-    message = _landed.decode(payload)
-    check_landed(message)
+    message = _slot_filled.decode(payload)
+    check_slot_filled(message)
     return message
 
 
-def decode_credit(payload: bytes) -> Credit:
+def decode_slot_freed(payload: bytes) -> SlotFreed:
     """A slot's return, within bounds. Raises: ProtocolError."""
-    message = _credit.decode(payload)
-    check_credit(message)
+    message = _slot_freed.decode(payload)
+    check_slot_freed(message)
     return message
 
 
@@ -224,15 +217,8 @@ _scheduler_to_worker: _Decoder[SchedulerToWorker] = _Decoder(
 _worker_to_scheduler: _Decoder[WorkerToScheduler] = _Decoder(
     msgspec.msgpack.Decoder(WorkerToScheduler), "message of a worker", LOCAL_MESSAGE_NBYTES_MAX
 )
-_decode_to_prefill: _Decoder[DecodeToPrefill] = _Decoder(
-    msgspec.msgpack.Decoder(DecodeToPrefill),
-    "message of a decode server",
-    PEER_MESSAGE_NBYTES_MAX,
-)
-_prefill_to_decode: _Decoder[PrefillToDecode] = _Decoder(
-    msgspec.msgpack.Decoder(PrefillToDecode),
-    "message of a prefill server",
-    PEER_MESSAGE_NBYTES_MAX,
+_peer_message: _Decoder[PeerMessage] = _Decoder(
+    msgspec.msgpack.Decoder(PeerMessage), "message of another server", PEER_MESSAGE_NBYTES_MAX
 )
 _transfer_request: _Decoder[_RequestName] = _Decoder(
     msgspec.msgpack.Decoder(_RequestName), "reservation", PEER_MESSAGE_NBYTES_MAX
@@ -240,11 +226,11 @@ _transfer_request: _Decoder[_RequestName] = _Decoder(
 _transfer_result: _Decoder[_DoneName | _FailedName] = _Decoder(
     msgspec.msgpack.Decoder(_DoneName | _FailedName), "result", PEER_MESSAGE_NBYTES_MAX
 )
-_landed: _Decoder[Landed] = _Decoder(
-    msgspec.msgpack.Decoder(Landed), "message of a prefill rank", LANDING_MESSAGE_NBYTES_MAX
+_slot_filled: _Decoder[SlotFilled] = _Decoder(
+    msgspec.msgpack.Decoder(SlotFilled), "message of a prefill rank", STAGING_MESSAGE_NBYTES_MAX
 )
-_credit: _Decoder[Credit] = _Decoder(
-    msgspec.msgpack.Decoder(Credit), "message of a decode rank", LANDING_MESSAGE_NBYTES_MAX
+_slot_freed: _Decoder[SlotFreed] = _Decoder(
+    msgspec.msgpack.Decoder(SlotFreed), "message of a decode rank", STAGING_MESSAGE_NBYTES_MAX
 )
 _layout: _Decoder[ServerLayout] = _Decoder(
     msgspec.msgpack.Decoder(ServerLayout), "layout", LAYOUT_NBYTES_MAX

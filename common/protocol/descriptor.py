@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 
-class LandingRing(msgspec.Struct, frozen=True):
-    """Slots of a landing region that one source rank may write, each once until it is credited.
+class StagingRing(msgspec.Struct, frozen=True):
+    """Slots of a staging buffer that one source rank may write, each once until it is freed.
 
     ring: random. A peer that names it may have pieces scattered from these slots.
     """
@@ -16,7 +16,7 @@ class LandingRing(msgspec.Struct, frozen=True):
     slots: list[int]
 
 
-class LandingDescriptor(msgspec.Struct, frozen=True):
+class StagingBufferDescriptor(msgspec.Struct, frozen=True):
     """Where staged transfers land on one rank: slot s starts at s * slot_nbytes of the region.
 
     address: "host:port" that the source ranks dial. region: as those of `RankDescriptor`.
@@ -26,7 +26,7 @@ class LandingDescriptor(msgspec.Struct, frozen=True):
     address: str
     region: tuple[str, int, int, bytes]
     slot_nbytes: int
-    rings: list[LandingRing]
+    rings: list[StagingRing]
     public_key: str = ""
 
 
@@ -37,14 +37,15 @@ class RankDescriptor(msgspec.Struct, frozen=True):
         none.
     regions: (name, base address, nbytes, packed memory key); none if pages are not to be written.
     probe: scratch memory, described likewise, that connecting writes to.
-    landing: where staged transfers arrive, if they may. page_counts: per page group, without the
-        scratch page, in place of regions that are not announced.
+    staging_buffer: where staged transfers arrive; None if nothing may be staged.
+    page_counts: per page group, without the scratch page; in place of regions that are not
+        announced.
     """
 
     rank: int
     worker_address: bytes
     regions: list[tuple[str, int, int, bytes]]
     probe: tuple[str, int, int, bytes] = ("", 0, 0, b"")
-    landing: LandingDescriptor | None = None
+    staging_buffer: StagingBufferDescriptor | None = None
     page_counts: list[int] = []
     stream_address: bytes = b""

@@ -233,7 +233,7 @@ def _check_pages(
 
 def _count_pages(layout: RankLayout, descriptor: RankDescriptor, counts: list[list[int]]) -> None:
     """Append to `counts` how many pages of each group this rank's regions hold."""
-    if not descriptor.regions and descriptor.landing is not None:
+    if not descriptor.regions and descriptor.staging_buffer is not None:
         _count_announced_pages(layout, descriptor, counts)
         return
     if len(descriptor.regions) != len(layout.groups):

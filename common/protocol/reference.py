@@ -14,7 +14,7 @@ from typing import get_args
 import msgspec
 
 from common import request
-from common.protocol import descriptor, frontend, landing, peer, worker
+from common.protocol import descriptor, frontend, peer, staging, worker
 from common.protocol.bounds import RANK_COUNT_MAX
 from common.protocol.layout_bounds import PAGE_NBYTES_MAX
 from common.request_bounds import TOKEN_COUNT_MAX
@@ -31,7 +31,7 @@ SECTIONS: tuple[tuple[str, ModuleType, dict[str, tuple[Message, ...]]], ...] = (
             "From the prefill server": get_args(peer.PrefillToDecode),
         },
     ),
-    ("Between ranks", landing, {"Either way": get_args(landing.LandingMessage)}),
+    ("Between ranks", staging, {"Either way": get_args(staging.StagingMessage)}),
     (
         "Between frontend and scheduler",
         frontend,

@@ -102,7 +102,7 @@ class ClosePeer(_Message, frozen=True):
 
 
 class ReclaimPeer(_Message, frozen=True):
-    """A closed peer can write here no more. Its landing slots may be granted to another peer."""
+    """Nothing of a closed peer can write here any more: its staging slots may be given away."""
 
     peer: str
 

@@ -22,7 +22,7 @@ def open_doors(config: ServerConfig) -> list[str]:
             f"--bootstrap-port {config.bootstrap_port} on --host {config.host} is open to every "
             "decode server: set --curve-secret-key-file and --curve-peer-keys-file"
         )
-    if _has_open_landing(config) and not has_keys:
+    if _has_open_staging(config) and not has_keys:
         doors.append(
             "the ports where staged transfers are announced are open to every process: set "
             "--curve-secret-key-file and --curve-peer-keys-file, or --transfer-mode direct"
@@ -53,7 +53,7 @@ def open_doors(config: ServerConfig) -> list[str]:
     return doors
 
 
-def _has_open_landing(config: ServerConfig) -> bool:
+def _has_open_staging(config: ServerConfig) -> bool:
     """A decode rank listens where its prefill servers reach it."""
     return config.transfer_mode is not TransferMode.DIRECT and _has_far_writers(config)
 

@@ -16,9 +16,9 @@ from common.planner.copy_plan import CopyPlan
 from common.transport.stream import StreamTransport
 from common.transport.transport import (
     LOOPBACK,
+    ConnectionClosed,
+    ConnectionFailed,
     MemoryType,
-    PeerClosed,
-    PeerFailed,
     Region,
     TargetDescriptor,
     TransportEvent,
@@ -105,7 +105,7 @@ class AutoTransport:
     def poll(self) -> list[TransportEvent]:
         events = [*self._ucx.poll(), *self._stream.poll()]
         for event in events:
-            if isinstance(event, PeerFailed | PeerClosed):
+            if isinstance(event, ConnectionFailed | ConnectionClosed):
                 self._carried_by.pop(event.peer)
         return events
 

@@ -1,16 +1,19 @@
-"""Names for what a native engine numbers: peers, and the transfers that have not settled.
+"""Names of the peers and open transfers that a native engine knows by number.
 
-Both engines tell events as the same tuples (native/queues.hpp), which become the contract's here.
+Both engines report events as the same tuples (native/queues.hpp); they become the contract's here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from common.errors import Bug, TransportError
+from common.planner.copy_plan import CopyPlan, Int64Array
 from common.transport.transport import (
     TAG_MAX,
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
     PeerInUse,
     TagInUse,
     TransferSettled,
@@ -19,6 +22,10 @@ from common.transport.transport import (
 )
 
 NativeEvent = tuple[int, int, str, bool, int, int, float, float]
+NativeSubmit = Callable[
+    [int, int, Int64Array, Int64Array, Int64Array, Int64Array, Int64Array], None
+]
+"""Peer id, tag, and the five columns of a `CopyPlan`."""
 
 
 class Connections:
@@ -50,14 +57,25 @@ class Connections:
             raise UnknownPeer(f"peer {peer}: must be one of {sorted(self._peers)}")
         return self._peers[peer]
 
-    def check_tag(self, tag: int) -> None:
-        """Raises: TransportError, TagInUse."""
+    def submit(self, submit: NativeSubmit, peer: str, plan: CopyPlan, tag: int) -> None:
+        """Hand a plan to an engine; the tag is open until its transfer settles.
+
+        Raises: UnknownPeer, TagInUse, TransportError, and the engine's own errors.
+        """
+        peer_id = self.id_of(peer)
         if not 0 <= tag <= TAG_MAX:
             raise TransportError(f"tag={tag}: must be in 0..{TAG_MAX}")
         if tag in self._transfer_peers:
             raise TagInUse(f"tag={tag}: a transfer to {self._transfer_peers[tag]} has not settled")
-
-    def begin(self, tag: int, peer: str) -> None:
+        submit(
+            peer_id,
+            tag,
+            plan.source_region,
+            plan.source_offset,
+            plan.target_region,
+            plan.target_offset,
+            plan.nbytes,
+        )
         self._transfer_peers[tag] = peer
 
     def is_open(self, tag: int) -> bool:
@@ -70,11 +88,11 @@ class Connections:
             case 0:
                 peer = self._names[identity]
                 self._transports[peer] = text
-                return PeerConnected(peer, text)
+                return ConnectionMade(peer, text)
             case 1:
-                return PeerFailed(self._forget(identity), text)
+                return ConnectionFailed(self._forget(identity), text)
             case 2:
-                return PeerClosed(self._forget(identity))
+                return ConnectionClosed(self._forget(identity))
             case 3:
                 peer = self._transfer_peers.pop(identity)
                 return TransferSettled(

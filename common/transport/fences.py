@@ -1,9 +1,9 @@
-"""What proves that a writer reaches a target's memory no more: one line per transport, asked here.
+"""Fences: proofs that a writer can't reach a target's memory any more, by transport.
 
-Two facts make a proof. `close_target` ends all that passes something of the target's: a socket, a
-queue pair. The writer ends what it stores itself: it says so by settling its transfers (see
-transport.py), or its process ends. Who stores the bytes decides which of the two is needed from a
-writer that died and says nothing. Knows nothing of how a connection is made.
+Two facts make a proof. `close_target` ends all writes through a socket or a queue pair of the
+target. Writes that the writer stores itself end when its transfers settle (see transport.py), or
+with its process. For a writer that died without settling, the storing side decides which of the two
+is needed. Knows nothing of how a connection is made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STORED_BY = {
     # uct_tcp_ep_handle_put_req copies from a socket of the target's worker; the worker closes it.
     "tcp": StoredBy.TARGET,
     # ucp_worker_destroy closes every interface, and uct_rc_iface_cleanup_qps destroys its queue
-    # pairs before that returns: the network card drops what still comes for them.
+    # pairs before that returns: the network card drops later packets for them.
     "rc_verbs": StoredBy.TARGET,
     "rc_mlx5": StoredBy.TARGET,
     # The same for the one DC target of the interface (uct_dc_mlx5_destroy_dct).
@@ -60,16 +60,16 @@ STORED_BY = {
     "rocm_copy": StoredBy.NEITHER,
     "ze_copy": StoredBy.NEITHER,
 }
-"""By the names that `PeerConnected.transports` has. UCX's were read in its sources of 1.22. A
+"""By the names that `ConnectionMade.transports` has. UCX's were read in its sources of 1.22. A
 name that is missing counts as stored by the writer."""
 
 
 def is_fenced_by_close(connections: Iterable[str]) -> bool:
     """Whether `close_target` alone keeps out a writer that died and settled nothing.
 
-    connections: `PeerConnected.transports` of each of its connections, such as "cuda_copy,tcp". The
-    slowest proof among them is needed. None known proves nothing, nor does one that names no
-    transport by which bytes reach another process.
+    connections: `ConnectionMade.transports` of each of its connections, such as "cuda_copy,tcp".
+    The slowest proof among them is needed. No known connection proves nothing, and neither does one
+    without a transport by which bytes reach another process.
     """
     parts = [{STORED_BY.get(name, StoredBy.WRITER) for name in c.split(",")} for c in connections]
     return bool(parts) and all(

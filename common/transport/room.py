@@ -1,5 +1,6 @@
-"""What UCX takes of the machine, and dies of where there is none: it aborts without a file
-descriptor, and writes to shared memory that is not there. So it is asked for only where there is.
+"""Checks of file descriptors and shared memory before UCX is called.
+
+UCX aborts the process without a file descriptor, and writes to shared memory that does not exist.
 
 Knows nothing of UCX's own calls.
 """

@@ -1,9 +1,9 @@
 """The transport contract over tcp streams of our own; native/stream moves the bytes.
 
-A target listens, and lets in who knows its random secret, which only the control channel tells. It
-is shown as it is, or, where that channel has keys, both sides prove in a TLS 1.3 handshake that
-they know it. A write names a region by its number and an offset, and the receiver checks both
-before it stores a byte.
+A target listens, and admits writers that know its random secret. Only the control channel carries
+the secret. A writer sends it in the clear, or, where the control channel has keys, both sides prove
+in a TLS 1.3 handshake that they know it. A write names a region by its number and an offset. The
+receiver checks both before it stores a byte.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from baton_native import _stream
 from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.connections import Connections
+from common.transport.regions import Regions
 from common.transport.room import check_files
 from common.transport.transport import (
     LOOPBACK,
@@ -49,14 +50,14 @@ def default_connection_count() -> int:
 class StreamSettings:
     """How this process uses streams.
 
-    is_encrypted: both ends must say the same.
+    is_encrypted: must be equal on both ends.
     ports: the first and the last that may be listened on; (0, 0): any.
     connection_count: of one writer to one target.
-    handshake_s: how long a connection may take until it is ready, and how long a stranger is heard.
+    handshake_s: how long connecting may take, and how long a connection without the secret stays.
     stall_s: how long the other end may stand still in the middle of a frame, or owe an answer.
     keepalive_s: how often an idle connection is probed; three that are not answered end it.
-    spin_us: how long a thread looks on before it sleeps.
-    rekey_nbytes: that one TLS key encrypts.
+    spin_us: how long a thread polls before it sleeps.
+    rekey_nbytes: bytes that one TLS key encrypts.
     """
 
     is_encrypted: bool = False
@@ -70,7 +71,7 @@ class StreamSettings:
 
 
 class StreamAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a target is reached and what its writer must know. target, secret: random."""
+    """Address and credentials of a target. target, secret: random."""
 
     host: str
     port: int
@@ -96,52 +97,45 @@ class StreamTransport:
             rekey_nbytes=settings.rekey_nbytes,
         )
         self._finalizer = weakref.finalize(self, self._engine.close)
-        self._regions: dict[str, Region] = {}
+        self._regions = Regions()
         self._targets: dict[str, bytes] = {}
         self._listens_at: set[str] = set()
         self._connections = connections or Connections()
 
     def allocate(self, name: str, nbytes: int) -> Region:
-        self._check_region(name, nbytes)
+        self._regions.check_new(name, nbytes)
         with _translated(f"region {name}", RegionRefused):
             index = self._engine.allocate(nbytes)
         view = self._engine.view(index)
-        region = Region(name, index, self._engine.address(index), nbytes, "host", view)
-        self._regions[name] = region
-        return region
+        address = self._engine.address(index)
+        return self._regions.add(Region(name, index, address, nbytes, "host", view))
 
     def register(self, name: str, address: int, nbytes: int, memory_type: MemoryType) -> Region:
-        self._check_region(name, nbytes)
+        self._regions.check_new(name, nbytes)
         if memory_type != "host":
             raise RegionRefused(
                 f"region {name}: a stream moves memory of the host only, not of {memory_type}; "
-                "what is in a GPU's goes through landing slots in the host's"
+                "what is in a GPU's goes through staging slots in the host's"
             )
         index = self._engine.enroll(address, nbytes)
-        region = Region(name, index, address, nbytes, memory_type, None)
-        self._regions[name] = region
-        return region
+        return self._regions.add(Region(name, index, address, nbytes, memory_type, None))
 
     def skip(self, name: str) -> None:
         """Takes the next region's number for memory that no stream can move."""
-        self._engine.enroll(0, 0)
-        self._regions[name] = Region(name, len(self._regions), 0, 0, "cuda", None)
+        index = self._engine.enroll(0, 0)
+        self._regions.add(Region(name, index, 0, 0, "cuda", None))
 
     def open_target(
         self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK
     ) -> TargetDescriptor:
         if peer in self._targets:
             raise PeerInUse(f"open_target {peer}: already open")
-        names = list(self._regions) if regions is None else list(regions)
-        for name in names:
-            if name not in self._regions:
-                raise RegionRefused(f"region {name}: must be one of {sorted(self._regions)}")
+        opened = self._regions.named(regions)
         check_files(f"open_target {peer}")
         with _translated(f"open_target {peer}"):
             port = self._engine.listen(host, *self._settings.ports)
         self._listens_at.add(f"{host}:{port}")
         target, secret = secrets.token_bytes(TARGET_ID_NBYTES), secrets.token_bytes(SECRET_NBYTES)
-        opened = [self._regions[name] for name in names]
         self._engine.open_target(target, secret, [region.index for region in opened])
         self._targets[peer] = target
         return TargetDescriptor(
@@ -172,21 +166,10 @@ class StreamTransport:
         self._engine.disconnect(self._connections.id_of(peer))
 
     def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
-        peer_id = self._connections.id_of(peer)
-        self._connections.check_tag(tag)
         try:
-            self._engine.submit(
-                peer_id,
-                tag,
-                plan.source_region,
-                plan.source_offset,
-                plan.target_region,
-                plan.target_offset,
-                plan.nbytes,
-            )
+            self._connections.submit(self._engine.submit, peer, plan, tag)
         except _stream.PlanOutOfBoundsError as exc:
             raise PlanOutOfBounds(f"transfer to {peer}: {exc}") from exc
-        self._connections.begin(tag, peer)
 
     def cancel(self, tag: int) -> None:
         if self._connections.is_open(tag):
@@ -209,7 +192,7 @@ class StreamTransport:
             "transport": "stream",
             "stream": "TLS 1.3" if self._settings.is_encrypted else "not encrypted",
             "listens_at": sorted(self._listens_at),
-            "regions": {name: region.nbytes for name, region in self._regions.items()},
+            "regions": self._regions.describe(),
             "targets": sorted(self._targets),
             **self._connections.describe(),
         }
@@ -218,15 +201,9 @@ class StreamTransport:
         """Connections to targets here, and those of them that have not shown a secret yet."""
         return self._engine.incoming_counts()
 
-    def _check_region(self, name: str, nbytes: int) -> None:
-        if name in self._regions:
-            raise RegionRefused(f"region {name}: the name is taken")
-        if nbytes <= 0:
-            raise RegionRefused(f"region {name}: nbytes={nbytes} must be positive")
-
 
 def parse_stream_address(data: bytes) -> StreamAddress:
-    """What a peer announced. Raises: TransportError."""
+    """Decode the address that a peer announced. Raises: TransportError."""
     try:
         address = msgspec.msgpack.decode(data, type=StreamAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

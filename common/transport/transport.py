@@ -1,28 +1,28 @@
-"""The transport contract: write byte runs into another process's memory and learn when they landed.
+"""The transport contract: write byte runs into another process's memory; learn when they arrived.
 
-A transport moves bytes between registered regions as a `CopyPlan` says. It knows nothing of pages,
+A transport moves bytes between registered regions by a `CopyPlan`. It knows nothing of pages,
 requests, layers or the protocol that carries its descriptors.
 
 Life of a connection, seen from the writer (`initiator`):
 
     target:    open_target("p0") -> TargetDescriptor     sent to the writer by other means
-    initiator: connect("d0", descriptor)                 -> PeerConnected | PeerFailed
+    initiator: connect("d0", descriptor)                 -> ConnectionMade | ConnectionFailed
     initiator: submit("d0", plan, tag)                   -> TransferSettled, exactly one per submit
-    initiator: disconnect("d0")                          -> PeerClosed
+    initiator: disconnect("d0")                          -> ConnectionClosed
     target:    close_target("p0")
 
-Outcomes are events; calls raise only for what the caller could have known. When a peer is lost, all
-its transfers settle with an error first and `PeerFailed` comes last; after either of `PeerFailed`
-and `PeerClosed` the name may be connected again.
+Outcomes are events; calls raise only for what the caller could have known. When a connection
+breaks, all its transfers settle with an error first and `ConnectionFailed` comes last. After
+`ConnectionFailed` or `ConnectionClosed` the name may be connected again.
 
-What a settled transfer proves. In any case no operation of it runs in this process any more, no
-copy of its CPU or GPU included. `error is None`: every byte is in the target's memory, visible to
-its owner. Otherwise some runs may have landed and some not, and `is_quiet` tells whether more may
-follow: if true, no byte of this transfer changes at the target any more; if false, the connection
-broke and the network may still carry some, until the target has called `close_target`.
+A settled transfer proves that no operation of it runs in this process any more, copies by CPU or
+GPU included. With `error is None`, every byte is in the target's memory, visible to its owner.
+Otherwise any of its runs may have arrived. If `is_quiet`, no byte of it changes at the target any
+more. If not, the connection broke, and the network may carry bytes until the target has called
+`close_target`.
 
 So "settled here" and "closed there" together are proof on every transport. A writer that died
-settles nothing; what proves that it is gone is in fences.py.
+settles nothing; fences.py has the proofs for it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class TargetDescriptor:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerConnected:
-    """`transports` names what carries the puts, comma separated: "posix", "tcp", "posix,tcp".
+class ConnectionMade:
+    """`transports` names the carriers of puts, comma separated: "posix", "tcp", "posix,tcp".
 
     Each name is one that fences.py answers for.
     """
@@ -123,23 +123,23 @@ class PeerConnected:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerFailed:
-    """The connection could not be made, or broke. All transfers of the peer have settled before."""
+class ConnectionFailed:
+    """The connection could not be made, or broke. All its transfers have settled before."""
 
     peer: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class PeerClosed:
-    """`disconnect` is complete. All transfers of the peer have settled before."""
+class ConnectionClosed:
+    """`disconnect` is complete. All transfers of the connection have settled before."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSettled:
-    """The one outcome of a `submit`. See the head of this file for what it proves."""
+    """The one outcome of a `submit`. See the head of this file for its proof."""
 
     peer: str
     tag: int
@@ -151,7 +151,7 @@ class TransferSettled:
     issue_cpu_seconds: float  # of the progress thread
 
 
-TransportEvent = PeerConnected | PeerFailed | PeerClosed | TransferSettled
+TransportEvent = ConnectionMade | ConnectionFailed | ConnectionClosed | TransferSettled
 
 
 class Transport(Protocol):
@@ -188,10 +188,11 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Closes by force: open transfers settle with an error, then PeerClosed.
+        """Closes by force: open transfers settle with an error, then ConnectionClosed.
 
-        What does not end in time, as a copy of a device that hangs, breaks the transport.
-        If the peer has failed meanwhile, its PeerFailed is the last event. Raises UnknownPeer.
+        An operation that does not end in time, such as a copy of a device that hangs, breaks the
+        transport. If the connection has failed meanwhile, ConnectionFailed is its last event.
+        Raises UnknownPeer.
         """
         ...
 
@@ -207,9 +208,9 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[TransportEvent]:
-        """What has happened since the last call, in order. Never blocks.
+        """Events since the last call, in order. Never blocks.
 
-        Raises: TransportBroken, from then on; what was not fetched before is lost.
+        Raises: TransportBroken, from then on; events that were not fetched before are lost.
         """
         ...
 
@@ -226,5 +227,5 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """What is in use, as plain values for a status page."""
+        """Settings and connections in use, as plain values for a status page."""
         ...

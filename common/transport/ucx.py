@@ -14,11 +14,12 @@ from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.connections import Connections, NativeEvent
 from common.transport.loader import UcxUnavailable, has_rdma_device, load_ucx
+from common.transport.regions import Regions
 from common.transport.room import WORKER_SHARED_NBYTES, check_files, check_shared_memory
 from common.transport.transport import (
     LOOPBACK,
+    ConnectionMade,
     MemoryType,
-    PeerConnected,
     PeerInUse,
     PlanOutOfBounds,
     Region,
@@ -43,7 +44,7 @@ NativeRegion = tuple[int, int, bytes]
 
 NETWORK_TRANSPORTS = ("tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "all")
 HOST_TRANSPORTS = frozenset({"posix", "sysv", "xpmem", "cma", "knem", "tcp", "self", "cuda_copy"})
-"""What can't carry GPU memory but by copying it through the host's, a hundred times slower."""
+"""UCX transports that copy GPU memory through the host's, a hundred times slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,15 @@ class UcxSettings:
     """How this process uses UCX.
 
     tls: UCX transports, comma separated. `auto` is posix, with rc if there is an RDMA device and
-        with CUDA's if `cuda_device` is set. Never tcp: UCX stores what comes over it at whatever
-        address it names, whoever sent it.
+        with CUDA's if `cuda_device` is set. Never tcp: UCX stores its bytes at any address that a
+        frame names, from any sender.
     net_devices: UCX device names, comma separated, or all.
     ports: the first and the last that tcp may listen on; (0, 0): any.
     ucx: auto, wheel, system, or a directory; see loader.py.
-    spin_us: how long the progress thread looks on after something has come or gone over a network,
-        before it sleeps. A thread that the other end of a connection on the same host wakes up is
-        put on that one's core, and then they take turns; while bytes flow, and between one
-        transfer and the next, neither should sleep. 256 KiB runs over tcp: 3.7 GB/s with 50 us,
-        5.2 with 400, 5.6 with 1500.
+    spin_us: how long the progress thread polls after traffic over a network, before it sleeps. On
+        one host, a thread that the other end wakes is put on the waker's core, and the two take
+        turns. So neither should sleep while bytes flow, or between two transfers. Runs of 256 KiB
+        over tcp: 3.7 GB/s with 50 us, 5.2 with 400, 5.6 with 1500.
     keepalive_s: how often an idle peer is probed. This finds a dead host. A dead process is noticed
         at once over tcp; a stopped one only by the deadlines of the application.
     close_patience_s: how long operations of a connection that was closed by force may go on until
@@ -97,13 +97,13 @@ class UcxTransport:
         self._native = _ucx
         self._engine = start_engine(self._tls, settings)
         self._finalizer = weakref.finalize(self, self._engine.close)
-        self._regions: dict[str, Region] = {}
+        self._regions = Regions()
         self._targets: dict[str, int] = {}
         self._connections = connections or Connections()
         self._broken = ""
 
     def allocate(self, name: str, nbytes: int) -> Region:
-        self._check_region(name, nbytes)
+        self._regions.check_new(name, nbytes)
         if self._is_shared:
             try:
                 check_shared_memory(f"region {name}", nbytes)
@@ -117,35 +117,30 @@ class UcxTransport:
                 f"region {name}: UCX fell back to memory that no other process can write; look "
                 f"at the size and permissions of {shared_memory_dir()}"
             )
-        region = Region(name, index, address, nbytes, "host", self._engine.view(index))
-        self._regions[name] = region
-        return region
+        view = self._engine.view(index)
+        return self._regions.add(Region(name, index, address, nbytes, "host", view))
 
     def register(self, name: str, address: int, nbytes: int, memory_type: MemoryType) -> Region:
-        self._check_region(name, nbytes)
+        self._regions.check_new(name, nbytes)
         if memory_type == "cuda" and "cuda" not in self._tls:
             raise RegionRefused(
                 f"region {name}: CUDA memory needs cuda_copy,cuda_ipc in tls={self._tls}"
             )
         with self._translated(f"region {name}", RegionRefused):
             index = self._engine.enroll(address, nbytes, memory_type)
-        region = Region(name, index, address, nbytes, memory_type, None)
-        self._regions[name] = region
-        return region
+        return self._regions.add(Region(name, index, address, nbytes, memory_type, None))
 
     def open_target(
         self, peer: str, regions: Sequence[str] | None = None, host: str = LOOPBACK
     ) -> TargetDescriptor:
         if peer in self._targets:
             raise PeerInUse(f"open_target {peer}: already open")
-        names = list(self._regions) if regions is None else list(regions)
-        for name in names:
-            if name not in self._regions:
-                raise RegionRefused(f"region {name}: must be one of {sorted(self._regions)}")
-            if not has_network(self._tls) and self.is_private(name):
+        opened = self._regions.named(regions)
+        for region in opened:
+            if not has_network(self._tls) and self.is_private(region.name):
                 raise RegionRefused(
-                    f"region {name}: over tls={self._tls} only memory that was allocated here or "
-                    "lies on a GPU can be written by others"
+                    f"region {region.name}: over tls={self._tls} only memory that was allocated "
+                    "here or lies on a GPU can be written by others"
                 )
         check_files(f"open_target {peer}")
         if self._is_shared:
@@ -157,7 +152,7 @@ class UcxTransport:
         probe_address, probe_nbytes, probe_key = self._engine.probe()
         return TargetDescriptor(
             worker_address=worker_address,
-            regions=tuple(self._describe_region(self._regions[name]) for name in names),
+            regions=tuple(self._describe_region(region) for region in opened),
             probe=RegionDescriptor("probe", probe_address, probe_nbytes, "host", probe_key),
         )
 
@@ -192,23 +187,12 @@ class UcxTransport:
             self._engine.disconnect(self._connections.id_of(peer))
 
     def submit(self, peer: str, plan: CopyPlan, tag: int) -> None:
-        peer_id = self._connections.id_of(peer)
-        self._connections.check_tag(tag)
         try:
-            self._engine.submit(
-                peer_id,
-                tag,
-                plan.source_region,
-                plan.source_offset,
-                plan.target_region,
-                plan.target_offset,
-                plan.nbytes,
-            )
+            self._connections.submit(self._engine.submit, peer, plan, tag)
         except self._native.PlanOutOfBoundsError as exc:
             raise PlanOutOfBounds(f"transfer to {peer}: {exc}") from exc
         except self._native.UcxError as exc:
             raise TransportError(f"transfer to {peer}: {exc}") from exc
-        self._connections.begin(tag, peer)
 
     def cancel(self, tag: int) -> None:
         with self._translated(f"cancel {tag}"):
@@ -239,7 +223,7 @@ class UcxTransport:
             "ucx_origin": self._origin.kind,
             "ucx_directory": str(self._origin.directory),
             "tls": self._tls,
-            "regions": {name: region.nbytes for name, region in self._regions.items()},
+            "regions": self._regions.describe(),
             "targets": sorted(self._targets),
             **self._connections.describe(),
         }
@@ -267,30 +251,24 @@ class UcxTransport:
         target = descriptor.worker_address, regions, (probe.address, probe.nbytes, probe.key)
         return self._connections.take_id(), target
 
-    def _check_region(self, name: str, nbytes: int) -> None:
-        if name in self._regions:
-            raise RegionRefused(f"region {name}: the name is taken")
-        if nbytes <= 0:
-            raise RegionRefused(f"region {name}: nbytes={nbytes} must be positive")
-
     def _describe_region(self, region: Region) -> RegionDescriptor:
         address, nbytes, key = self._engine.region(region.index)
         return RegionDescriptor(region.name, address, nbytes, region.memory_type, key)
 
     def _translate(self, event: NativeEvent) -> TransportEvent:
-        told = self._connections.translate(event)
+        named = self._connections.translate(event)
         if (
-            isinstance(told, PeerConnected)
+            isinstance(named, ConnectionMade)
             and self._has_cuda
-            and goes_through_host(told.transports)
+            and goes_through_host(named.transports)
         ):
             log.warning(
                 "%s: GPU memory goes there through the host's, over %s: CUDA IPC needs one "
                 "machine, with process and IPC namespaces shared, and RDMA a network card",
-                told.peer,
-                told.transports,
+                named.peer,
+                named.transports,
             )
-        return told
+        return named
 
 
 def resolve_tls(settings: UcxSettings) -> str:

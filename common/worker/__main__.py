@@ -27,8 +27,8 @@ def main() -> int:
     except ConfigError as error:
         parser.error(str(error))
     setup_log(config.role, f"worker-{arguments.rank}", config.log_level)
-    # While torch is imported, the collector would look again and again through what is there to
-    # stay: a fifth of the import's time.
+    # While torch is imported, the collector would traverse permanent objects again and again: a
+    # fifth of the import's time.
     gc.disable()
     from common.worker.worker import run_worker
 

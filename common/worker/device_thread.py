@@ -1,5 +1,5 @@
-"""Threads of a worker beside the engine's: each on the rank's device, each ends the worker if it
-fails. Knows nothing of what they do.
+"""Threads of a worker beside the engine's. Each is on the rank's device, and a failure of one ends
+the worker. Knows nothing of their work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceThread:
-    """fail: called with a log line behind it if `work` raises."""
+    """fail: called after a log line if `work` raises."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class DeviceThread:
 
     def _run(self) -> None:
         try:
-            # A thread begins with the first device. Whatever it asks of CUDA, pinned memory and
-            # events included, would make a context there that costs every rank half a GiB.
+            # A thread begins on the first device. Its first CUDA call, for pinned memory or events
+            # too, would make a context there, which costs half a GiB per rank.
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             self._work()

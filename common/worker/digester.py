@@ -1,7 +1,7 @@
-"""Digests of what was transferred, computed beside the engine and the I/O thread.
+"""Digests of transferred caches, computed beside the engine and the I/O thread.
 
-The scheduler asks when nothing writes the pages any more, so nothing has to be waited for here; on
-CUDA the kernels run on a stream of their own. Knows nothing of requests or of what is compared.
+The scheduler asks when no write to the pages is left, so nothing is waited for here. On CUDA the
+kernels run on a stream of their own. Knows nothing of requests, and compares nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from common.engine.digest import PlaneReader
+from common.engine.cache.digest import PlaneReader
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.digests import (
     DigestedPlane,
@@ -23,18 +23,18 @@ from common.planner.digests import (
     held_units,
     wire_dtypes,
 )
-from common.planner.pairing import handed_units
+from common.planner.pairing import units_to_write
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest, Digested
 from common.worker.device_thread import DeviceThread
 
 DigestJobs = SimpleQueue[Digest | None]
-"""From the I/O thread; None ends it. Bounded by the scheduler: one for every transfer it waits
-for."""
+"""From the I/O thread; None ends it. The scheduler bounds it: one for each transfer that waits for
+its digests."""
 
 PEER_LAYOUT_COUNT_MAX = 64
 
-Key = tuple[str, str, int]
+PlaneKey = tuple[str, str, int]
 """Component, segment, layer."""
 
 
@@ -63,7 +63,7 @@ class Digester:
             else:
                 targets = (self._layout,)
             target_server = pair.peer if job.is_source else own
-            known: dict[tuple[Key, range], Tensor] = {}
+            known: dict[tuple[PlaneKey, range], Tensor] = {}
             count = bucket_count(target_server)
             digests = [self._digest(pair, job, target, count, known) for target in targets]
         return Digested(job.transfer_id, self._layout.index, digests)
@@ -74,18 +74,18 @@ class Digester:
         job: Digest,
         target: RankLayout,
         count: int,
-        known: dict[tuple[Key, range], Tensor],
+        known: dict[tuple[PlaneKey, range], Tensor],
     ) -> bytes:
-        """Of one target rank. known: digests that another target rank has in common with it."""
+        """Digests of one target rank. known: digests computed for other target ranks already."""
         planes = digested_planes(target, job.verify, job.transfer_id)
         rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self.device)
         buckets: dict[int, Tensor] = {}
         for row, plane in zip(rows, planes, strict=True):
-            key = _key(plane)
+            key = _plane_key(plane)
             reader = pair.readers.get(key)
             items = self._layout.groups[plane.group].group.live.items(job.token_count)
             units = (
-                handed_units(plane.cell, self._layout, target)
+                units_to_write(plane.cell, self._layout, target)
                 if job.is_source
                 else held_units(plane.cell, target)
             )
@@ -102,7 +102,7 @@ class Digester:
         return rows.cpu().numpy().tobytes()
 
     def _pair(self, job: Digest) -> _Pair:
-        """What does not change between transfers from or to servers of one layout."""
+        """The readers for transfers from or to servers of one layout, kept for the next one."""
         key = bytes([job.is_source]) + job.layout
         pair = self._peers.get(key)
         if pair is None:
@@ -113,12 +113,12 @@ class Digester:
 
 
 class _Pair:
-    """How this rank's planes are read where caches come from, or go to, a server of some layout."""
+    """Readers of this rank's planes for transfers from or to a server of one layout."""
 
     def __init__(self, buffers: Sequence[Tensor], layout: RankLayout, job: Digest) -> None:
         self.peer: ServerLayout = decode_layout(job.layout)
         wires = wire_dtypes(layout.server, self.peer)
-        self.readers: dict[Key, PlaneReader] = {}
+        self.readers: dict[PlaneKey, PlaneReader] = {}
         for buffer, group in zip(buffers, layout.groups, strict=True):
             stored = {
                 (c.name, layer): c.dtype for c in group.group.components for layer in c.layers
@@ -131,7 +131,7 @@ class _Pair:
 
 
 class DigestThread:
-    """Works jobs off in order. fail: ends the worker."""
+    """Runs jobs in order. fail: ends the worker."""
 
     def __init__(
         self,
@@ -156,5 +156,5 @@ class DigestThread:
             self._answer(self._digester.run(job))
 
 
-def _key(plane: DigestedPlane) -> Key:
+def _plane_key(plane: DigestedPlane) -> PlaneKey:
     return plane.cell.component, plane.cell.segment, plane.cell.layer

@@ -1,4 +1,4 @@
-"""The pass before the first request: it pays for first use, and shows that passes have memory."""
+"""The pass before the first request: it pays for first use, and proves that passes find memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step
 from common.request import SamplingParams
 
 REQUEST = 0
-"""Id of the request that is computed; it is retired again, so the id stays free."""
+"""Id of the computed request. It is retired at the end, so the id stays free."""
 
 
 def first_pass_tokens(
@@ -26,9 +26,9 @@ def first_pass_tokens(
 ) -> int:
     """How many tokens to compute, of which all but one are one chunk: the same on every rank.
 
-    On a GPU the largest chunk that a prompt may have. What its kernels leave in torch's allocator
-    is there for every later one, so a lack of memory is found now and not by a request. A CPU may
-    take minutes for so many: there a page's worth.
+    On a GPU the largest chunk that a prompt may have. Torch's allocator keeps the memory of its
+    kernels for later chunks, so a lack of memory shows now and not in a request. A CPU may take
+    minutes for so many tokens, so there it is a page of tokens.
     """
     wanted = config.page_size
     if device.type == "cuda":
@@ -37,8 +37,10 @@ def first_pass_tokens(
 
 
 def fitting_tokens(layout: RankLayout, page_counts: list[int], wanted: int) -> int:
-    """`wanted` halved, from 2 on, until one sequence of so many tokens fits into the pages; 1 if
-    none does, for that one always has a page."""
+    """`wanted`, halved until one sequence of so many tokens fits into the pages; at least 1.
+
+    One token always has a page.
+    """
     count = max(2, wanted)
     while count > 1 and not _fits(layout, page_counts, count):
         count //= 2
@@ -54,9 +56,9 @@ def _fits(layout: RankLayout, page_counts: list[int], token_count: int) -> bool:
 
 
 def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int, token_count: int) -> None:
-    """Compute a chunk of all but the last of so many tokens, and a decode, if there are two.
+    """Compute a chunk of all but the last token, then decode; without a decode for one token.
 
-    Writes only to the first pages of each group, which no request has yet.
+    Writes only to the first pages of each group, which belong to no request yet.
     Raises: ConfigError if the model's numbers are not finite.
     """
     count = max(1, token_count - 1)

@@ -1,7 +1,7 @@
 """The I/O thread of a worker: scheduler messages and transport events, while the engine computes.
 
-It owns the scheduler's socket and the transport from its start to its end, and waits for both and
-for the engine at once, so nothing is ever late by a polling interval. Knows nothing of models.
+It owns the scheduler's socket and the transport. It waits for both and for the engine at once, so
+no event is late by a polling interval. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -38,42 +38,47 @@ from common.protocol.worker import (
     WorkerBeat,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
-from common.transport.transport import Transport
+from common.transport.transport import (
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+    Transport,
+    TransportEvent,
+)
 from common.worker.digester import DigestJobs
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
-from common.worker.staged_io import StagedIo
+from common.worker.staging.io import StagingIo
 
 log = logging.getLogger(__name__)
 
 Steps = SimpleQueue[Step | None]
-"""From the I/O thread to the engine; None ends it. Bounded by the scheduler: two steps at most are
-with a worker."""
+"""From the I/O thread to the engine; None ends it. The scheduler bounds it: a worker has two steps
+at most."""
 
 
 class SchedulerStuck(BatonError):
     """The scheduler has not read its messages for so long that the channel is full."""
 
 
-# Parts of a second of computing that count as progress: small against any stall timeout.
 CPU_TICKS_PER_S = 20
+"""Ticks of computing time that count as progress: short against any stall timeout."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the engine has come: whoever tells what is computed counts layers, the I/O thread
-    reads.
+    """How far the engine has come. The notifier counts layers; the I/O thread reads.
 
-    One writer and one integer, so there is nothing to lock. cpu_clock: of the engine's thread,
-    where computing is progress; None on a GPU, for which its host thread may spin for ever.
+    One writer and one integer need no lock. cpu_clock: of the engine's thread, whose computing time
+    is progress; None on a GPU, where the host thread may spin for ever.
     """
 
     layer_count: int = 0
     cpu_clock: int | None = None
 
     def follow_cpu(self) -> None:
-        """Called by the engine's thread: what it computes counts from now on."""
+        """Called by the engine's thread. Its computing time counts from now on."""
         self.cpu_clock = thread_cpu_clock(threading.get_ident())
 
     def count(self) -> int:
@@ -82,28 +87,28 @@ class Progress:
         return self.layer_count + int(thread_cpu_s(self.cpu_clock) * CPU_TICKS_PER_S)
 
 
-class Outbox:
-    """From the engine to the I/O thread: what is computed, messages for the scheduler, and a
-    descriptor that wakes.
+class EngineOutbox:
+    """From the engine to the I/O thread: `Computed`, messages for the scheduler, and a descriptor
+    that wakes the I/O thread.
 
-    A closed outbox ends the I/O thread once it is empty.
+    After `end` the I/O thread sends the remaining messages and ends.
     """
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[WorkerToScheduler | Computed | None] = SimpleQueue()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._told = threading.Event()
+        self._has_sent = threading.Event()
 
     def put(self, message: WorkerToScheduler | Computed) -> None:
         self._messages.put(message)
         os.eventfd_write(self._fd, 1)
 
     def put_and_wait(self, message: WorkerToScheduler | Computed, timeout_s: float) -> None:
-        """`put`, and leave the interpreter to the I/O thread until it has told what it took, or for
-        so long at most."""
-        self._told.clear()
+        """`put`, then leave the interpreter to the I/O thread until it has sent the message, for
+        `timeout_s` at most."""
+        self._has_sent.clear()
         self.put(message)
-        self._told.wait(timeout_s)
+        self._has_sent.wait(timeout_s)
 
     def end(self) -> None:
         self._messages.put(None)
@@ -113,7 +118,7 @@ class Outbox:
         return self._fd
 
     def take(self) -> list[WorkerToScheduler | Computed | None]:
-        """What was put since the last call; None last if it has ended."""
+        """Messages since the last call; None comes last, after `end`."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
@@ -125,12 +130,12 @@ class Outbox:
             except Empty:
                 return taken
 
-    def note_told(self) -> None:
-        """What was taken is told."""
-        self._told.set()
+    def note_sent(self) -> None:
+        """Called by the I/O thread when it has sent all messages that it took."""
+        self._has_sent.set()
 
     def close(self) -> None:
-        """After both threads have let go of it."""
+        """Called when neither thread uses the outbox any more."""
         os.close(self._fd)
 
 
@@ -144,9 +149,9 @@ class IoLoop:
         links: PeerLinks,
         sends: Sends,
         steps: Steps,
-        outbox: Outbox,
+        outbox: EngineOutbox,
         digests: DigestJobs,
-        staged: StagedIo | None = None,
+        staged: StagingIo | None = None,
         *,
         progress: Progress | None = None,
         beat_interval_s: float,
@@ -156,7 +161,7 @@ class IoLoop:
         self._progress = progress or Progress()
         self._beat_interval_s = beat_interval_s
         self._next_beat_at = self._clock.now()
-        self._staged = staged or StagedIo(sends, links, None, None, SystemClock())
+        self._staged = staged or StagingIo(sends, links, None, None, SystemClock())
         self._client = client
         self._transport = transport
         self._links = links
@@ -176,21 +181,21 @@ class IoLoop:
         while not is_ended:
             self._poller.poll(self._timeout_s())
             self._beat()
-            # What the engine finished goes first: the next step, and every transfer of what was
-            # computed, wait for it.
+            # The engine's results go first: the next step and the transfers of computed layers wait
+            # for them.
             for message in self._outbox.take():
                 if message is None:
                     is_ended = True
                 elif isinstance(message, Computed):
-                    self._tell(self._sends.apply_computed(message))
+                    self._send(self._sends.apply_computed(message))
                 else:
-                    self._tell([message])
-            self._outbox.note_told()
+                    self._send([message])
+            self._outbox.note_sent()
             for event in self._transport.poll():
-                self._tell(self._apply(event))
+                self._send(self._apply(event))
             for payload in self._client.receive():
-                self._tell(self._handle(decode_scheduler_to_worker(payload)))
-            self._tell(self._staged.receive())
+                self._send(self._handle(decode_scheduler_to_worker(payload)))
+            self._send(self._staged.receive())
 
     def _timeout_s(self) -> float:
         staged_s = self._staged.timeout_s()
@@ -201,7 +206,7 @@ class IoLoop:
         now = self._clock.now()
         if now >= self._next_beat_at:
             self._next_beat_at = now + self._beat_interval_s
-            self._tell([WorkerBeat(self._links.rank, self._progress.count())])
+            self._send([WorkerBeat(self._links.rank, self._progress.count())])
 
     def _handle(self, message: SchedulerToWorker) -> Sequence[WorkerToScheduler]:
         match message:
@@ -239,31 +244,31 @@ class IoLoop:
                 assert_never(message)
         return []
 
-    def _apply(self, event: moving.TransportEvent) -> Sequence[WorkerToScheduler]:
+    def _apply(self, event: TransportEvent) -> Sequence[WorkerToScheduler]:
         match event:
-            case moving.TransferSettled():
+            case TransferSettled():
                 if self._staged.apply_settled(event):
                     return self._staged.take()
                 return self._sends.apply_settled(event)
-            case moving.PeerConnected():
+            case ConnectionMade():
                 log.info("connected to %s over %s", event.peer, event.transports)
                 return self._links.apply_connected(event)
-            case moving.PeerFailed():
+            case ConnectionFailed():
                 log.warning("lost %s: %s", event.peer, event.reason)
                 return self._apply_gone(event)
-            case moving.PeerClosed():
+            case ConnectionClosed():
                 return self._apply_gone(event)
             case _:
                 assert_never(event)
 
     def _apply_gone(
-        self, event: moving.PeerFailed | moving.PeerClosed
+        self, event: ConnectionFailed | ConnectionClosed
     ) -> Sequence[WorkerToScheduler]:
-        """What was staged for the connection settles first."""
-        told = self._links.apply_gone(event)
-        return [*self._staged.take(), *told]
+        """Staged transfers of the connection settle first."""
+        messages = self._links.apply_gone(event)
+        return [*self._staged.take(), *messages]
 
-    def _tell(self, messages: Sequence[WorkerToScheduler]) -> None:
+    def _send(self, messages: Sequence[WorkerToScheduler]) -> None:
         for message in messages:
             if self._client.send(encode(message)) is not SendResult.SENT:
                 raise SchedulerStuck("the scheduler does not read: its channel is full")

@@ -1,6 +1,7 @@
-"""The end of a process that has failed and whose engine can't end.
+"""Ends a process that has failed and whose engine does not return.
 
-An engine may wait for ranks that wait for this one, or for a device that hangs. Peers must not.
+The engine may wait for ranks that wait for this rank, or for a device that hangs. Peers must not
+wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def end_process_after(patience_s: float, exit_code: int) -> None:
-    """Unless the process ends by itself before."""
+    """End the process after `patience_s`, unless it ends before."""
     timer = threading.Timer(patience_s, _end_process, (patience_s, exit_code))
     timer.daemon = True
     timer.start()

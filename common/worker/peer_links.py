@@ -22,7 +22,7 @@ from common.layout.cache_layout import RankLayout, ServerLayout
 from common.planner.copies import PairPlan
 from common.planner.staging import StagedPair
 from common.protocol.codec import decode_layout
-from common.protocol.descriptor import LandingDescriptor, LandingRing, RankDescriptor
+from common.protocol.descriptor import RankDescriptor, StagingBufferDescriptor, StagingRing
 from common.protocol.worker import (
     ConnectPeer,
     PeerClosed,
@@ -31,18 +31,25 @@ from common.protocol.worker import (
     PeerOpened,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
-from common.transport.transport import LOOPBACK, RegionDescriptor, TargetDescriptor, Transport
-from common.worker.landing import REGION as LANDING_REGION
-from common.worker.landing import Landing
+from common.transport.transport import (
+    LOOPBACK,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    RegionDescriptor,
+    TargetDescriptor,
+    Transport,
+)
 from common.worker.pools import pool_names
-from common.worker.staged_job import LaneFailed, LaneReady
-from common.worker.staging import Staging
+from common.worker.staging.source import StagingSource
+from common.worker.staging.staged_transfer import LaneFailed, LaneReady
+from common.worker.staging.target import REGION as TARGET_REGION
+from common.worker.staging.target import StagingTarget
 
 log = logging.getLogger(__name__)
 
 
-class Phase(StrEnum):
+class LinkPhase(StrEnum):
     CONNECTING = "connecting"
     CONNECTED = "connected"
     FAILED = "failed"
@@ -53,31 +60,32 @@ class Phase(StrEnum):
 class TargetRank:
     """One rank of a peer that this rank writes to.
 
-    name: of the transport connection. pairs: one per layer group of this rank; none if nothing may
-    be written into its pages directly. staged, landing: where transfers may be staged.
-    landing_region: number of the landing region among those of the connection.
-    page_counts: per page group, pages behind the scratch page that it has.
+    name: of the transport connection.
+    pairs: one per layer group of this rank; none if its pages must not be written directly.
+    staged, staging_buffer: None if no transfer to it may be staged.
+    staging_region: number of the staging buffer among the connection's regions.
+    page_counts: its pages per page group, without the scratch page.
     """
 
     name: str
     pairs: tuple[PairPlan, ...]
     page_counts: tuple[int, ...]
     staged: StagedPair | None = None
-    landing: LandingDescriptor | None = None
-    landing_region: int = 0
+    staging_buffer: StagingBufferDescriptor | None = None
+    staging_region: int = 0
 
 
 @dataclass(slots=True)
 class PeerLink:
-    """All connections to one peer incarnation. open: names of those not closed yet.
+    """All connections to one peer incarnation. open: names of connections that are not closed.
 
-    connected, carried_by: what carries the connections that can be used, and those whose lane is
-    still tried.
+    connected: transports of the usable connections, by name. carried_by: transports of connections
+    whose lane is not ready yet.
     """
 
     peer: str
     targets: tuple[TargetRank, ...]
-    phase: Phase = Phase.CONNECTING
+    phase: LinkPhase = LinkPhase.CONNECTING
     open: set[str] = field(default_factory=set)
     connected: dict[str, str] = field(default_factory=dict)
     carried_by: dict[str, str] = field(default_factory=dict)
@@ -85,20 +93,20 @@ class PeerLink:
 
 
 class PeerLinks:
-    """Owner of every `PeerLink` and of the targets that peers write through."""
+    """Owner of every `PeerLink`, and of the transport targets for peers that write here."""
 
     def __init__(
         self,
         transport: Transport,
         layout: RankLayout,
-        landing: Landing | None = None,
-        staging: Staging | None = None,
+        staging_target: StagingTarget | None = None,
+        staging_source: StagingSource | None = None,
     ) -> None:
-        """landing, staging: if transfers may be staged, towards here and from here."""
+        """staging_target, staging_source: None where no transfer is staged to or from here."""
         self._transport = transport
         self._layout = layout
-        self._landing = landing
-        self._staging = staging
+        self._staging_target = staging_target
+        self._staging_source = staging_source
         self._rank = layout.index
         self._links: dict[str, PeerLink] = {}
         self._opened: dict[str, RankDescriptor] = {}
@@ -110,11 +118,11 @@ class PeerLinks:
         return self._rank
 
     def targets(self, peer: str) -> tuple[TargetRank, ...] | str:
-        """Where to write for a peer, or why nothing can be written."""
+        """The ranks of a peer to write to, or the reason why none can be written."""
         link = self._links.get(peer)
         if link is None:
             return f"peer {peer} is not connected"
-        if link.phase is not Phase.CONNECTED:
+        if link.phase is not LinkPhase.CONNECTED:
             return f"peer {peer} is {link.phase}: {link.reason}".rstrip(": ")
         return link.targets
 
@@ -128,44 +136,48 @@ class PeerLinks:
         link: str = "",
         transfer_mode: TransferMode = TransferMode.DIRECT,
     ) -> WorkerToScheduler:
-        """Asked again, the answer is the same: there is one target per incarnation."""
+        """Open one target per incarnation. A repeated call gives the same answer."""
         descriptor = self._opened.get(peer)
         if descriptor is None:
             try:
-                landing = self._open_landing(peer, layout, link, transfer_mode)
-                descriptor = self._announce(peer, landing, link, transfer_mode)
+                staging_buffer = self._open_staging_target(peer, layout, link, transfer_mode)
+                descriptor = self._announce(peer, staging_buffer, link, transfer_mode)
             except BatonError as exc:
                 return PeerFailed(peer, self._rank, str(exc))
             self._opened[peer] = descriptor
         return PeerOpened(peer, self._rank, descriptor)
 
-    def _open_landing(
+    def _open_staging_target(
         self, peer: str, layout: bytes, link: str, transfer_mode: TransferMode
-    ) -> LandingDescriptor | None:
-        """Rings for a peer; None if there are none and none are needed. Raises: BatonError."""
-        if self._landing is None or transfer_mode is TransferMode.DIRECT:
+    ) -> StagingBufferDescriptor | None:
+        """Rings for a peer; None if it gets none and needs none. Raises: BatonError."""
+        if self._staging_target is None or transfer_mode is TransferMode.DIRECT:
             return None
         source = decode_layout(layout)
-        found = self._landing.open(peer, source, link)
-        if isinstance(found, LandingDescriptor):
-            return found
+        opened = self._staging_target.open(peer, source, link)
+        if isinstance(opened, StagingBufferDescriptor):
+            return opened
         if transfer_mode is TransferMode.STAGED or _dtypes(source) != _dtypes(self._layout.server):
-            raise ProtocolError(found)
-        log.warning("nothing of %s can be staged: %s", peer, found)
+            raise ProtocolError(opened)
+        log.warning("nothing of %s can be staged: %s", peer, opened)
         return None
 
     def _announce(
-        self, peer: str, landing: LandingDescriptor | None, link: str, transfer_mode: TransferMode
+        self,
+        peer: str,
+        staging_buffer: StagingBufferDescriptor | None,
+        link: str,
+        transfer_mode: TransferMode,
     ) -> RankDescriptor:
         """Raises: TransportError, ConfigError."""
-        is_hidden = landing is not None and transfer_mode is TransferMode.STAGED
+        is_hidden = staging_buffer is not None and transfer_mode is TransferMode.STAGED
         pools = [] if is_hidden else pool_names(self._layout)
-        names = [*pools, LANDING_REGION] if landing is not None else pools
+        names = [*pools, TARGET_REGION] if staging_buffer is not None else pools
         host = local_host_towards(link) if link else LOOPBACK
         target = self._transport.open_target(peer, names, host)
         regions = [(r.name, r.address, r.nbytes, r.key) for r in target.regions]
-        if landing is not None:
-            landing = msgspec.structs.replace(landing, region=regions.pop())
+        if staging_buffer is not None:
+            staging_buffer = msgspec.structs.replace(staging_buffer, region=regions.pop())
         probe = target.probe
         return RankDescriptor(
             rank=self._rank,
@@ -173,12 +185,14 @@ class PeerLinks:
             stream_address=target.stream_address,
             regions=regions,
             probe=(probe.name, probe.address, probe.nbytes, probe.key),
-            landing=landing,
-            page_counts=self._landing.page_counts() if self._landing is not None else [],
+            staging_buffer=staging_buffer,
+            page_counts=self._staging_target.page_counts()
+            if self._staging_target is not None
+            else [],
         )
 
     def connect(self, message: ConnectPeer) -> list[WorkerToScheduler]:
-        """Start connecting to every rank of the peer that holds part of what this one holds."""
+        """Start connecting to every rank of the peer that shares cells with this rank."""
         peer = message.peer
         assert peer not in self._links, f"peer {peer} is connected already"
         try:
@@ -197,42 +211,42 @@ class PeerLinks:
         return self._check_connected(link)
 
     def close(self, peer: str) -> list[WorkerToScheduler]:
-        """Drop what is open in either direction; answered at once if nothing is."""
+        """Close both directions; answered at once if neither is open."""
         if peer in self._opened:
             del self._opened[peer]
             self._transport.close_target(peer)
-        if self._landing is not None:
-            self._landing.close(peer)
+        if self._staging_target is not None:
+            self._staging_target.close(peer)
         link = self._links.get(peer)
         if link is None:
             return [PeerClosed(peer, self._rank)]
-        if link.phase is Phase.CLOSING:
+        if link.phase is LinkPhase.CLOSING:
             return []
-        link.phase = Phase.CLOSING
+        link.phase = LinkPhase.CLOSING
         for name in sorted(link.open):
             self._transport.disconnect(name)
         return self._check_closed(link)
 
-    # ---- told by the transport -------------------------------------------------------------------
+    # ---- events of the transport -----------------------------------------------------------------
 
-    def apply_connected(self, event: moving.PeerConnected) -> list[WorkerToScheduler]:
-        """A connection is up; with a landing ring, its lane is tried before it counts."""
+    def apply_connected(self, event: ConnectionMade) -> list[WorkerToScheduler]:
+        """A connection is up. With a staging ring it counts only when its lane is ready."""
         link = self._links[self._peer_of[event.peer]]
         target = next(target for target in link.targets if target.name == event.peer)
-        if target.landing is None:
+        if target.staging_buffer is None:
             link.connected[event.peer] = event.transports
             return self._check_connected(link)
-        assert self._staging is not None, "a ring is taken only with something to stage in"
+        assert self._staging_source is not None, "a ring is taken only with something to stage in"
         link.carried_by[event.peer] = event.transports
-        ring = _ring_of(target.landing, self._rank)
+        ring = _ring_of(target.staging_buffer, self._rank)
         assert ring is not None
-        self._staging.open_lane(
-            event.peer, target.landing, ring, target.landing_region, event.transports
+        self._staging_source.open_lane(
+            event.peer, target.staging_buffer, ring, target.staging_region, event.transports
         )
         return []
 
     def apply_lane(self, event: LaneReady | LaneFailed) -> list[WorkerToScheduler]:
-        """A lane can be used, or can not."""
+        """A lane is ready, or has failed."""
         peer = self._peer_of.get(event.name)
         if peer is None:
             return []
@@ -242,15 +256,15 @@ class PeerLinks:
         link.connected[event.name] = link.carried_by.pop(event.name, "")
         return self._check_connected(link)
 
-    def apply_gone(self, event: moving.PeerFailed | moving.PeerClosed) -> list[WorkerToScheduler]:
-        """A connection broke, could not be made, or is closed; all its transfers have settled."""
+    def apply_gone(self, event: ConnectionFailed | ConnectionClosed) -> list[WorkerToScheduler]:
+        """A connection failed or is closed. All its transfers have settled."""
         link = self._links[self._peer_of.pop(event.peer)]
         link.open.remove(event.peer)
         link.connected.pop(event.peer, None)
-        reason = event.reason if isinstance(event, moving.PeerFailed) else "closed"
-        if self._staging is not None:
-            self._staging.close_lane(event.peer, reason)
-        if link.phase is Phase.CLOSING:
+        reason = event.reason if isinstance(event, ConnectionFailed) else "closed"
+        if self._staging_source is not None:
+            self._staging_source.close_lane(event.peer, reason)
+        if link.phase is LinkPhase.CLOSING:
             return self._check_closed(link)
         return self._fail(link, f"{event.peer}: {reason}")
 
@@ -268,14 +282,16 @@ class PeerLinks:
                 continue
             if descriptor is None:
                 raise ProtocolError(f"rank {layout.index} of the peer did not announce itself")
-            targets.append((target, _heard(descriptor, target.landing)))
+            targets.append((target, _target_descriptor(descriptor, target.staging_buffer)))
         return targets
 
     def _pair_rank(
         self, message: ConnectPeer, layout: RankLayout, descriptor: RankDescriptor | None
     ) -> TargetRank | None:
-        """None if this rank has nothing to write to that one."""
-        may_stage = message.transfer_mode is not TransferMode.DIRECT and self._staging is not None
+        """None if this rank writes nothing to the rank of `layout`."""
+        may_stage = (
+            message.transfer_mode is not TransferMode.DIRECT and self._staging_source is not None
+        )
         staged = StagedPair(self._layout, layout) if may_stage else None
         is_converting = staged is not None and staged.is_converting
         pairs: tuple[PairPlan, ...] = ()
@@ -289,30 +305,30 @@ class PeerLinks:
         name = f"{message.peer}/{layout.index}"
         if descriptor is None:
             return TargetRank(name, pairs, ())
-        landing = descriptor.landing if may_stage else None
-        if landing is not None and _ring_of(landing, self._rank) is None:
-            landing = None
-        if not pairs and landing is None:
+        staging_buffer = descriptor.staging_buffer if may_stage else None
+        if staging_buffer is not None and _ring_of(staging_buffer, self._rank) is None:
+            staging_buffer = None
+        if not pairs and staging_buffer is None:
             raise ProtocolError(
-                f"rank {layout.index} of the peer granted no landing slots to rank {self._rank}"
+                f"rank {layout.index} of the peer granted no staging slots to rank {self._rank}"
             )
         counts = _page_counts(layout, descriptor)
-        if landing is None:
+        if staging_buffer is None:
             return TargetRank(name, pairs, counts)
-        return TargetRank(name, pairs, counts, staged, landing, len(descriptor.regions))
+        return TargetRank(name, pairs, counts, staged, staging_buffer, len(descriptor.regions))
 
     def _check_connected(self, link: PeerLink) -> list[WorkerToScheduler]:
-        if link.phase is not Phase.CONNECTING or len(link.connected) < len(link.targets):
+        if link.phase is not LinkPhase.CONNECTING or len(link.connected) < len(link.targets):
             return []
-        link.phase = Phase.CONNECTED
+        link.phase = LinkPhase.CONNECTED
         names = sorted({name for names in link.connected.values() for name in names.split(",")})
         transfer_mode = "; ".join(dict.fromkeys(map(self._describe, link.targets)))
         log.info("caches for %s travel %s", link.peer, transfer_mode or "nowhere")
         return [PeerConnected(link.peer, self._rank, ",".join(names), transfer_mode)]
 
     def _describe(self, target: TargetRank) -> str:
-        """How caches travel to one rank, with what that was decided on."""
-        lane = self._staging.lane(target.name) if self._staging is not None else None
+        """How caches travel to one rank, with the measured costs behind the decision."""
+        lane = self._staging_source.lane(target.name) if self._staging_source is not None else None
         if lane is None or lane.cost is None:
             return "direct"
         if not target.pairs:
@@ -326,10 +342,10 @@ class PeerLinks:
         return [PeerClosed(link.peer, self._rank)]
 
     def _fail(self, link: PeerLink, reason: str) -> list[WorkerToScheduler]:
-        """The first failure is told; the other connections stay until the scheduler closes."""
-        if link.phase is Phase.FAILED:
+        """Report the first failure. Other connections stay until the scheduler closes the peer."""
+        if link.phase is LinkPhase.FAILED:
             return []
-        link.phase = Phase.FAILED
+        link.phase = LinkPhase.FAILED
         link.reason = reason
         return [PeerFailed(link.peer, self._rank, reason)]
 
@@ -338,13 +354,13 @@ def _dtypes(server: ServerLayout) -> list[str]:
     return [component.dtype for component in server.components]
 
 
-def _ring_of(landing: LandingDescriptor, rank: int) -> LandingRing | None:
-    return next((ring for ring in landing.rings if ring.source_rank == rank), None)
+def _ring_of(staging_buffer: StagingBufferDescriptor, rank: int) -> StagingRing | None:
+    return next((ring for ring in staging_buffer.rings if ring.source_rank == rank), None)
 
 
 def _page_counts(layout: RankLayout, descriptor: RankDescriptor) -> tuple[int, ...]:
     """Pages per group that a target rank has, the scratch page not counted."""
-    if not descriptor.regions and descriptor.landing is not None:
+    if not descriptor.regions and descriptor.staging_buffer is not None:
         if len(descriptor.page_counts) != len(layout.groups):
             raise ProtocolError(
                 f"rank {descriptor.rank} of the peer announced pages of "
@@ -363,15 +379,17 @@ def _page_counts(layout: RankLayout, descriptor: RankDescriptor) -> tuple[int, .
     )
 
 
-def _heard(descriptor: RankDescriptor, landing: LandingDescriptor | None) -> TargetDescriptor:
-    """Memory types are in the keys; the transport does not ask for them again."""
+def _target_descriptor(
+    descriptor: RankDescriptor, staging_buffer: StagingBufferDescriptor | None
+) -> TargetDescriptor:
+    """As the transport takes it. Memory types are in the keys; "host" stands for all of them."""
 
     def region(name: str, address: int, nbytes: int, key: bytes) -> RegionDescriptor:
         return RegionDescriptor(name, address, nbytes, "host", key)
 
     regions = [region(*entry) for entry in descriptor.regions]
-    if landing is not None:
-        regions.append(region(*landing.region))
+    if staging_buffer is not None:
+        regions.append(region(*staging_buffer.region))
     return TargetDescriptor(
         descriptor.worker_address,
         tuple(regions),

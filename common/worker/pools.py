@@ -1,4 +1,4 @@
-"""How many pages a rank can have, and the memory they lie in.
+"""The number of pages of a rank, and their memory.
 
 The memory belongs to the transport on the CPU, so that other processes can write into it, and to
 torch on CUDA, where the transport only registers it. Knows nothing of models or messages.
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig, shared_memory_dir
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.errors import ConfigError, NotNow, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
 from common.layout.component import LiveKind
 from common.transport.transport import Transport
 
 HOST_FRACTION_MAX = 0.5
-"""Share of free host memory, and of free /dev/shm, that a pool takes without being told: a prefill
-and a decode server on one host must both start."""
+"""Share of free host memory, and of free /dev/shm, that a pool takes by default. A prefill and a
+decode server on one host must both start."""
 
 HOST_POOL_NBYTES_MAX = 1 << 30
-"""Largest pool on the CPU without being told. Every page is touched at start, which takes about
-half a second per GiB, and a CPU computes few sequences at a time."""
+"""Largest pool on a CPU by default. Every page is touched at start, which takes about half a second
+per GiB, and a CPU computes few sequences at a time."""
 
 STATE_FRACTION_MAX = 0.5
-"""Share of a pool that slots and tails take without being told. Too few bound the requests and too
-many their tokens; half of each wastes at most half, whatever the requests are like."""
+"""Share of a pool that slots and tails take by default. Too few slots bound the requests, too many
+bound their tokens. With half, at most half of the pool is wasted for any requests."""
 
 ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF"
-"""What torch's allocator is set up by: the new name and the old one."""
+"""Variables that configure torch's allocator: the new name and the old one."""
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -42,8 +42,8 @@ MEMINFO = Path("/proc/meminfo")
 class FreeMemory:
     """Bytes on the model's device, before and after the weights were loaded.
 
-    shared_nbytes: room for memory that other processes can write, None if that is no limit.
-    recorded_nbytes: of what is free now, what recordings of decode passes will take.
+    shared_nbytes: free memory that other processes can write; None if that is no limit.
+    recorded_nbytes: part of now_nbytes that recordings of decode passes will take.
     """
 
     before_nbytes: int
@@ -71,9 +71,9 @@ def decide_page_counts(
 ) -> list[int]:
     """Pages per page group, without the scratch page.
 
-    As many tokens as `max_total_tokens` says, else as fit into memory, but no more than the running
-    requests of `context_length` tokens could use.
-    Raises: ConfigError if not even one page fits, or not what was asked for.
+    For `max_total_tokens` tokens if it is set; else for as many tokens as fit into memory, but not
+    more than running requests of `context_length` tokens could use.
+    Raises: ConfigError if the asked-for tokens, or a single page, do not fit.
     """
     budget = _budget_nbytes(config, free)
     request_count = _request_count(layout, config, budget)
@@ -127,8 +127,8 @@ def page_counts_for(
 
 
 def _request_count(layout: RankLayout, config: ServerConfig, budget: int) -> int:
-    """Requests that get a slot and tails: what was asked for, else what a share of the memory
-    holds. Another stage may have more of them; the least of all ranks is what the server runs."""
+    """Requests that get a slot and tails: `max_running_requests`, else as many as a share of the
+    memory holds. Ranks may differ; the server runs the least count of all ranks."""
     if config.max_running_requests is not None:
         return config.max_running_requests
     state_nbytes = _state_nbytes(layout)
@@ -139,7 +139,7 @@ def _request_count(layout: RankLayout, config: ServerConfig, budget: int) -> int
 
 
 def _state_nbytes(layout: RankLayout) -> int:
-    """Bytes that a request has here however few its tokens are: those of its slot and its tails."""
+    """Bytes of a request's slot and tails, which do not depend on its token count."""
     return sum(group.page_nbytes for group in layout.groups if not group.group.live.is_paged)
 
 
@@ -150,8 +150,8 @@ def _counts_of(
 
 
 def _check_slots(layout: RankLayout, config: ServerConfig, limit: int, token_count: int) -> None:
-    """Raises: ConfigError if slots for as many requests as were asked for leave no room for
-    `token_count` tokens, and fewer would."""
+    """Raises: ConfigError if slots for `max_running_requests` leave no room for `token_count`
+    tokens, and slots for fewer requests would."""
     asked, state_nbytes = config.max_running_requests, _state_nbytes(layout)
     if asked is None or state_nbytes == 0:
         return
@@ -167,13 +167,13 @@ def _check_slots(layout: RankLayout, config: ServerConfig, limit: int, token_cou
 def allocate_pool(
     transport: Transport, layout: RankLayout, page_counts: list[int], device: torch.device
 ) -> KvPool:
-    """A pool whose every page is touched and can be written by peers; region g is page group g.
+    """A pool whose pages are touched and registered for peers; region g is page group g.
 
-    Raises: ConfigError if the memory can't be had.
+    Raises: ConfigError if the memory can't be allocated.
     """
     buffers: list[Tensor] = []
     for group, nbytes in enumerate(KvPool.buffer_nbytes(layout, page_counts)):
-        # A group that this rank's layers have nothing of still is a region, to keep the numbering.
+        # A group without layers on this rank still is a region, to keep the numbering.
         buffer = allocate_region(transport, pool_names(layout)[group], max(nbytes, 1), device)
         buffers.append(buffer[:nbytes])
     return KvPool(layout, page_counts, buffers)
@@ -189,8 +189,8 @@ def allocate_region(transport: Transport, name: str, nbytes: int, device: torch.
     try:
         if device.type == "cuda":
             check_cuda_allocator()
-            # A peer opens whole blocks of the driver. In a pool of its own, none of the region's
-            # holds anything else.
+            # A peer opens whole blocks of the driver. In a pool of their own, the region's blocks
+            # hold nothing else.
             with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
                 buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
@@ -209,7 +209,7 @@ def allocate_region(transport: Transport, name: str, nbytes: int, device: torch.
 
 
 def check_cuda_allocator() -> None:
-    """Raises: ConfigError if torch was told to take its memory from where no peer can open it."""
+    """Raises: ConfigError if torch is set to allocate memory that no peer can open."""
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ConfigError(
@@ -221,8 +221,8 @@ def check_cuda_allocator() -> None:
 def check_cuda_segment(address: int, segments: Sequence[Mapping[str, object]]) -> None:
     """Raises: ConfigError if the memory at `address` was not made by a plain cudaMalloc.
 
-    segments: as `torch.cuda.memory_snapshot` lists them. Peers would find no way to write to
-    expandable segments but the slow one over host memory, and UCX would not say so.
+    segments: as `torch.cuda.memory_snapshot` lists them. Peers could write to expandable segments
+    only slowly, over host memory, and UCX would not report that.
     """
     for segment in segments:
         start, nbytes = segment.get("address"), segment.get("total_size")
@@ -265,7 +265,7 @@ def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:
 
 
 def _why_no_page_on_cuda(config: ServerConfig, free: FreeMemory) -> str:
-    """Names the flag that shares a GPU's memory out, which weights come off first."""
+    """Names the flag that divides a GPU's memory. Weights are subtracted first."""
     allowed = int(free.before_nbytes * config.mem_fraction_static)
     taken, remedy = f"weights take {free.weight_nbytes}", ""
     if free.recorded_nbytes:
@@ -279,7 +279,7 @@ def _why_no_page_on_cuda(config: ServerConfig, free: FreeMemory) -> str:
 
 
 def _where(free: FreeMemory) -> str:
-    """Names the narrower place, so that the reader knows which one to widen."""
+    """Names shared memory if it is the tighter limit, so that the reader can raise it."""
     if free.shared_nbytes is not None and free.shared_nbytes < free.now_nbytes:
         return f" in {shared_memory_dir()} (in a container, raise its shm size)"
     return ""

@@ -19,12 +19,12 @@ from common.planner.pairing import TokenRange
 from common.protocol.worker import CancelSends, CloseTransfer, OpenTransfer, Send, SendSettled
 from common.transport.transport import CANCELLED, TransferSettled, Transport
 from common.worker.peer_links import PeerLinks, TargetRank
-from common.worker.staging import Staging
+from common.worker.staging.source import StagingSource
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The engine's word: the first `layer_group_count` layer groups of a step are in the cache."""
+    """The engine reports that the first `layer_group_count` layer groups of a step are computed."""
 
     step_id: int
     layer_group_count: int
@@ -32,9 +32,9 @@ class Computed:
 
 @dataclass(slots=True)
 class _Transfer:
-    """Pages of one transfer, as arrays, so that a Send of many needs no pass over all of them.
+    """Pages of one transfer, as arrays: a Send of many pages needs no pass over all of them.
 
-    problem: what is wrong with them, "" if nothing is; None before the first Send looks.
+    problem: of the page ids, "" if there is none; None before the first Send checks them.
     """
 
     peer: str
@@ -47,7 +47,7 @@ class _Transfer:
 class _OpenSend:
     """A Send that has not settled. error: of the first plan that failed.
 
-    source_pages: all that it may read. submitted_count: layer groups that have left.
+    source_pages: all pages that it may read. submitted_count: layer groups that were submitted.
     """
 
     message: Send
@@ -65,7 +65,7 @@ class _OpenSend:
 
 
 class Sends:
-    """Owner of every Send that is under way, and of the pages of every open transfer."""
+    """Owner of every open Send, and of the pages of every open transfer."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Sends:
         links: PeerLinks,
         layout: RankLayout,
         page_counts: Sequence[int],
-        staging: Staging | None = None,
+        staging_source: StagingSource | None = None,
     ) -> None:
         """page_counts: of this rank's own pool, per page group, without the scratch page.
 
-        staging: takes what is not written directly; its settled events come here as well.
+        staging_source: takes transfers that are not direct; its settled events come here as well.
         """
         self._transport = transport
-        self._staging = staging
+        self._staging_source = staging_source
         self._links = links
         self._rank = layout.index
         self._layer_group_count = len(layout.layer_groups)
@@ -99,9 +99,13 @@ class Sends:
     def transfer_count(self) -> int:
         return len(self._transfers)
 
+    def has_transfer(self, transfer_id: int) -> bool:
+        """Whether a transfer is open."""
+        return transfer_id in self._transfers
+
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is with the transport; what is open then waits for the engine."""
+        """Whether the transport has no plan. Open Sends then wait for the engine."""
         return not self._send_of_tag
 
     def open(self, message: OpenTransfer) -> None:
@@ -117,7 +121,7 @@ class Sends:
         assert all(send.transfer is not transfer for send in self._open.values())
 
     def send(self, message: Send) -> list[SendSettled]:
-        """Start writing what is computed; settled at once if it can't be done."""
+        """Start writing the computed layer groups; settled at once if that is impossible."""
         assert message.send_id not in self._open, f"send {message.send_id} is under way"
         transfer = self._transfers[message.transfer_id]
         windows = _as_arrays(message.window_pages)
@@ -139,7 +143,7 @@ class Sends:
         return self._advance(send)
 
     def apply_computed(self, computed: Computed) -> list[SendSettled]:
-        """The engine got further: more of what waits for it may leave."""
+        """The engine has computed more layer groups: Sends that wait for them go on."""
         self._computed = computed
         settled: list[SendSettled] = []
         for send in list(self._open.values()):
@@ -154,7 +158,7 @@ class Sends:
         return settled
 
     def cancel_peer(self, peer: str, reason: str) -> list[SendSettled]:
-        """A peer is given up: what waits for the engine will not leave any more."""
+        """A peer is given up: Sends to it that wait for the engine never leave."""
         settled: list[SendSettled] = []
         for send in list(self._open.values()):
             if send.transfer.peer == peer:
@@ -172,12 +176,12 @@ class Sends:
         if self._is_computed(send.message.transfer_id):
             send.exposed_nbytes += event.nbytes
         if event.error is not None:
-            # The other target ranks' bytes are of no use any more.
+            # The bytes to the other target ranks are of no use now.
             return self._stop(send, event.error)
         return self._advance(send)
 
     def _stop(self, send: _OpenSend, error: str) -> list[SendSettled]:
-        """Nothing more of it leaves; it settles once what is out has returned."""
+        """Submit no more plans of a Send. It settles when its submitted plans have returned."""
         self._fail(send, error)
         return self._advance(send)
 
@@ -187,8 +191,8 @@ class Sends:
             send.error = error
             for tag in sorted(send.tags):
                 self._transport.cancel(tag)
-                if self._staging is not None:
-                    self._staging.cancel(tag)
+                if self._staging_source is not None:
+                    self._staging_source.cancel(tag)
 
     def _ready_count(self, message: Send) -> int:
         """Layer groups of a Send that are computed."""
@@ -197,7 +201,7 @@ class Sends:
         return self._layer_group_count if message.step_id < self._computed.step_id else 0
 
     def _is_computed(self, transfer_id: int) -> bool:
-        """Whether nothing of a transfer waits for the engine: what moves now is exposed."""
+        """Whether the engine has computed all of a transfer. Bytes that move now are exposed."""
         return any(
             send.message.transfer_id == transfer_id
             and send.message.is_final
@@ -206,7 +210,7 @@ class Sends:
         )
 
     def _advance(self, send: _OpenSend) -> list[SendSettled]:
-        """Submit what may leave; settle if nothing is out and nothing will be."""
+        """Submit the computed layer groups; settle if no plan is out and none will follow."""
         while not send.error and send.submitted_count < self._ready_count(send.message):
             self._submit(send, send.submitted_count)
             send.submitted_count += 1
@@ -233,7 +237,7 @@ class Sends:
     def _submit_to(
         self, target: TargetRank, tag: int, send: _OpenSend, tokens: TokenRange, layer_group: int
     ) -> bool:
-        """Directly or through staging; False if there is nothing for this target rank."""
+        """Submit directly or through staging; False if this target rank gets no bytes."""
         if target.pairs:
             plan = target.pairs[layer_group].plan(
                 send.source_pages, send.transfer.target_pages, tokens
@@ -243,19 +247,21 @@ class Sends:
             if not self._prefers_staging(target, plan):
                 self._transport.submit(target.name, plan, tag)
                 return True
-        staging, staged = self._staging, target.staged
-        assert staging is not None and staged is not None, "there is one way at least"
-        nbytes_max = staging.pieces_nbytes_max(target.name)
+        source, staged = self._staging_source, target.staged
+        assert source is not None and staged is not None, (
+            "a target rank is written directly or through staging"
+        )
+        nbytes_max = source.pieces_nbytes_max(target.name)
         pieces = staged.pieces(tokens, nbytes_max, layer_group)
         if pieces:
             transfer_id = send.message.transfer_id
-            staging.start(tag, target.name, transfer_id, staged, send.source_pages, pieces)
+            source.start(tag, target.name, transfer_id, staged, send.source_pages, pieces)
         return bool(pieces)
 
     def _prefers_staging(self, target: TargetRank, plan: CopyPlan) -> bool:
-        if self._staging is None or target.staged is None:
+        if self._staging_source is None or target.staged is None:
             return False
-        lane = self._staging.lane(target.name)
+        lane = self._staging_source.lane(target.name)
         if lane is None or lane.cost is None:
             return False
         return lane.cost.prefers_staging(plan.total_nbytes, plan.run_count)
@@ -274,7 +280,7 @@ class Sends:
         )
 
     def _why_refused(self, transfer: _Transfer, targets: Sequence[TargetRank]) -> str:
-        """What is wrong with the page ids, or "". A bad one would write into another request."""
+        """The problem of the page ids, or "". A wrong id would write into another request."""
         if transfer.problem is None:
             reason = _bad_pages("source", transfer.source_pages, self._page_counts)
             for target in targets:

@@ -1,4 +1,4 @@
-"""From a config to everything a worker runs on: the model, its memory, and what it says of itself.
+"""From a config to a started rank: the model, its memory, its transport, and its WorkerReady.
 
 Runs before any thread does. Knows nothing of steps or transfers.
 """
@@ -16,11 +16,10 @@ import torch
 from common.clock import Clock
 from common.config import ServerConfig, shared_memory_dir
 from common.engine.attention.choose import AttentionChoice, choose_attention
-from common.engine.cast import CACHE_DTYPES
+from common.engine.cache.cast import CACHE_DTYPES
 from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.grammar import GrammarCompiler
 from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
 from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
@@ -28,6 +27,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.errors import ConfigError, GrammarError
+from common.grammar import GrammarCompiler
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
@@ -35,17 +35,17 @@ from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
 from common.worker.digester import Digester
 from common.worker.first_pass import first_pass_tokens, warm_up
-from common.worker.landing import Landing
 from common.worker.pools import (
     FreeMemory,
     allocate_pool,
     decide_page_counts,
     free_nbytes,
 )
-from common.worker.staging import Staging
+from common.worker.staging.source import StagingSource
+from common.worker.staging.start import start_source, start_target
+from common.worker.staging.target import StagingTarget
 from common.worker.start_device import device_of, enough_memory
 from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
-from common.worker.start_staging import start_landing, start_staging
 from common.worker.start_transport import PRIVATE_TRANSPORTS, start_transport
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ RANKS_MEET_TIMEOUT_S = 120.0
 """How long the ranks of a server wait for each other before any of them loads weights."""
 
 PASS_TIMEOUT_S = 1800.0
-"""How long a rank waits for another inside a pass. The first passes come when weights are loaded
-and kernels compiled, which may take one rank minutes longer than another. Ranks that hang later are
-seen by `--stall-timeout`."""
+"""How long a rank waits for another inside a pass. Before the first pass, loading weights and
+compiling kernels may take one rank minutes longer than another. `--stall-timeout` detects ranks
+that hang later."""
 
 STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls", "stream")
-"""What of a transport's description stays true after the start."""
+"""Keys of a transport's description that do not change after the start."""
 
 MORE_ROOM_FOR_WEIGHTS = "raise --tp-size or --pp-size, or end what else uses the memory"
 MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static, --max-total-tokens or --chunked-prefill-size"
@@ -67,15 +67,15 @@ MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static, --max-total-tokens or --chu
 
 @dataclass(frozen=True, slots=True)
 class StartedRank:
-    """What the threads of a worker work on."""
+    """A started rank, for the threads of its worker."""
 
     device: torch.device
     layout: RankLayout
     runner: ModelRunner
     transport: Transport
     page_counts: list[int]
-    landing: Landing | None
-    staging: Staging | None
+    staging_target: StagingTarget | None
+    staging_source: StagingSource | None
     digester: Digester
     ready: WorkerReady
 
@@ -83,7 +83,7 @@ class StartedRank:
 def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     """Load, allocate, touch and try everything once.
 
-    Raises: ConfigError naming what can't be used.
+    Raises: ConfigError that names the setting or file at fault.
     """
     device = device_of(config, rank)
     _set_up_process(config, device)
@@ -114,8 +114,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     page_counts = decide_page_counts(layout, config, context_length, free)
     transport = start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
-    landing = start_landing(config, transport, layout, pool)
-    staging = start_staging(config, transport, layout, pool, clock)
+    staging_target = start_target(config, transport, layout, pool)
+    staging_source = start_source(config, transport, layout, pool, clock)
     grammars = _grammars(config, model_config) if model.head is not None else None
     graphs, plan = start_graphs(plan, model, pool, choice, context_length)
     runner = ModelRunner(model, pool, clock, grammars, graphs)
@@ -126,38 +126,39 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         rank=rank,
         page_counts=page_counts,
         layout=encode_layout(layout.server),
-        fingerprint=model_fingerprint(
-            config.model_path,
-            model_config,
-            load_format=config.load_format,
-            seed=config.random_seed,
-        )
-        # Pools of different kinds of memory have no transport in common.
-        | {"memory": device.type},
+        fingerprint=_fingerprint(config, model_config, device),
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
         describe=_describe(rank, model, layout, page_counts, choice, transport)
-        | {"cuda_graphs": plan.told},
+        | {"cuda_graphs": plan.summary},
         host_id=host_id(),
         pid=os.getpid(),
     )
     digester = Digester(pool.buffers, layout)
     return StartedRank(
-        device, layout, runner, transport, page_counts, landing, staging, digester, ready
+        device,
+        layout,
+        runner,
+        transport,
+        page_counts,
+        staging_target,
+        staging_source,
+        digester,
+        ready,
     )
 
 
 def _set_up_process(config: ServerConfig, device: torch.device) -> None:
-    """What torch computes with on this host."""
+    """Set torch's threads and the allocator of this process."""
     torch.set_num_threads(_thread_count(config))
     if device.type == "cpu":
         keep_freed_memory()
 
 
 def _thread_count(config: ServerConfig) -> int:
-    """Threads to compute with. More runnable threads than cores make every parallel loop wait for
-    the one that is not scheduled: tens of times slower for small models."""
+    """Threads to compute with. With more runnable threads than cores, every parallel loop waits for
+    a thread that is not scheduled: tens of times slower for small models."""
     if config.cpu_thread_count is not None:
         return config.cpu_thread_count
     core_count = len(os.sched_getaffinity(0))
@@ -165,7 +166,7 @@ def _thread_count(config: ServerConfig) -> int:
 
 
 def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompiler:
-    """Ready before the first request: reading a large tokenizer takes longer than a step."""
+    """Prepared before the first request: reading a large tokenizer takes longer than a step."""
     grammars = GrammarCompiler(
         config.tokenizer_path,
         model_config.vocab_size,
@@ -180,7 +181,7 @@ def _grammars(config: ServerConfig, model_config: ModelConfig) -> GrammarCompile
 
 
 def host_id() -> str:
-    """Names this boot of this host and its process ids' namespace: where a pid means the same."""
+    """Id of this boot of this host and of its pid namespace. A pid is unique within it."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -198,7 +199,7 @@ def _meet_other_ranks(config: ServerConfig, rank: int, device: torch.device) -> 
 
 
 def _meeting_place(config: ServerConfig) -> str:
-    """Where the ranks meet, as torch.distributed spells it."""
+    """The init method of torch.distributed for the ranks of this server."""
     if config.nnodes > 1:
         return f"tcp://{config.dist_init_addr}"
     return f"file://{config.runtime_dir}/ranks"
@@ -233,8 +234,21 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
     return layout
 
 
+def _fingerprint(
+    config: ServerConfig, model_config: ModelConfig, device: torch.device
+) -> dict[str, str]:
+    """The fingerprint that servers compare.
+
+    Pools of different kinds of memory have no transport in common.
+    """
+    of_model = model_fingerprint(
+        config.model_path, model_config, load_format=config.load_format, seed=config.random_seed
+    )
+    return of_model | {"memory": device.type}
+
+
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:
-    """Room where the pool of a CPU will lie, if that is shared memory."""
+    """Free shared memory for the pool of a CPU; None if the pool lies elsewhere."""
     if device.type == "cuda" or config.transport in PRIVATE_TRANSPORTS:
         return None
     directory = shared_memory_dir()

@@ -1,4 +1,4 @@
-"""The device that a rank computes on, and what to say where it lacks something.
+"""The device that a rank computes on, and the errors where it is missing or out of memory.
 
 Knows nothing of models.
 """
@@ -14,11 +14,11 @@ from common.config import ServerConfig
 from common.errors import ConfigError, NotNow
 
 HOST_REFUSAL = "can't allocate memory"
-"""What torch's RuntimeError says on a CPU; on CUDA the error has a type of its own."""
+"""Part of the message of torch's RuntimeError on a CPU. On CUDA the error has its own type."""
 
 
 def device_of(config: ServerConfig, rank: int) -> torch.device:
-    """Raises: ConfigError that says what to install or to change."""
+    """Raises: ConfigError that names what to install or to change."""
     if config.device != "cuda":
         return torch.device(config.device)
     if not torch.cuda.is_available():
@@ -51,13 +51,13 @@ def why_no_cuda(torch_version: str, cuda_version: str | None) -> str:
 
 @contextmanager
 def enough_memory(what: str, remedy: str) -> Iterator[None]:
-    """Raises: ConfigError where memory for `what` ran out inside, with what to do about it."""
+    """Raises: ConfigError with the remedy, if memory for `what` runs out inside."""
     try:
         yield
     except RuntimeError as exc:
         is_refusal = isinstance(exc, torch.OutOfMemoryError) or HOST_REFUSAL in str(exc)
         if not is_refusal:
             raise
-        # What follows is an account of the allocator, lines long.
-        told = ". ".join(str(exc).replace("\n", " ").split(". ")[:2]).rstrip(".")
-        raise NotNow(f"no memory for {what}: {told}; {remedy}") from exc
+        # The first two sentences. An account of the allocator follows, lines long.
+        reason = ". ".join(str(exc).replace("\n", " ").split(". ")[:2]).rstrip(".")
+        raise NotNow(f"no memory for {what}: {reason}; {remedy}") from exc

@@ -1,7 +1,7 @@
 """Records a rank's decode passes before it is ready, where that is possible.
 
-What recordings keep belongs to the memory that weights and pool share, so it is found out before
-the pool takes the rest: they are made twice, first over a pool of next to nothing.
+Recordings share the device's memory with weights and pool, so their memory is measured before the
+pool takes the rest. So they are made twice, first over a pool of one page.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from common.config import Role, ServerConfig
 from common.engine.attention.choose import AttentionChoice
-from common.engine.cuda_graphs import CudaRecorder, recorded_sizes
-from common.engine.decode_graphs import DecodeGraphs
+from common.engine.cache.kv_pool import KvPool
+from common.engine.graphs.cuda_graphs import CudaRecorder, recorded_sizes
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.kernel_trial import KERNEL_FAILURES, give_memory_back
-from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
 from common.layout.cache_layout import RankLayout
 
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What will be recorded.
+    """The passes to record.
 
-    sizes: of batches, ascending; empty if nothing is. nbytes: of torch's memory that recordings
-    keep. told: what is recorded or why nothing is, for /server_info.
+    sizes: of batches, ascending; empty if none is recorded. nbytes: of torch's memory that
+    recordings keep. summary: for /server_info, with the reason if none is recorded.
     """
 
     sizes: tuple[int, ...]
     nbytes: int
-    told: str
+    summary: str
 
 
 def why_not_recorded(config: ServerConfig, device: torch.device) -> str:
-    """Why a rank records no decode passes, whatever its attention can do; "" if it may."""
+    """The reason why a rank records no decode passes, its attention left out; "" if it may."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     if config.role is Role.PREFILL:
@@ -57,7 +57,7 @@ def plan_graphs(
     choice: AttentionChoice,
     context_length: int,
 ) -> GraphPlan:
-    """Try all recordings, and measure what they take, over a pool of one page."""
+    """Try all recordings over a pool of one page, and measure their memory."""
     device = model.context.device
     reason = why_not_recorded(config, device)
     if not reason and choice.recordable is None:
@@ -95,7 +95,7 @@ def start_graphs(
         graphs = _record(plan.sizes, model, pool, choice, context_length)
     except KERNEL_FAILURES as exc:
         plan = _failed(exc)
-    # What ran before each recording, on a stream that nothing else uses.
+    # Of the passes before each recording, on a stream that is not used again.
     give_memory_back(model.context.device)
     return graphs, plan
 
@@ -103,10 +103,9 @@ def start_graphs(
 def kept_nbytes(
     make: Callable[[], object], reserved: Callable[[], int], give_back: Callable[[], None]
 ) -> int:
-    """Bytes that what `make` returns keeps as long as it lives, and no longer.
+    """Bytes that the result of `make` keeps while it lives.
 
-    reserved: bytes that this process holds of the device. give_back: gives up those that nothing
-    uses.
+    reserved: bytes of the device that this process holds. give_back: releases the unused ones.
     """
     give_back()
     before = reserved()

@@ -1,4 +1,4 @@
-"""What carries a rank's caches, as `--transport` says."""
+"""Makes the transport of a rank's caches, as `--transport` names it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.transport.transport import Transport
 from common.transport.ucx import UcxSettings, UcxTransport
 
 PRIVATE_TRANSPORTS = ("stream", "ucx-tcp")
-"""Those whose pools on a CPU are no shared memory."""
+"""Transports whose pools on a CPU are not in shared memory."""
 
 
 def start_transport(config: ServerConfig, device: torch.device) -> Transport:

@@ -1,18 +1,19 @@
 """A worker: one rank's engine on the main thread, its sockets and transfers on another.
 
-    scheduler --Step--> I/O thread --steps--> engine thread
-    scheduler <-StepDone- I/O thread <-outbox- engine thread, on CUDA through one that waits for it
+    scheduler --Step-----> I/O thread --steps---> engine thread
+    scheduler <-StepDone-- I/O thread <-outbox--- engine thread, on CUDA through a notifier thread
 
-Another one digests what was transferred, where that is to be verified.
+A fourth thread computes digests of transferred caches, where transfers are verified.
 
-The engine thread only computes; transfers progress and settle while a forward pass runs. Whatever
-goes wrong here that is not a peer's doing ends the process with one line in the log.
+The engine thread only computes; transfers progress and settle while a forward pass runs. Every
+failure here that no peer has caused ends the process with one line in the log.
 
-On CUDA peers, staging and digests touch the pool beside the stream that computes, and no event
-orders them: the host does. A put has returned, and what is staged is scattered to its last byte,
-before the message is sent that lets a scheduler send the first step that reads it. What a step has
-written leaves, or is digested, after the host has seen that it is computed; its pages get another
-owner after its `StepDone`.
+On CUDA peers, staging and digests touch the pool beside the stream that computes. No event orders
+them; the host does:
+- A scheduler may send a step that reads transferred pages only after a message from here. It is
+  sent when every put has returned and every staged byte is scattered.
+- Pages that a step writes leave, or are digested, after the host has seen the step computed. They
+  get another owner after its `StepDone`.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from common.exit_codes import EXIT_FAILED, exit_code_of
 from common.worker.completion_notifiers import start_notifier
 from common.worker.device_thread import DeviceThread
 from common.worker.digester import DigestThread
-from common.worker.io_loop import IoLoop, Outbox, Progress, Steps
+from common.worker.io_loop import EngineOutbox, IoLoop, Progress, Steps
 from common.worker.last_resort import end_process_after
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
-from common.worker.staged_io import StagedIo
+from common.worker.staging.io import StagingIo
 from common.worker.start import StartedRank, start_rank
 
 log = logging.getLogger(__name__)
 
 ENGINE_PATIENCE_S = 10.0
-"""How long an engine may go on once a thread beside it has failed: most steps end in less."""
+"""How long an engine may go on after another thread has failed. Most steps end in less."""
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine thread may keep the interpreter from the I/O thread. The default, 5 ms, is as
@@ -51,7 +52,7 @@ long as a step of a small model; the forward pass itself runs without the interp
 
 
 def run_worker(config: ServerConfig, rank: int) -> int:
-    """The life of a worker process; returns its exit code: 0 if it was told to end."""
+    """Run a worker process to its end; returns its exit code: 0 after a Shutdown or SIGTERM."""
     clock = SystemClock()
     started_at = clock.now()
     try:
@@ -73,14 +74,14 @@ def run_worker(config: ServerConfig, rank: int) -> int:
         started.ready.describe["attention"],
         started.ready.describe["pages"],
     )
-    # Model and pools stay: no step has to wait while the collector looks through them.
+    # Model and pools stay for good: the collector must not traverse them while a step waits.
     gc.collect()
     gc.freeze()
     return _Worker(started, client, config.heartbeat_interval_s).run()
 
 
 class _Worker:
-    """The threads and what lies between them."""
+    """The threads of a worker and their queues."""
 
     def __init__(self, started: StartedRank, client: LocalClient, beat_interval_s: float) -> None:
         self._device = started.device
@@ -88,25 +89,26 @@ class _Worker:
         self._transport = started.transport
         self._client = client
         self._steps: Steps = SimpleQueue()
-        self._outbox = Outbox()
+        self._outbox = EngineOutbox()
         self._progress = Progress()
-        self._telling = start_notifier(
+        self._notifier = start_notifier(
             started.device, self._outbox, self._progress, self._fail_thread
         )
         self._has_thread_failed = False
-        # One rank speaks for all: no token is drawn before every rank has written its share of the
-        # cache, because each layer's sum waits for all of its stage and each stage for the one
-        # before.
+        # One rank reports for all. No token is drawn before every rank has written its share of the
+        # cache: each layer's sum waits for all ranks of its stage, each stage for the one before.
         layout = started.layout
         last_stage = len(layout.server.stages) - 1
-        self._is_speaker = (layout.pp_rank, layout.tp_rank) == (last_stage, 0)
+        self._is_reporter = (layout.pp_rank, layout.tp_rank) == (last_stage, 0)
         # Last layer of each layer group -> layer groups that are complete with it, and its layers.
         self._last_layers = {
             layers[-1]: (index + 1, len(layers)) for index, layers in enumerate(layout.layer_groups)
         }
-        links = PeerLinks(started.transport, layout, started.landing, started.staging)
-        sends = Sends(started.transport, links, layout, started.page_counts, started.staging)
-        self._staged = StagedIo(sends, links, started.landing, started.staging, SystemClock())
+        links = PeerLinks(started.transport, layout, started.staging_target, started.staging_source)
+        sends = Sends(started.transport, links, layout, started.page_counts, started.staging_source)
+        self._staged = StagingIo(
+            sends, links, started.staging_target, started.staging_source, SystemClock()
+        )
         self._digests = DigestThread(started.digester, self._outbox.put, self._fail_thread)
         self._loop = IoLoop(
             client,
@@ -125,19 +127,19 @@ class _Worker:
     def run(self) -> int:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         signal.signal(signal.SIGTERM, lambda *_: self._steps.put(None))
-        # A Ctrl-C reaches the whole process group; the supervisor decides what it means.
+        # A Ctrl-C reaches the whole process group; the supervisor handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         io_thread = DeviceThread("I/O", self._device, self._loop.run, self._fail_thread)
         io_thread.start()
         self._digests.start()
-        self._telling.start()
+        self._notifier.start()
         code = 0
         try:
             self._compute()
         except Exception:
             log.error("the engine failed", exc_info=True)
             code = EXIT_FAILED
-        self._telling.end()
+        self._notifier.end()
         self._digests.end()
         self._outbox.end()
         io_thread.join()
@@ -148,30 +150,30 @@ class _Worker:
         return EXIT_FAILED if self._has_thread_failed else code
 
     def _compute(self) -> None:
-        """The engine thread, until it is told to end; then what is launched is still told.
+        """The engine thread, until Shutdown. The notifier still reports all launched steps.
 
-        On CUDA a step is launched while the one before it runs, as soon as the scheduler sends it.
+        On CUDA a step is launched as soon as the scheduler sends it, while the one before it runs.
         """
         if self._device.type == "cpu":
             self._progress.follow_cpu()
         while (step := self._steps.get()) is not None:
-            # Without a chunk there is nothing that a transfer waits for.
-            on_layer = self._tell_layers(step.step_id) if step.chunks else None
+            # No transfer waits for a step without chunks.
+            on_layer = self._layer_notifier(step.step_id) if step.chunks else None
             pending = self._runner.launch(step, on_layer)
             computed = Computed(step.step_id, len(self._last_layers))
-            if self._is_speaker:
-                self._telling.put(1, computed, pending)
+            if self._is_reporter:
+                self._notifier.notify(1, computed, pending)
             else:
-                self._telling.put(1, computed)
+                self._notifier.notify(1, computed)
 
-    def _tell_layers(self, step_id: int) -> OnLayer:
-        """What the model calls after each layer: a finished layer group may leave at once."""
+    def _layer_notifier(self, step_id: int) -> OnLayer:
+        """The model's callback after each layer. It reports each finished layer group."""
 
         def on_layer(layer: int) -> None:
             group = self._last_layers.get(layer)
             if group is not None:
                 group_count, layer_count = group
-                self._telling.put(layer_count, Computed(step_id, group_count))
+                self._notifier.notify(layer_count, Computed(step_id, group_count))
 
         return on_layer
 

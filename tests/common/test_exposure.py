@@ -8,7 +8,7 @@ from common.config import Role, ServerConfig, TransferMode
 from common.runtime.exposure import open_doors
 
 KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
-HTTP, BOOTSTRAP, LANDING, NODES = "HTTP", "--bootstrap-port", "the ports where", "torch's store"
+HTTP, BOOTSTRAP, STAGING, NODES = "HTTP", "--bootstrap-port", "the ports where", "torch's store"
 WORKERS = "the port of workers"
 CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX listens"
 
@@ -30,9 +30,9 @@ CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX
         (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1"}, [NODES, WORKERS]),
         (Role.DECODE, {"host": "0.0.0.0"}, [HTTP]),
         (Role.DECODE, {"prefill": ("127.0.0.1:1", "[::1]:2")}, []),
-        (Role.DECODE, {"prefill": ("127.0.0.1:1", "gpu-7:1")}, [LANDING, CACHES]),
+        (Role.DECODE, {"prefill": ("127.0.0.1:1", "gpu-7:1")}, [STAGING, CACHES]),
         (Role.DECODE, {"prefill": ("gpu-7:1",), "transfer_mode": TransferMode.DIRECT}, [CACHES]),
-        (Role.DECODE, {"prefill": ("gpu-7:1",), "transport": "shm"}, [LANDING]),
+        (Role.DECODE, {"prefill": ("gpu-7:1",), "transport": "shm"}, [STAGING]),
         (Role.DECODE, {"prefill": ("127.0.0.1:1",), "transport": "ucx-tcp"}, [UCX_TCP]),
         (Role.PREFILL, {"transport": "ucx-tcp", **KEYS}, [UCX_TCP]),
         (Role.DECODE, {"prefill": ("gpu-7:1",), **KEYS}, []),

@@ -54,7 +54,7 @@ def test_a_pair_with_keys_works_and_nobody_else_gets_in(
         public(tmp_path, name)
     prefill = fleet.prefill(*curve(tmp_path, "prefill", d0="decode"), "--page-size", "32")
     at = {prefill.bootstrap: "prefill"}
-    # Through landing slots, so that the ranks' own connection is locked as well.
+    # Through staging slots, so that the ranks' own connection is locked as well.
     good = fleet.decode(
         [prefill],
         *curve(tmp_path, "decode", **at),

@@ -124,7 +124,7 @@ def test_a_prompt_whose_beginning_was_seen_is_right_again(fleet: Fleet, town: To
     assert prefill.info().page_groups[0].cached > 0, "nothing was kept of the prompts"
 
 
-def test_the_staged_server_was_written_through_its_landing_slots(town: Town) -> None:
+def test_the_staged_server_was_written_through_its_staging_slots(town: Town) -> None:
     peers = town.decodes["tp2 page8 staged"].get("/server_info").json()["peers"]
     assert [peer["transfer_mode"] for peer in peers] == [["staged"]] * len(PREFILLS)
 

@@ -74,9 +74,9 @@ class Workers:
     ids: Iterator[int]
 
     def connect(self) -> None:
-        self.decode.tell(OpenPeer("prefill"))
+        self.decode.send(OpenPeer("prefill"))
         descriptor = self.decode.expect(PeerOpened).descriptor
-        self.prefill.tell(ConnectPeer("decode", self.decode.ready[0].layout, [descriptor]))
+        self.prefill.send(ConnectPeer("decode", self.decode.ready[0].layout, [descriptor]))
         self.prefill.expect(PeerConnected)
 
     def answer(self, question: Question, corrupted_page: int | None = None) -> str:
@@ -112,7 +112,7 @@ class Workers:
     def send(self, transfer_id: int, count: int, source: list[int], target: list[int]) -> None:
         """Put the pages of tokens [0, count) and wait until they are flushed."""
         send_id = next(self.ids)
-        self.prefill.tell_send(
+        self.prefill.request_send(
             WholeSend(
                 send_id=send_id,
                 step_id=0,

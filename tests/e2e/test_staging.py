@@ -1,4 +1,4 @@
-"""Pairs whose caches travel through landing slots: page sizes apart, and element types apart."""
+"""Pairs whose caches travel through staging slots: page sizes apart, and element types apart."""
 
 from __future__ import annotations
 

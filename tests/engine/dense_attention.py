@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.sdpa import SdpaAttention
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool
 
 
 class DenseAttention(SdpaAttention):

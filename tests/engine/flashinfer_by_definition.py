@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention import flashinfer, flashinfer_kernels, flashinfer_latent
-from common.engine.cast import raw
+from common.engine.cache.cast import raw
 
 
 class PagedAttention:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES
+from common.engine.cache.cast import CACHE_DTYPES
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.clock import ManualClock
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm

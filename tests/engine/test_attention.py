@@ -17,8 +17,8 @@ from common.engine.attention.choose import choose_attention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import TOLERANCE, AttentionShape, check_attention
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.errors import ConfigError
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components

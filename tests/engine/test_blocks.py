@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.blocks import BlockPass, ClosedBlocks
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, Live, LiveKind, Segment, Shard
 

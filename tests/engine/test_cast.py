@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common.engine.cast import CACHE_DTYPES, cast, raw
+from common.engine.cache.cast import CACHE_DTYPES, cast, raw
 from common.layout.component import DTYPE_NBYTES
 from common.layout.conversion import CONVERTIBLE
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from common.engine.attention import compressed
 from common.engine.attention.best_keys import KeyChoice, best_keys
 from common.engine.attention.compressed import CompressedAttention, SinkRule
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, Live, LiveKind, Segment, Shard
 

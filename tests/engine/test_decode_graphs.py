@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from common.clock import ManualClock
-from common.engine.cuda_graphs import recorded_sizes
-from common.engine.decode_graphs import DecodeGraphs
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import SequenceChunk
-from common.engine.kv_pool import KvPool
+from common.engine.graphs.cuda_graphs import recorded_sizes
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.layers import moe
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner

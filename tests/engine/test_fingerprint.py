@@ -100,7 +100,7 @@ def test_weights_stored_in_another_dtype_differ(copy: Path, tiny_checkpoint: Che
     assert differing(fingerprint(copy), fingerprint(tiny_checkpoint("qwen2_yarn"))) == {"weights"}
 
 
-def test_noise_is_told_by_its_seed(tiny_checkpoint: Checkpoints) -> None:
+def test_noise_is_identified_by_its_seed(tiny_checkpoint: Checkpoints) -> None:
     path = tiny_checkpoint("llama")
     config = read_served_config(path)
     first, second = (

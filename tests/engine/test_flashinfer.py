@@ -31,9 +31,9 @@ from common.engine.attention.trial import (
     check_recorded,
     random_batch,
 )
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.distributed import ParallelContext
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool, Scratch
 from common.engine.loader import attention_shape, load_model
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout

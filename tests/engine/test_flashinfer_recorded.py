@@ -12,9 +12,9 @@ from common.engine.attention.attention import RecordableAttention
 from common.engine.attention.flashinfer import FlashInferAttention
 from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.attention.trial import AttentionShape
-from common.engine.decode_graphs import DecodeGraphs
 from common.engine.distributed import ParallelContext
 from common.engine.forward_batch import SequenceChunk
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.loader import attention_shape, load_model
 from tests.engine.flashinfer_by_definition import Rerun, install
 from tests.engine.paged_decoding import PAGE_SIZE, make_batch, make_pool, shuffled_pages

@@ -174,9 +174,7 @@ def test_a_composite_under_published_names_gives_the_same_logits(
     assert torch.equal(logits_of(path), logits_of(tiny_checkpoint(name)))
 
 
-def test_a_tensor_that_nobody_asks_for_is_named(
-    tiny_checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_an_unused_tensor_is_named(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = tmp_path / "odd"
     shutil.copytree(tiny_checkpoint("gemma4"), path)
     edit_config(path, attention_k_eq_v=False)

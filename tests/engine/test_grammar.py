@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.draw import Sampled
-from common.engine.grammar import GrammarCompiler, lark_of
-from common.engine.grammar_table import GrammarTable
-from common.engine.sampler import Sampler
+from common.engine.sampling.draw import Sampled
+from common.engine.sampling.grammar_table import GrammarTable
+from common.engine.sampling.sampler import Sampler
 from common.errors import GrammarError
 from common.frontend.bodies.constraints import CHOICE_COUNT_MAX, read_choice
 from common.frontend.bodies.fields import Fields, JsonValue
 from common.frontend.text.tokenizer import load_tokenizer
+from common.grammar import GrammarCompiler, GrammarState, lark_of
 from common.request import Grammar, GrammarKind, SamplingParams
 from common.request_bounds import GRAMMAR_LENGTH_MAX
 
@@ -29,6 +31,7 @@ EOS = TOKENIZER.encode("<|eos|>")[0]
 OTHER_EOS = TOKENIZER.encode("<|pad|>")[0]
 PROMPT = [5, 6, 7]
 CPU = torch.device("cpu")
+HANG_TIMEOUT_S = 30.0
 
 PHONE = Grammar(GrammarKind.REGEX, r"\+[0-9]{2} [0-9]{3,8}")
 PERSON = Grammar(
@@ -280,16 +283,30 @@ def test_gbnf_and_lark_are_both_read(compiler: GrammarCompiler) -> None:
         lark_of('root ::= "never closed')
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
-    compiler = GrammarCompiler(str(CHECKPOINT), VOCAB, [EOS, OTHER_EOS], 1)
+class HeldCompiler(GrammarCompiler):
+    """Compiles nothing before `go` is set. started: grammars in order."""
+
+    def __init__(self) -> None:
+        super().__init__(str(CHECKPOINT), VOCAB, [EOS, OTHER_EOS], 1)
+        self.go = threading.Event()
+        self.started: list[Grammar] = []
+
+    def start(self, grammar: Grammar, output_ids: Sequence[int] = ()) -> GrammarState:
+        assert self.go.wait(HANG_TIMEOUT_S)
+        self.started.append(grammar)
+        return super().start(grammar, output_ids)
+
+
+def test_a_grammar_whose_slot_has_another_one_by_now_is_not_compiled() -> None:
+    compiler = HeldCompiler()
     table = GrammarTable(compiler, VOCAB, CPU)
-    with compiler._lock:  # the thread that compiles waits for it
-        table.add(0, PHONE, ())
-        table.add(1, FLAGS, ())
-        table.remove(1)
-        table.add(1, PERSON, ())
+    table.add(0, PHONE, ())
+    table.add(1, FLAGS, ())
+    table.remove(1)
+    table.add(1, PERSON, ())
+    compiler.go.set()
     assert not table.is_complete(1)
-    assert list(compiler._compiled) == [PHONE, PERSON]
+    assert compiler.started == [PHONE, PERSON]
 
 
 def test_a_tokenizer_that_cant_be_read_is_a_typed_error(tmp_path: Path) -> None:

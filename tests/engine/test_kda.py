@@ -281,7 +281,7 @@ def test_kimi_as_published_gives_the_same_logits(
 def test_ling_as_published_gives_the_same_logits(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """A group size instead of a list, and layers behind the last one that nobody runs."""
+    """A group size instead of a list, and unused layers behind the last one."""
     published = Path(shutil.copytree(tiny_checkpoint("ling_3"), tmp_path / "published"))
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     assert json.loads((published / "config.json").read_text())["layer_types"] == kinds

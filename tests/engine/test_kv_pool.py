@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.cast import raw
-from common.engine.kv_pool import KvPool, Scratch, gather_index, write_index
+from common.engine.cache.cast import raw
+from common.engine.cache.kv_pool import KvPool, Scratch, gather_index, write_index
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.layout.families import gqa_components

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.clock import ManualClock
+from common.engine.cache.kv_pool import KvPool
 from common.engine.host_copy import pack, unpack, upload
-from common.engine.kv_pool import KvPool
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner

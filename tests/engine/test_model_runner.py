@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.draw import NOT_FINITE
 from common.engine.pending_step import NO_TOKEN
+from common.engine.sampling.draw import NOT_FINITE
 from common.request import SamplingParams
 from tests.engine.runner_driver import PAGE_SIZE, Driver, Tracked, greedy, random_prompt, track
 from tests.engine.tiny_checkpoints import VOCAB_SIZE, Reference

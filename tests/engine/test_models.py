@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.engine.cache.kv_pool import DTYPES
 from common.engine.forward_batch import SequenceChunk
-from common.engine.kv_pool import DTYPES
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
 from tests.engine.paged_decoding import (

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.noise import gumbel, row_keys
-from common.engine.nucleus import drop_tails
-from common.engine.sampler import Sampler
+from common.engine.sampling.noise import gumbel, row_keys
+from common.engine.sampling.nucleus import drop_tails
+from common.engine.sampling.sampler import Sampler
 from common.request import SamplingParams
 
 ROWS = 12
@@ -47,7 +47,7 @@ def random_rows(vocab: int, spread: float, seed: int) -> tuple[Tensor, Tensor]:
 def test_a_nucleus_is_that_of_sorting(
     vocab: int, spread: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.engine.nucleus.BLOCK_ELEMENTS", block)
+    monkeypatch.setattr("common.engine.sampling.nucleus.BLOCK_ELEMENTS", block)
     x, top_p = random_rows(vocab, spread, seed=vocab)
     x[0, : vocab // 2] = -torch.inf  # masked by a grammar
     x[1] = x[1].to(torch.bfloat16).float()  # as most models give them: many are equal

@@ -18,11 +18,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from common.engine.draw import ALL_MASKED, NOT_FINITE, Sampled
 from common.engine.host_copy import HostCopy
-from common.engine.noise import gumbel, row_keys
-from common.engine.sampler import CANDIDATE_COUNTS, Sampler
-from common.engine.sampling_table import check_sampling
+from common.engine.sampling.draw import ALL_MASKED, NOT_FINITE, Sampled
+from common.engine.sampling.noise import gumbel, row_keys
+from common.engine.sampling.sampler import CANDIDATE_COUNTS, Sampler
+from common.engine.sampling.sampling_table import check_sampling
 from common.request import SamplingParams
 
 VOCAB = 97
@@ -379,7 +379,7 @@ def test_logprobs_are_of_raw_logits_whatever_shapes_the_draw() -> None:
 
 
 def test_prompt_logprobs_in_blocks_equal_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.engine.logprobs.ROW_BLOCK_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr("common.engine.sampling.logprobs.ROW_BLOCK_ELEMENTS", 3 * VOCAB)
     sampler = sampler_of(params(return_logprob=True, top_logprobs_num=2, token_ids_logprob=(7,)))
     logits = random_logits(10)
     tokens = torch.arange(10) * 3

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from common.engine.noise import gumbel, hash_bits, row_keys, wrap_seed
+from common.engine.sampling.noise import gumbel, hash_bits, row_keys, wrap_seed
 
 
 def plain_hash(seed: int, position: int, vocab_id: int) -> int:

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.cache.kv_pool import KvPool
+from common.engine.cache.slots import SlotPass
 from common.engine.distributed import ParallelContext
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.layers.short_conv import ConvSegment, ShortConv
-from common.engine.slots import SlotPass
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import SLOT, CacheComponent, Segment, Shard
 from common.layout.parallel import units_of_rank

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.cast import cast, raw
+from common.engine.cache.cast import cast, raw
+from common.engine.cache.kv_pool import KvPool
+from common.engine.cache.slots import SlotPass
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
-from common.engine.slots import SlotPass
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Segment, Shard
 
@@ -55,7 +55,7 @@ def nan_pool(state_dtype: str = "float32", tp_size: int = 1) -> KvPool:
 
 
 def batch_of(pool: KvPool, starts: list[int], slots: list[int]) -> ForwardBatch:
-    """Two new tokens behind every start; keys all go to pages that nobody looks at."""
+    """Two new tokens behind every start; keys all go to pages that are never read."""
     chunks = [
         SequenceChunk([0, 0], start, ([0] * pool.groups[0].page_end(start + 2), [slot]))
         for start, slot in zip(starts, slots, strict=True)

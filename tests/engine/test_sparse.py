@@ -13,8 +13,8 @@ from common.engine.attention import sparse
 from common.engine.attention.best_keys import KeyChoice, best_keys
 from common.engine.attention.latent import LatentAttention, LatentProjection
 from common.engine.attention.sparse import INDEX_KEY, select
+from common.engine.cache.kv_pool import KvPool, Plane
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool, Plane
 from common.engine.loader import load_model
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import sparse_mla_components

@@ -1,4 +1,4 @@
-"""Checkpoints whose layers choose what they see: spellings, tensors that nobody uses, refusals."""
+"""Checkpoints whose layers choose what they see: spellings, unused tensors, refusals."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_only_the_other_architecture_does_is_refused(
 def test_a_published_checkpoint_gives_the_same_logits(
     name: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Its spelling, a layer that predicts further tokens, and indexers that nobody runs."""
+    """Its spelling, a layer that predicts further tokens, and unused indexers."""
     published = tmp_path / "published"
     shutil.copytree(tiny_checkpoint(name), published)
     respell_as_published(published)

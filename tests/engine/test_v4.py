@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.cache.kv_pool import KvPool
 from common.engine.distributed import ParallelContext
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
 from common.errors import ConfigError
@@ -127,7 +127,7 @@ def test_exactly_the_live_rows_decide_what_follows(
     component: str, layer: int, steps: int, length: int, model: CausalLm
 ) -> None:
     """A sequence per row: noise in a live one changes logits, if only when its block closes; noise
-    elsewhere in the ring changes no bit, and neither does a page that nobody has."""
+    elsewhere in the ring changes no bit, and neither does a free page."""
     probe = Batch(model, 1, page_size=8)
     group = probe.pool.groups[probe.pool.group_of(component)]
     assert group.live.kind in (LiveKind.TAIL, LiveKind.WINDOW)

@@ -10,7 +10,7 @@ import pytest
 from common.engine.config.model import ModelConfig
 from common.engine.config.rope import RopeKind
 from common.engine.config.weight_format import Float4Groups, Float8Blocks
-from common.engine.models.deepseek_v4_config import LayerKind, v4_config
+from common.engine.models.deepseek_v4_config import CompressionKind, v4_config
 from common.engine.models.registry import cache_components, read_model_config
 from common.errors import ConfigError
 from common.layout.component import Live, LiveKind
@@ -70,11 +70,11 @@ PUBLISHED: dict[str, object] = {
     },
 }
 KINDS = (
-    LayerKind.SLIDING,
-    LayerKind.SLIDING,
-    LayerKind.SPARSE,
-    LayerKind.HEAVY,
-    LayerKind.SPARSE,
+    CompressionKind.SLIDING,
+    CompressionKind.SLIDING,
+    CompressionKind.SPARSE,
+    CompressionKind.HEAVY,
+    CompressionKind.SPARSE,
 )
 SAVED = {key: value for key, value in PUBLISHED.items() if key not in (
     "compress_ratios", "num_hash_layers", "rope_scaling", "torch_dtype",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaAttention
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
 

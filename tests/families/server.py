@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.clock import ManualClock
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from common.engine.attention.choose import choose_attention
+from common.engine.cache.kv_pool import KvPool
 from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import check_parallel
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import KvPool
 from common.engine.loader import attention_shape
 from common.engine.models.registry import FAMILIES, cache_components, read_model_config
 from common.layout.cache_layout import ServerLayout

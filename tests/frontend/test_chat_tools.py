@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.grammar import GrammarCompiler
 from common.errors import GrammarError
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.text.tokenizer import load_tokenizer
+from common.grammar import GrammarCompiler
 from common.request import FinishKind, FinishReason, Grammar, GrammarKind
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import (

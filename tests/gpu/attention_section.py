@@ -13,11 +13,11 @@ from common.engine.attention.choose import choose_attention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import AttentionShape
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.kv_pool import KvPool
 from common.engine.layers.choose_fused import FusedShape, choose_fused
-from common.engine.noise import hash_bits, row_keys
-from common.engine.sampler import Sampler
+from common.engine.sampling.noise import hash_bits, row_keys
+from common.engine.sampling.sampler import Sampler
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.request import SamplingParams

@@ -18,9 +18,9 @@ from bench.flops import count_flops
 from common.clock import SystemClock
 from common.config import Role, ServerConfig
 from common.engine.attention.choose import choose_attention
+from common.engine.cache.kv_pool import DTYPES, KvPool
 from common.engine.distributed import ParallelContext
 from common.engine.kernel_trial import give_memory_back
-from common.engine.kv_pool import DTYPES, KvPool
 from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
@@ -128,7 +128,7 @@ class Engine:
         plan = plan_graphs(flags, model, rank, choice, token_max)
         reserved_nbytes = reserved(device)
         graphs, plan = start_graphs(plan, model, pool, choice, token_max)
-        self.recorded, self.planned_nbytes = plan.told, plan.nbytes
+        self.recorded, self.planned_nbytes = plan.summary, plan.nbytes
         self.recorded_nbytes = reserved(device) - reserved_nbytes
         self._runner = ModelRunner(model, pool, SystemClock(), graphs=graphs)
         self._step_id = 0

@@ -1,7 +1,7 @@
 """Steps that are launched while another one runs: without waits, with the same tokens, and layer
-groups that are told only when their pages are written.
+groups that are reported only when their pages are written.
 
-The runner and what tells are the worker's own; on a CPU a launch computes, and all of it is a
+The runner and the notifier are the worker's own; on a CPU a launch computes, and all of it is a
 rehearsal.
 """
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from common.clock import SystemClock
 from common.engine.attention.choose import AttentionChoice, choose_attention
-from common.engine.cuda_graphs import CudaRecorder
-from common.engine.decode_graphs import DecodeGraphs
+from common.engine.cache.kv_pool import DTYPES, KvPool
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import DTYPES, KvPool
+from common.engine.graphs.cuda_graphs import CudaRecorder
+from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.loader import attention_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
@@ -40,7 +40,7 @@ from common.protocol.worker import (
 )
 from common.request import SamplingParams
 from common.worker.completion_notifiers import start_notifier
-from common.worker.io_loop import Outbox, Progress
+from common.worker.io_loop import EngineOutbox, Progress
 from common.worker.sends import Computed
 from tests.gpu.model_shapes import ModelShape, write_model
 from tests.gpu.report import Section
@@ -71,7 +71,7 @@ def check_launch_section(section: Section, device: torch.device, shape: ModelSha
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as directory:
         rig = Rig(write_model(Path(directory), shape), device)
     section.figure("attention", f"{rig.choice.attention.name} ({rig.choice.reason})")
-    check_told_pages(section, rig)
+    check_reported_pages(section, rig)
     for name, graphs in (("", None), (", recorded", rig.record())):
         if name and graphs is None:
             section.skip("recorded passes", f"{rig.choice.attention.name} on {device} has none")
@@ -228,13 +228,13 @@ def _median_gap(times: list[float]) -> float:
 # Layer groups -------------------------------------------------------------------------------------
 
 
-class Snapshots(Outbox):
-    """Copies the pages of a layer group in the moment in which it is told, on a stream that waits
+class Snapshots(EngineOutbox):
+    """Copies the pages of a layer group at the moment of its report, on a stream that waits
     for no other, as a peer's copy engine would."""
 
     def __init__(self, rig: Rig, page_ids: list[int]) -> None:
         super().__init__()
-        self.told: list[tuple[int, float]] = []
+        self.reported: list[tuple[int, float]] = []
         self.taken: dict[int, Tensor] = {}
         self._rig = rig
         self._pages = torch.tensor(page_ids, device=rig.device)
@@ -242,7 +242,7 @@ class Snapshots(Outbox):
 
     def put(self, message: WorkerToScheduler | Computed) -> None:
         if isinstance(message, Computed):
-            self.told.append((message.layer_group_count, time.perf_counter()))
+            self.reported.append((message.layer_group_count, time.perf_counter()))
             for group in self._rig.layout.layer_groups[: message.layer_group_count]:
                 for layer in group:
                     if layer not in self.taken:
@@ -259,8 +259,8 @@ class Snapshots(Outbox):
             return torch.stack([view.index_select(0, self._pages) for view in views]).cpu()
 
 
-def check_told_pages(section: Section, rig: Rig) -> None:
-    """A prompt's pages, taken as they are told, are those that are there in the end."""
+def check_reported_pages(section: Section, rig: Rig) -> None:
+    """A prompt's pages, taken as they are reported, are those that are there in the end."""
     (prefill, *_) = rig.steps(KINDS)
     pages = [
         page for grant in prefill.grants for page in grant.page_ids[: PROMPT_LENGTH // PAGE_SIZE]
@@ -279,21 +279,21 @@ def check_told_pages(section: Section, rig: Rig) -> None:
 
     def on_layer(layer: int) -> None:
         if layer in ends:
-            notifier.put(1, Computed(prefill.step_id, ends[layer]))
+            notifier.notify(1, Computed(prefill.step_id, ends[layer]))
 
     started_at = time.perf_counter()
     pending = rig.runner().launch(prefill, on_layer)
     launched_s = time.perf_counter() - started_at
-    notifier.put(1, Computed(prefill.step_id, len(ends)), pending)
+    notifier.notify(1, Computed(prefill.step_id, len(ends)), pending)
     notifier.end()
     torn = [
         layer for layer, taken in outbox.taken.items() if not torch.equal(taken, outbox.read(layer))
     ]
     outbox.close()
     section.check(
-        "all layer groups were told", not failed and len(outbox.taken) == len(rig.layout.layers)
+        "all layer groups were reported", not failed and len(outbox.taken) == len(rig.layout.layers)
     )
-    section.check("pages are written when they are told", not torn, f"layers {torn} were not")
+    section.check("pages are written when they are reported", not torn, f"layers {torn} were not")
     section.figure("prefill launched, ms", launched_s * 1e3)
-    for count, told_at in outbox.told:
-        section.figure(f"layer groups told: {count}, ms", (told_at - started_at) * 1e3)
+    for count, reported_at in outbox.reported:
+        section.figure(f"layer groups reported: {count}, ms", (reported_at - started_at) * 1e3)

@@ -1,6 +1,6 @@
 """Transfers of growing size between two ranks, direct and staged: every page compared, then timed.
 
-The parts are those of the workers, plans, landing slots and credits included; only schedulers and
+The parts are those of the workers, plans and staging slots included; only schedulers and
 models are missing. Pages are those of Llama-3.1-8B, 2 MiB of 16 tokens, at random places of both
 pools.
 """
@@ -39,7 +39,7 @@ CHOICE_MIN = 0.8
 """What `--transfer-mode auto` must reach of the quicker way, measured one after the other."""
 SPARE_PAGES = 8
 REPEATS = 5
-# Beside both pools: contexts, staging and landing slots, and what comparing takes.
+# Beside both pools: contexts, staging buffers, and what comparing takes.
 OVERHEAD_NBYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 POISONED = "poison your pages"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.config import Verify
-from common.engine.cuda_graphs import CudaRecorder
+from common.engine.graphs.cuda_graphs import CudaRecorder
 from common.engine.layers.expert_groups import ExpertGroups, has_grouped_kernel
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components

@@ -22,7 +22,7 @@ from common.layout.families import gqa_components
 from common.planner.copies import PairPlan
 from common.planner.pairing import TokenRange
 from common.transport.transport import (
-    PeerConnected,
+    ConnectionMade,
     TargetDescriptor,
     TransferSettled,
     TransportEvent,
@@ -88,7 +88,7 @@ def transfer(
         assert isinstance(descriptor, TargetDescriptor), descriptor
         transport.connect("target", descriptor)
         event = next_event(transport)
-        assert isinstance(event, PeerConnected), event
+        assert isinstance(event, ConnectionMade), event
         section.figure(f"{name}: lanes", event.transports)
         if device.type == "cuda":
             is_direct = "cuda_ipc" in event.transports.split(",")

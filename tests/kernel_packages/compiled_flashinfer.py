@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.cast import raw
+from common.engine.cache.cast import raw
 
 HND = 1
 NON_CAUSAL, CAUSAL = 0, 1

@@ -346,7 +346,7 @@ def test_the_oracle_sees_a_page_swapped() -> None:
 
 
 def test_the_oracle_sees_a_byte_written_outside() -> None:
-    case = whole(gqa(1), gqa(1), 60)  # the last page has four rows that nobody may touch
+    case = whole(gqa(1), gqa(1), 60)  # the last page has four rows that must stay as they are
 
     def wrong(
         source: RankLayout,

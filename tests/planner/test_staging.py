@@ -16,7 +16,7 @@ from common.layout.families import gqa_components
 from common.layout.parallel import split_layers
 from common.planner.copies import PairPlan
 from common.planner.pairing import TokenRange
-from common.planner.staging import Conversion, LinearCopy, Piece, StagedPair
+from common.planner.staging import Conversion, LinearCopy, StagedPair, StagedPiece
 from tests.planner.cases import Case, cases
 from tests.planner.oracle import Server, judge
 
@@ -60,7 +60,7 @@ def stage(source: Server, target: Server, case: Case, slot_nbytes: int) -> int:
 
 def move(
     pair: StagedPair,
-    piece: Piece,
+    piece: StagedPiece,
     source: tuple[Server, RankLayout],
     target: tuple[Server, RankLayout],
     slot_nbytes: int,

@@ -6,9 +6,9 @@ from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
-from common.protocol import descriptor, digests, frontend, landing, peer, worker
+from common.protocol import descriptor, digests, frontend, peer, staging, worker
 from common.protocol.codec import encode_layout, encode_logprobs
-from common.protocol.descriptor import LandingDescriptor, LandingRing
+from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.request import (
     Bootstrap,
     FinishKind,
@@ -94,11 +94,11 @@ DESCRIPTOR = descriptor.RankDescriptor(
     worker_address=b"\x00\xffaddress",
     regions=[("pages-0", 2**63 + 5, 1 << 20, b"key"), ("pages-1", 4096, 1, b"")],
     probe=("probe", 64, 64, b"k"),
-    landing=LandingDescriptor(
+    staging_buffer=StagingBufferDescriptor(
         "127.0.0.1:4000",
-        ("landing", 4096, 8 << 20, b"key"),
+        ("staging-buffer", 4096, 8 << 20, b"key"),
         1 << 20,
-        [LandingRing(0, 2**62, [0, 3]), LandingRing(3, 5, [7])],
+        [StagingRing(0, 2**62, [0, 3]), StagingRing(3, 5, [7])],
     ),
     page_counts=[4, 0],
 )
@@ -268,5 +268,5 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4, 5, "stuck", True, 64),
 ]
-LANDED: list[landing.Landed] = [landing.Landed(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
-CREDIT: list[landing.Credit] = [landing.Credit(2**62, 9, 3, "not expected here")]
+SLOT_FILLED: list[staging.SlotFilled] = [staging.SlotFilled(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
+SLOT_FREED: list[staging.SlotFreed] = [staging.SlotFreed(2**62, 9, 3, "not expected here")]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
-from common.protocol import bounds, codec, frontend, landing, peer, worker
+from common.protocol import bounds, codec, frontend, peer, staging, worker
 from tests.protocol import examples
 
 Decode = Callable[[bytes], object]
-Message = codec.LocalMessage | codec.PeerMessage | landing.LandingMessage
+Message = codec.LocalMessage | codec.PeerMessage | staging.StagingMessage
 
 Direction = tuple[Decode, object, Sequence[Message]]
 DIRECTIONS: list[Direction] = [
@@ -35,8 +35,8 @@ DIRECTIONS: list[Direction] = [
     (codec.decode_worker_to_scheduler, worker.WorkerToScheduler, examples.WORKER_TO_SCHEDULER),
     (codec.decode_decode_to_prefill, peer.DecodeToPrefill, examples.DECODE_TO_PREFILL),
     (codec.decode_prefill_to_decode, peer.PrefillToDecode, examples.PREFILL_TO_DECODE),
-    (codec.decode_landed, landing.Landed, examples.LANDED),
-    (codec.decode_credit, landing.Credit, examples.CREDIT),
+    (codec.decode_slot_filled, staging.SlotFilled, examples.SLOT_FILLED),
+    (codec.decode_slot_freed, staging.SlotFreed, examples.SLOT_FREED),
 ]
 DECODERS: list[Decode] = [decode for decode, _, _ in DIRECTIONS] + [codec.decode_layout]
 PAYLOADS: list[tuple[Decode, bytes]] = [

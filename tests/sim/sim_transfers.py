@@ -280,7 +280,7 @@ class SimTransfers:
         target.process.receive(flight, land)
 
     def _is_staged(self, send: Send) -> bool:
-        """Every transfer in landing mode, some in auto mode."""
+        """Every transfer in staged mode, some in auto mode."""
         mode = self._modes.get(send.peer)
         return mode is TransferMode.STAGED or (mode is TransferMode.AUTO and send.send_id % 2 == 1)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.transport.transport import PeerConnected, TransferSettled
+from common.transport.transport import ConnectionMade, TransferSettled
 from tests.transport.process_faults import Driver
 from tests.transport.transport_pair import plan_of, unique
 from tests.transport.transport_servant import Remote
@@ -36,7 +36,7 @@ class Rank:
 def connect(source: Rank, target: Rank) -> str:
     peer = f"peer{next(unique)}"
     event = source.remote.call("connect", peer, target.remote.open_target(peer, ["pages"]))
-    assert isinstance(event, PeerConnected), event
+    assert isinstance(event, ConnectionMade), event
     assert "cuda_ipc" in event.transports.split(",")
     return peer
 

@@ -39,7 +39,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 def put_anywhere(place: tuple[str, int], address: int) -> bytes:
-    """Stores PAYLOAD at an address of whoever listens there, if that is UCX; its answers."""
+    """Stores PAYLOAD at an address of the listening process, if that is UCX; its answers."""
     here = struct.pack("<H", socket.AF_INET) + struct.pack(">H", 40001)
     here += socket.inet_aton("127.0.0.1") + bytes(8)
     request = struct.pack("<IBQ", 1, 0, 77777) + here

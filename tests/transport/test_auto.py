@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import TransportError
-from common.transport.transport import PeerConnected
+from common.transport.transport import ConnectionMade
 from tests.transport.transport_pair import GUARD_NBYTES, plan_of, start_remote
 from tests.transport.transport_servant import Remote, Writer
 
@@ -42,7 +42,7 @@ def test_what_shared_memory_reaches_goes_that_way(
     writer: Writer, remotes: dict[str, Remote]
 ) -> None:
     descriptor = remotes["auto"].open_target("shared", ["tail"])
-    assert writer.connect("peer", descriptor) == PeerConnected("peer", "posix")
+    assert writer.connect("peer", descriptor) == ConnectionMade("peer", "posix")
     assert copied(writer, remotes["auto"], "peer")
 
 
@@ -55,7 +55,7 @@ def test_what_it_does_not_reach_goes_over_a_stream(
         elsewhere = remotes["tcp"].open_target("far", ["tail"]).worker_address
     descriptor = remotes["stream"].open_target(f"streamed{len(elsewhere)}", ["tail"])
     descriptor = replace(descriptor, worker_address=elsewhere)
-    assert writer.connect("peer", descriptor) == PeerConnected("peer", "stream")
+    assert writer.connect("peer", descriptor) == ConnectionMade("peer", "stream")
     assert copied(writer, remotes["stream"], "peer")
 
 
@@ -64,7 +64,7 @@ def test_what_neither_reaches_is_said(writer: Writer, remotes: dict[str, Remote]
     with pytest.raises(TransportError, match="reached by nothing that this side may use"):
         writer.transport.connect("peer", descriptor)
     good = remotes["auto"].open_target("somebody", ["tail"])
-    assert isinstance(writer.connect("peer", good), PeerConnected), "the name is free"
+    assert isinstance(writer.connect("peer", good), ConnectionMade), "the name is free"
 
 
 def test_a_stream_is_asked_for_where_only_ucx_is(remotes: dict[str, Remote]) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from common.planner.copy_plan import CopyPlan
 from common.transport.transport import (
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
     PeerInUse,
     PlanOutOfBounds,
     RegionRefused,
@@ -72,7 +72,7 @@ def test_memory_of_the_caller_is_a_target_like_any_other(pair: Pair, tls: str) -
     pair.remote.call("register", name, GUARD_NBYTES)
     peer = f"peer{next(unique)}"
     descriptor = pair.remote.open_target(peer, [name])
-    assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+    assert isinstance(pair.writer.connect(peer, descriptor), ConnectionMade)
     pair.sources[1][:] = 0x5A
     settled = pair.writer.copy(peer, plan_of((1, 10, 0, 20, 30_000)), tag=next(unique))
     assert settled.error is None
@@ -90,7 +90,7 @@ def test_a_transfer_into_shared_and_into_private_memory_lands_whole(pair: Pair, 
     pair.remote.call("register", name, GUARD_NBYTES)
     peer = f"peer{next(unique)}"
     descriptor = pair.remote.open_target(peer, ["tail", name])
-    assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+    assert isinstance(pair.writer.connect(peer, descriptor), ConnectionMade)
     pair.fill(0)
     for value in range(1, 20):
         pair.sources[1][:] = value
@@ -112,13 +112,13 @@ def test_a_run_that_leaves_in_parts_lands_whole(pair: Pair) -> None:
     assert np.all(content[:20] == 0xEE) and np.all(content[20 + nbytes :] == 0xEE)
 
 
-def test_memory_that_nobody_can_map_is_refused_where_all_is_mapped(pair: Pair, tls: str) -> None:
+def test_memory_that_cant_be_mapped_is_refused_where_all_is_mapped(pair: Pair, tls: str) -> None:
     if tls != "posix":
         pytest.skip("other transports reach it")
     name = f"registered{next(unique)}"
     pair.remote.call("register", name, GUARD_NBYTES)
-    told = pair.remote.failure_of("open_target", "late", [name])
-    assert told.startswith("RegionRefused") and "only memory that was allocated here" in told
+    reason = pair.remote.failure_of("open_target", "late", [name])
+    assert reason.startswith("RegionRefused") and "only memory that was allocated here" in reason
 
 
 def test_plan_without_runs_settles(pair: Pair) -> None:
@@ -166,7 +166,7 @@ def test_batch_far_larger_than_the_window_settles(pair: Pair) -> None:
 def test_two_processes_may_write_into_each_other_at_once(pair: Pair) -> None:
     peer, mirror = pair.connect(), f"peer{next(unique)}"
     descriptor = pair.transport.open_target(mirror, ["source", "small"])
-    assert isinstance(pair.remote.call("connect", mirror, descriptor), PeerConnected)
+    assert isinstance(pair.remote.call("connect", mirror, descriptor), ConnectionMade)
     pair.fill(0x42)
     there, back = next(unique), next(unique)
     pair.remote.call("submit", mirror, plan_volume(16 << 20), back)
@@ -244,8 +244,8 @@ def test_name_of_an_open_peer_is_refused_and_free_once_it_closed(pair: Pair) -> 
     descriptor = pair.remote.open_target(f"peer{next(unique)}", list(TARGET_REGIONS))
     with pytest.raises(PeerInUse):
         pair.transport.connect(peer, descriptor)
-    assert pair.writer.disconnect(peer) == PeerClosed(peer)
-    assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+    assert pair.writer.disconnect(peer) == ConnectionClosed(peer)
+    assert isinstance(pair.writer.connect(peer, descriptor), ConnectionMade)
 
 
 def test_region_larger_than_shared_memory_is_refused(pair: Pair, tls: str) -> None:
@@ -262,7 +262,7 @@ def test_target_that_claims_more_memory_than_it_shares_fails(pair: Pair, tls: st
     descriptor = pair.remote.open_target(peer, ["pool"])
     liar = replace(descriptor.regions[0], nbytes=1 << 40)
     event = pair.writer.connect(peer, replace(descriptor, regions=(liar,)))
-    assert isinstance(event, PeerFailed)
+    assert isinstance(event, ConnectionFailed)
     assert "shares less" in event.reason
 
 
@@ -278,7 +278,7 @@ def test_memory_of_another_process_than_the_peer_said_is_not_written_to(
     found = doomed.open_target(peer, ["pool"]).regions[0]
     taken = replace(found, key=meant.key[:EXTENT_NBYTES] + found.key[EXTENT_NBYTES:])
     event = pair.writer.connect(peer, replace(descriptor, regions=(taken,)))
-    assert isinstance(event, PeerFailed)
+    assert isinstance(event, ConnectionFailed)
     assert "shares other memory" in event.reason
 
 
@@ -290,5 +290,5 @@ def test_a_key_that_is_too_short_is_refused(pair: Pair, nbytes: int, tls: str) -
     descriptor = pair.remote.open_target(peer, ["pool"])
     short = replace(descriptor.regions[0], key=bytes(nbytes))
     event = pair.writer.connect(peer, replace(descriptor, regions=(short,)))
-    assert isinstance(event, PeerFailed)
+    assert isinstance(event, ConnectionFailed)
     assert "too short" in event.reason

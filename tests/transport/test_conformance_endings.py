@@ -14,9 +14,9 @@ from common.planner.copy_plan import CopyPlan
 from common.transport.fences import is_fenced_by_close
 from common.transport.transport import (
     CANCELLED,
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
     PlanOutOfBounds,
     TransferSettled,
     UnknownPeer,
@@ -71,7 +71,7 @@ def test_disconnect_settles_open_transfers_before_it_reports_closed(pair: Pair) 
     for tag in tags:
         pair.transport.submit(peer, plan_volume(4 << 30), tag)
     pair.transport.disconnect(peer)
-    assert pair.writer.last_event(peer) == PeerClosed(peer)
+    assert pair.writer.last_event(peer) == ConnectionClosed(peer)
     settled = [event for event in pair.writer.events if isinstance(event, TransferSettled)]
     assert {event.tag for event in settled} == set(tags)
     assert all(event.error is not None for event in settled)
@@ -95,7 +95,7 @@ def test_transfer_of_a_broken_connection_is_quiet_only_if_nothing_can_be_under_w
     assert 0 < settled.nbytes < 4 << 30
     assert settled.is_quiet == (is_mapped(tls))
     assert pair.writer.settle(untouched).is_quiet
-    assert pair.writer.last_event(peer) == PeerClosed(peer)
+    assert pair.writer.last_event(peer) == ConnectionClosed(peer)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_stopped_peer_can_be_left_and_its_transfers_settle(pair: Pair, doomed: R
         pair.transport.disconnect(name)
     assert all(pair.writer.settle(tag).error is not None for tag in tags)
     for name in (peer, connecting):
-        assert pair.writer.last_event(name) == PeerClosed(name)
+        assert pair.writer.last_event(name) == ConnectionClosed(name)
 
 
 def thread_state(pid: int) -> str:
@@ -154,7 +154,7 @@ def test_transfer_cancelled_while_its_peer_never_answers_settles(
     pair.transport.cancel(tag)
     settled = pair.writer.settle(tag)
     assert (settled.error, settled.is_quiet, settled.nbytes) == (CANCELLED, True, 0)
-    assert pair.writer.disconnect(peer) == PeerClosed(peer)
+    assert pair.writer.disconnect(peer) == ConnectionClosed(peer)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_killed_peer_fails_and_all_its_transfers_settle_first(pair: Pair, doomed
     for tag in tags:
         pair.transport.submit(peer, plan_volume(8 << 30), tag)
     doomed.kill()
-    assert isinstance(pair.writer.last_event(peer), PeerFailed)
+    assert isinstance(pair.writer.last_event(peer), ConnectionFailed)
     settled = [event for event in pair.writer.events if isinstance(event, TransferSettled)]
     assert {event.tag for event in settled} == set(tags)
     assert all(event.error is not None for event in settled)
@@ -177,18 +177,18 @@ def test_killed_peer_fails_and_all_its_transfers_settle_first(pair: Pair, doomed
 def test_idle_connection_to_a_killed_peer_fails(pair: Pair, doomed: Remote) -> None:
     peer = pair.connect(doomed)
     doomed.kill()
-    assert isinstance(pair.writer.last_event(peer), PeerFailed)
+    assert isinstance(pair.writer.last_event(peer), ConnectionFailed)
 
 
 @pytest.mark.slow
 def test_restarted_peer_connects_again_under_its_name(pair: Pair, tls: str) -> None:
     for _ in range(3):
         remote = start_remote(tls)
-        assert isinstance(pair.writer.connect("phoenix", remote.open_target("p")), PeerConnected)
+        assert isinstance(pair.writer.connect("phoenix", remote.open_target("p")), ConnectionMade)
         assert pair.writer.copy("phoenix", plan_volume(2 << 20), tag=next(unique)).error is None
         assert np.array_equal(remote.read("pool"), pair.sources[0])
         remote.kill()
-        assert isinstance(pair.writer.last_event("phoenix"), PeerFailed)
+        assert isinstance(pair.writer.last_event("phoenix"), ConnectionFailed)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_connecting_to_a_dead_process_fails(pair: Pair, doomed: Remote) -> None:
     descriptor = doomed.open_target("late")
     doomed.kill()
     peer = f"peer{next(unique)}"
-    assert isinstance(pair.writer.connect(peer, descriptor), PeerFailed)
+    assert isinstance(pair.writer.connect(peer, descriptor), ConnectionFailed)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_target_survives_a_killed_writer_and_takes_its_successor(pair: Pair, tls
         writer = start_remote(tls)
         name = f"peer{next(unique)}"
         event = writer.call("connect", "target", pair.remote.open_target(name))
-        assert isinstance(event, PeerConnected)
+        assert isinstance(event, ConnectionMade)
         writer.call("submit", "target", plan_volume(8 << 30), 1)
         writer.kill()
         pair.remote.call("close_target", name)
@@ -226,7 +226,7 @@ def test_closed_target_takes_no_late_put(pair: Pair, tls: str) -> None:
         pair.transport.submit(peer, plan_volume(4 << 30), tag)
     pair.remote.call("close_target", peer)
     pair.fill(0x55)
-    assert isinstance(pair.writer.last_event(peer), PeerFailed)
+    assert isinstance(pair.writer.last_event(peer), ConnectionFailed)
     assert all(pair.writer.settle(tag).error is not None for tag in tags)
     successor = pair.connect()
     assert pair.writer.copy(successor, plan_of((1, 0, 1, 0, 8)), tag=next(unique)).error is None
@@ -237,7 +237,7 @@ def test_targets_of_one_process_are_independent(pair: Pair, tls: str) -> None:
     closed, kept = pair.connect(), pair.connect()
     pair.remote.call("close_target", closed)
     if tls not in ("auto", "posix"):  # who writes through mappings alone is told by its scheduler
-        assert isinstance(pair.writer.last_event(closed), PeerFailed)
+        assert isinstance(pair.writer.last_event(closed), ConnectionFailed)
     assert pair.writer.copy(kept, plan_volume(2 << 20), tag=next(unique)).error is None
     assert np.array_equal(pair.remote.read("pool"), pair.sources[0])
 
@@ -246,7 +246,7 @@ def test_only_announced_regions_are_reachable(pair: Pair) -> None:
     peer = f"peer{next(unique)}"
     descriptor = pair.remote.open_target(peer, ["tail"])
     assert [region.name for region in descriptor.regions] == ["tail"]
-    assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+    assert isinstance(pair.writer.connect(peer, descriptor), ConnectionMade)
     with pytest.raises(PlanOutOfBounds):
         pair.transport.submit(peer, plan_of((0, 0, 1, 0, 8)), next(unique))
 

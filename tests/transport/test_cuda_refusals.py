@@ -68,7 +68,7 @@ def test_memory_that_no_transport_can_share_is_refused_at_once() -> None:
         transport.close()
 
 
-def test_cuda_memory_needs_a_transport_that_was_told_of_cuda() -> None:
+def test_cuda_memory_needs_a_transport_with_cuda() -> None:
     transport = UcxTransport(UcxSettings(tls="tcp"))
     try:
         with pytest.raises(RegionRefused, match=r"cuda_copy,cuda_ipc in tls=tcp"):

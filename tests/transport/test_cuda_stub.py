@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.transport.transport import PeerClosed
+from common.transport.transport import ConnectionClosed
 from tests.transport.cuda_ranks import NBYTES, Rank, connect, copy, wait_for
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,6 @@ def test_two_connections_to_one_process_end_one_by_one(source: Rank, target: Ran
     kept, ended = connect(source, target), connect(source, target)
     assert copy(source, kept, (0, 0, 0, 0, 4096)).error is None
     assert copy(source, ended, (0, 0, 0, 8192, 4096)).error is None
-    assert source.remote.call("disconnect", ended) == PeerClosed(ended)
+    assert source.remote.call("disconnect", ended) == ConnectionClosed(ended)
     assert copy(source, kept, (0, 0, 0, 16_384, 4096)).error is None
     assert np.all(target.remote.read("pages")[16_384 : 16_384 + 4096] == 0x11)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.transport.transport import PeerConnected, PeerFailed, TransferSettled
+from common.transport.transport import ConnectionFailed, ConnectionMade, TransferSettled
 from tests.transport.cuda_ranks import NBYTES, Rank, connect, copy, settle, submit, wait_for
 from tests.transport.process_faults import ILLEGAL_ADDRESS, UCX_IO_ERROR, Faults
 from tests.transport.transport_pair import GUARD_NBYTES, Pair, plan_of, plan_volume, unique
@@ -35,7 +35,7 @@ def writer(faults: Faults) -> Iterator[Remote]:
 def connected(writer: Remote, pair: Pair) -> str:
     peer = f"peer{next(unique)}"
     event = writer.call("connect", peer, pair.remote.open_target(peer, ["pool", "tail"]))
-    assert isinstance(event, PeerConnected)
+    assert isinstance(event, ConnectionMade)
     return peer
 
 
@@ -71,8 +71,8 @@ def test_a_device_that_has_failed_breaks_the_transport(source: Rank, target: Ran
 def test_a_flush_that_fails_alone_loses_its_peer(
     pair: Pair, writer: Remote, faults: Faults, kind: str, tls: str
 ) -> None:
-    """Nobody can say whether its bytes have landed: only the target's fence ends that, and that
-    takes a lost peer."""
+    """Without a flush it is unknown whether its bytes have arrived. Only the target's fence
+    ends that, and the fence takes a lost peer."""
     if "tcp" not in tls:
         pytest.skip("nothing is flushed by UCX")
     peer, other = connected(writer, pair), connected(writer, pair)
@@ -82,7 +82,7 @@ def test_a_flush_that_fails_alone_loses_its_peer(
     assert isinstance(settled, TransferSettled)
     assert settled.error == "flush: Input/output error" and not settled.is_quiet
     lost = writer.call("last_event", peer)
-    assert lost == PeerFailed(peer, "flush: Input/output error")
+    assert lost == ConnectionFailed(peer, "flush: Input/output error")
     faults.reset()
     writer.call("submit", other, plan_of((0, 0, 0, 0, 8)), 2)
     settled = writer.call("settle", 2)
@@ -104,7 +104,9 @@ def test_a_put_that_fails_alone_settles_when_no_copy_of_it_runs(source: Rank, ta
     settled = settle(source, tag)
     assert settled.error == "put: Input/output error"
     assert source.driver.get("copy_count") == 1, "it was made before it was said to be over"
-    assert source.remote.call("last_event", peer) == PeerFailed(peer, "put: Input/output error")
+    assert source.remote.call("last_event", peer) == ConnectionFailed(
+        peer, "put: Input/output error"
+    )
     again = connect(source, target)
     assert copy(source, again, (0, 0, 0, 4096, 8)).error is None
 

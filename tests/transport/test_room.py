@@ -14,7 +14,7 @@ import pytest
 from common.config import UCX_SHARED_MEMORY_VARIABLE
 from common.errors import TransportError
 from common.transport.room import WORKER_SHARED_NBYTES, check_shared_memory
-from common.transport.transport import PeerClosed
+from common.transport.transport import ConnectionClosed
 from tests.transport.transport_pair import Pair, plan_volume, unique
 
 
@@ -41,7 +41,7 @@ def test_without_a_file_to_open_peers_can_be_left_and_new_ones_are_refused(pair:
             pair.transport.open_target("source")
         with pytest.raises(TransportError, match="file descriptors"):
             pair.transport.connect(late, descriptor)
-        assert pair.writer.disconnect(peer) == PeerClosed(peer)
+        assert pair.writer.disconnect(peer) == ConnectionClosed(peer)
     again = pair.connect()
     assert pair.writer.copy(again, plan_volume(1 << 20), tag=next(unique)).error is None
     pair.transport.open_target("source")

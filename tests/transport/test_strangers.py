@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from common.transport.transport import PeerConnected
+from common.transport.transport import ConnectionMade
 from tests.transport.conftest import KINDS
 from tests.transport.put_anywhere import PAYLOAD, dial, listening, put_anywhere, say
 from tests.transport.transport_pair import Pair, plan_volume, start_remote, unique
@@ -37,7 +37,7 @@ def test_ucx_over_tcp_lets_strangers_write_anywhere() -> None:
     remote = start_remote("tcp")
     address = remote.call("address", "pool")
     assert isinstance(address, int)
-    remote.open_target("somebody", ["tail"])  # its pool is told to nobody
+    remote.open_target("somebody", ["tail"])  # its pool is not announced
     for place in listening(remote.pid):
         put_anywhere(place, address)
     assert remote.read("pool")[: len(PAYLOAD)].tobytes() == PAYLOAD
@@ -62,7 +62,7 @@ def test_strangers_write_nowhere(remote: Remote, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_strangers_that_only_hold_on_keep_nobody_out(kind: str) -> None:
+def test_strangers_that_only_hold_on_keep_no_peer_out(kind: str) -> None:
     """Connections that say nothing are bounded, and a newer one takes the place of the oldest."""
     if "stream" not in kind:
         pytest.skip("no stream")
@@ -72,7 +72,7 @@ def test_strangers_that_only_hold_on_keep_nobody_out(kind: str) -> None:
         descriptor = pair.remote.open_target(peer)
         (place,) = listening(pair.remote.pid)
         holds = [dial(place) for _ in range(100)]
-        assert isinstance(pair.writer.connect(peer, descriptor), PeerConnected)
+        assert isinstance(pair.writer.connect(peer, descriptor), ConnectionMade)
         assert pair.writer.copy(peer, plan_volume(1 << 20), tag=next(unique)).error is None
         for hold in holds:
             hold.close()

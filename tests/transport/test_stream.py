@@ -15,9 +15,9 @@ import pytest
 from common.errors import TransportError
 from common.transport.stream import StreamSettings, StreamTransport, parse_stream_address
 from common.transport.transport import (
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
     RegionRefused,
     TargetDescriptor,
     TransferSettled,
@@ -93,18 +93,18 @@ def with_address(descriptor: TargetDescriptor, **changes: object) -> TargetDescr
 @pytest.mark.parametrize("changes", [{"secret": bytes(32)}, {"target": bytes(16)}])
 def test_a_writer_with_another_secret_is_not_let_in(ends: Ends, changes: dict[str, bytes]) -> None:
     descriptor = ends.target.open_target("writer")
-    assert isinstance(ends.connect(with_address(descriptor, **changes)), PeerFailed)
+    assert isinstance(ends.connect(with_address(descriptor, **changes)), ConnectionFailed)
     assert not ends.pool.any()
 
 
-def test_an_encrypted_writer_trusts_nobody_that_does_not_know_the_secret() -> None:
+def test_an_encrypted_writer_trusts_no_target_without_the_secret() -> None:
     """Who has taken the target's place, port and all, gets no byte."""
     ends, impostor = Ends(is_encrypted=True), transport_of(is_encrypted=True)
     try:
         impostor.allocate("pool", NBYTES)
         theirs = parse_stream_address(impostor.open_target("writer").stream_address)
         descriptor = with_address(ends.target.open_target("writer"), port=theirs.port)
-        assert isinstance(ends.connect(descriptor), PeerFailed)
+        assert isinstance(ends.connect(descriptor), ConnectionFailed)
     finally:
         ends.close()
         impostor.close()
@@ -113,8 +113,8 @@ def test_an_encrypted_writer_trusts_nobody_that_does_not_know_the_secret() -> No
 def test_both_ends_must_say_the_same_of_encryption() -> None:
     encrypted, plain = Ends(is_encrypted=True, handshake_s=BRIEF_S), Ends(handshake_s=BRIEF_S)
     try:
-        assert isinstance(plain.connect(encrypted.target.open_target("w")), PeerFailed)
-        assert isinstance(encrypted.connect(plain.target.open_target("w")), PeerFailed)
+        assert isinstance(plain.connect(encrypted.target.open_target("w")), ConnectionFailed)
+        assert isinstance(encrypted.connect(plain.target.open_target("w")), ConnectionFailed)
     finally:
         encrypted.close()
         plain.close()
@@ -129,7 +129,7 @@ def test_no_descriptor_shows_its_secret(ends: Ends) -> None:
 
 
 class Middle:
-    """Somebody between the two ends who hears all, and may change it."""
+    """A man in the middle: reads all traffic, and may change it."""
 
     def __init__(self, port: int, change: Callable[[bytes], bytes] = lambda data: data) -> None:
         self._port, self._change = port, change
@@ -167,7 +167,7 @@ class Middle:
 def test_who_listens_in_on_what_is_encrypted_hears_nothing(ends: Ends, is_encrypted: bool) -> None:
     descriptor = ends.target.open_target("writer")
     middle = Middle(parse_stream_address(descriptor.stream_address).port)
-    assert isinstance(ends.connect(with_address(descriptor, port=middle.port)), PeerConnected)
+    assert isinstance(ends.connect(with_address(descriptor, port=middle.port)), ConnectionMade)
     assert ends.copy().error is None
     assert np.array_equal(ends.pool, ends.source)
     secret = parse_stream_address(descriptor.stream_address).secret
@@ -186,7 +186,7 @@ def test_a_byte_that_is_changed_on_the_way_is_not_stored() -> None:
         return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:] if is_cache else data
 
     middle = Middle(parse_stream_address(descriptor.stream_address).port, change)
-    assert isinstance(ends.connect(with_address(descriptor, port=middle.port)), PeerConnected)
+    assert isinstance(ends.connect(with_address(descriptor, port=middle.port)), ConnectionMade)
     settled = ends.copy()
     assert settled.error is not None and not settled.is_quiet
     ends.target.close_target("writer")
@@ -246,7 +246,7 @@ def test_a_target_that_stops_in_the_middle_of_a_frame_is_lost() -> None:
         ends.writer.connect("target", descriptor)
         connection, _ = listener.accept()
         connection.sendall(bytes(8))
-        assert isinstance(ends.next_event(), PeerConnected)
+        assert isinstance(ends.next_event(), ConnectionMade)
         settled = ends.copy()
         assert settled.error == "the peer stopped in the middle" and not settled.is_quiet
         connection.close()
@@ -303,7 +303,7 @@ def test_an_address_that_is_none_is_refused(ends: Ends, data: bytes) -> None:
 def test_a_host_that_is_no_number_is_not_looked_up(ends: Ends, host: str) -> None:
     descriptor = with_address(ends.target.open_target("writer"), host=host)
     event = ends.connect(descriptor)
-    assert isinstance(event, PeerFailed) and "must be an IP address" in event.reason
+    assert isinstance(event, ConnectionFailed) and "must be an IP address" in event.reason
 
 
 # What stays ---------------------------------------------------------------------------------------
@@ -319,10 +319,10 @@ def test_peers_that_come_and_go_leave_no_thread_and_no_descriptor(is_encrypted: 
     ends = Ends(is_encrypted=is_encrypted)
     for _ in range(20):
         descriptor = ends.target.open_target("writer")
-        assert isinstance(ends.connect(descriptor), PeerConnected)
+        assert isinstance(ends.connect(descriptor), ConnectionMade)
         assert ends.copy().error is None
         ends.writer.disconnect("target")
-        assert isinstance(ends.next_event(), PeerClosed)
+        assert isinstance(ends.next_event(), ConnectionClosed)
         ends.target.close_target("writer")
     ends.close()
     del ends

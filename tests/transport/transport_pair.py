@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from common.planner.copy_plan import CopyPlan
-from common.transport.transport import PeerConnected
+from common.transport.transport import ConnectionMade
 from tests.transport.transport_servant import Remote, Writer
 
 REGION_NBYTES = 2 << 20
@@ -39,7 +39,7 @@ class Pair:
         peer = f"peer{next(unique)}"
         descriptor = (remote or self.remote).open_target(peer, list(TARGET_REGIONS))
         event = self.writer.connect(peer, descriptor)
-        assert isinstance(event, PeerConnected), event
+        assert isinstance(event, ConnectionMade), event
         return peer
 
     def fill(self, value: int) -> None:

@@ -17,9 +17,9 @@ from common.transport.auto import AutoTransport
 from common.transport.connections import Connections
 from common.transport.stream import StreamSettings, StreamTransport
 from common.transport.transport import (
-    PeerClosed,
-    PeerConnected,
-    PeerFailed,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
     TargetDescriptor,
     TransferSettled,
     Transport,
@@ -31,7 +31,7 @@ EVENT_PATIENCE_S = 20.0
 CLOSE_PATIENCE_S = 1.0
 REKEY_NBYTES = 1 << 20
 """So small that every test renews keys."""
-LastEvent = PeerFailed | PeerClosed
+LastEvent = ConnectionFailed | ConnectionClosed
 
 
 class EventTimeout(AssertionError):
@@ -78,12 +78,14 @@ class Writer:
                 raise EventTimeout(f"kept meanwhile: {self.events}")
             self.events += self.transport.poll()
 
-    def connect(self, peer: str, descriptor: TargetDescriptor) -> PeerConnected | PeerFailed:
+    def connect(self, peer: str, descriptor: TargetDescriptor) -> ConnectionMade | ConnectionFailed:
         self.transport.connect(peer, descriptor)
         event = self.wait_for(
-            lambda event: isinstance(event, PeerConnected | PeerFailed) and event.peer == peer
+            lambda event: (
+                isinstance(event, ConnectionMade | ConnectionFailed) and event.peer == peer
+            )
         )
-        assert isinstance(event, PeerConnected | PeerFailed)
+        assert isinstance(event, ConnectionMade | ConnectionFailed)
         return event
 
     def settle(self, tag: int) -> TransferSettled:
@@ -154,7 +156,7 @@ class Servant:
     def close_target(self, peer: str) -> None:
         self._transport.close_target(peer)
 
-    def connect(self, peer: str, descriptor: TargetDescriptor) -> PeerConnected | PeerFailed:
+    def connect(self, peer: str, descriptor: TargetDescriptor) -> ConnectionMade | ConnectionFailed:
         return self._writer.connect(peer, descriptor)
 
     def disconnect(self, peer: str) -> LastEvent:

@@ -10,26 +10,31 @@ import torch
 from common.channel.poller import Poller
 from common.clock import SystemClock
 from common.config import TransferMode
-from common.engine.cast import CACHE_DTYPES, cast
-from common.engine.kv_pool import KvPool
+from common.engine.cache.cast import CACHE_DTYPES, cast
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.planner.link_cost import CopyCost, CopyCosts
 from common.protocol.codec import encode_layout
 from common.protocol.worker import ConnectPeer, Expect, PeerOpened, WorkerToScheduler
-from common.transport import transport as moving
 from common.transport.copies import copy_runs
+from common.transport.transport import (
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
-from common.worker.copier import Copier
-from common.worker.gather_buffers import GatherBuffers
-from common.worker.landing import REGION as LANDING_REGION
-from common.worker.landing import Landing
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool, allocate_region
 from common.worker.sends import Sends
-from common.worker.staged_io import StagedIo
-from common.worker.staging import REGION as STAGING_REGION
-from common.worker.staging import Staging
+from common.worker.staging.copier import Copier
+from common.worker.staging.gather_buffers import GatherBuffers
+from common.worker.staging.io import StagingIo
+from common.worker.staging.source import REGION as SOURCE_REGION
+from common.worker.staging.source import StagingSource
+from common.worker.staging.target import REGION as TARGET_REGION
+from common.worker.staging.target import StagingTarget
 from tests.worker.whole_send import WholeSend
 
 WAIT_S = 30.0
@@ -51,61 +56,65 @@ def page_counts(layout: RankLayout) -> list[int]:
 
 @dataclass
 class Rank:
-    """What the I/O thread of one rank owns; a source has a staging, a target a landing."""
+    """What the I/O thread of one rank owns; each is a source or a target."""
 
     layout: RankLayout
     transport: UcxTransport
     pool: KvPool
-    landing: Landing | None
-    staging: Staging | None
+    staging_target: StagingTarget | None
+    staging_source: StagingSource | None
     links: PeerLinks = field(init=False)
     sends: Sends = field(init=False)
-    io: StagedIo = field(init=False)
-    told: list[WorkerToScheduler] = field(default_factory=list)
+    io: StagingIo = field(init=False)
+    messages: list[WorkerToScheduler] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.links = PeerLinks(self.transport, self.layout, self.landing, self.staging)
-        self.sends = Sends(
-            self.transport, self.links, self.layout, page_counts(self.layout), self.staging
+        self.links = PeerLinks(
+            self.transport, self.layout, self.staging_target, self.staging_source
         )
-        self.io = StagedIo(self.sends, self.links, self.landing, self.staging, SystemClock())
+        self.sends = Sends(
+            self.transport, self.links, self.layout, page_counts(self.layout), self.staging_source
+        )
+        self.io = StagingIo(
+            self.sends, self.links, self.staging_target, self.staging_source, SystemClock()
+        )
 
     @staticmethod
     def source(layout: RankLayout, tls: str, buffer_count: int = 4) -> Rank:
         transport, pool = _start(layout, tls)
-        region = allocate_region(transport, STAGING_REGION, buffer_count * BUFFER_NBYTES, CPU)
+        region = allocate_region(transport, SOURCE_REGION, buffer_count * BUFFER_NBYTES, CPU)
         copier = Copier(pool.buffers, copy_runs)
-        staging = Staging(
+        source = StagingSource(
             transport,
             GatherBuffers(region, len(layout.groups), BUFFER_NBYTES, copier),
             copies=CopyCosts(CopyCost(2e-6, 5e9), CopyCost(2e-6, 5e9)),
             clock=SystemClock(),
         )
-        return Rank(layout, transport, pool, None, staging)
+        return Rank(layout, transport, pool, None, source)
 
     @staticmethod
     def target(layout: RankLayout, tls: str, slot_count: int = 16) -> Rank:
         transport, pool = _start(layout, tls)
-        region = allocate_region(transport, LANDING_REGION, slot_count * BUFFER_NBYTES, CPU)
+        region = allocate_region(transport, TARGET_REGION, slot_count * BUFFER_NBYTES, CPU)
         copier = Copier(pool.buffers, copy_runs)
-        landing = Landing(region, copier, layout, page_counts(layout), "127.0.0.1")
-        return Rank(layout, transport, pool, landing, None)
+        target = StagingTarget(region, copier, layout, page_counts(layout), "127.0.0.1")
+        return Rank(layout, transport, pool, target, None)
 
     def turn(self) -> None:
         """What the I/O loop does once; nothing waits here."""
         for event in self.transport.poll():
             match event:
-                case moving.TransferSettled():
+                case TransferSettled():
                     if self.io.apply_settled(event):
-                        self.told += self.io.take()
+                        self.messages += self.io.take()
                     else:
-                        self.told += self.sends.apply_settled(event)
-                case moving.PeerConnected():
-                    self.told += self.links.apply_connected(event)
-                case moving.PeerFailed() | moving.PeerClosed():
-                    told = self.links.apply_gone(event)
-                    self.told += [*self.io.take(), *told]
-        self.told += self.io.receive()
+                        self.messages += self.sends.apply_settled(event)
+                case ConnectionMade():
+                    self.messages += self.links.apply_connected(event)
+                case ConnectionFailed() | ConnectionClosed():
+                    messages = self.links.apply_gone(event)
+                    self.messages += [*self.io.take(), *messages]
+        self.messages += self.io.receive()
 
     def close(self) -> None:
         self.io.close()
@@ -153,11 +162,11 @@ class World:
     def wait_for(self, count: int) -> list[WorkerToScheduler]:
         """The next messages of the source rank to its scheduler."""
         end_at = SystemClock().now() + WAIT_S
-        while len(self.source.told) < count:
-            assert SystemClock().now() < end_at, f"only {self.source.told} of {count}"
+        while len(self.source.messages) < count:
+            assert SystemClock().now() < end_at, f"only {self.source.messages} of {count}"
             self.turn()
-        told, self.source.told = self.source.told, []
-        return told
+        messages, self.source.messages = self.source.messages, []
+        return messages
 
     def connect(self) -> list[WorkerToScheduler]:
         layout = encode_layout(self.source.layout.server)
@@ -169,13 +178,15 @@ class World:
         assert len(ranks) == len(opened), opened
         theirs = encode_layout(self.targets[0].layout.server)
         message = ConnectPeer("target", theirs, ranks, self.transfer_mode)
-        self.source.told += self.source.links.connect(message)
+        self.source.messages += self.source.links.connect(message)
         return self.wait_for(1)
 
     def expect(self, transfer_id: int, token_count: int, pages: Sequence[int]) -> None:
         for rank in self.targets:
-            assert rank.landing is not None
-            rank.landing.expect(Expect(transfer_id, "source", token_count, [(0, list(pages))]))
+            assert rank.staging_target is not None
+            rank.staging_target.expect(
+                Expect(transfer_id, "source", token_count, [(0, list(pages))])
+            )
 
     def close(self) -> None:
         for rank in (self.source, *self.targets):

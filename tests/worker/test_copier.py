@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, cast
+from common.engine.cache.cast import CACHE_DTYPES, cast
 from common.planner.staging import Conversion, LinearCopy
 from common.transport.copies import convert_float8, copy_runs
 from common.transport.loader import load_ucx
-from common.worker.copier import Copier, copy_by_index
+from common.worker.staging.copier import Copier, copy_by_index
 
 load_ucx("auto")
 

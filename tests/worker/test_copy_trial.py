@@ -12,9 +12,9 @@ from common.clock import ManualClock
 from common.planner.copy_plan import Int64Array
 from common.transport.copies import copy_runs
 from common.transport.loader import load_ucx
-from common.worker import copy_trial
-from common.worker.copier import Bytes
-from common.worker.copy_trial import measure_copies
+from common.worker.staging import copy_trial
+from common.worker.staging.copier import Bytes
+from common.worker.staging.copy_trial import measure_copies
 
 load_ucx("auto")
 

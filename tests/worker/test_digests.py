@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.config import Verify
-from common.engine.cast import CACHE_DTYPES, cast
+from common.engine.cache.cast import CACHE_DTYPES, cast
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Segment, Shard
 from common.layout.families import gqa_components
@@ -98,7 +98,7 @@ def test_what_was_handed_over_has_the_digests_of_what_was_sent(
 @pytest.mark.slow
 @PROPERTY
 @given(cases(from_start=True), st.randoms(use_true_random=False))
-def test_any_byte_that_differs_is_found_and_its_place_is_told(
+def test_any_byte_that_differs_is_found_and_its_place_is_named(
     case: Case, rng: random.Random
 ) -> None:
     pair = Pair(case)

@@ -10,8 +10,8 @@ import torch
 
 from common.clock import ManualClock
 from common.config import Role, ServerConfig
+from common.engine.cache.kv_pool import KvPool
 from common.engine.distributed import ParallelContext
-from common.engine.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm

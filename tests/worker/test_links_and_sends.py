@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.protocol.codec import encode_layout
@@ -24,9 +24,15 @@ from common.protocol.worker import (
     SendSettled,
     WorkerToScheduler,
 )
-from common.transport import transport as moving
+from common.transport.transport import (
+    CANCELLED,
+    ConnectionClosed,
+    ConnectionFailed,
+    ConnectionMade,
+    TransferSettled,
+)
 from common.transport.ucx import UcxSettings, UcxTransport
-from common.worker.io_loop import Outbox
+from common.worker.io_loop import EngineOutbox
 from common.worker.peer_links import PeerLinks
 from common.worker.pools import allocate_pool
 from common.worker.sends import Computed, Sends
@@ -62,22 +68,22 @@ class Rank:
     def wait(self) -> list[WorkerToScheduler]:
         """What the next transport events mean."""
         assert self.transport.wait(WAIT_S), "no event"
-        told: list[WorkerToScheduler] = []
+        messages: list[WorkerToScheduler] = []
         for event in self.transport.poll():
             match event:
-                case moving.TransferSettled():
-                    told += self.sends.apply_settled(event)
-                case moving.PeerConnected():
-                    told += self.links.apply_connected(event)
-                case moving.PeerFailed() | moving.PeerClosed():
-                    told += self.links.apply_gone(event)
-        return told
+                case TransferSettled():
+                    messages += self.sends.apply_settled(event)
+                case ConnectionMade():
+                    messages += self.links.apply_connected(event)
+                case ConnectionFailed() | ConnectionClosed():
+                    messages += self.links.apply_gone(event)
+        return messages
 
     def wait_for(self, count: int) -> list[WorkerToScheduler]:
-        told: list[WorkerToScheduler] = []
-        while len(told) < count:
-            told += self.wait()
-        return told
+        messages: list[WorkerToScheduler] = []
+        while len(messages) < count:
+            messages += self.wait()
+        return messages
 
 
 @dataclass
@@ -220,9 +226,9 @@ def test_a_send_while_connecting_is_answered(world: World) -> None:
 def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> None:
     world.connected()
     world.targets[1].transport.close()
-    told = world.source.wait_for(1)
-    assert [type(message) for message in told] == [PeerFailed]
-    failed = told[0]
+    messages = world.source.wait_for(1)
+    assert [type(message) for message in messages] == [PeerFailed]
+    failed = messages[0]
     assert isinstance(failed, PeerFailed) and failed.reason.startswith("target/1: ")
     settled = send_whole(world.source.sends, send_of(1, 0, 8))
     assert "peer target is failed" in settled[0].error
@@ -230,14 +236,14 @@ def test_a_lost_rank_fails_the_peer_once_and_its_sends_settle(world: World) -> N
     assert world.source.wait_for(1) == [PeerClosed("target", 0)]
 
 
-def test_closing_settles_what_is_under_way_before_it_is_told(world: World) -> None:
+def test_closing_settles_open_sends_before_it_is_reported(world: World) -> None:
     world.connected()
     for send_id in range(8):
         assert send_whole(world.source.sends, send_of(send_id, 0, TOKENS)) == []
     assert world.source.links.close("target") == []
     assert world.source.links.close("target") == []  # asked twice, answered once
-    told = world.source.wait_for(9)
-    assert [type(message) for message in told] == [SendSettled] * 8 + [PeerClosed]
+    messages = world.source.wait_for(9)
+    assert [type(message) for message in messages] == [SendSettled] * 8 + [PeerClosed]
     assert world.source.links.close("target") == [PeerClosed("target", 0)]
 
 
@@ -260,9 +266,9 @@ def test_a_cancelled_transfer_settles_once_and_is_quiet() -> None:
             )
             assert send_whole(world.source.sends, send) == []
         world.source.sends.cancel(CancelSends(71))
-        world.source.sends.cancel(CancelSends(99))  # of nobody
+        world.source.sends.cancel(CancelSends(99))  # of no transfer
         settled = {m.send_id: m for m in world.source.wait_for(2) if isinstance(m, SendSettled)}
-        assert settled[1].error in (moving.CANCELLED, "") and settled[1].is_quiet
+        assert settled[1].error in (CANCELLED, "") and settled[1].is_quiet
         assert settled[2].error == "" and world.source.sends.open_count == 0
         rows = world.source.pool.buffers[0].view(10_001, -1)
         assert torch.equal(world.targets[0].pool.buffers[0].view(10_001, -1)[1:], rows[scattered])
@@ -297,7 +303,7 @@ def test_a_send_that_waits_for_the_engine_can_be_cancelled(world: World) -> None
     world.connected()
     assert send_whole(world.source.sends, send_of(1, 0, TOKENS, step_id=5)) == []
     (settled,) = world.source.sends.cancel(CancelSends(70))
-    assert (settled.error, settled.is_quiet, settled.nbytes) == (moving.CANCELLED, True, 0)
+    assert (settled.error, settled.is_quiet, settled.nbytes) == (CANCELLED, True, 0)
     assert world.source.sends.apply_computed(Computed(5, 1)) == []
     assert world.source.sends.open_count == 0
 
@@ -309,9 +315,9 @@ def test_closing_a_peer_settles_what_waits_for_the_engine(world: World) -> None:
     assert settled.error == "the peer is closed" and world.source.sends.open_count == 0
 
 
-def test_peers_are_told_which_rank_did_not_announce_itself(world: World) -> None:
-    told = world.connect(world.announce()[:1])
-    assert told == [PeerFailed("target", 0, "rank 1 of the peer did not announce itself")]
+def test_the_rank_that_did_not_announce_itself_is_named(world: World) -> None:
+    messages = world.connect(world.announce()[:1])
+    assert messages == [PeerFailed("target", 0, "rank 1 of the peer did not announce itself")]
     assert world.source.links.close("target") == [PeerClosed("target", 0)]
 
 
@@ -319,10 +325,12 @@ def test_an_announcement_that_does_not_fit_the_cache_is_refused(world: World) ->
     good = world.announce()
     region = good[0].regions[0]
     doubled = RankDescriptor(0, good[0].worker_address, [region, region], good[0].probe)
-    told = world.connect([doubled, good[1]])
-    assert isinstance(told[0], PeerFailed) and "2 regions for 1 page groups" in told[0].reason
-    told = world.source.links.connect(ConnectPeer("other", b"\xc1", good))
-    assert isinstance(told[0], PeerFailed) and "layout can't be read" in told[0].reason
+    messages = world.connect([doubled, good[1]])
+    assert (
+        isinstance(messages[0], PeerFailed) and "2 regions for 1 page groups" in messages[0].reason
+    )
+    messages = world.source.links.connect(ConnectPeer("other", b"\xc1", good))
+    assert isinstance(messages[0], PeerFailed) and "layout can't be read" in messages[0].reason
 
 
 def test_opening_twice_gives_the_same_place_and_closing_a_new_one(world: World) -> None:
@@ -334,7 +342,7 @@ def test_opening_twice_gives_the_same_place_and_closing_a_new_one(world: World) 
 
 
 def test_an_outbox_wakes_its_reader_and_keeps_the_order() -> None:
-    outbox = Outbox()
+    outbox = EngineOutbox()
     assert outbox.take() == []
     messages = [PeerClosed(str(index), 0) for index in range(3)]
     for message in messages:

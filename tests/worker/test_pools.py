@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, Role, ServerConfig
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.errors import ConfigError
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
@@ -191,7 +191,7 @@ def test_a_pool_too_small_for_two_slots_has_one_and_the_tokens_still_fit() -> No
     assert slots == 1 and pages == MIB // 4096 - 1
 
 
-def test_slots_share_the_memory_also_where_the_tokens_were_told() -> None:
+def test_slots_share_the_memory_also_where_the_tokens_are_given() -> None:
     config = config_of(max_total_tokens=1600)
     assert decide_page_counts(slot_layout(), config, 4096, free_of(20 * MIB)) == [100, 9]
 
@@ -202,7 +202,7 @@ def test_slots_share_the_memory_also_where_the_tokens_were_told() -> None:
     # free, others half of it.
     [(None, 20 * MIB, "1..18 beside 16 tokens"), (1600, 40 * MIB, "1..38 beside 1600 tokens")],
 )
-def test_too_many_slots_for_the_memory_are_told_with_what_each_takes(
+def test_too_many_slots_for_the_memory_are_refused_with_the_size_of_each(
     tokens: int | None, limit: int, fitting: str
 ) -> None:
     config = config_of(max_running_requests=60, max_total_tokens=tokens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.config import TransferMode
-from common.engine.cast import raw
+from common.engine.cache.cast import raw
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.protocol.worker import (
@@ -99,7 +99,7 @@ def live_rows(rank: Rank, first_page: int, component: str, layer: int, segment: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transfer_mode", [TransferMode.STAGED, TransferMode.DIRECT])
-def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
+def test_every_kind_arrives_at_every_rank_and_a_bare_stage_delays_no_rank(
     transfer_mode: TransferMode,
 ) -> None:
     world = World.make(SOURCE, TARGET, transfer_mode=transfer_mode)
@@ -109,13 +109,13 @@ def test_every_kind_arrives_at_every_rank_and_a_bare_stage_keeps_nobody_waiting(
         fill(world.source, 1)
         for index, rank in enumerate(world.targets):
             fill(rank, 2 + index)
-            assert rank.landing is not None
-            rank.landing.expect(Expect(70, "source", TOKENS, pages_of(TARGET, 10)))
+            assert rank.staging_target is not None
+            rank.staging_target.expect(Expect(70, "source", TOKENS, pages_of(TARGET, 10)))
         scratch = [[b[: len(b) // (PAGE_COUNT + 1)].clone() for b in r.pool.buffers]
                    for r in world.targets]  # fmt: skip
         world.source.sends.open(open_transfer())
         for send_id, (start, stop) in enumerate([(0, FIRST_CHUNK), (FIRST_CHUNK, TOKENS)]):
-            world.source.told += world.source.sends.send(send_of(send_id, start, stop))
+            world.source.messages += world.source.sends.send(send_of(send_id, start, stop))
             (settled,) = world.wait_for(1)
             assert isinstance(settled, SendSettled) and settled.error == ""
             if start == 0:

@@ -12,9 +12,9 @@ import pytest
 from common.channel.peer import PeerDialer
 from common.channel.poller import Poller
 from common.config import Role, TransferMode
-from common.protocol.codec import decode_credit, encode
+from common.protocol.codec import decode_slot_freed, encode
 from common.protocol.descriptor import RankDescriptor
-from common.protocol.landing import Credit, Landed
+from common.protocol.staging import SlotFilled, SlotFreed
 from common.protocol.worker import (
     ClosePeer,
     ConnectPeer,
@@ -56,21 +56,21 @@ class StagedPair(Pair):
 
     def open(self) -> list[RankDescriptor]:
         layout = self.prefill.ready[0].layout
-        self.decode.tell(OpenPeer("prefill", layout, LINK, self.transfer_mode))
+        self.decode.send(OpenPeer("prefill", layout, LINK, self.transfer_mode))
         opened = [self.decode.expect(PeerOpened) for _ in self.decode.processes]
         return sorted((message.descriptor for message in opened), key=lambda d: d.rank)
 
     def connect(self) -> list[PeerConnected]:
         layout = self.decode.ready[0].layout
-        self.prefill.tell(ConnectPeer("decode", layout, self.open(), self.transfer_mode))
+        self.prefill.send(ConnectPeer("decode", layout, self.open(), self.transfer_mode))
         return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
 
     def expect_transfer(self, transfer_id: int, token_count: int) -> None:
         pages = DECODE_PAGES[: -(-token_count // self.decode.config.page_size)]
-        self.decode.tell(Expect(transfer_id, "prefill", token_count, [(0, pages)]))
+        self.decode.send(Expect(transfer_id, "prefill", token_count, [(0, pages)]))
 
     def forget(self, transfer_id: int) -> None:
-        self.decode.tell(Forget(transfer_id))
+        self.decode.send(Forget(transfer_id))
         for _ in self.decode.processes:
             assert self.decode.expect(Forgotten).transfer_id == transfer_id
 
@@ -182,7 +182,7 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
         for side in (pair.prefill, pair.decode):  # given: both engines busy for long
             for index in range(steps):
                 pages = list(range(400, 400 + 512 // side.config.page_size))
-                side.tell(
+                side.send(
                     Step(
                         10_000 + index,
                         [NewSequence(900 + index, prompt, 512, GREEDY)],
@@ -196,7 +196,7 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
         send = WholeSend(
             8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES[:4])]
         )
-        pair.prefill.tell_send(send)
+        pair.prefill.request_send(send)
         settled, earlier = pair.prefill.expect_after(SendSettled)
         computed_count = sum(isinstance(message, StepDone) for message in earlier)
         assert settled.error == "" and computed_count < steps
@@ -204,8 +204,8 @@ def test_a_staged_transfer_settles_while_the_engines_compute(checkpoint: Path) -
             assert pair.prefill.expect(StepDone).failed == {}
 
 
-def forge(address: str, message: Landed) -> Credit:
-    """What a decode rank answers to somebody who is no prefill rank."""
+def forge(address: str, message: SlotFilled) -> SlotFreed:
+    """A decode rank's answer to a process that is no prefill rank."""
     dialer, poller = PeerDialer(), Poller()
     dialer.dial(address)
     poller.register(dialer)
@@ -215,7 +215,7 @@ def forge(address: str, message: Landed) -> Credit:
         received = dialer.receive()
         if received:
             dialer.close()
-            return decode_credit(received[0][1])
+            return decode_slot_freed(received[0][1])
     raise AssertionError("no answer")
 
 
@@ -225,22 +225,22 @@ def test_forged_messages_are_refused_and_the_pair_goes_on(
     for pair in start(checkpoint, {}, {"page_size": 16}):
         pair.connect()
         (descriptor,) = pair.open()  # asked again, the answer is the same
-        assert descriptor.landing is not None and descriptor.regions == []
-        address, ring = descriptor.landing.address, descriptor.landing.rings[0]
+        assert descriptor.staging_buffer is not None and descriptor.regions == []
+        address, ring = descriptor.staging_buffer.address, descriptor.staging_buffer.rings[0]
         pair.expect_transfer(5, 40)
         slot = ring.slots[-1]
         for message, named in (
-            (Landed(ring.ring + 1, 1, slot, 5, 0, 0, 1, 0, 1), "unknown ring"),
-            (Landed(ring.ring, 10**9, slot, 6, 0, 0, 1, 0, 1), "not expected from this peer"),
-            (Landed(ring.ring, 10**9 + 1, slot, 5, 0, 0, 2**30, 0, 1), "must lie in 0.."),
-            (Landed(ring.ring, 10**9 + 2, slot, 5, 0, 0, 1, 0, 41), "items 0..41"),
-            (Landed(ring.ring, 10**9 + 3, 63, 5, 0, 0, 1, 0, 1), "is not of this ring"),
+            (SlotFilled(ring.ring + 1, 1, slot, 5, 0, 0, 1, 0, 1), "unknown ring"),
+            (SlotFilled(ring.ring, 10**9, slot, 6, 0, 0, 1, 0, 1), "not expected from this peer"),
+            (SlotFilled(ring.ring, 10**9 + 1, slot, 5, 0, 0, 2**30, 0, 1), "must lie in 0.."),
+            (SlotFilled(ring.ring, 10**9 + 2, slot, 5, 0, 0, 1, 0, 41), "items 0..41"),
+            (SlotFilled(ring.ring, 10**9 + 3, 63, 5, 0, 0, 1, 0, 1), "is not of this ring"),
         ):
             assert named in forge(address, message).error
         pair.forget(5)
         assert (
             "not expected"
-            in forge(address, Landed(ring.ring, 10**9 + 4, slot, 5, 0, 0, 1, 0, 1)).error
+            in forge(address, SlotFilled(ring.ring, 10**9 + 4, slot, 5, 0, 0, 1, 0, 1)).error
         )
         prompt = random_prompt(20, 4)
         pair.expect_transfer(pair.next_id, 20)
@@ -258,7 +258,7 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
         os.kill(pair.decode.processes[0].pid, signal.SIGSTOP)
         sends = 6
         for index in range(sends):
-            pair.prefill.tell_send(
+            pair.prefill.request_send(
                 WholeSend(
                     index, 0, 8, "decode", 0, 40, True, [(0, PREFILL_PAGES)], [(0, DECODE_PAGES)]
                 )
@@ -268,7 +268,7 @@ def test_a_target_that_dies_fails_its_sends_and_the_next_one_is_served(
         settled = [pair.prefill.expect(SendSettled) for _ in range(sends)]
         assert all(message.error and message.is_quiet for message in settled)
         assert pair.prefill.expect(PeerFailed).peer == "decode"
-        pair.prefill.tell(ClosePeer("decode"))
+        pair.prefill.send(ClosePeer("decode"))
         assert pair.prefill.expect(PeerClosed).peer == "decode"
         with WorkerProcesses(checkpoint, Role.DECODE, prefill=(LINK,)) as decode:
             decode.wait_ready()
@@ -290,15 +290,15 @@ def test_a_source_that_dies_leaves_slots_that_come_back_when_it_is_fenced(
         decode.wait_ready()
 
         def open_peer(name: str) -> int:
-            decode.tell(OpenPeer(name, layout, LINK, TransferMode.STAGED))
-            landing = decode.expect(PeerOpened).descriptor.landing
-            assert landing is not None
-            return len(landing.rings[0].slots)
+            decode.send(OpenPeer(name, layout, LINK, TransferMode.STAGED))
+            staging_buffer = decode.expect(PeerOpened).descriptor.staging_buffer
+            assert staging_buffer is not None
+            return len(staging_buffer.rings[0].slots)
 
         assert open_peer("a") == 4
-        decode.tell(ClosePeer("a"))
+        decode.send(ClosePeer("a"))
         assert decode.expect(PeerClosed).peer == "a"
         # 16 slots, 4 or half of the free ones for each: the dead peer may still write into its own.
         assert [open_peer(name) for name in "bcd"] == [4, 4, 2]
-        decode.tell(ReclaimPeer("a"))
+        decode.send(ReclaimPeer("a"))
         assert open_peer("e") == 3

@@ -1,6 +1,8 @@
-"""Staged transfers between ranks over real UCX and ZMQ: bytes, credits, and what goes wrong."""
+"""Staged transfers between ranks over real UCX and ZMQ: bytes, slots, and what goes wrong."""
 
 from __future__ import annotations
+
+import itertools
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ import torch
 from common.config import TransferMode
 from common.layout.cache_layout import ServerLayout
 from common.protocol.codec import encode_layout
-from common.protocol.landing import Credit
+from common.protocol.staging import SlotFreed
 from common.protocol.worker import (
     CancelSends,
     ConnectPeer,
@@ -20,7 +22,7 @@ from common.protocol.worker import (
     PeerOpened,
     SendSettled,
 )
-from common.worker.staging import Staging
+from common.worker.staging.source import StagingSource
 from tests.worker.staged_world import (
     BUFFER_NBYTES,
     Rank,
@@ -45,18 +47,18 @@ def settled(message: object) -> SendSettled:
 
 def lane_state(world: World) -> tuple[int, int, dict[int, int]]:
     """Free slots, free buffers and slots held per transfer, of the source's first lane."""
-    staging = world.source.staging
-    assert staging is not None
-    lane = staging.lane("target/0")
+    source = world.source.staging_source
+    assert source is not None
+    lane = source.lane("target/0")
     assert lane is not None
-    return len(lane.free), staging.free_buffer_count, dict(lane.held)
+    return len(lane.free), source.free_buffer_count, dict(lane.held)
 
 
 def all_free(world: World) -> bool:
     free, buffers, held = lane_state(world)
-    staging = world.source.staging
-    assert staging is not None
-    lane = staging.lane("target/0")
+    source = world.source.staging_source
+    assert source is not None
+    lane = source.lane("target/0")
     assert lane is not None
     return free == lane.slot_count and buffers == 4 and not held
 
@@ -95,7 +97,7 @@ def test_a_staged_send_reaches_its_pages_and_touches_nothing_else(
             before.append(rank.pool.buffers[0].clone())
         world.expect(70, TOKENS, TARGET_PAGES)
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        world.source.told += send_whole(world.source.sends, send)
+        world.source.messages += send_whole(world.source.sends, send)
         (message,) = world.wait_for(1)
         assert (settled(message).error, settled(message).is_quiet) == ("", True)
         for rank, held in zip(world.targets, before, strict=True):
@@ -106,7 +108,7 @@ def test_a_staged_send_reaches_its_pages_and_touches_nothing_else(
         world.close()
 
 
-def test_in_landing_mode_the_pool_is_not_among_what_is_announced() -> None:
+def test_in_staged_mode_the_pool_is_not_among_what_is_announced() -> None:
     world = World.make(server_layout(), server_layout(page_size=16))
     try:
         layout = encode_layout(world.source.layout.server)
@@ -116,11 +118,11 @@ def test_in_landing_mode_the_pool_is_not_among_what_is_announced() -> None:
         assert isinstance(opened, PeerOpened)
         descriptor = opened.descriptor
         assert descriptor.regions == [] and descriptor.page_counts == [64]
-        assert descriptor.landing is not None
-        landing = descriptor.landing.region[1:3]
+        assert descriptor.staging_buffer is not None
+        region = descriptor.staging_buffer.region[1:3]
         pool = world.targets[0].pool.buffers[0]
-        assert landing[1] == 16 * BUFFER_NBYTES
-        start, end = landing[0], sum(landing)
+        assert region[1] == 16 * BUFFER_NBYTES
+        start, end = region[0], sum(region)
         assert pool.data_ptr() + pool.nbytes <= start or end <= pool.data_ptr()
     finally:
         world.close()
@@ -128,7 +130,7 @@ def test_in_landing_mode_the_pool_is_not_among_what_is_announced() -> None:
 
 @pytest.mark.parametrize("transfer_mode", [TransferMode.AUTO, TransferMode.DIRECT])
 def test_without_need_nothing_is_staged(transfer_mode: TransferMode) -> None:
-    """Long runs over shared memory: a direct transfer, in which nobody is asked to scatter."""
+    """Long runs over shared memory: a direct transfer, without a scatter."""
     world = World.make(server_layout(), server_layout(), transfer_mode=transfer_mode)
     try:
         (connected,) = world.connect()
@@ -139,19 +141,19 @@ def test_without_need_nothing_is_staged(transfer_mode: TransferMode) -> None:
         fill(world.source, 1)
         held = world.targets[0].pool.buffers[0].clone()
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
-        world.source.told += send_whole(world.source.sends, send)
+        world.source.messages += send_whole(world.source.sends, send)
         assert settled(world.wait_for(1)[0]).error == ""
         wanted = after_transfer(
             world.source, world.targets[0], held, TOKENS, SOURCE_PAGES, TARGET_PAGES
         )
         assert torch.equal(world.targets[0].pool.buffers[0], wanted)
-        landing = world.targets[0].landing
-        assert landing is not None and landing.counters.pieces == 0
+        target = world.targets[0].staging_target
+        assert target is not None and target.counters.pieces == 0
     finally:
         world.close()
 
 
-# ---- credits -------------------------------------------------------------------------------------
+# ---- freed slots ---------------------------------------------------------------------------------
 
 
 def two_transfers(world: World) -> None:
@@ -188,7 +190,7 @@ def test_a_transfer_that_stalls_leaves_slots_to_the_others() -> None:
         world.close()
 
 
-def test_a_cancelled_transfer_settles_when_its_credits_are_back() -> None:
+def test_a_cancelled_transfer_settles_when_its_slots_are_back() -> None:
     world = World.make(server_layout(head_dim=256), server_layout(head_dim=256))
     try:
         world.connect()
@@ -200,8 +202,8 @@ def test_a_cancelled_transfer_settles_when_its_credits_are_back() -> None:
         for _ in range(20):
             world.turn()
         assert world.source.sends.cancel(CancelSends(70)) == []  # its slots are not back
-        world.source.told += world.source.io.take()
-        assert world.source.told == []
+        world.source.messages += world.source.io.take()
+        assert world.source.messages == []
         world.stalled = False
         messages = {settled(m).send_id: settled(m) for m in world.wait_for(2)}
         assert (messages[1].error, messages[1].is_quiet) == ("cancelled", True)
@@ -217,9 +219,9 @@ def test_what_the_target_forgot_fails_the_send_and_returns_every_slot() -> None:
         world.connect()
         two_transfers(world)
         before = world.targets[0].pool.buffers[0].clone()
-        landing = world.targets[0].landing
-        assert landing is not None
-        landing.forget(Forget(70))
+        target = world.targets[0].staging_target
+        assert target is not None
+        target.forget(Forget(70))
         send = send_of(1, 256, range(1, 33), range(1, 33), transfer_id=70)
         assert send_whole(world.source.sends, send) == []
         message = settled(world.wait_for(1)[0])
@@ -230,7 +232,7 @@ def test_what_the_target_forgot_fails_the_send_and_returns_every_slot() -> None:
         world.close()
 
 
-def test_a_lost_message_is_sent_again() -> None:
+def test_a_lost_message_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World.make(server_layout(), server_layout())
     try:
         world.connect()
@@ -238,13 +240,14 @@ def test_a_lost_message_is_sent_again() -> None:
         world.stalled = True
         send = send_of(1, TOKENS, SOURCE_PAGES, TARGET_PAGES)
         assert send_whole(world.source.sends, send) == []
-        staging, landing = world.source.staging, world.targets[0].landing
-        assert staging is not None and landing is not None
-        while not staging.counters.repeated:
+        source, target = world.source.staging_source, world.targets[0].staging_target
+        assert source is not None and target is not None
+        while not source.counters.repeated:
             world.turn()
-        # The first one is lost: it is read and dropped here.
-        for listener in landing._listeners.values():
-            listener.receive()
+        # The first one is lost: the target reads it and does nothing.
+        with monkeypatch.context() as deaf:
+            deaf.setattr(target, "apply_filled", lambda _: None)
+            target.receive()
         world.stalled = False
         assert settled(world.wait_for(1)[0]).error == ""
         assert all_free(world)
@@ -252,17 +255,21 @@ def test_a_lost_message_is_sent_again() -> None:
         world.close()
 
 
-def test_credits_that_nobody_waits_for_change_nothing() -> None:
+def test_a_slot_freed_twice_or_by_strangers_changes_nothing() -> None:
     world = World.make(server_layout(), server_layout())
     try:
         world.connect()
-        staging = world.source.staging
-        assert isinstance(staging, Staging)
-        lane = staging.lane("target/0")
+        source = world.source.staging_source
+        assert isinstance(source, StagingSource)
+        lane = source.lane("target/0")
         assert lane is not None
-        for credit in (Credit(lane.ring, 999, 0), Credit(lane.ring + 1, 1, 0), Credit(0, 0, 7)):
-            staging.apply_credit(lane, credit)
-        assert staging.counters.stale == 3 and all_free(world)
+        for freed in (
+            SlotFreed(lane.ring, 999, 0),
+            SlotFreed(lane.ring + 1, 1, 0),
+            SlotFreed(0, 0, 7),
+        ):
+            source.apply_freed(lane, freed)
+        assert source.counters.stale == 3 and all_free(world)
     finally:
         world.close()
 
@@ -280,20 +287,20 @@ def test_a_target_that_dies_in_mid_piece_returns_every_buffer(tls: str) -> None:
         assert send_whole(world.source.sends, send) == []
         for _ in range(10):
             world.turn()
-        assert lane_state(world)[2]  # slots are full and not credited
+        assert lane_state(world)[2]  # slots are full and not freed
         world.targets[0].close()
-        told = world.wait_for(2)
-        assert [type(message) for message in told] == [SendSettled, PeerFailed]
-        assert settled(told[0]).error and settled(told[0]).is_quiet
-        staging = world.source.staging
-        assert staging is not None and staging.lane("target/0") is None
-        assert staging.free_buffer_count == 4 and staging.is_idle
+        messages = world.wait_for(2)
+        assert [type(message) for message in messages] == [SendSettled, PeerFailed]
+        assert settled(messages[0]).error and settled(messages[0]).is_quiet
+        source = world.source.staging_source
+        assert source is not None and source.lane("target/0") is None
+        assert source.free_buffer_count == 4 and source.is_idle
         assert world.source.links.close("target") == [PeerClosed("target", 0)]
     finally:
         world.source.close()
 
 
-def test_closing_settles_what_waits_for_credits_first_and_the_peer_can_come_again() -> None:
+def test_closing_settles_what_waits_for_freed_slots_first_and_the_peer_can_come_again() -> None:
     world = World.make(server_layout(head_dim=256), server_layout(head_dim=256))
     try:
         for _ in range(2):
@@ -304,16 +311,16 @@ def test_closing_settles_what_waits_for_credits_first_and_the_peer_can_come_agai
             assert send_whole(world.source.sends, send) == []
             for _ in range(10):
                 world.turn()
-            world.source.told += world.source.sends.cancel_peer("target", "closed")
-            world.source.told += world.source.links.close("target")
-            told = world.wait_for(2)
-            assert [type(message) for message in told] == [SendSettled, PeerClosed]
+            world.source.messages += world.source.sends.cancel_peer("target", "closed")
+            world.source.messages += world.source.links.close("target")
+            messages = world.wait_for(2)
+            assert [type(message) for message in messages] == [SendSettled, PeerClosed]
             world.stalled = False
             assert world.targets[0].links.close("source") == [PeerClosed("source", 0)]
-        landing = world.targets[0].landing
-        assert landing is not None
-        landing.reclaim("source")
-        assert landing.free_slot_count == 16
+        target = world.targets[0].staging_target
+        assert target is not None
+        target.reclaim("source")
+        assert target.free_slot_count == 16
     finally:
         world.close()
 
@@ -326,19 +333,19 @@ def test_a_rank_that_grants_no_slots_is_named_where_they_are_needed() -> None:
             "source", layout=layout, transfer_mode=TransferMode.AUTO
         )
         assert isinstance(opened, PeerOpened)
-        without = msgspec.structs.replace(opened.descriptor, landing=None)
+        without = msgspec.structs.replace(opened.descriptor, staging_buffer=None)
         theirs = encode_layout(world.targets[0].layout.server)
         (failed,) = world.source.links.connect(
             ConnectPeer("target", theirs, [without], TransferMode.AUTO)
         )
         assert isinstance(failed, PeerFailed)
-        assert failed.reason == "rank 0 of the peer granted no landing slots to rank 0"
+        assert failed.reason == "rank 0 of the peer granted no staging slots to rank 0"
     finally:
         world.close()
 
 
-def test_a_lane_that_nobody_answers_on_fails_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.worker.staging.LANE_TIMEOUT_S", 0.2)
+def test_a_lane_without_answers_fails_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.worker.staging.source.LANE_TIMEOUT_S", 0.2)
     world = World.make(server_layout(), server_layout())
     try:
         world.stalled = True
@@ -348,17 +355,18 @@ def test_a_lane_that_nobody_answers_on_fails_its_peer(monkeypatch: pytest.Monkey
         world.close()
 
 
-def test_a_full_landing_region_refuses_only_those_who_need_it() -> None:
+def test_a_full_staging_buffer_refuses_only_those_who_need_it() -> None:
     rank = Rank.target(server_layout().ranks[0], "tcp", slot_count=16)
     try:
         same, other = (
             encode_layout(server_layout(dtype=dtype)) for dtype in ("float32", "float16")
         )
-        assert rank.landing is not None
-        while not isinstance(rank.landing.open("filler", server_layout(), ""), str):
-            rank.landing._slots_of_peer.clear()
+        assert rank.staging_target is not None
+        fillers = (f"filler-{index}" for index in itertools.count())
+        while not isinstance(rank.staging_target.open(next(fillers), server_layout(), ""), str):
+            pass
         full = rank.links.open("a", layout=same, transfer_mode=TransferMode.AUTO)
-        assert isinstance(full, PeerOpened) and full.descriptor.landing is None
+        assert isinstance(full, PeerOpened) and full.descriptor.staging_buffer is None
         for peer, layout, mode in (
             ("b", same, TransferMode.STAGED),
             ("c", other, TransferMode.AUTO),

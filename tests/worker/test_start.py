@@ -70,7 +70,7 @@ def test_cuda_without_a_device_is_refused(checkpoint: Path) -> None:
         start_rank(config_of(checkpoint, device="cuda"), 0, ManualClock())
 
 
-def test_what_cuda_lacks_is_told_apart() -> None:
+def test_each_lack_of_cuda_has_its_own_message() -> None:
     """A torch that can't know any device is replaced; else the driver is looked at."""
     assert "was built without CUDA: install one with it" in why_no_cuda("2.11.0+cpu", None)
     assert "torch 2.11.0+cu130 finds no CUDA device: `nvidia-smi`" in why_no_cuda(
@@ -92,8 +92,8 @@ def test_weights_that_no_memory_is_there_for_end_the_start_in_words(
 def test_an_error_that_is_not_about_memory_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match=r"^size mismatch$"), enough_memory("weights", "pray"):
         raise RuntimeError("size mismatch")
-    told = "no memory for weights: CUDA out of memory. Tried to allocate 2.00 GiB; pray"
-    with pytest.raises(ConfigError, match=f"^{told}$"), enough_memory("weights", "pray"):
+    message = "no memory for weights: CUDA out of memory. Tried to allocate 2.00 GiB; pray"
+    with pytest.raises(ConfigError, match=f"^{message}$"), enough_memory("weights", "pray"):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80 GiB"
         )

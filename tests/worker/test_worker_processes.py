@@ -52,10 +52,10 @@ class Pair:
     next_id: int = 100
 
     def connect(self) -> list[PeerConnected]:
-        self.decode.tell(OpenPeer("prefill"))
+        self.decode.send(OpenPeer("prefill"))
         opened = [self.decode.expect(PeerOpened) for _ in self.decode.processes]
         ranks = sorted((message.descriptor for message in opened), key=lambda d: d.rank)
-        self.prefill.tell(ConnectPeer("decode", self.decode.ready[0].layout, ranks))
+        self.prefill.send(ConnectPeer("decode", self.decode.ready[0].layout, ranks))
         return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
 
     def transfer(
@@ -83,7 +83,7 @@ class Pair:
             piece = PrefillChunk(request_id, start, stop, is_last)
             tokens += self.prefill.step(new=new, grants=grants, chunks=[piece]).token_ids
             new, grants = [], []
-            self.prefill.tell_send(
+            self.prefill.request_send(
                 WholeSend(
                     send_id=request_id * 1000 + start,
                     step_id=0,
@@ -191,8 +191,8 @@ def test_a_transfer_settles_while_the_engine_computes(pair: Pair) -> None:
         grants = [PageGrant(900 + index, 0, 0, list(range(64, 128)))]
         chunks = [PrefillChunk(900 + index, 0, 512, is_last=True)]
         retired = [900 + index - 1] if index else []
-        pair.prefill.tell(Step(10_000 + index, new, grants, chunks, [], retired))
-    pair.prefill.tell_send(
+        pair.prefill.send(Step(10_000 + index, new, grants, chunks, [], retired))
+    pair.prefill.request_send(
         WholeSend(8, 0, 8, "decode", 0, 64, True, [(0, PREFILL_PAGES)], [(0, [*range(1, 9)])])
     )
     settled, earlier = pair.prefill.expect_after(SendSettled)
@@ -219,7 +219,7 @@ def test_a_transfer_settles_while_the_engine_computes(pair: Pair) -> None:
 def test_bad_page_ids_are_answered_and_nothing_is_written(
     pair: Pair, source: list[int], target: list[int], named: str
 ) -> None:
-    pair.prefill.tell_send(
+    pair.prefill.request_send(
         WholeSend(5, 0, 5, "decode", 0, 8 * len(source), True, [(0, source)], [(0, target)])
     )
     settled = pair.prefill.expect(SendSettled)
@@ -227,7 +227,7 @@ def test_bad_page_ids_are_answered_and_nothing_is_written(
 
 
 def test_a_send_to_a_peer_that_is_not_connected_is_answered(pair: Pair) -> None:
-    pair.prefill.tell_send(WholeSend(6, 0, 6, "nobody", 0, 8, True, [(0, [1])], [(0, [1])]))
+    pair.prefill.request_send(WholeSend(6, 0, 6, "nobody", 0, 8, True, [(0, [1])], [(0, [1])]))
     settled = pair.prefill.expect(SendSettled)
     assert settled.error == "peer nobody is not connected"
 
@@ -272,9 +272,9 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             decode.processes[0].wait()
             failed = prefill.expect(PeerFailed)
             assert failed.peer == "decode" and failed.reason
-        prefill.tell_send(WholeSend(1, 0, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
+        prefill.request_send(WholeSend(1, 0, 1, "decode", 0, 8, True, [(0, [1])], [(0, [1])]))
         assert "failed" in prefill.expect(SendSettled).error
-        prefill.tell(ClosePeer("decode"))
+        prefill.send(ClosePeer("decode"))
         assert prefill.expect(PeerClosed).peer == "decode"
         with WorkerProcesses(checkpoint, Role.DECODE) as decode:
             decode.wait_ready()
@@ -284,7 +284,7 @@ def test_a_killed_peer_is_an_event_and_the_rank_serves_the_next_incarnation(
             assert tokens == oracle.greedy(prompt, 24)
 
 
-def test_both_sides_connect_again_under_the_same_names_and_end_when_told_to(
+def test_both_sides_connect_again_under_the_same_names_and_end_on_shutdown(
     checkpoint: Path, oracle: Reference
 ) -> None:
     prompt = random_prompt(20, 4)
@@ -294,7 +294,7 @@ def test_both_sides_connect_again_under_the_same_names_and_end_when_told_to(
             tokens, _ = pair.transfer(prompt, GREEDY, chunk=8)
             assert tokens == oracle.greedy(prompt, 24)
             for side, peer in ((pair.prefill, "decode"), (pair.decode, "prefill")):
-                side.tell(ClosePeer(peer))
+                side.send(ClosePeer(peer))
                 assert side.expect(PeerClosed).peer == peer
         pair.connect()
         assert pair.prefill.shut_down() == [0]
@@ -357,7 +357,7 @@ def test_a_transport_that_breaks_ends_the_worker_with_the_reason(
     with WorkerProcesses(checkpoint, Role.DECODE, {0: faults.environment}) as worker:
         worker.wait_ready()
         faults.set("epoll_wait", errno.ENOMEM)
-        worker.tell(OpenPeer("prefill"))  # wakes the progress thread
+        worker.send(OpenPeer("prefill"))  # wakes the progress thread
         assert worker.processes[0].wait(ANSWER_TIMEOUT_S) == 1
         reason = "the I/O thread failed: TransportBroken: epoll_wait: Cannot allocate memory"
         assert reason in worker.log
@@ -376,6 +376,6 @@ def test_a_broken_transport_ends_a_worker_whose_engine_waits_for_another_rank(
             chunks=[PrefillChunk(1, 0, 16, is_last=True)],
         )
         faults.set("epoll_wait", errno.ENOMEM)
-        worker.tell(OpenPeer("prefill"))
+        worker.send(OpenPeer("prefill"))
         assert worker.processes[0].wait(ANSWER_TIMEOUT_S) == 1
         assert "the engine did not end within 10 s" in worker.log

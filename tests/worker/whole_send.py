@@ -1,4 +1,4 @@
-"""A Send together with the pages of its transfer, which workers are told once for all its Sends."""
+"""A Send together with the pages of its transfer, which workers receive once for all its Sends."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ class WholeSend:
 
 def send_whole(sends: Sends, whole: WholeSend) -> list[SendSettled]:
     """Open the transfer if this is the first Send of it, and begin the Send."""
-    if whole.transfer_id not in sends._transfers:
+    if not sends.has_transfer(whole.transfer_id):
         sends.open(whole.opening)
     return sends.send(whole.send)

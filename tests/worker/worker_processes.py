@@ -103,20 +103,20 @@ class WorkerProcesses:
         self.ready = sorted(ready, key=lambda message: message.rank)
         return self.ready
 
-    def tell(self, message: SchedulerToWorker) -> None:
+    def send(self, message: SchedulerToWorker) -> None:
         payload = encode(message)
         for rank in range(len(self.processes)):
             assert self._server.send(f"worker-{rank}", payload) is SendResult.SENT
 
-    def tell_send(self, whole: WholeSend) -> None:
+    def request_send(self, whole: WholeSend) -> None:
         """Begin a Send; the first one with these pages opens its transfer."""
         known = self._opened.get(whole.transfer_id)
         if known != whole.opening:
             if known is not None:
-                self.tell(CloseTransfer(whole.transfer_id))
+                self.send(CloseTransfer(whole.transfer_id))
             self._opened[whole.transfer_id] = whole.opening
-            self.tell(whole.opening)
-        self.tell(whole.send)
+            self.send(whole.opening)
+        self.send(whole.send)
 
     def tell_bytes(self, payload: bytes) -> None:
         assert self._server.send("worker-0", payload) is SendResult.SENT
@@ -173,7 +173,7 @@ class WorkerProcesses:
         step_id = self._next_step_id
         self._next_step_id += 1
         self._started.append(step_id)
-        self.tell(Step(step_id, new or [], grants or [], chunks or [], decode or [], retired or []))
+        self.send(Step(step_id, new or [], grants or [], chunks or [], decode or [], retired or []))
 
     def finish_step(self) -> StepDone:
         """The answer to the first step that was started and not finished."""
@@ -199,7 +199,7 @@ class WorkerProcesses:
 
     def shut_down(self) -> list[int]:
         """Exit codes after a Shutdown."""
-        self.tell(Shutdown())
+        self.send(Shutdown())
         return [process.wait(ANSWER_TIMEOUT_S) for process in self.processes]
 
     def close(self) -> None:

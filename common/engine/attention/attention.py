@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from common.engine.cache.kv_pool import Geometry, KvPool, WriteIndex, write_index
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import Geometry, KvPool, WriteIndex, write_index
 
 KEY = "k"
 VALUE = "v"
@@ -43,7 +43,7 @@ class Attention(Protocol):
 
 
 class RecordableAttention(Attention, Protocol):
-    """A backend that can decode in a recording (`decode_graphs.py`)."""
+    """A backend that can decode in a recording (`graphs/decode_graphs.py`)."""
 
     def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
         """Memory for recordings of these sizes; page_max: pages of a sequence at most."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import CacheWriter
-from common.engine.cast import raw
+from common.engine.cache.cast import raw
+from common.engine.cache.kv_pool import Geometry, KvPool, WriteIndex, write_index
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import Geometry, KvPool, WriteIndex, write_index
 from common.layout.component import LiveKind
 
 
@@ -55,7 +55,7 @@ class ClosedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """What a layer makes n blocks of.
+    """The rows from which a layer makes n blocks.
 
     rows: [n, back + size, element]; those before a block come first. is_missing: bool[n, back +
     size, 1], True where the sequence has no such token; the row is another one then.

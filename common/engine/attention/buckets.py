@@ -14,8 +14,8 @@ import torch
 # one more bucket cost (40 us on CPU, with 2 heads of 32 floats and pages of 16 tokens).
 PADDING_PAGES_FREE = 64
 
-# What a bucket gathers on a CPU is read again at once, so it should still be in the caches then: of
-# each core its share. With 2 MiB of L2 and 4 heads of 32 floats, attention over 16 sequences of
+# A CPU reads gathered rows of a bucket again at once, so they should still be in the caches, in
+# each core's share. With 2 MiB of L2 and 4 heads of 32 floats, attention over 16 sequences of
 # 1,024 tokens (17 MB) takes 0.72 of its time in such parts; smaller ones cost more in calls.
 GATHERED_NBYTES_EACH = 4 << 20
 

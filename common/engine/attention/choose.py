@@ -1,4 +1,4 @@
-"""Which attention backend a rank uses, as far as it was not told, and why."""
+"""Chooses a rank's attention backend where no flag does, and gives the reason."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from common.engine.attention.trial import (
     check_recorded,
     check_recorded_latent,
 )
-from common.engine.cuda_graphs import CudaRecorder
+from common.engine.graphs.cuda_graphs import CudaRecorder
+from common.engine.graphs.recording import Record
 from common.engine.kernel_trial import give_memory_back, try_kernels
-from common.engine.recording import Record
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -182,9 +182,9 @@ def _choose_latent(kind: LatentKind, shape: AttentionShape, may_record: bool) ->
 
 
 def _lack(shape: AttentionShape, cache_dtypes: tuple[torch.dtype, ...] = ()) -> str:
-    """What no kernel has that the rank's dtypes ask for; "" if nothing.
+    """The dtype that the rank needs and no kernel has; "" if kernels have all.
 
-    cache_dtypes: that are supported beside that of the queries.
+    cache_dtypes: supported ones, beside that of the queries.
     """
     if shape.dtype not in SUPPORTED_DTYPES:
         return f"flashinfer has no kernel for {shape.dtype}, which must be bfloat16 or float16"

@@ -18,8 +18,8 @@ from common.engine.attention.best_keys import KeyChoice, best_keys, choice_score
 from common.engine.attention.blocks import BlockPass
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.rows import Rows, picks_of
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool, Scratch
 from common.layout.component import LiveKind
 
 WINDOW = "window"
@@ -54,7 +54,7 @@ class CompressedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What of a page group B sequences hold, and bool[B, n, items] that n queries each see."""
+    """Rows of a page group of B sequences, and bool[B, n, items]: those that n queries each see."""
 
     held: Rows
     is_seen: Tensor
@@ -141,7 +141,7 @@ class CompressedPass:
             return rows, is_chosen
         picks = picks_of(is_chosen[:, 0], choice.count)
         rows = seen.held.pick(plane, picks.items, dtype)
-        # What fills up a sequence with fewer blocks may be no number.
+        # The padding of a sequence with fewer blocks may be NaN.
         return rows.masked_fill_(~picks.is_picked[:, :, None], 0), picks.is_picked[:, None]
 
     def _read(

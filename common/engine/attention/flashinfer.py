@@ -1,10 +1,9 @@
 """Attention on CUDA by FlashInfer, straight over the strided envelopes [page, head, token, dim].
 
-Nothing is gathered or copied. The library is imported when the backend is made, never before;
-whoever makes it checks every kind of layer against SDPA first (`choose.py`), and kinds that it
-can't do are SDPA's in the same pass. Its kernels ask that keys and values have equal strides: in an
-envelope they do. It needs a CUDA device, and no machine that had one has run it yet: without one
-all but the compiled kernels is tested (`tests/kernel_packages`); `tests/gpu/check.py` has the rest.
+Nothing is gathered or copied. The library is imported when the backend is made, never before.
+`choose.py` first checks every kind of layer against SDPA; kinds that FlashInfer can't compute go to
+SDPA in the same pass. The kernels need equal strides of keys and values, which an envelope has.
+Needs a CUDA device; without one, tests replace the compiled kernels (`tests/kernel_packages`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.page_runs import PageRuns, page_runs
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool, Plane, Scratch
 
 # Scratch for the partial outputs of split keys. A plan that does not fit raises: FA2 may ask for
 # heads * (2 * SMs / KV heads) tiles of 128 rows in fp32, on an H200 with 64 heads, 8 KV heads and
@@ -65,7 +64,7 @@ class FlashInferAttention:
         self._recorded: dict[tuple[AttentionKind, int], _Planned] = {}
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
-        planner = _Planner(batch, pool, self._dtypes)
+        planner = _PassPlanner(batch, pool, self._dtypes)
         kernels, make = (
             (self._decodes, self._make.decode)
             if batch.is_decode_only
@@ -95,7 +94,7 @@ class FlashInferAttention:
 
     def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
         """See `RecordableAttention`."""
-        planner = _Planner(batch, pool, self._dtypes)
+        planner = _PassPlanner(batch, pool, self._dtypes)
         for kind, group in kinds_of_pool(self.kinds, pool).items():
             self._recorded[kind, batch.sequence_count].plan(*planner.plan(kind, group))
 
@@ -164,8 +163,8 @@ def kinds_of_pool(kinds: Collection[AttentionKind], pool: KvPool) -> dict[Attent
     }
 
 
-class _Planner:
-    """What plans of one pass need, by page group."""
+class _PassPlanner:
+    """Inputs of the plans of one pass, by page group."""
 
     def __init__(
         self, batch: ForwardBatch, pool: KvPool, dtypes: tuple[torch.dtype, torch.dtype]

@@ -19,7 +19,7 @@ LAYOUT = "HND"
 # Query heads per KV head from which a decode fills a tensor core's tile better than a vector unit.
 TENSOR_CORE_GROUP_MIN = 4
 PLAN_NBYTES = 8 * 1024 * 1024
-"""What FlashInfer itself gives a plan."""
+"""Size of the plan buffer that FlashInfer itself allocates."""
 
 
 class DecodeWrapper(Protocol):
@@ -82,7 +82,7 @@ class PrefillWrapper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a plan asks of a batch beside its pages. query_starts: int32[B + 1] on the CPU.
+    """Inputs of a plan beside the batch's pages. query_starts: int32[B + 1] on the CPU.
 
     dtype, cache_dtype: of queries, and of keys and values.
     """
@@ -162,9 +162,9 @@ Kernel = DecodeKernel | PrefillKernel
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """What recorded decodes of one kind read, in memory that stays. One size at a time uses it.
+    """Inputs of recorded decodes of one kind, in memory that stays. One size at a time uses it.
 
-    plan: uint8, what the kernel's own plan says. query_starts: int32[B + 1], what it is for good.
+    plan: uint8, the kernel's own plan. query_starts: int32[B + 1], constant.
     starts: int32[B + 1], page_ids: int32[pages], last_page_lengths: int32[B] of its page runs.
     """
 

@@ -3,9 +3,9 @@
 The projections are absorbed (`latent.py`), so that all heads read the rows as they lie, those of
 decodes and of chunks behind a prefix. A prompt's first chunk has its rows at hand, and more new
 tokens than `ABSORBED_MAX` allows take less arithmetic and memory expanded: both stay with torch,
-as does whatever sees a selection of tokens only. The kernels take the two parts of a row as tensors
+as do layers that see a selection of tokens only. The kernels take the two parts of a row as tensors
 with strides of their own and pages of any size. Written against the sources of FlashInfer 0.6.18
-and 0.7.2; no machine that had a GPU has run it yet.
+and 0.7.2.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from common.engine.attention.latent import (
     project_sums,
 )
 from common.engine.attention.page_runs import page_runs
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch
 from common.engine.host_copy import upload
-from common.engine.kv_pool import KvPool, Scratch
 
 WORKSPACE_NBYTES = 128 * 1024 * 1024
-"""What FlashInfer recommends: its plan for these kernels splits over as many blocks as the device
-has, whatever the batch."""
+"""FlashInfer's recommendation. Its plan for these kernels splits over all blocks of the device,
+whatever the batch."""
 SUPPORTED_DIMS = (512, 64)
 """Latent and rotated part of a row."""
 ABSORBED_MAX = 2**18

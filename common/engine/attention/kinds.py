@@ -1,4 +1,4 @@
-"""What layers of one kind attend like on one rank: what a fast kernel is compiled and checked for.
+"""Kinds of attention layers on one rank. A fast kernel is compiled and checked for each kind.
 
 Pure values; knows nothing of kernels, pages or devices.
 """

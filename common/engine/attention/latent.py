@@ -24,8 +24,8 @@ from torch import Tensor
 from common.engine.attention.attention import CacheWriter
 from common.engine.attention.buckets import bucket_by_pages
 from common.engine.attention.rows import Picks, Rows
+from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool, Plane, Scratch
 
 LATENT = "latent"
 
@@ -36,7 +36,7 @@ fp32: a prefix of 128k tokens would be 16 GB for 128 heads at once."""
 
 @dataclass(frozen=True, slots=True)
 class LatentProjection:
-    """What a layer makes of the rows, for this rank's heads.
+    """A layer's projections of the rows, for this rank's heads.
 
     key: [heads, nope dim, latent dim]. value: [heads, value dim, latent dim].
     scale: factor on scores.
@@ -172,7 +172,7 @@ class LatentPass:
     ) -> Tensor:
         """query, row: of the whole batch. mask: instead of the chunk's own."""
         if chunk.mask is None and plane.view.dtype == row.dtype:
-            # What the cache holds is what was just computed, unless it is stored in less.
+            # The cache holds the rows just computed, unless it stores a narrower type.
             rows = row[chunk.rows]
         else:
             cached = chunk.cached.read(plane, self._scratch, query.dtype)
@@ -258,7 +258,7 @@ def attend_absorbed(
 
 
 def absorb_query(query: Tensor, projection: LatentProjection) -> Tensor:
-    """What meets the latent part of rows: [T, heads, nope dim + rope dim] to [T, heads, latent]."""
+    """Queries against latent rows: [T, heads, nope dim + rope dim] to [T, heads, latent]."""
     plain = query[..., : projection.key.shape[1]]
     return torch.bmm(plain.transpose(0, 1), projection.key).transpose(0, 1)
 

@@ -41,7 +41,7 @@ def page_runs(
     *,
     window: int = 0,
 ) -> PageRuns:
-    """What the last `new_counts` of kv_lengths tokens see between them; no wait for the device.
+    """Pages that the last `new_counts` of kv_lengths tokens see together; no wait for the device.
 
     table: int32[B, pages]. window: in tokens, the token itself included; 0 for all of the past.
     """

@@ -1,4 +1,4 @@
-"""What a cache holds of some sequences, read whole or by item, for rows that all heads share."""
+"""Cached rows of some sequences, read whole or by item, for rows that all heads share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.engine.kv_pool import GatherIndex, Geometry, Plane, Scratch, gather_index
+from common.engine.cache.kv_pool import GatherIndex, Geometry, Plane, Scratch, gather_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """The items of B sequences that are looked at.
+    """Chosen items of B sequences.
 
     items: int64[B, k], of each sequence, in order. is_picked: bool[B, k], False for filling.
     """

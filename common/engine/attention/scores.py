@@ -1,6 +1,6 @@
-"""What is done to attention scores before they become weights: scale, softcap, sinks.
+"""From attention scores to weights: scale, softcap, sinks.
 
-Knows nothing of pages or windows; the mask says what is seen.
+Knows nothing of pages or windows: a mask holds which items are seen.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ from torch import Tensor
 from common.engine.attention.attention import KEY, VALUE, CacheWriter
 from common.engine.attention.buckets import bucket_by_pages, pages_at_once
 from common.engine.attention.scores import PLAIN, ScoreRule, attend_scores
-from common.engine.forward_batch import ForwardBatch
-from common.engine.host_copy import upload
-from common.engine.kv_pool import (
+from common.engine.cache.kv_pool import (
     GatherIndex,
     Geometry,
     KvPool,
@@ -27,6 +25,8 @@ from common.engine.kv_pool import (
     Scratch,
     gather_index,
 )
+from common.engine.forward_batch import ForwardBatch
+from common.engine.host_copy import upload
 from common.layout.component import LiveKind
 
 Ints = NDArray[np.int64]
@@ -136,7 +136,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _GroupPlan:
-    """What the layers of one page group gather and mask."""
+    """Gathered rows and masks of the layers of one page group."""
 
     decodes: list[_DecodeBucket] = field(default_factory=list)
     chunks: list[_Chunk] = field(default_factory=list)
@@ -176,7 +176,7 @@ class SdpaPass:
         assert cache.values.geometry.group == group
         plan = self._plans.get(group)
         if plan is None:
-            plan = self._plans[group] = _Planner(self._batch, self._pool, group).plan()
+            plan = self._plans[group] = _GroupPlanner(self._batch, self._pool, group).plan()
         if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             return _attend_decode(plan.decodes[0], query, cache, rule)
         output = torch.empty_like(query)
@@ -190,7 +190,7 @@ class SdpaPass:
         return output
 
 
-class _Planner:
+class _GroupPlanner:
     """Plans one page group. width: of its window in tokens, 0 if all of the past is seen."""
 
     def __init__(self, batch: ForwardBatch, pool: KvPool, group: int) -> None:
@@ -329,7 +329,7 @@ def _attend_chunk(
 ) -> Tensor:
     """query: [new tokens, query heads, head dim]; new: their keys and values, if at hand."""
     if new is not None and chunk.is_whole and cache.keys.view.dtype == query.dtype:
-        # What the cache holds now is what was just computed, unless it is stored in less.
+        # The cache now holds the rows just computed, unless it stores a narrower type.
         keys, values = (part.transpose(0, 1)[None] for part in new)
     else:
         keys, values = (

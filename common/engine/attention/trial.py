@@ -14,11 +14,11 @@ from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention, LatentProjection
 from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaAttention, SdpaPass
-from common.engine.cast import CACHE_DTYPES, raw
+from common.engine.cache.cast import CACHE_DTYPES, raw
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.graphs.recording import Record
 from common.engine.kernel_trial import largest_difference
-from common.engine.kv_pool import KvPool
-from common.engine.recording import Record
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.families import mla_components, windowed_gqa_components
@@ -37,7 +37,7 @@ WHOLE_CHUNK_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a rank's attention has to be able to.
+    """Requirements on a rank's attention.
 
     kinds: of its layers over keys and values. latent: of those over latent rows; None if there are
     none. is_compressed: whether they are over rows of a window and blocks instead. cache_dtype: of

@@ -1,8 +1,8 @@
-"""What two servers must have in common to read each other's cache, as readable keys and values.
+"""Fingerprint of a model: two servers with equal ones can read each other's cache.
 
-Two sides compare field by field and print what differs. Tensor and pipeline parallel sizes, page
-size and the cache's dtype are not in it: they belong to the layout. The same model in another
-spelling of config.json or another number of files gives the same fingerprint.
+Readable keys and values, so that a refusal names the fields that differ. Tensor and pipeline
+parallel sizes, page size and the cache's dtype are not in it: they belong to the layout. The same
+model in another spelling of config.json or another number of files gives the same fingerprint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
 from common.engine.config.model import ModelConfig
 from common.errors import config_error
 
-# Bytes of a tensor that are looked at: all of a small one, else this many samples of that size,
+# Bytes of a tensor that are hashed: all of a small one, else this many samples of that size,
 # the first and the last bytes included. Enough to tell any two trainings apart in some ms per GB;
 # an edit of single weights between the samples goes unseen.
 SAMPLE_COUNT = 16

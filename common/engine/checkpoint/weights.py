@@ -31,7 +31,7 @@ NAMES_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """One tensor of a checkpoint and the part of it that goes into a view of a layer's tensor.
 
     shape: of the whole tensor in the checkpoint. take: one slice per dimension.
@@ -50,31 +50,31 @@ class Piece:
 class Weight:
     """A tensor of a layer and the ways a checkpoint may hold it, the most common one first."""
 
-    ways: tuple[tuple[Piece, ...], ...]
+    ways: tuple[tuple[TensorSlice, ...], ...]
 
     @staticmethod
     def whole(name: str, tensor: Tensor) -> Weight:
         """A tensor that a checkpoint holds under one name and every rank takes all of."""
         take = tuple(slice(None) for _ in tensor.shape)
-        return Weight(((Piece(name, tuple(tensor.shape), take, tensor),),))
+        return Weight(((TensorSlice(name, tuple(tensor.shape), take, tensor),),))
 
     @staticmethod
     def cut(name: str, size: int, rows: range, tensor: Tensor) -> Weight:
         """`rows` of a vector of `size`; tensor: [len(rows)]."""
-        return Weight(((Piece(name, (size,), (slice(rows.start, rows.stop),), tensor),),))
+        return Weight(((TensorSlice(name, (size,), (slice(rows.start, rows.stop),), tensor),),))
 
     @staticmethod
     def indexes(name: str, tensor: Tensor, count: int) -> Weight:
         """As `whole`, of integers in 0..count - 1."""
         take = tuple(slice(None) for _ in tensor.shape)
-        return Weight(((Piece(name, tuple(tensor.shape), take, tensor, count),),))
+        return Weight(((TensorSlice(name, tuple(tensor.shape), take, tensor, count),),))
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """Where a piece is found. scales: of a quantised tensor, which then are multiplied out."""
 
-    piece: Piece
+    piece: TensorSlice
     values: TensorEntry
     scales: TensorEntry | None = None
 
@@ -121,7 +121,7 @@ def load_weights(
             for piece in pieces
             if piece.name in entries and is_scaled(piece.name, entries[piece.name], weight_format)
         }
-    # First, because what is not announced as quantised has scales that nobody asked for.
+    # First, because a tensor that is not announced as quantised may have scales all the same.
     allowed = {p.name: INTEGER_DTYPES if p.index_count else FLOAT_DTYPES for p in pieces}
     for name in sorted(allowed.keys() & entries.keys() - scales.keys()):
         _check_dtype(entries[name], allowed[name])
@@ -151,7 +151,7 @@ def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
             piece.target.copy_(_noise(piece, seed)[piece.take])
 
 
-def _noise(piece: Piece, seed: int) -> Tensor:
+def _noise(piece: TensorSlice, seed: int) -> Tensor:
     if len(piece.shape) == 1 and not piece.name.endswith(".bias"):
         return torch.ones(piece.shape)
     digest = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
@@ -180,7 +180,7 @@ def _rename_entries(
     return renamed
 
 
-def _choose_way(weight: Weight, entries: dict[str, TensorEntry]) -> tuple[Piece, ...]:
+def _choose_way(weight: Weight, entries: dict[str, TensorEntry]) -> tuple[TensorSlice, ...]:
     """The first way that the checkpoint has a tensor of; the first of all if it has none."""
     for way in weight.ways:
         if any(piece.name in entries for piece in way):

@@ -1,1 +1,1 @@
-"""What config.json says: typed readings that the families of models share, and `ModelConfig`."""
+"""Readers of config.json that the families of models share, and `ModelConfig`."""

@@ -1,4 +1,4 @@
-"""What config.json says of latent attention and of the routers that come with it.
+"""Reader of config.json for latent attention and the routers that come with it.
 
 Checked and in one spelling, as the readers of `models`, which call it. Knows nothing of tensors.
 """

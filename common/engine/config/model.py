@@ -1,4 +1,4 @@
-"""What a model is, as every room of the engine reads it: sizes, norms, rotation, experts, windows.
+"""The model as every part of the engine reads it: sizes, norms, rotation, experts, windows.
 
 The values come from a checkpoint; `reading.py` and each family's own reader fill them in.
 Knows nothing of files, tensors or devices.
@@ -18,7 +18,7 @@ from common.layout.parallel import split_layers
 
 @dataclass(frozen=True, slots=True)
 class FamilyConfig:
-    """What only one family's layers read; a family that has something of its own subclasses it."""
+    """Settings that only one family's layers read. A family subclasses it for its own."""
 
     def cuts(self) -> Mapping[str, int]:
         """Sizes, by the name a user knows, that the tensor parallel size has to divide."""
@@ -53,7 +53,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScoreConfig:
-    """What a model does to its attention scores, in all layers alike; see `ScoreRule`.
+    """The rule for attention scores in all layers of a model; see `ScoreRule`.
 
     scale: None for head dim ** -0.5. softcap: 0 for none. has_sinks: one per query head.
     """

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_KEYS = ("dtype", "torch_dtype")
-# What a composite config.json says of the whole model; it wins over what its text_config says.
+# Keys of a composite config.json that hold for the whole model. They win over its text_config.
 OUTER_KEYS = (*DTYPE_KEYS, "tie_word_embeddings", "eos_token_id", "quantization_config")
 
 
@@ -88,7 +88,7 @@ def read_decoder(
     dtype_default: str = "float32",
     weight_methods: tuple[WeightMethod, ...] = (WeightMethod.FLOAT8,),
 ) -> ModelConfig:
-    """What every decoder's config.json says; the rest keeps its default.
+    """The fields that every decoder's config.json has; the rest keeps its default.
 
     intermediate_key: of the inner width of plain MLPs, or of the experts if there are none.
     dtype_default: where config.json has none. weight_methods: of quantised weights that can be.

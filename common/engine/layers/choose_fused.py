@@ -29,7 +29,7 @@ _EPSILON = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class FusedShape:
-    """What a rank's rows are. size: of a hidden state; inner_size: of a gate."""
+    """Shape of a rank's rows. size: of a hidden state; inner_size: of a gate."""
 
     size: int
     inner_size: int

@@ -1,9 +1,8 @@
 """The delta rule on CUDA by flash-linear-attention, whose state is [key dim, value dim] as ours.
 
-The library is imported when the kernels are made, never before; whoever makes them checks their
-numbers first (`choose_delta.py`). Written against the sources of fla-core 0.6.0. It needs a CUDA
-device, and no machine that had one has run it yet; what was done: one token of several sequences in
-Triton's interpreter on the CPU, which differs from plain torch by 4e-7 at most.
+The library is imported when the kernels are made, never before. `choose_delta.py` checks their
+numbers first. Written against the sources of fla-core 0.6.0. Needs a CUDA device. In Triton's
+interpreter on a CPU, one token of several sequences differs from plain torch by 4e-7 at most.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _run_chunk(packed: list[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
     query, key, value_beta, key_beta, log_decay = packed
     decay = log_decay.cumsum(dim=2)
     since_start, last = decay.exp(), decay[:, :, -1:]
-    # What token i sees of token j of its chunk, by its query, and by its key times beta.
+    # Share of token j that token i of its chunk sees, by its query, and by its key times beta.
     seen, corrected = _products(query, key_beta, key, decay)
     # (1 + corrected below the diagonal) x = right: one token's correction contains all earlier.
     right = torch.cat((value_beta, key_beta * since_start), dim=-1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.layers.layer_context import LayerContext
 
 
@@ -29,7 +29,7 @@ class VocabTable:
     def weights(self) -> Iterator[Weight]:
         shape = (self.vocab_size, self.weight.shape[1])
         take = (slice(self.rows.start, self.rows.stop), slice(None))
-        piece = Piece(f"{self.name}.weight", shape, take, self.weight[: len(self.rows)])
+        piece = TensorSlice(f"{self.name}.weight", shape, take, self.weight[: len(self.rows)])
         yield Weight(((piece,),))
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP_ALIGNMENT_NBYTES = 16
-"""What torch.nn.functional.grouped_mm asks of strides."""
+"""Alignment of strides for torch.nn.functional.grouped_mm, in bytes."""
 
 PADDED_ROWS_MAX = 1024
 """Rows of one expert up to which all experts are given as many: reading weights takes longer than

@@ -17,7 +17,7 @@ from common.engine.layers.layer_context import LayerContext
 
 
 class GateStyle(StrEnum):
-    """What the gate is multiplied with: what is normalised, what was, or there is no norm."""
+    """When the gate is applied: before the norm, after it, or without a norm."""
 
     BEFORE_NORM = "before norm"
     BEHIND_NORM = "behind norm"

@@ -62,7 +62,7 @@ class HyperConnection:
         self.scale = context.empty_fp32(3)
 
     def open(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
-        """What the half is given, [T, hidden], of the streams [T, S, hidden]."""
+        """Input of the half layer, [T, hidden], mixed from the streams [T, S, hidden]."""
         count, epsilon = self.shape.stream_count, self.shape.epsilon
         sizes = (count, count, count * count)
         flat = normalize(streams.flatten(1).float(), self.shape.norm_epsilon)

@@ -1,4 +1,4 @@
-"""What every layer is built with: the rank's place, the device and the dtype of its tensors."""
+"""Common arguments of all layers: the rank's place, the device and the dtype of its tensors."""
 
 from __future__ import annotations
 

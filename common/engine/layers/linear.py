@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.layers.layer_context import LayerContext
 
 
@@ -64,7 +64,7 @@ class ColumnLinear:
             yield Weight(
                 (
                     (
-                        Piece(
+                        TensorSlice(
                             f"{block.name}.weight",
                             (block.size, self.input_size),
                             (rows, slice(None)),
@@ -75,7 +75,7 @@ class ColumnLinear:
             )
             if block.has_bias:
                 assert self.bias is not None
-                piece = Piece(f"{block.name}.bias", (block.size,), (rows,), self.bias[target])
+                piece = TensorSlice(f"{block.name}.bias", (block.size,), (rows,), self.bias[target])
                 yield Weight(((piece,),))
             first = target.stop
 
@@ -111,7 +111,7 @@ class RowLinear:
     def weights(self) -> Iterator[Weight]:
         columns = slice(self.columns.start, self.columns.stop)
         shape = (self.weight.shape[0], self.input_size)
-        piece = Piece(f"{self.name}.weight", shape, (slice(None), columns), self.weight)
+        piece = TensorSlice(f"{self.name}.weight", shape, (slice(None), columns), self.weight)
         yield Weight(((piece,),))
         if self.bias is not None:
             yield Weight.whole(f"{self.name}.bias", self.bias)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import MoeConfig
 from common.engine.layers.expert_groups import ExpertGroups, has_grouped_kernel
 from common.engine.layers.layer_context import LayerContext
@@ -57,7 +57,7 @@ class MoeMlp:
     def mix_experts(
         self, hidden: Tensor, shares: Tensor, experts: Tensor, *, is_distinct: bool = True
     ) -> Tensor:
-        """What each token's experts make of it, summed by their shares; both [T, k].
+        """Outputs of each token's experts, summed by their shares; both [T, k].
 
         is_distinct: whether no token has an expert twice.
         """
@@ -99,12 +99,12 @@ class MoeMlp:
         yield Weight((self._gate_up_per_expert(), self._gate_up_stacked()))
         yield Weight((self._down_per_expert(), self._down_stacked()))
 
-    def _gate_up_per_expert(self) -> tuple[Piece, ...]:
+    def _gate_up_per_expert(self) -> tuple[TensorSlice, ...]:
         shape = (self.intermediate_size, self.hidden_size)
         rows = slice(self.inner.start, self.inner.stop)
         width = len(self.inner)
         return tuple(
-            Piece(
+            TensorSlice(
                 f"{self.name}.experts.{expert}.{part}.weight",
                 shape,
                 (rows, slice(None)),
@@ -114,14 +114,14 @@ class MoeMlp:
             for place, part in enumerate(self.parts)
         )
 
-    def _gate_up_stacked(self) -> tuple[Piece, ...]:
+    def _gate_up_stacked(self) -> tuple[TensorSlice, ...]:
         """[expert, 2 n, hidden], the gate's rows first; [expert, n, hidden] without gates."""
         size = self.intermediate_size
         shape = (self.expert_count, len(self.parts) * size, self.hidden_size)
         width = len(self.inner)
         name = "gate_up_proj" if len(self.parts) > 1 else "up_proj"
         return tuple(
-            Piece(
+            TensorSlice(
                 f"{self.name}.experts.{name}",
                 shape,
                 (
@@ -134,10 +134,10 @@ class MoeMlp:
             for place in range(len(self.parts))
         )
 
-    def _down_per_expert(self) -> tuple[Piece, ...]:
+    def _down_per_expert(self) -> tuple[TensorSlice, ...]:
         columns = slice(self.inner.start, self.inner.stop)
         return tuple(
-            Piece(
+            TensorSlice(
                 f"{self.name}.experts.{expert}.down_proj.weight",
                 (self.hidden_size, self.intermediate_size),
                 (slice(None), columns),
@@ -146,8 +146,8 @@ class MoeMlp:
             for expert in range(self.expert_count)
         )
 
-    def _down_stacked(self) -> tuple[Piece, ...]:
+    def _down_stacked(self) -> tuple[TensorSlice, ...]:
         shape = (self.expert_count, self.hidden_size, self.intermediate_size)
         columns = slice(self.inner.start, self.inner.stop)
         take = (slice(None), slice(None), columns)
-        return (Piece(f"{self.name}.experts.down_proj", shape, take, self.down),)
+        return (TensorSlice(f"{self.name}.experts.down_proj", shape, take, self.down),)

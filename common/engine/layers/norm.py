@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.layers.fused import FusedKernels
 from common.engine.layers.layer_context import LayerContext
 
@@ -149,7 +149,9 @@ class QkNorm:
             ("k_norm", self.weight[self.head_count :]),
         ):
             shape = (self.weight.shape[1],)
-            yield Weight(((Piece(f"{self.name}.{part}.weight", shape, (slice(None),), target),),))
+            yield Weight(
+                ((TensorSlice(f"{self.name}.{part}.weight", shape, (slice(None),), target),),)
+            )
 
 
 class OffsetQkNorm(QkNorm):

@@ -1,6 +1,6 @@
 """Which rows of a ragged batch belong to which sequence, for layers that carry a state along.
 
-Made once per forward pass; what nobody asks for is never computed. All index tensors are on the
+Made once per forward pass. Each index is computed on first use. All index tensors are on the
 model's device. Knows nothing of positions, pages or slots.
 """
 
@@ -142,7 +142,7 @@ class SequencePart:
 
 
 class RowInputs(Protocol):
-    """What a recurrence is given of every row."""
+    """Inputs of a recurrence, by row."""
 
     def take(self, part: SequencePart) -> Self: ...
 

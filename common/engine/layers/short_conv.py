@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.cache.slots import SlotPass
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.sequence_rows import SequenceRows
-from common.engine.slots import SlotPass
 
 CONV = "conv"
 """The cache component's name."""
@@ -86,12 +86,12 @@ class ShortConv:
             take = slice(segment.channels.start, segment.channels.stop)
             shape = (segment.size, 1, self.kernel_size)
             taken = (take, slice(None), slice(None))
-            yield Weight(((Piece(f"{segment.tensor}.weight", shape, taken, weight),),))
+            yield Weight(((TensorSlice(f"{segment.tensor}.weight", shape, taken, weight),),))
         if self.bias is None:
             return
         for segment, bias in zip(self.segments, torch.split(self.bias, self.sizes), strict=True):
             take = slice(segment.channels.start, segment.channels.stop)
-            piece = Piece(f"{segment.tensor}.bias", (segment.size,), (take,), bias)
+            piece = TensorSlice(f"{segment.tensor}.bias", (segment.size,), (take,), bias)
             yield Weight(((piece,),))
 
     # ----------------------------------------------------------------------------------------------

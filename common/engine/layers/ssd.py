@@ -52,7 +52,7 @@ class SsdInputs:
 
 @dataclass(frozen=True, slots=True)
 class SsdRule:
-    """What heads learned: fp32[heads] each. a: below 0, of the decay. d: of x itself."""
+    """Learned parameters of heads: fp32[heads] each. a: below 0, of the decay. d: of x itself."""
 
     a: Tensor
     d: Tensor
@@ -101,7 +101,7 @@ def _run(
     between = decay_between(log_decay)
     seen = torch.einsum("nqgs,nkgs->ngqk", c, b)[:, :, None] * between
     outputs = torch.einsum("ngrqk,nkgrp->nqgrp", seen, taken)
-    # What each row leaves in the state at the end of its chunk.
+    # Each row's share of the state at the end of its chunk.
     left = taken * between[:, :, :, -1].permute(0, 3, 1, 2)[..., None]
     added = torch.einsum("nqgrp,nqgs->ngrps", left, b)
     from_start = log_decay.cumsum(dim=-1).exp()

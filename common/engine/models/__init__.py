@@ -1,1 +1,1 @@
-"""One file per family of architectures; `registry.py` says which serves which."""
+"""One file per family of architectures; `registry.py` maps architectures to files."""

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from common.engine.attention.attention import AttentionPass
 from common.engine.attention.choose import AttentionChoice
+from common.engine.cache.kv_pool import KvPool
+from common.engine.cache.slots import SlotPass
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.models.layer_pass import MAIN, LayerPass
-from common.engine.slots import SlotPass
 from common.layout.parallel import split_layers
 
 
@@ -113,7 +113,7 @@ class CausalLm:
         return self.norm_type(self.context, "model.norm", config.hidden_size, config.rms_norm_eps)
 
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
-        """What the first layer is given."""
+        """Input of the first layer."""
         return embedding(batch.token_ids)
 
     def stage_input(self, token_count: int) -> Tensor:
@@ -168,7 +168,7 @@ class CausalLm:
         return self.finish(self.norm, self.head, hidden[batch.logits_rows])
 
     def describe(self) -> dict[str, str]:
-        """What runs, for the log and /server_info."""
+        """The running model, for the log and /server_info."""
         parallel = self.context.parallel
         return {
             "architecture": self.config.architecture,

@@ -24,7 +24,7 @@ from common.engine.models.family import Family, mla_cache
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerMlp, PreNormLayer
 
-# Of the norms inside the projections: fixed by the published code, whatever rms_norm_eps says.
+# Of the norms inside the projections. The published code fixes it, and ignores rms_norm_eps.
 INNER_NORM_EPSILON = 1e-6
 
 
@@ -102,11 +102,11 @@ class MlaAttention:
         return self.output(self.gate(attended, hidden).reshape(token_count, -1))
 
     def turn(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
-        """Rotates the part of queries and keys [T, heads, rope dim] that says where they stand."""
+        """Rotates the positional part of queries and keys [T, heads, rope dim]."""
         return layer_pass.rotation.apply(heads)
 
     def gate(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """What becomes of the heads' outputs [T, heads, value dim] before they are projected."""
+        """Transform the heads' outputs [T, heads, value dim] before they are projected."""
         return attended
 
     def select(
@@ -133,7 +133,7 @@ def build_deepseek_layer(context: LayerContext, config: ModelConfig, layer: int)
 
 
 def build_mlp(context: LayerContext, config: ModelConfig, layer: int) -> LayerMlp:
-    """What stands behind the attention of a global layer."""
+    """The feed-forward part of a global layer."""
     assert config.moe is not None
     name, size = f"model.layers.{layer}.mlp", config.hidden_size
     if layer in config.moe.layers:

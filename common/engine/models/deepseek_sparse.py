@@ -36,7 +36,7 @@ INDEX = "index"
 KEY_NORM_EPSILON = 1e-6
 
 
-class Indexer:
+class TokenIndexer:
     """Queries from the input of attention's queries; keys and weights from the hidden states."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
@@ -89,9 +89,9 @@ class SparseMlaAttention(MlaAttention):
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int) -> None:
         super().__init__(context, config, layer)
-        self.indexer: Indexer | None = None
+        self.indexer: TokenIndexer | None = None
         if layer in sparse_config(config).layers:
-            self.indexer = Indexer(context, config, layer)
+            self.indexer = TokenIndexer(context, config, layer)
 
     def select(
         self, hidden: Tensor, query_input: Tensor, layer_pass: LayerPass
@@ -117,7 +117,7 @@ def build_sparse_layer(context: LayerContext, config: ModelConfig, layer: int) -
 
 
 class SparseLm(CausalLm):
-    """A rotation for the indexer, where it has its own, and indexers that nobody runs."""
+    """A rotation for the indexer, where it has its own, and indexers that are never run."""
 
     def build_rotaries(self) -> dict[str, RotaryEmbedding]:
         rotaries = super().build_rotaries()

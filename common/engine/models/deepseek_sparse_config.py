@@ -36,7 +36,7 @@ class SparseConfig(FamilyConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What the published model code fixes."""
+    """Settings that the published model code fixes."""
 
     is_interleaved: bool
     may_share: bool
@@ -85,7 +85,7 @@ def read_sparse(source: CheckpointConfig) -> ModelConfig:
 
 
 def sparse_config(config: ModelConfig) -> SparseConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, SparseConfig), config.architecture
     return config.family
 

@@ -25,8 +25,8 @@ from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.norm import RmsNorm, WideNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.deepseek_v4_blocks import BlockShape, Compressor, Indexer, rotate_end
-from common.engine.models.deepseek_v4_config import LayerKind, read_deepseek_v4, v4_config
+from common.engine.models.deepseek_v4_blocks import BlockIndexer, BlockShape, Compressor, rotate_end
+from common.engine.models.deepseek_v4_config import CompressionKind, read_deepseek_v4, v4_config
 from common.engine.models.deepseek_v4_moe import HashMoeMlp
 from common.engine.models.deepseek_v4_names import layer_name
 from common.engine.models.family import Family
@@ -57,7 +57,7 @@ class V4Attention:
         self.rope_dim = config.rotary_dim
         self.epsilon = epsilon
         self.sizes = (v4.query_rank, dim)
-        self.rotation = MAIN if kind is LayerKind.SLIDING else BLOCKED
+        self.rotation = MAIN if kind is CompressionKind.SLIDING else BLOCKED
         self.input = ColumnLinear(
             context,
             size,
@@ -77,12 +77,12 @@ class V4Attention:
         self.all_sinks = (config.head_count, heads)
         self.output = GroupedOutput(context, config, name)
         self.compressor: Compressor | None = None
-        self.indexer: Indexer | None = None
-        if kind is LayerKind.SPARSE:
+        self.indexer: BlockIndexer | None = None
+        if kind is CompressionKind.SPARSE:
             shape = BlockShape(v4.sparse_ratio, dim, True, "csa_tail", "csa_block")
             self.compressor = Compressor(context, config, layer, f"{name}.compressor", shape)
-            self.indexer = Indexer(context, config, layer, f"{name}.indexer")
-        elif kind is LayerKind.HEAVY:
+            self.indexer = BlockIndexer(context, config, layer, f"{name}.indexer")
+        elif kind is CompressionKind.HEAVY:
             shape = BlockShape(v4.heavy_ratio, dim, False, "hca_tail", "hca_block")
             self.compressor = Compressor(context, config, layer, f"{name}.compressor", shape)
 
@@ -256,9 +256,9 @@ def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
         window=v4.window,
         head_dim=config.head_dim,
         index_dim=v4.index_dim,
-        sparse_layers=v4.layers_of(LayerKind.SPARSE),
+        sparse_layers=v4.layers_of(CompressionKind.SPARSE),
         sparse_ratio=v4.sparse_ratio,
-        heavy_layers=v4.layers_of(LayerKind.HEAVY),
+        heavy_layers=v4.layers_of(CompressionKind.HEAVY),
         heavy_ratio=v4.heavy_ratio,
         dtype=dtype,
     )

@@ -1,4 +1,4 @@
-"""What DeepSeek-V4 makes blocks of, and how it chooses among them."""
+"""DeepSeek-V4: how rows become blocks, and how a layer chooses among blocks."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Compressor:
         return (keys * torch.cat((before, own_gates), dim=1).softmax(dim=1)).sum(dim=1)
 
 
-class Indexer:
-    """Small heads that say which blocks a token attends to, over blocks of their own."""
+class BlockIndexer:
+    """Small heads that choose the blocks a token attends to, over blocks of their own."""
 
     def __init__(self, context: LayerContext, config: ModelConfig, layer: int, name: str) -> None:
         v4 = v4_config(config)

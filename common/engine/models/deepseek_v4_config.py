@@ -20,21 +20,24 @@ from common.engine.config.rope import RopeConfig, RopeKind, extended_length, rea
 from common.engine.config.weight_format import Float4Groups, Float8Blocks, WeightFormat
 
 
-class LayerKind(StrEnum):
-    """What a layer sees beside its window: nothing, chosen blocks, or all (long) blocks."""
+class CompressionKind(StrEnum):
+    """Blocks that a layer sees beside its window: none, chosen ones, or all (long) ones."""
 
     SLIDING = "sliding_attention"
     SPARSE = "compressed_sparse_attention"
     HEAVY = "heavily_compressed_attention"
 
 
-KIND_OF_RATIO = {0: LayerKind.SLIDING, 4: LayerKind.SPARSE, 128: LayerKind.HEAVY}
-"""What the numbers of `compress_ratios` stand for."""
+KIND_OF_RATIO = {0: CompressionKind.SLIDING, 4: CompressionKind.SPARSE, 128: CompressionKind.HEAVY}
+"""Meaning of the numbers of `compress_ratios`."""
 EXPERT_DTYPES = ("fp8", "fp4", "bf16")
 MLP_KINDS = ("hash_moe", "moe")
 HASH_LAYERS_DEFAULT = 3
 ROTATED_SHARE_DEFAULT = 64 / 512
-LEGACY_RATIOS = {LayerKind.SPARSE: "compress_rate_csa", LayerKind.HEAVY: "compress_rate_hca"}
+LEGACY_RATIOS = {
+    CompressionKind.SPARSE: "compress_rate_csa",
+    CompressionKind.HEAVY: "compress_rate_hca",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class V4Config(FamilyConfig):
     clamp: bound of what goes into an activation. hash_layers: choose experts by token id.
     """
 
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[CompressionKind, ...]
     sparse_ratio: int
     heavy_ratio: int
     window: int
@@ -69,7 +72,7 @@ class V4Config(FamilyConfig):
     def cuts(self) -> Mapping[str, int]:
         return {"o_groups": self.output_groups}
 
-    def layers_of(self, kind: LayerKind) -> tuple[int, ...]:
+    def layers_of(self, kind: CompressionKind) -> tuple[int, ...]:
         return tuple(layer for layer, of_layer in enumerate(self.kinds) if of_layer is kind)
 
 
@@ -114,8 +117,8 @@ def read_deepseek_v4(source: CheckpointConfig) -> ModelConfig:
         ),
         family=V4Config(
             kinds=_read_kinds(fields, layers),
-            sparse_ratio=ratios[LayerKind.SPARSE],
-            heavy_ratio=ratios[LayerKind.HEAVY],
+            sparse_ratio=ratios[CompressionKind.SPARSE],
+            heavy_ratio=ratios[CompressionKind.HEAVY],
             window=fields.integer("sliding_window"),
             block_rope=block_rope,
             query_rank=fields.integer("q_lora_rank"),
@@ -135,7 +138,7 @@ def read_deepseek_v4(source: CheckpointConfig) -> ModelConfig:
 
 
 def v4_config(config: ModelConfig) -> V4Config:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, V4Config), config.architecture
     return config.family
 
@@ -167,14 +170,14 @@ def _with_float4(fields: JsonFields, weight_format: WeightFormat | None) -> Weig
     return weight_format
 
 
-def _read_kinds(fields: JsonFields, layer_count: int) -> tuple[LayerKind, ...]:
+def _read_kinds(fields: JsonFields, layer_count: int) -> tuple[CompressionKind, ...]:
     """`layer_types`, or `compress_ratios`, whose numbers behind the last layer are of layers that
     predict more tokens at a time."""
     if fields.has("layer_types"):
         names = fields.texts("layer_types")
-        if len(names) != layer_count or any(name not in list(LayerKind) for name in names):
-            raise fields.error("layer_types", f"{layer_count} of {', '.join(LayerKind)}")
-        return tuple(map(LayerKind, names))
+        if len(names) != layer_count or any(name not in list(CompressionKind) for name in names):
+            raise fields.error("layer_types", f"{layer_count} of {', '.join(CompressionKind)}")
+        return tuple(map(CompressionKind, names))
     ratios = fields.integers("compress_ratios")
     if len(ratios) < layer_count or any(ratio not in KIND_OF_RATIO for ratio in ratios):
         known = ", ".join(map(str, KIND_OF_RATIO))
@@ -182,7 +185,7 @@ def _read_kinds(fields: JsonFields, layer_count: int) -> tuple[LayerKind, ...]:
     return tuple(KIND_OF_RATIO[ratio] for ratio in ratios[:layer_count])
 
 
-def _read_ratios(fields: JsonFields) -> dict[LayerKind, int]:
+def _read_ratios(fields: JsonFields) -> dict[CompressionKind, int]:
     ratios = {kind: ratio for ratio, kind in KIND_OF_RATIO.items() if ratio}
     given = fields.object("compress_rates") or JsonFields({}, fields.where)
     return {

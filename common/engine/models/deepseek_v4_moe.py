@@ -68,7 +68,7 @@ class HashMoeMlp:
             experts = (scores + self.bias).topk(self.experts.experts_per_token, dim=-1).indices
         shares = scores.gather(1, experts)
         shares = shares / (shares.sum(dim=-1, keepdim=True) + SUM_EPSILON) * self.scaling
-        # What a checkpoint's table names may repeat.
+        # A checkpoint's table may name an expert twice.
         is_distinct = self.table is None
         mixed = self.experts.mix_experts(hidden, shares, experts, is_distinct=is_distinct)
         return mixed + self.shared(hidden)

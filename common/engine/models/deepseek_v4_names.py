@@ -25,7 +25,7 @@ HALVES = {
     "hc_ffn_base": "ffn_hc.base",
     "hc_ffn_scale": "ffn_hc.scale",
 }
-"""What follows layers.N."""
+"""New names for the part of a name after layers.N."""
 ATTENTION_PARTS = {
     "wq_a": "q_a_proj",
     "q_norm": "q_a_norm",

@@ -128,7 +128,7 @@ def rename_falcon(name: str) -> str | None:
 
 
 def falcon_config(config: ModelConfig) -> FalconConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, FalconConfig), config.architecture
     return config.family
 

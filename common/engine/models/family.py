@@ -1,6 +1,6 @@
-"""What a family's module says of it: how it is read, built and cached. The registry collects them.
+"""A family's entry in the registry: how its config is read, its model built and its cache declared.
 
-Beside it, what models cache of which several families share the attention.
+Also cache declarations of attention that several families share.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """What the recurrence is made of; H value heads on this rank.
+    """Inputs of the recurrence; H value heads on this rank.
 
     mixed: [T, all q | all k | all v], before the convolution. gate: [T, H * value dim].
     beta, step: [T, H], before their activations.
@@ -238,7 +238,7 @@ def conv_segments(tensor: str, delta: DeltaNetConfig, heads: DeltaHeads) -> list
 
 
 def delta_shape(config: ModelConfig, context: LayerContext) -> DeltaShape:
-    """What kernels are chosen by."""
+    """Properties by which kernels are chosen."""
     delta = delta_config(config)
     heads = DeltaHeads.of_rank(delta, context)
     return DeltaShape(
@@ -253,7 +253,7 @@ def delta_shape(config: ModelConfig, context: LayerContext) -> DeltaShape:
 
 
 def delta_config(config: ModelConfig) -> DeltaNetConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, DeltaNetConfig), config.architecture
     return config.family
 

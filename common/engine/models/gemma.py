@@ -124,7 +124,7 @@ def soft_capped(logits: Tensor, softcap: float) -> Tensor:
 
 
 def gemma_config(config: ModelConfig) -> GemmaConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, GemmaConfig), config.architecture
     return config.family
 

@@ -239,8 +239,7 @@ class Gemma4Layer:
 
 
 class LayerInputs:
-    """What every layer is given of each token: its row of a table, and a projection of its
-    embedding."""
+    """Per-layer input of each token: its row of a table, and a projection of its embedding."""
 
     def __init__(self, context: LayerContext, config: ModelConfig) -> None:
         family = gemma4_config(config)
@@ -335,7 +334,7 @@ def build_gemma4_layer(context: LayerContext, config: ModelConfig, layer: int) -
 
 
 def gemma4_config(config: ModelConfig) -> Gemma4Config:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, Gemma4Config), config.architecture
     return config.family
 

@@ -12,7 +12,7 @@ from common.engine.config.rope import RopeConfig
 from common.engine.config.window import WindowStyle, read_windows, window_layers
 from common.engine.models.gemma_config import ACTIVATION, read_nested_rope, read_softcap
 
-# What the published code takes for keys that are left out.
+# Defaults of the published code for missing keys.
 TEXT_DEFAULTS = {
     "vocab_size": 262_144,
     "num_attention_heads": 8,
@@ -35,7 +35,7 @@ LAYER_KEYS = ("head_dim", "num_key_value_heads")
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Config(FamilyConfig):
-    """What differs by layer, and what stands beside the layers.
+    """Settings that differ by layer, and parts beside the layers.
 
     heads: of every layer; `local_layers`, which see a window, are alike, and so are the others.
     local_rope: rotation of local_layers, global ids.
@@ -77,7 +77,7 @@ def read_gemma4(source: CheckpointConfig) -> ModelConfig:
     context_length = fields.integer("max_position_embeddings")
     layer_count = fields.integer("num_hidden_layers")
     marked = window_layers(fields, WindowStyle.PATTERN, layer_count, period_default=WINDOW_PERIOD)
-    # The last layer sees everything, whatever config.json says of it.
+    # The last layer sees everything, in spite of config.json.
     local = tuple(layer for layer in marked if layer != layer_count - 1)
     base = read_decoder(
         source,

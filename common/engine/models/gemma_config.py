@@ -36,7 +36,7 @@ class GemmaConfig(FamilyConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What the published model code fixes.
+    """Settings that the published model code fixes.
 
     window_period: every n-th layer sees everything. softcaps: of scores and logits.
     """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.scores import ScoreRule
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.expert_groups import ExpertGroups
 from common.engine.layers.layer_context import LayerContext
@@ -94,7 +94,9 @@ class BiasedMoeMlp(MoeMlp):
             f"{experts}.down_proj", (count, size, inner), (everything, columns), self.down
         )
         shape = (count, 2 * inner)
-        bias = Piece(f"{experts}.gate_up_proj_bias", shape, (everything, rows), self.gate_up_bias)
+        bias = TensorSlice(
+            f"{experts}.gate_up_proj_bias", shape, (everything, rows), self.gate_up_bias
+        )
         yield Weight(((bias,),))
         yield Weight.whole(f"{experts}.down_proj_bias", self.down_bias)
 
@@ -109,11 +111,11 @@ def _expert_weight(
     wide.
     """
     count, rows, columns = shape
-    plain = Piece(
+    plain = TensorSlice(
         name, (count, columns, rows), (slice(None), take[1], take[0]), target.transpose(1, 2)
     )
     packed = tuple(
-        Piece(f"{name}_blocks", shape, (slice(e, e + 1), *take), target[e : e + 1])
+        TensorSlice(f"{name}_blocks", shape, (slice(e, e + 1), *take), target[e : e + 1])
         for e in range(count)
     )
     return Weight(((plain,), packed))

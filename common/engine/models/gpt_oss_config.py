@@ -17,7 +17,7 @@ from common.engine.config.rope import RopeConfig, extended_length, read_rope
 from common.engine.config.weight_format import WeightMethod
 from common.engine.config.window import WindowStyle, read_windows, window_layers
 
-# What the published code falls back to.
+# Defaults of the published code.
 HEAD_DIM = 64
 WINDOW = 128
 WINDOW_PERIOD = 2
@@ -28,7 +28,7 @@ GATE_LIMIT = 7.0
 
 @dataclass(frozen=True, slots=True)
 class GptOssConfig(FamilyConfig):
-    """What an expert does between its products: gate and up are cut at `gate_limit`, then
+    """The activation of an expert: gate and up are cut at `gate_limit`, then
     (up + 1) * gate * sigmoid(gate_gain * gate)."""
 
     gate_gain: float
@@ -80,7 +80,7 @@ def _read_experts(fields: JsonFields, layer_count: int) -> MoeConfig:
 
 
 def _read_rope(fields: JsonFields, max_position: int) -> RopeConfig:
-    """Without a word on scaling the published code takes its own, which is no default to guess."""
+    """Without a scaling entry the published code takes its own, which is no default to guess."""
     if not fields.has("rope_scaling") and not fields.has("rope_parameters"):
         raise fields.error("rope_parameters", "an object with a rope_type, or rope_scaling instead")
     theta = fields.number("rope_theta", THETA, above=1.0)

@@ -99,7 +99,7 @@ class GqaAttention:
         )
 
     def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
-        """What queries and keys [T, heads, dim] are told of where they stand."""
+        """Apply positions to queries and keys [T, heads, dim]."""
         return layer_pass.rotations[self.rotation].apply(query_key)
 
     def attend(self, attention: AttentionPass, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

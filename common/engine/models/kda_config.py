@@ -63,7 +63,7 @@ class KdaConfig(FamilyConfig):
 
 
 def kda_config(config: ModelConfig) -> KdaConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, KdaConfig), config.architecture
     return config.family
 
@@ -76,7 +76,7 @@ def read_kimi_linear(source: CheckpointConfig) -> ModelConfig:
         raise fields.error("mla_use_nope", "true")
     if not fields.flag("use_grouped_topk", True) and fields.integer("n_group") != 1:
         raise fields.error("use_grouped_topk", "true with more than one group")
-    # Nothing is rotated, whatever config.json says of a rotation.
+    # No rotation, in spite of config.json.
     base = read_latent_hybrid(
         source, rope=RopeConfig(RopeKind.DEFAULT, DEFAULT_THETA), bias_key="attention_bias"
     )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.weights import Piece, Weight
+from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
 from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
@@ -34,7 +34,7 @@ class KimiDelta:
         self.heads, self.features = heads, features
         blocks = [OutputBlock(f"{name}.{part}_proj", size, features) for part in "qkv"]
         blocks.append(OutputBlock(f"{name}.b_proj", kda.head_count, heads))
-        # What decays and output gates are made of: them already, or less that is projected again.
+        # Of decays and output gates: the values themselves, or a low rank to be projected up.
         self.decay_up: ColumnLinear | None = None
         self.gate_up: ColumnLinear | None = None
         if kda.gate_rank is None:
@@ -91,7 +91,7 @@ class KimiDelta:
             yield Weight.cut(f"{self.name}.A_log", kda.head_count, self.heads, self.decay_log)
         else:
             whole, heads = slice(None), slice(self.heads.start, self.heads.stop)
-            piece = Piece(
+            piece = TensorSlice(
                 f"{self.name}.A_log",
                 (1, 1, kda.head_count, 1),
                 (whole, whole, heads, whole),
@@ -118,7 +118,7 @@ class KimiDelta:
 
 
 def delta_shape(kda: KdaConfig, context: LayerContext) -> DeltaShape:
-    """What kernels are chosen by."""
+    """Properties by which kernels are chosen."""
     head_count = len(context.cut(kda.head_count))
     return DeltaShape(
         key_head_count=head_count,

@@ -1,4 +1,4 @@
-"""What every layer of one forward pass works with, beside the hidden states."""
+"""Inputs of every layer of one forward pass, beside the hidden states."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.engine.attention.attention import AttentionPass
+from common.engine.cache.slots import SlotPass
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.rotary import Rotation
 from common.engine.layers.sequence_rows import SequenceRows
-from common.engine.slots import SlotPass
 
 MAIN = "main"
 LOCAL = "local"

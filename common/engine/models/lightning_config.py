@@ -61,7 +61,7 @@ class LightningConfig(FamilyConfig):
 
 
 def lightning_config(config: ModelConfig) -> LightningConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, LightningConfig), config.architecture
     return config.family
 

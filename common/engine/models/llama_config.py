@@ -31,7 +31,7 @@ class _Bias(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What the published model code fixes. head_dim_default: 0 if there is none."""
+    """Settings that the published model code fixes. head_dim_default: 0 if there is none."""
 
     bias: _Bias
     window: WindowStyle

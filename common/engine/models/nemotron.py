@@ -22,7 +22,7 @@ from common.engine.models.family import Family
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.mamba_mixer import MambaMixer, mamba_cache
-from common.engine.models.nemotron_config import LayerKind, NemotronConfig, read_nemotron
+from common.engine.models.nemotron_config import MixerKind, NemotronConfig, read_nemotron
 from common.engine.models.pre_norm_layer import LayerMlp
 
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -138,18 +138,18 @@ def build_nemotron_layer(context: LayerContext, config: ModelConfig, layer: int)
     name, size = f"model.layers.{layer}.mixer", config.hidden_size
     kind = nemotron.kinds[layer]
     match kind:
-        case LayerKind.MAMBA:
+        case MixerKind.MAMBA:
             mamba = MambaMixer(context, nemotron.mamba, name, layer, hidden_size=size)
             return NemotronLayer(context, config, layer, mamba)
-        case LayerKind.ATTENTION:
+        case MixerKind.ATTENTION:
             attention = PlainAttention(context, config, layer)
             return NemotronLayer(context, config, layer, attention)
-        case LayerKind.MLP:
+        case MixerKind.MLP:
             mlp = SquaredMlp(
                 context, name, hidden_size=size, intermediate_size=config.intermediate_size
             )
             return NemotronLayer(context, config, layer, mlp)
-        case LayerKind.EXPERTS:
+        case MixerKind.EXPERTS:
             return NemotronLayer(context, config, layer, LatentExperts(context, name, config))
         case _:
             assert_never(kind)
@@ -180,7 +180,7 @@ def rename_nemotron(name: str) -> str | None:
 
 
 def nemotron_config(config: ModelConfig) -> NemotronConfig:
-    """What only these layers have."""
+    """Settings that only these layers have."""
     assert isinstance(config.family, NemotronConfig), config.architecture
     return config.family
 

@@ -24,7 +24,7 @@ from common.engine.models.mamba_config import (
     check_step_limit,
 )
 
-# What the published code takes for keys that are left out.
+# Defaults of the published code for missing keys.
 DEFAULTS: Mapping[str, JsonValue] = {
     "ssm_state_size": 128,
     "mamba_num_heads": 128,
@@ -48,8 +48,8 @@ OLDER = {
 OFF = ("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "residual_in_fp32")
 
 
-class LayerKind(StrEnum):
-    """By the letters of a pattern."""
+class MixerKind(StrEnum):
+    """What a layer mixes with. Values are the letters of a pattern."""
 
     MAMBA = "M"
     ATTENTION = "*"
@@ -58,12 +58,12 @@ class LayerKind(StrEnum):
 
 
 KINDS = {
-    "linear_attention": LayerKind.MAMBA,
-    "mamba": LayerKind.MAMBA,
-    "full_attention": LayerKind.ATTENTION,
-    "attention": LayerKind.ATTENTION,
-    "mlp": LayerKind.MLP,
-    "moe": LayerKind.EXPERTS,
+    "linear_attention": MixerKind.MAMBA,
+    "mamba": MixerKind.MAMBA,
+    "full_attention": MixerKind.ATTENTION,
+    "attention": MixerKind.ATTENTION,
+    "mlp": MixerKind.MLP,
+    "moe": MixerKind.EXPERTS,
 }
 
 
@@ -72,7 +72,7 @@ class NemotronConfig(MambaFamily):
     """kinds: of every layer. expert_io_size: what experts are given and return, projected from and
     to the hidden size if it is another. shared_size: of the MLP beside them. 0 without experts."""
 
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[MixerKind, ...]
     expert_io_size: int
     shared_size: int
 
@@ -96,14 +96,14 @@ def read_nemotron(source: CheckpointConfig) -> ModelConfig:
         rope=RopeConfig(RopeKind.DEFAULT, DEFAULT_THETA),
         context_length=fields.integer("max_position_embeddings"),
         intermediate_key="intermediate_size"
-        if LayerKind.EXPERTS not in kinds or LayerKind.MLP in kinds
+        if MixerKind.EXPERTS not in kinds or MixerKind.MLP in kinds
         else "moe_shared_expert_intermediate_size",
     )
     check_sizes(
         fields, heads_key="mamba_num_heads", groups_key="n_groups", kernel_key="conv_kernel"
     )
     epsilon = fields.number("layer_norm_epsilon")
-    expert_layers = _layers(kinds, LayerKind.EXPERTS)
+    expert_layers = _layers(kinds, MixerKind.EXPERTS)
     moe = _read_experts(fields, expert_layers) if expert_layers else None
     return replace(
         base,
@@ -121,8 +121,8 @@ def read_nemotron(source: CheckpointConfig) -> ModelConfig:
                 epsilon=epsilon,
                 has_conv_bias=fields.flag("use_conv_bias", True),
             ),
-            mamba_layers=_layers(kinds, LayerKind.MAMBA),
-            attention_layers=_layers(kinds, LayerKind.ATTENTION),
+            mamba_layers=_layers(kinds, MixerKind.MAMBA),
+            attention_layers=_layers(kinds, MixerKind.ATTENTION),
             is_rotated=False,
             kinds=kinds,
             expert_io_size=fields.integer("moe_latent_size", base.hidden_size) if moe else 0,
@@ -131,11 +131,11 @@ def read_nemotron(source: CheckpointConfig) -> ModelConfig:
     )
 
 
-def _layers(kinds: tuple[LayerKind, ...], kind: LayerKind) -> tuple[int, ...]:
+def _layers(kinds: tuple[MixerKind, ...], kind: MixerKind) -> tuple[int, ...]:
     return tuple(layer for layer, of_layer in enumerate(kinds) if of_layer is kind)
 
 
-def _read_kinds(fields: JsonFields) -> tuple[LayerKind, ...]:
+def _read_kinds(fields: JsonFields) -> tuple[MixerKind, ...]:
     """Of the list of layer types if there is one, else of the published pattern, "M*-E"."""
     key = next((k for k in ("layers_block_type", "layer_types") if fields.has(k)), None)
     if key is not None:
@@ -146,10 +146,10 @@ def _read_kinds(fields: JsonFields) -> tuple[LayerKind, ...]:
     else:
         key = "hybrid_override_pattern"
         letters = fields.text(key)
-        if not all(letter in list(LayerKind) for letter in letters):
-            raise fields.error(key, f"a string of the letters {' '.join(LayerKind)}")
-        kinds = tuple(LayerKind(letter) for letter in letters)
-    if LayerKind.MAMBA not in kinds or LayerKind.ATTENTION not in kinds:
+        if not all(letter in list(MixerKind) for letter in letters):
+            raise fields.error(key, f"a string of the letters {' '.join(MixerKind)}")
+        kinds = tuple(MixerKind(letter) for letter in letters)
+    if MixerKind.MAMBA not in kinds or MixerKind.ATTENTION not in kinds:
         raise fields.error(key, "layers of which some are Mamba mixers and some are attention")
     if fields.has("num_hidden_layers") and fields.integer("num_hidden_layers") != len(kinds):
         raise fields.error("num_hidden_layers", f"{len(kinds)}, the length of {key}")

@@ -55,7 +55,7 @@ class DeltaNetConfig(FamilyConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What the published model code fixes."""
+    """Settings that the published model code fixes."""
 
     is_fused: bool
     has_dense_layers: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.engine.cast import CACHE_DTYPES
+from common.engine.cache.cast import CACHE_DTYPES
 from common.engine.config.model import ModelConfig
 from common.engine.config.reading import CheckpointConfig
 from common.engine.models import (
@@ -56,9 +56,9 @@ def read_model_config(model_path: Path) -> ModelConfig:
 
 
 def cache_components(config: ModelConfig, kv_cache_dtype: str) -> tuple[CacheComponent, ...]:
-    """What a model caches, for `ServerLayout`.
+    """Components of a model's cache, for `ServerLayout`.
 
-    kv_cache_dtype: element type of the cache, "auto" for what the checkpoint is computed in.
+    kv_cache_dtype: element type of the cache; "auto": that of the computation.
     Raises: ConfigError for a type that can't be stored.
     """
     dtype = config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype

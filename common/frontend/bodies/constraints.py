@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.engine.grammar import STYLE_KEY, lark_of
 from common.errors import GrammarError, RequestError
 from common.frontend.bodies.fields import (
     NOT_SUPPORTED,
@@ -23,6 +22,7 @@ from common.frontend.bodies.fields import (
     parse_object,
     shown,
 )
+from common.grammar import STYLE_KEY, lark_of
 from common.request import Grammar, GrammarKind
 from common.request_bounds import GRAMMAR_LENGTH_MAX
 

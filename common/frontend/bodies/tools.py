@@ -12,11 +12,11 @@ import json
 import re
 from dataclasses import dataclass
 
-from common.engine.grammar import STYLE_KEY, WHITESPACE
 from common.errors import RequestError
 from common.frontend.bodies.constraints import ANY_OBJECT, Constraint, lark_grammar, schema_grammar
 from common.frontend.bodies.fields import NOT_SUPPORTED, Fields, JsonObject, JsonValue, shown
 from common.frontend.text.tool_calls import CLOSING, OPENING, ToolFormat
+from common.grammar import STYLE_KEY, WHITESPACE
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # OpenAI's, and the dot that others allow
 TOOL_COUNT_MAX = 128  # OpenAI's

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 
 from common.config import ServerConfig
-from common.engine.grammar import GrammarCompiler
 from common.errors import GrammarError, RequestError
 from common.frontend.bodies.sample import Sample
+from common.grammar import GrammarCompiler
 from common.protocol.frontend import ServerInfo
 
 

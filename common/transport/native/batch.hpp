@@ -1,4 +1,4 @@
-// One submitted CopyPlan: checked, resolved to addresses, and what became of it.
+// One submitted CopyPlan: checked, resolved to addresses, with its outcome.
 #pragma once
 
 #include <chrono>

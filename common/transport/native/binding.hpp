@@ -1,4 +1,4 @@
-// What both Python modules take and give: plans, and lists of events.
+// Arguments and results of both Python modules: plans, and lists of events.
 #pragma once
 
 #include <nanobind/nanobind.h>

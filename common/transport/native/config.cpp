@@ -19,8 +19,8 @@ void check(ucs_status_t status, const std::string& what) {
 
 namespace {
 
-// The oldest UCX that will do: 1.21 keeps what it has opened of a peer's GPU memory until this process
-// ends, so that the memory of a dead peer is never free again.
+// The oldest UCX that serves. 1.21 keeps a peer's GPU memory open until this process ends, so the memory
+// of a dead peer is never free again.
 constexpr unsigned UCX_API_MAJOR = 1;
 constexpr unsigned UCX_API_MINOR = 22;
 
@@ -74,7 +74,7 @@ Context::Context(const EngineSettings& settings) {
     // UCX learns of device memory through hooks in the allocator, which may bypass them. Every operation
     // of ours names its memory's type.
     check(ucs_global_opts_set_value("MEMTYPE_CACHE", "n"), "UCX setting MEMTYPE_CACHE=n");
-    // The user's UCX_* variables are read here; what follows is ours and wins.
+    // The user's UCX_* variables are read here; the settings below win over them.
     ConfigOwner owner;
     check(ucp_config_read(nullptr, nullptr, &owner.config), "ucp_config_read");
     set(owner.config, "TLS", settings.tls);
@@ -87,8 +87,8 @@ Context::Context(const EngineSettings& settings) {
     set(owner.config, "MM_ERROR_HANDLING", "y");
     // An emulated put may abort() this process when its peer dies. Fail the put instead.
     set(owner.config, "PROTO_EMULATION_ENABLE", "n");
-    // What comes in over an interface without an endpoint of ours, as at every target of puts, would
-    // first wake a thread of UCX, which wakes ours. Over tcp that halved the bandwidth of long runs.
+    // Traffic over an interface without an endpoint of ours, as at every target of puts, would first
+    // wake a thread of UCX, which wakes ours. Over tcp that halved the bandwidth of long runs.
     set(owner.config, "ADAPTIVE_PROGRESS", "n");
     set(owner.config, "KEEPALIVE_INTERVAL", std::to_string(settings.keepalive_s) + "s");
 

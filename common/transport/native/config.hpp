@@ -1,4 +1,4 @@
-// UCX configuration of this process: what we set in code, and why. Knows nothing of peers.
+// UCX configuration of this process: the settings made in code, and why. Knows nothing of peers.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -9,12 +9,12 @@
 
 namespace baton {
 
-// UCX refused something. The text says what was asked and UCX's own words.
+// A refused call of UCX. The text names the call and has UCX's own words.
 struct UcxError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// While it lives, UCX says nothing on this thread: of what is only tried, and may fail.
+// While it lives, UCX logs nothing on this thread: for calls that may fail.
 struct QuietLog {
     QuietLog();
     ~QuietLog();

@@ -6,7 +6,7 @@
 
 namespace baton {
 
-// Rounds to nearest even; what is beyond 448, infinities too, becomes 448; NaN stays NaN.
+// Rounds to nearest even; values beyond 448, infinities too, become 448; NaN stays NaN.
 void narrow_bfloat16(uint8_t* target, const uint16_t* source, size_t count);
 void narrow_float32(uint8_t* target, const uint32_t* source, size_t count);
 

@@ -13,8 +13,8 @@ void copy_mapped(void* target, const void* source, size_t nbytes);
 // of a random page; a bad address is harmless.
 void prefetch_run(const void* target, const void* source);
 
-// Every byte copied so far is visible to whoever hears of it from this thread afterwards: where stores
-// are not ordered, a barrier.
+// A thread that this thread notifies afterwards sees every byte copied so far. A barrier where stores are
+// not ordered.
 void publish_copies();
 
 // Which memory an extent is, the same in every process of a machine that maps it: a file, that of a

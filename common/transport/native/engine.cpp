@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 // Force-closing an endpoint takes milliseconds; a close that takes longer than this is given up, and
 // destroying the worker ends it.
 constexpr auto CLOSE_PATIENCE = std::chrono::seconds(5);
-// How often a connection that closes is looked at, if UCX has nothing to tell of it.
+// How often a closing connection is checked while UCX reports nothing of it.
 constexpr int CLOSING_LOOK_MS = 100;
 constexpr int EPOLL_EVENTS_MAX = 64;
 const char* const ENGINE_CLOSED = "the transport is closed";
@@ -237,9 +237,9 @@ void Engine::run(const EngineSettings& settings, std::promise<void> started) {
     release();
 }
 
-// A device has failed, the machine refuses to let this thread wait, or an operation never ends. Nothing
-// that runs can be proved quiet then but by the end of this process, which is what the last event asks
-// for. Until then nothing is freed or destroyed: libraries that have failed hang or abort in their own
+// A device has failed, the machine refuses to let this thread wait, or an operation never ends. Only
+// the end of this process proves running operations over, and the last event asks for it. Until then
+// nothing is freed or destroyed: libraries that have failed hang or abort in their own
 // clean-up.
 void Engine::fail(const std::string& reason) {
     struct Remains {
@@ -317,7 +317,7 @@ void Engine::loop() {
         if (is_stopping_ && (peers_.empty() || Clock::now() > close_until)) {
             return;
         }
-        // Only what moves over the network goes on by itself; a command is done when it is done.
+        // Only traffic over the network goes on by itself; a command is complete when its call returns.
         if (has_progressed) {
             busy_until = Clock::now() + std::chrono::microseconds(spin_us_);
         }

@@ -11,11 +11,11 @@ namespace {
 // A CUDA IPC handle, which the key of memory that another process can open must hold.
 constexpr size_t CUDA_IPC_HANDLE_NBYTES = 64;
 
-// What copies at random places of a pool (the kernel for tcp, ourselves for shared memory) then looks
-// up an address in fewer steps. Advice only: a kernel may have none to give, for shared memory mostly.
+// Copies at random places of a pool (by the kernel for tcp, by us for shared memory) then look up an
+// address in fewer steps. Advice only: a kernel may have none to give, for shared memory mostly.
 void ask_for_large_pages(uint64_t address, uint64_t nbytes) {
     constexpr uint64_t page_nbytes = 4096;
-    // Whole pages, so that one mapping stays one.
+    // Whole pages, so that the mapping is not split.
     const uint64_t begin = address & ~(page_nbytes - 1);
     const uint64_t end = (address + nbytes + page_nbytes - 1) & ~(page_nbytes - 1);
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
@@ -68,8 +68,8 @@ Memory::Memory(std::shared_ptr<Context> context, ucp_mem_map_params_t& params, u
     remote_key_.assign(reinterpret_cast<const char*>(&extent_), sizeof(extent_));
     remote_key_.append(static_cast<const char*>(key), key_nbytes);
     ucp_rkey_buffer_release(key);
-    // UCX only warns when its CUDA modules can't be loaded, and registers the memory for nobody: every
-    // transfer would fail much later.
+    // UCX only warns when its CUDA modules can't be loaded, and registers the memory for no transport:
+    // every transfer would fail much later.
     if (type == UCS_MEMORY_TYPE_CUDA && key_nbytes < CUDA_IPC_HANDLE_NBYTES) {
         ucp_mem_unmap(context_->handle(), handle_);
         throw UcxError(what + " of CUDA memory: no UCX transport can share it; its CUDA modules need "

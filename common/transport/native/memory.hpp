@@ -28,7 +28,7 @@ public:
     uint64_t nbytes() const { return nbytes_; }
     ucs_memory_type_t type() const { return type_; }
     ucp_mem_h handle() const { return handle_; }
-    // What a peer reaches it by: which memory it is if it is shared, and UCX's key.
+    // For a peer: the identity of the memory if it is shared, and UCX's key.
     const std::string& remote_key() const { return remote_key_; }
     bool is_shared() const { return extent_.is_shared(); }
 

@@ -88,8 +88,8 @@ Peer::RemoteRegion Peer::unpack_key(RemoteRegionSpec spec) const {
     check(ucp_ep_rkey_unpack(endpoint_, key.of_ucx, &region.key), "ucp_ep_rkey_unpack");
     void* mapped = nullptr;
     // UCX also answers with an address for a region of a GPU, and it is the GPU's: nothing may be stored
-    // there from here. Memory of a GPU is never a source of such copies anyway. What is found by the
-    // numbers in UCX's key, of a process and a file of it, must be what the peer has: they are used again.
+    // there from here. Memory of a GPU is never a source of such copies anyway. UCX's key
+    // names a process and a file of it by numbers that are reused, so the memory found must be checked.
     const bool may_map = !owns_cuda_memory_ && key.extent.is_shared();
     if (may_map && ucp_rkey_ptr(region.key, region.spec.address, &mapped) == UCS_OK) {
         const SharedExtent found = shared_extent(mapped, region.spec.nbytes);
@@ -162,8 +162,8 @@ bool Peer::finish_connecting() {
     return true;
 }
 
-// What carries puts to this peer, for example "posix" or "posix,tcp". UCX tells the lanes of an endpoint
-// with their uses only as text: `lane[1]:  1:tcp/lo.0 md[0] -> ... rma_bw#0`.
+// The carriers of puts to this peer, for example "posix" or "posix,tcp". UCX gives the lanes of an endpoint
+// and their uses only as text: `lane[1]:  1:tcp/lo.0 md[0] -> ... rma_bw#0`.
 std::string Peer::transports() const {
     std::set<std::string> names;
     bool is_all_mapped = !regions_.empty();
@@ -277,10 +277,9 @@ bool Peer::has_device_answered() {
     return true;
 }
 
-// UCX ends what is under way in milliseconds once it is told to; it waits for copies that a device has
-// begun, though. One that never ends, on a device that hangs, can't be taken back, and no word of ours
-// can say that it is over: only the end of this process can. Time in which this thread did not run, in a
-// process that was stopped, does not count.
+// UCX cancels operations within milliseconds, but waits for copies that a device has begun. A copy that
+// never ends, on a device that hangs, can't be taken back: only the end of this process proves it over.
+// Time in which this thread did not run, in a process that was stopped, does not count.
 void Peer::spend_patience() {
     const auto now = std::chrono::steady_clock::now();
     const double since_turn = std::chrono::duration<double>(now - closing_turn_).count();

@@ -42,14 +42,14 @@ public:
     Peer(const Peer&) = delete;
     Peer& operator=(const Peer&) = delete;
 
-    // False if no transport of UCX reaches that worker. What else keeps it from connecting is a failure.
+    // False if no transport of UCX reaches that worker. Other obstacles are failures of the connection.
     bool reach(const std::string& worker_address);
     void submit(std::unique_ptr<Batch> batch);
     void cancel(uint64_t tag);
     void disconnect();
     // Closes the connection in the next turn. The first reason wins.
     void fail(const std::string& reason);
-    // The worker is destroyed already: settles what is left. The keys went with the worker.
+    // The worker is destroyed already: settles the open batches. The keys went with the worker.
     void abandon();
     // One turn: moves every batch a little. True if anything happened. Throws UcxError.
     bool turn();

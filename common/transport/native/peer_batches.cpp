@@ -188,15 +188,15 @@ void Peer::fail_put(Batch& batch, ucs_status_t status) {
     }
 }
 
-// Without it nobody can say whether what was put has landed. So the connection is given up: the target
-// closes its end as well, and that ends what the network still carries.
+// Without a flush it is unknown whether the puts have arrived. So the connection is given up: the target
+// closes its end as well, which ends what the network still carries.
 void Peer::fail_flush(Batch& batch, ucs_status_t status) {
     const std::string reason = std::string("flush: ") + ucs_status_string(status);
     batch.stop(reason);
     fail(reason);
 }
 
-// Whoever hears of the event must find what was copied here, whatever else carried parts of the batch.
+// The receiver of the event must see the bytes that were copied here, beside those that UCX put.
 void Peer::settle(const Batch& batch) {
     publish_copies();
     events_.push(batch.settle(!batch.has_remote_puts || batch.is_flushed));

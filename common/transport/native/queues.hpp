@@ -29,7 +29,7 @@ struct Event {
     double issue_seconds = 0; // CPU time of the progress thread spent issuing
 };
 
-// An eventfd that is readable while somebody has something to fetch.
+// An eventfd that is readable while events wait to be fetched.
 class Signal {
 public:
     Signal();
@@ -44,7 +44,7 @@ private:
     int fd_;
 };
 
-// Progress thread -> Python. Bounded by what Python submitted: one event per batch, and at most two
+// Progress thread -> Python. Bounded by Python's submits: one event per batch, and at most two
 // per connection.
 class EventQueue {
 public:

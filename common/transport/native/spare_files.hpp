@@ -6,8 +6,8 @@
 namespace baton {
 
 // UCX asks a socket about a network device when it closes an endpoint, and aborts the process if there is
-// no descriptor left for one. A process that has run out of them could not even lose a peer. Somebody else
-// may take what is lent; that is a matter of microseconds, in a process that opens next to nothing.
+// no descriptor left for one. A process that has run out of them could not even lose a peer. Another
+// thread may take a lent descriptor; that is a matter of microseconds, in a process that opens few files.
 class SpareFiles {
 public:
     SpareFiles() { take_back(); }
@@ -15,7 +15,8 @@ public:
     SpareFiles(const SpareFiles&) = delete;
     SpareFiles& operator=(const SpareFiles&) = delete;
 
-    // Both are cheap where there is nothing to do. What can't be taken back is tried again next time.
+    // Both are cheap where there is nothing to do. A descriptor that can't be taken back is tried again
+    // next time.
     void lend();
     void take_back();
 

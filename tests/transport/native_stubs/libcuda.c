@@ -20,6 +20,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "control_file.h"
+
 typedef int CUresult;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
@@ -47,16 +49,8 @@ typedef struct {
 static control_t own_control;
 static control_t *control = &own_control;
 
-static void __attribute__((constructor)) map_control(void) {
-    const char *path = getenv("STUB_CUDA_CONTROL");
-    const int file = path != NULL ? open(path, O_RDWR | O_CLOEXEC) : -1;
-    if (file >= 0) {
-        void *mapped = mmap(NULL, sizeof(control_t), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        if (mapped != MAP_FAILED) {
-            control = mapped;
-        }
-        close(file);
-    }
+static void __attribute__((constructor)) share_control(void) {
+    control = map_control("STUB_CUDA_CONTROL", sizeof(control_t), &own_control);
 }
 
 #define FAIL_IF_ASKED(_name) \
@@ -522,7 +516,7 @@ static void wait_idle(stream_t *stream) {
     pthread_mutex_unlock(&stream->lock);
 }
 
-// What is queued still runs, as with the real one; nobody waits for it.
+// Queued work still runs, as with the real one; no call waits for it.
 CUresult cuStreamDestroy_v2(stream_t *stream) {
     pthread_mutex_lock(&streams_lock);
     for (stream_t **link = &streams; *link != NULL; link = &(*link)->next) {

@@ -2,16 +2,15 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
 #include <ucp/api/ucp.h>
-#include <unistd.h>
+
+#include "control_file.h"
 
 // The same order as in `Faults` of process_faults.py.
 typedef struct {
@@ -23,16 +22,8 @@ typedef struct {
 static control_t own_control;
 static control_t *control = &own_control;
 
-static void __attribute__((constructor)) map_control(void) {
-    const char *path = getenv("FAULTS_CONTROL");
-    const int file = path != NULL ? open(path, O_RDWR | O_CLOEXEC) : -1;
-    if (file >= 0) {
-        void *mapped = mmap(NULL, sizeof(control_t), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        if (mapped != MAP_FAILED) {
-            control = mapped;
-        }
-        close(file);
-    }
+static void __attribute__((constructor)) share_control(void) {
+    control = map_control("FAULTS_CONTROL", sizeof(control_t), &own_control);
 }
 
 static int is_progress_thread(void) {

@@ -88,7 +88,7 @@ Channel::Channel(File socket, const StreamBounds& bounds) : socket_(std::move(so
     set_option(fd(), IPPROTO_TCP, TCP_KEEPIDLE, interval_s);
     set_option(fd(), IPPROTO_TCP, TCP_KEEPINTVL, interval_s);
     set_option(fd(), IPPROTO_TCP, TCP_KEEPCNT, 3);
-    // What was not sent when we close is not sent any more.
+    // Unsent bytes are dropped at close.
     const linger drop{1, 0};
     setsockopt(fd(), SOL_SOCKET, SO_LINGER, &drop, sizeof(drop));
 }

@@ -60,7 +60,7 @@ struct StreamBounds {
     double stall_s;       // without a byte where one is due
     double keepalive_s;   // between two probes of an idle connection
     int spin_us;          // how long to look on before sleeping
-    uint64_t rekey_nbytes;  // that one TLS key encrypts
+    uint64_t rekey_nbytes;  // bytes that one TLS key encrypts
 };
 
 class Channel {
@@ -99,8 +99,8 @@ private:
     File socket_;
     const StreamBounds bounds_;
     SslPtr ssl_;
-    BIO* out_ = nullptr;                 // of ssl_: what is encrypted and has not left
-    long out_sent_ = 0;                  // of it, what has left
+    BIO* out_ = nullptr;                 // of ssl_: encrypted bytes that have not left
+    long out_sent_ = 0;                  // bytes of it that have left
     std::vector<unsigned char> record_;  // short pieces, gathered
     uint64_t key_nbytes_ = 0;
 };

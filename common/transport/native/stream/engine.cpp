@@ -34,7 +34,7 @@ size_t StreamEngine::allocate(uint64_t nbytes) {
     if (start == MAP_FAILED) {
         throw StreamError(system_error("mmap of " + std::to_string(nbytes) + " bytes", errno));
     }
-    // What the kernel copies at random places of a pool then looks up an address in fewer steps.
+    // The kernel's copies at random places of a pool then look up an address in fewer steps.
     madvise(start, nbytes, MADV_HUGEPAGE);
     std::shared_ptr<void> owner(start, [nbytes](void* mapped) { munmap(mapped, nbytes); });
     const std::lock_guard lock(mutex_);

@@ -110,7 +110,7 @@ bool StreamPeer::has_failed() {
     return !failure_.empty();
 }
 
-// Settles what has nothing under way and nothing left to begin. With the lock held.
+// Settles batches with no frame under way and none left to begin. With the lock held.
 void StreamPeer::settle_over() {
     const bool is_ready = ready_count_ == connections_.size();
     for (auto entry = batches_.begin(); entry != batches_.end();) {
@@ -136,7 +136,7 @@ void StreamPeer::note_ready() {
     }
 }
 
-// The last connection that ends settles what is left. Frames that were not acknowledged may still be
+// The last connection that ends settles the open batches. Frames that were not acknowledged may still be
 // carried, and stored, until the target has closed its end.
 void StreamPeer::end_connection() {
     const std::lock_guard lock(mutex_);

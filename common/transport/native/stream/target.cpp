@@ -21,9 +21,9 @@ namespace {
 constexpr size_t STRANGER_COUNT_MAX = 32;
 // Connections of one writer.
 constexpr size_t CONNECTION_COUNT_MAX = 16;
-// As many as the kernel allows: what finds no place waits a second.
+// As many as the kernel allows: a connection without a place waits a second.
 constexpr int BACKLOG = 4096;
-// How long nobody is let in after the process has run out of descriptors.
+// How long no connection is accepted after the process has run out of descriptors.
 constexpr int PAUSE_MS = 100;
 
 // Not a socket if the port is taken. Throws StreamError.
@@ -87,7 +87,7 @@ void StreamTargets::close(const TargetId& id) {
     IncomingList gone;
     {
         const std::lock_guard lock(mutex_);
-        targets_.erase(id);  // nobody gets in any more
+        targets_.erase(id);  // admits no connection any more
         for (auto entry = incoming_.begin(); entry != incoming_.end();) {
             const auto here = entry++;
             if ((*here)->is_known && (*here)->target == id) {
@@ -215,7 +215,7 @@ void StreamTargets::serve(Incoming& incoming) {
             store_frames(incoming.channel, *target);
         }
     } catch (const StreamError&) {
-        // The writer sees its end of it; what it had under way it knows.
+        // The writer sees its own end close, and knows its open frames.
     } catch (const std::bad_alloc&) {
     }
     incoming.channel.shut();

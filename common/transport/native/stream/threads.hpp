@@ -1,4 +1,4 @@
-// Threads of ours beside Python's.
+// Native threads beside Python's.
 #pragma once
 
 #include <pthread.h>

@@ -86,7 +86,7 @@ int TlsServer::on_key(SSL* ssl, const unsigned char* identity, size_t nbytes, SS
 
 TlsClient::TlsClient() : context_(make_context(TLS_client_method())) {
     SSL_CTX_set_psk_use_session_callback(context_, on_key);
-    // Whoever does not know the secret has no certificate that would count.
+    // A client without the secret has no certificate that would count either.
     SSL_CTX_set_verify(context_, SSL_VERIFY_PEER, nullptr);
 }
 

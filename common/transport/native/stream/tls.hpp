@@ -56,7 +56,7 @@ private:
     SSL_CTX* context_;
 };
 
-// What OpenSSL says of the last failure on this thread, and forgets it.
+// OpenSSL's text for the last failure on this thread, which is cleared.
 std::string tls_failure(const SSL* ssl, int result);
 
 }  // namespace baton

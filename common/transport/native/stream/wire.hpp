@@ -1,4 +1,4 @@
-// What travels over a stream, in the byte order of the machines that run this: little endian.
+// The frames of a stream, in the byte order of the machines that run this: little endian.
 //
 //     writer -> target   Hello (without TLS only), then frames: FrameHead, its runs, their bytes
 //     target -> writer   an Ack for the hello or the TLS handshake, then one for every frame stored

@@ -3,14 +3,14 @@
 Order: repetition, frequency and presence penalties, logit bias, stop tokens held back by
 min_new_tokens, tokens that a grammar forbids; then either the largest logit (temperature 0) or
 temperature, top_k, top_p among the kept, min_p, and a Gumbel draw. Filters run one after the other,
-each on what the one before left. Log-probabilities are those of the raw logits. Rows that need
-nothing of all this pay an argmax only.
+each on the tokens that the one before kept. Log-probabilities are those of the raw logits. Rows
+without any of these cost one argmax.
 
-A draw is launched and not waited for, with one exception: a grammar has to know the last token
-before it can say what may follow, so a draw with grammars waits for the one before it.
+A draw is launched and not waited for, with one exception: a grammar needs the last token before it
+can name the next ones, so a draw with grammars waits for the draw before it.
 
-Knows nothing of pages, models or messages; the noise of a row depends on its request's seed and
-its position alone (`noise.py`), and no computation of a row depends on what the others ask for.
+Knows nothing of pages, models or messages. The noise of a row depends on its request's seed and
+its position alone (`noise.py`), and no row's result depends on the other rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.draw import Draw, Sampled
-from common.engine.grammar import GrammarCompiler
-from common.engine.grammar_table import GrammarTable
 from common.engine.host_copy import upload
-from common.engine.logprobs import LaunchedLogprobs, launch_logprobs
-from common.engine.noise import gumbel, row_keys
-from common.engine.nucleus import drop_tails
-from common.engine.sampling_table import Feature, SamplingTable
+from common.engine.sampling.draw import Draw, Sampled
+from common.engine.sampling.grammar_table import GrammarTable
+from common.engine.sampling.logprobs import LaunchedLogprobs, launch_logprobs
+from common.engine.sampling.noise import gumbel, row_keys
+from common.engine.sampling.nucleus import drop_tails
+from common.engine.sampling.sampling_table import Feature, SamplingTable
+from common.grammar import GrammarCompiler
 from common.request import SamplingParams
 
 CANDIDATE_COUNTS = (64, 1024)
@@ -45,7 +45,7 @@ NO_ROWS: Slots = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Unfollowed:
-    """A draw whose tokens the grammars of some rows have not been told: int64[n] rows and slots."""
+    """A draw whose tokens some rows' grammars have not consumed yet: int64[n] rows and slots."""
 
     draw: Draw
     rows: Slots

@@ -1,5 +1,4 @@
-"""What it takes to run something again from the same memory. CUDA graphs are one way to do it
-(`cuda_graphs.py`)."""
+"""Recordings: functions that run again over the same memory. On CUDA see `cuda_graphs.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 
 class Recording(Protocol):
-    """What was recorded, and the tensor that every replay writes its result to."""
+    """A recorded function, and the tensor to which every replay writes its result."""
 
     @property
     def output(self) -> Tensor: ...

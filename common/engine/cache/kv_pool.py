@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, DTYPES, cast, raw
+from common.engine.cache.cast import CACHE_DTYPES, DTYPES, cast, raw
 from common.layout.cache_layout import Cell, GroupLayout, RankLayout
 
 __all__ = ["DTYPES", "KvPool"]
@@ -89,7 +89,7 @@ class Plane:
         return picked.view(*pages.shape, 1, -1)
 
     def widen(self, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `gather` or `pick` returned, in `dtype`."""
+        """A result of `gather` or `pick`, in `dtype`."""
         return cast(gathered.view(self.view.dtype), dtype)
 
 
@@ -224,7 +224,7 @@ def write_index(geometry: Geometry, token_pages: Tensor, token_rows: Tensor) -> 
 
 
 def gather_index(geometry: Geometry, page_table: Tensor) -> GatherIndex:
-    """What to read, from a page table int32 or int64[B, pages]."""
+    """Rows to read, from a page table int32 or int64[B, pages]."""
     page_table = page_table.to(torch.int64)
     page_stride, odd_page = _divide(geometry.page_stride, geometry.page_items)
     unit_stride, odd_unit = _divide(geometry.unit_stride, geometry.page_items)

@@ -1,10 +1,10 @@
-"""States that a sequence has one of, whatever its length: read before a pass, written after it.
+"""States of constant size, one per sequence: read before a pass, written after it.
 
 A page of a slot group is one slot, and holds the state after all tokens that are computed: of a
-recurrence, or the last inputs of a convolution. Knows nothing of what a state means.
+recurrence, or the last inputs of a convolution. Knows nothing of the meaning of a state.
 
-A slot is never cleared. A sequence that starts reads zeros instead, whatever the slot's last owner
-left there, and a sequence whose cache came from another server reads what was transferred.
+A slot is never cleared. A sequence that starts reads zeros in place of the last owner's state. A
+sequence whose cache came from another server reads the transferred state.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.cast import cast, raw
+from common.engine.cache.cast import cast, raw
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
-from common.engine.kv_pool import KvPool
 from common.layout.component import LiveKind
 
 

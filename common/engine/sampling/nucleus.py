@@ -1,4 +1,4 @@
-"""The nucleus of many rows (top_p) without sorting and without a look at the device.
+"""The nucleus of many rows (top_p) without sorting and without waiting for the device.
 
 Sorting a vocabulary is slow, and to sort the most likely tokens only, one has to ask whether they
 were enough. Here every row's probabilities are added up by the float that its logits are, in two
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 22
-"""Logits that are looked at together: bounds the extra memory to about 200 MiB at any batch."""
+"""Logits that are computed together: bounds the extra memory to about 200 MiB at any batch."""
 
 ONE = 1 << 40
 """Probability 1: a token's share of it is rounded by less than a float32 is."""

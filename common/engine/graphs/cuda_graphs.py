@@ -1,7 +1,6 @@
 """Recordings of decode passes as CUDA graphs, and which sizes are worth one.
 
-Runs on CUDA only. No machine that had a GPU has run it yet; what is recorded, and from where it
-reads, is tested without one (`decode_graphs.py`).
+Runs on CUDA only. `decode_graphs.py` has the recorded pass and its inputs, and is tested on a CPU.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ kernels in the first ones, which a recording must not contain."""
 
 SMALL_SIZES = (1, 2, 4)
 SIZE_STEP = 8
-"""Sizes above are multiples of it. A row that belongs to nobody costs next to nothing where weights
-are what is read; more sizes cost start-up time and memory."""
+"""Sizes above are multiples of it. A padding row costs next to nothing where a pass mostly
+reads weights; more sizes cost start-up time and memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 A pass that decodes a few sequences launches hundreds of kernels that take microseconds each, and
 launching them takes longer than running them. A recorded pass is launched at once. It reads and
-writes the same memory every time, so a batch is copied to where the recording looks for it, filled
-up to the next recorded size with rows that belong to nobody: they read and write the scratch page.
-What attention prepares on the host is prepared anew before each replay.
+writes the same memory every time, so a batch is copied into the recording's inputs, filled up to
+the next recorded size with padding rows, which read and write the scratch page. Attention's plans
+on the host are made anew before each replay.
 
-Knows nothing of requests or steps. What records is given: CUDA graphs (`cuda_graphs.py`).
+Knows nothing of requests or steps. The recorder is given: CUDA graphs (`cuda_graphs.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import RecordableAttention
+from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch, token_places
-from common.engine.kv_pool import KvPool
+from common.engine.graphs.recording import Record, Recording
 from common.engine.models.causal_lm import CausalLm
-from common.engine.recording import Record, Recording
 from common.layout.cache_layout import PageGroup
 
 FILL_TOKEN = 0
 FILL_LENGTH = 2
-"""Rows that belong to nobody are a sequence's second token: it has a past, as every row of a decode
-pass has, so that no state is taken for that of a new sequence."""
+"""A padding row is a sequence's second token. It has a past, as every row of a decode pass has, so
+its state is not taken for that of a new sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Place:
             table[:count, :width].copy_(given[:, :width])
 
     def clear(self, rows: slice) -> None:
-        """These rows belong to nobody any more."""
+        """Make these rows padding again."""
         self.token_ids[rows].fill_(FILL_TOKEN)
         self.lengths[rows].fill_(FILL_LENGTH)
         for table in self.page_tables:
@@ -101,9 +101,9 @@ class _Place:
 
 
 class DecodeGraphs:
-    """Recorded decode passes of one model over one pool. One writer: whoever runs the model.
+    """Recorded decode passes of one model over one pool. Written by the thread that runs the model.
 
-    batch_sizes: what is recorded, ascending. A batch in between is filled up, a larger one is
+    batch_sizes: recorded sizes, ascending. A batch in between is filled up, a larger one is
     not served.
     """
 

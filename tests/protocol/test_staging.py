@@ -1,4 +1,4 @@
-"""How caches may travel between two servers, and what may be said of landing slots."""
+"""How caches may travel between two servers, and what may be said of staging slots."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from common.layout.component import Segment
 from common.layout.families import gqa_components
 from common.protocol import peer
 from common.protocol.bounds import check_peer_message
-from common.protocol.codec import decode_credit, decode_landed, encode
-from common.protocol.descriptor import LandingDescriptor, LandingRing, RankDescriptor
+from common.protocol.codec import decode_slot_filled, decode_slot_freed, encode
+from common.protocol.descriptor import RankDescriptor, StagingBufferDescriptor, StagingRing
 from common.protocol.handshake import (
     agree_transfer_mode,
     announced_page_counts,
     compare_layouts,
     compare_transfer_mode,
 )
-from tests.protocol.examples import CREDIT, DESCRIPTOR, LANDED
+from tests.protocol.examples import DESCRIPTOR, SLOT_FILLED, SLOT_FREED
 
 AUTO, DIRECT, STAGED = TransferMode.AUTO, TransferMode.DIRECT, TransferMode.STAGED
 
@@ -96,24 +96,26 @@ def test_element_types_do_not_hide_a_different_head_size() -> None:
 # ---- descriptors ---------------------------------------------------------------------------------
 
 
-def rings(*changes: LandingRing, nbytes: int = 8 << 20) -> RankDescriptor:
-    landing = LandingDescriptor("h:1", ("landing", 0, nbytes, b""), 1 << 20, list(changes))
-    return msgspec.structs.replace(DESCRIPTOR, landing=landing)
+def rings(*changes: StagingRing, nbytes: int = 8 << 20) -> RankDescriptor:
+    staging_buffer = StagingBufferDescriptor(
+        "h:1", ("staging-buffer", 0, nbytes, b""), 1 << 20, list(changes)
+    )
+    return msgspec.structs.replace(DESCRIPTOR, staging_buffer=staging_buffer)
 
 
 @pytest.mark.parametrize(
     ("descriptor", "named"),
     [
-        (rings(LandingRing(0, 1, [8])), r"slots=8: must be in 0\.\.7"),
-        (rings(LandingRing(0, 1, [-1])), "smallest of .*slots=-1"),
-        (rings(LandingRing(0, 1, [1, 1])), "granted twice"),
-        (rings(LandingRing(0, 1, [1]), LandingRing(1, 2, [1])), "granted twice"),
-        (rings(LandingRing(0, 1, [1]), LandingRing(0, 2, [2])), "must have one ring"),
-        (rings(LandingRing(0, 1, [])), "must have one ring of at least one slot"),
-        (rings(LandingRing(0, -1, [1])), "ring=-1"),
-        (rings(LandingRing(1024, 1, [1])), "source_rank=1024"),
-        (rings(LandingRing(0, 1, [0]), nbytes=(1 << 20) - 1), r"slots=0: must be in 0\.\.-1"),
-        (rings(LandingRing(0, 1, [1] * 4097)), "4097 entries"),
+        (rings(StagingRing(0, 1, [8])), r"slots=8: must be in 0\.\.7"),
+        (rings(StagingRing(0, 1, [-1])), "smallest of .*slots=-1"),
+        (rings(StagingRing(0, 1, [1, 1])), "granted twice"),
+        (rings(StagingRing(0, 1, [1]), StagingRing(1, 2, [1])), "granted twice"),
+        (rings(StagingRing(0, 1, [1]), StagingRing(0, 2, [2])), "must have one ring"),
+        (rings(StagingRing(0, 1, [])), "must have one ring of at least one slot"),
+        (rings(StagingRing(0, -1, [1])), "ring=-1"),
+        (rings(StagingRing(1024, 1, [1])), "source_rank=1024"),
+        (rings(StagingRing(0, 1, [0]), nbytes=(1 << 20) - 1), r"slots=0: must be in 0\.\.-1"),
+        (rings(StagingRing(0, 1, [1] * 4097)), "4097 entries"),
         (msgspec.structs.replace(DESCRIPTOR, page_counts=[-1]), "page_counts=-1"),
     ],
 )
@@ -124,7 +126,7 @@ def test_slots_that_can_not_be_are_named(descriptor: RankDescriptor, named: str)
 
 def test_a_rank_whose_pages_are_out_of_reach_says_how_many_it_has() -> None:
     def announced(count: list[int], rank: int = 0) -> RankDescriptor:
-        ring = rings(LandingRing(0, 1, [0]))
+        ring = rings(StagingRing(0, 1, [0]))
         return msgspec.structs.replace(ring, rank=rank, regions=[], page_counts=count)
 
     both = [announced([9]), announced([7], rank=1)]
@@ -133,7 +135,7 @@ def test_a_rank_whose_pages_are_out_of_reach_says_how_many_it_has() -> None:
         announced_page_counts(gqa(), [announced([9, 9])])
     with pytest.raises(ProtocolError, match="announced 0 pages: must be at least 1"):
         announced_page_counts(gqa(), [announced([0])])
-    without = msgspec.structs.replace(announced([9]), landing=None)
+    without = msgspec.structs.replace(announced([9]), staging_buffer=None)
     with pytest.raises(ProtocolError, match="0 regions for 1 page groups"):
         announced_page_counts(gqa(), [without])
 
@@ -141,18 +143,18 @@ def test_a_rank_whose_pages_are_out_of_reach_says_how_many_it_has() -> None:
 # ---- messages ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", [f.name for f in msgspec.structs.fields(LANDED[0])])
+@pytest.mark.parametrize("field", [f.name for f in msgspec.structs.fields(SLOT_FILLED[0])])
 @pytest.mark.parametrize("value", [-1, 2**63])
-def test_every_number_of_a_landed_piece_has_bounds(field: str, value: int) -> None:
-    message = msgspec.structs.replace(LANDED[0], **{field: value})
-    with pytest.raises(ProtocolError, match=f"Landed.{field}="):
-        decode_landed(encode(message))
+def test_every_number_of_a_filled_slot_has_bounds(field: str, value: int) -> None:
+    message = msgspec.structs.replace(SLOT_FILLED[0], **{field: value})
+    with pytest.raises(ProtocolError, match=f"SlotFilled.{field}="):
+        decode_slot_filled(encode(message))
 
 
 @pytest.mark.parametrize("field", ["ring", "sequence", "slot"])
-def test_every_number_of_a_credit_has_bounds(field: str) -> None:
-    message = msgspec.structs.replace(CREDIT[0], **{field: -1})
-    with pytest.raises(ProtocolError, match=f"Credit.{field}=-1"):
-        decode_credit(encode(message))
-    with pytest.raises(ProtocolError, match=r"length of Credit\.error"):
-        decode_credit(encode(msgspec.structs.replace(CREDIT[0], error="x" * 8193)))
+def test_every_number_of_a_freed_slot_has_bounds(field: str) -> None:
+    message = msgspec.structs.replace(SLOT_FREED[0], **{field: -1})
+    with pytest.raises(ProtocolError, match=f"SlotFreed.{field}=-1"):
+        decode_slot_freed(encode(message))
+    with pytest.raises(ProtocolError, match=r"length of SlotFreed\.error"):
+        decode_slot_freed(encode(msgspec.structs.replace(SLOT_FREED[0], error="x" * 8193)))

@@ -1,7 +1,7 @@
-"""What gathering and scattering a piece costs on a rank's device, measured before it is ready.
+"""The cost of gathering and of scattering a piece on a rank's device, measured at start.
 
-The copies are those of real pieces, from the index lists to the wait for the device. A target
-scatters on a device of the same kind, so that what it takes there is measured here as well.
+The trial makes the copies of real pieces, from the index lists to the wait for the device. Source
+and target have devices of the same kind, so the source measures scattering for the target as well.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from common.clock import Clock
 from common.planner.link_cost import CopyCost, CopyCosts, measured_copy
 from common.planner.staging import Conversion, LinearCopy
 from common.transport.copies import copy_runs
-from common.worker.copier import Copier
+from common.worker.staging.copier import Copier
 
 RUN_NBYTES = 4096
-"""Runs of a trial: where they are much longer, nothing is staged anyway."""
+"""Size of the runs of a trial. Pieces with much longer runs are not staged."""
 
 REPEATS = 5
 """The quickest counts. The first one also touches memory and loads kernels."""
@@ -59,7 +59,7 @@ def _quickest(copy: _Copy, runs: LinearCopy, slot: Tensor, clock: Clock) -> floa
 
 
 def _scattered(count: int, pages_nbytes: int) -> LinearCopy:
-    """So many runs of the pages, in random order."""
+    """`count` runs of the pages, in random order."""
     places = np.random.default_rng(0).permutation(pages_nbytes // RUN_NBYTES)[:count]
     return LinearCopy(
         region=0,

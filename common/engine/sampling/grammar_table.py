@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.grammar import GrammarCompiler, GrammarState
 from common.engine.host_copy import upload
 from common.errors import GrammarError
+from common.grammar import GrammarCompiler, GrammarState
 from common.request import Grammar
 
 MASK_BLOCK_ELEMENTS = 1 << 24
@@ -28,7 +28,7 @@ Rows = NDArray[np.int64]
 class GrammarTable:
     """One writer: the thread that runs the model.
 
-    compiler: None where no tokens are drawn; then nobody asks for masks.
+    compiler: None where no tokens are drawn; then masks are never asked for.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GrammarTable:
     def remove(self, slot: int) -> None:
         starting = self._starting.pop(slot, None)
         if starting is not None:
-            starting.cancel()  # else those behind it wait for what nobody needs
+            starting.cancel()  # else later compilations wait for an unused one
         self._states.pop(slot, None)
         self._broken.pop(slot, None)
 
@@ -101,7 +101,7 @@ class GrammarTable:
         return state is not None and state.is_complete
 
     def _find(self, slot: int) -> GrammarState | None:
-        """Waits for the compiler if the slot is new; None if `_broken` says why."""
+        """Waits for the compiler if the slot is new; None if it failed; see `_broken`."""
         starting = self._starting.pop(slot, None)
         if starting is not None:
             try:

@@ -16,10 +16,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""What a model may be computed in."""
+"""Element types that a model may be computed in."""
 
 CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
-"""What a cache may be stored in."""
+"""Element types that a cache may be stored in."""
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max

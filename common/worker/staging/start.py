@@ -1,4 +1,4 @@
-"""The memory and the parts for staged transfers, made and warmed before a worker is ready."""
+"""Makes the source or the target of staged transfers, with its memory, before a worker is ready."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from common.channel.gate import Gate
 from common.channel.keys import load_curve
 from common.clock import Clock
 from common.config import Role, ServerConfig, TransferMode
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
 from common.transport.copies import convert_float8, copy_runs
 from common.transport.transport import Transport
-from common.worker.copier import Copier
-from common.worker.copy_trial import measure_copies
-from common.worker.gather_buffers import GatherBuffers
-from common.worker.landing import REGION as LANDING_REGION
-from common.worker.landing import SLOT_NBYTES_MAX, Landing
 from common.worker.pools import allocate_region
-from common.worker.staging import REGION as STAGING_REGION
-from common.worker.staging import Staging
+from common.worker.staging.copier import Copier
+from common.worker.staging.copy_trial import measure_copies
+from common.worker.staging.gather_buffers import GatherBuffers
+from common.worker.staging.source import REGION as SOURCE_REGION
+from common.worker.staging.source import StagingSource
+from common.worker.staging.target import REGION as TARGET_REGION
+from common.worker.staging.target import SLOT_NBYTES_MAX, StagingTarget
 
 STAGING_BUFFER_COUNT = 4
-"""Buffers of one slot each on a prefill rank: one is filled while others are put, and every one of
-up to four targets can have one."""
+"""Buffers of one slot each on a prefill rank. One is filled while others are put, and each of up to
+four targets has a share."""
 
 
-def start_landing(
+def start_target(
     config: ServerConfig, transport: Transport, layout: RankLayout, pool: KvPool
-) -> Landing | None:
-    """For a decode rank that is to receive staged transfers. Raises: ConfigError."""
+) -> StagingTarget | None:
+    """For a decode rank that may receive staged transfers; else None. Raises: ConfigError."""
     if (
         config.role is Role.PREFILL
         or not config.prefill
@@ -36,8 +36,8 @@ def start_landing(
         return None
     device = pool.buffers[0].device
     curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
-    region = allocate_region(transport, LANDING_REGION, config.staging_buffer_mb << 20, device)
-    return Landing(
+    region = allocate_region(transport, TARGET_REGION, config.staging_buffer_mb << 20, device)
+    return StagingTarget(
         region,
         Copier(pool.buffers, copy_runs, convert_float8),
         layout,
@@ -48,20 +48,20 @@ def start_landing(
     )
 
 
-def start_staging(
+def start_source(
     config: ServerConfig, transport: Transport, layout: RankLayout, pool: KvPool, clock: Clock
-) -> Staging | None:
-    """For a prefill rank that may stage transfers. Raises: ConfigError.
+) -> StagingSource | None:
+    """For a prefill rank that may stage transfers; else None. Raises: ConfigError.
 
-    Regions are numbered as they are allocated, and the pools of the page groups are there already.
+    Regions are numbered in the order of allocation, and the pools of the page groups come first.
     """
     if config.role is not Role.PREFILL or config.transfer_mode is TransferMode.DIRECT:
         return None
     device = pool.buffers[0].device
     nbytes = STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX
-    region = allocate_region(transport, STAGING_REGION, nbytes, device)
+    region = allocate_region(transport, SOURCE_REGION, nbytes, device)
     copier = Copier(pool.buffers, copy_runs, convert_float8)
-    return Staging(
+    return StagingSource(
         transport,
         GatherBuffers(region, len(layout.groups), SLOT_NBYTES_MAX, copier),
         copies=measure_copies(region, SLOT_NBYTES_MAX, clock),

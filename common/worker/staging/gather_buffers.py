@@ -1,6 +1,6 @@
-"""The memory in which a prefill rank gathers pieces before it puts them, and the puts themselves.
+"""Buffers in which a prefill rank gathers pieces, and the put of each piece.
 
-Owned by the I/O thread. Knows nothing of credits.
+Owned by the I/O thread. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from common.planner.copy_plan import CopyPlan
-from common.planner.staging import LinearCopy, Piece
-from common.worker.copier import Copier
-from common.worker.staged_job import Job, Moving
+from common.planner.staging import LinearCopy, StagedPiece
+from common.worker.staging.copier import Copier
+from common.worker.staging.staged_transfer import SentPiece, StagedTransfer
 
 
 class GatherBuffers:
-    """Owner of the buffers: which are free, and what is written to them.
+    """Owner of the buffers and of their content.
 
     region_index: number of their memory among the transport's. nbytes: of one buffer.
     """
@@ -34,36 +34,39 @@ class GatherBuffers:
         return len(self._free)
 
     def has_room(self, taken_count: int, lane_count: int) -> bool:
-        """Whether a lane may take one more than `taken_count`: one that has stalled must not keep
-        all buffers from the others."""
+        """Whether a lane that has taken `taken_count` buffers may take one more.
+
+        Each lane has a share, so a stalled lane leaves buffers to the others.
+        """
         return bool(self._free) and taken_count < max(1, self._count // max(1, lane_count))
 
     def take(self) -> int:
         return self._free.pop()
 
     def put_back(self, buffer: int | None) -> None:
-        """buffer: None of a piece that had none."""
+        """buffer: None if the piece was not gathered."""
         if buffer is not None:
             self._free.append(buffer)
 
-    def gather(self, moving: Moving) -> CopyPlan:
-        """Bring a piece into its buffer, if it has one; returns the put that fills its slot."""
-        job, piece = moving.job, moving.piece
-        copy = job.pair.gather(piece, job.source_pages)
-        slot_start = moving.slot * job.lane.slot_nbytes
-        if moving.buffer is None:
-            return _gathering_put(copy, job.lane.region, slot_start)
-        start = moving.buffer * self.nbytes
+    def gather(self, sent: SentPiece) -> CopyPlan:
+        """Gather a piece into its buffer, if it has one; returns the put that fills its slot."""
+        transfer, piece = sent.transfer, sent.piece
+        copy = transfer.pair.gather(piece, transfer.source_pages)
+        slot_start = sent.slot * transfer.lane.slot_nbytes
+        if sent.buffer is None:
+            return _gathering_put(copy, transfer.lane.region, slot_start)
+        start = sent.buffer * self.nbytes
         target = self._region[start : start + self.nbytes]
-        self._copier.gather(copy, job.pair.conversion(piece), target)
-        nbytes = job.pair.wire_nbytes(piece)
-        return _one_put(self.region_index, start, job.lane.region, slot_start, nbytes)
+        self._copier.gather(copy, transfer.pair.conversion(piece), target)
+        nbytes = transfer.pair.wire_nbytes(piece)
+        return _one_put(self.region_index, start, transfer.lane.region, slot_start, nbytes)
 
 
-def is_gathered_first(job: Job, piece: Piece) -> bool:
-    """Over shared memory a put is a copy, which gathers as it goes unless elements change."""
-    conversion = job.pair.conversion(piece)
-    return not job.lane.is_mapped or conversion.source != conversion.wire
+def is_gathered_first(transfer: StagedTransfer, piece: StagedPiece) -> bool:
+    """Whether a piece needs a buffer. Over shared memory the put itself gathers, unless element
+    types differ."""
+    conversion = transfer.pair.conversion(piece)
+    return not transfer.lane.is_mapped or conversion.source != conversion.wire
 
 
 def _one_put(

@@ -1,7 +1,7 @@
-"""Where staged transfers of a prefill rank go: per target rank, a ring of slots and a way to speak.
+"""Lanes of a prefill rank: for each target rank, its ring of slots and its control link.
 
-A lane is tried before it is used: the address is dialled, a round trip is timed, and the connection
-is measured on the lane's own slot. Knows nothing of pieces.
+Before a lane is used, its address is dialled, round trips are timed, and the transport connection
+is measured on one of the lane's own slots. Knows nothing of pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from common.planner.copy_plan import CopyPlan, Int64Array
 from common.planner.link_cost import CopyCosts, LinkCost, measured_cost
-from common.protocol.descriptor import LandingDescriptor, LandingRing
+from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 
 ROUND_TRIP_COUNT = 4
 """The first one also makes the connection; the quickest counts."""
@@ -26,10 +26,10 @@ SHORT_RUN_NBYTES = 1024
 """Runs whose price is measured; short enough that their bytes are no matter."""
 
 LANE_TIMEOUT_S = 10.0
-"""How long a lane may take until it is tried and measured, with its first connection."""
+"""How long dialling and measuring a lane may take, its first connection included."""
 
 
-class Phase(StrEnum):
+class LanePhase(StrEnum):
     DIALING = "dialing"
     MEASURING = "measuring"
     READY = "ready"
@@ -39,10 +39,10 @@ class Phase(StrEnum):
 class Lane:
     """One target rank. name: of its transport connection. link: its address, as dialled.
 
-    public_key: of the server there, "" if it has no keys.
+    public_key: of the target server, "" if it has no keys.
     region: of the slots, among those of the connection. free: slots that may be written.
-    is_mapped: puts are copies by this process, which may as well gather.
-    held: per transfer id, slots that are not free because of it.
+    is_mapped: puts are copies by this process, so one put can gather many runs.
+    held: per transfer id, how many slots it has taken.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Lane:
     free: deque[int]
     public_key: str = ""
     is_mapped: bool = False
-    phase: Phase = Phase.DIALING
+    phase: LanePhase = LanePhase.DIALING
     next_sequence: int = 1
     held: Counter[int] = field(default_factory=Counter)
     round_trips_s: list[float] = field(default_factory=list)
@@ -66,33 +66,33 @@ class Lane:
     @staticmethod
     def of(
         name: str,
-        landing: LandingDescriptor,
-        ring: LandingRing,
+        staging_buffer: StagingBufferDescriptor,
+        ring: StagingRing,
         region: int,
         transports: str,
         now: float,
     ) -> Lane:
-        """transports: what carries the connection's puts."""
+        """transports: those that carry the connection's puts."""
         return Lane(
             name=name,
-            link=landing.address,
+            link=staging_buffer.address,
             ring=ring.ring,
             region=region,
-            slot_nbytes=landing.slot_nbytes,
+            slot_nbytes=staging_buffer.slot_nbytes,
             slot_count=len(ring.slots),
             opened_at=now,
             free=deque(ring.slots),
-            public_key=landing.public_key,
+            public_key=staging_buffer.public_key,
             is_mapped=transports == "posix",
         )
 
     @property
     def slots_per_transfer_max(self) -> int:
-        """So that a transfer whose pieces do not come back leaves slots to the others."""
+        """Slots of one transfer. A stalled transfer leaves the other slots to other transfers."""
         return max(1, self.slot_count * 3 // 4)
 
     def take_slot(self, transfer_id: int) -> int | None:
-        """A slot to write, None if this transfer has to wait for one."""
+        """A slot to write; None if this transfer has to wait for one."""
         if not self.free or self.held[transfer_id] >= self.slots_per_transfer_max:
             return None
         self.held[transfer_id] += 1
@@ -112,7 +112,7 @@ class Lane:
     # ---- measuring -------------------------------------------------------------------------------
 
     def next_measurement(self, source_region: int, nbytes: int) -> CopyPlan | None:
-        """One long run and many short ones in turn; None when enough was measured."""
+        """One long run and many short ones in turn; None after the last measurement."""
         count = len(self.measured_s)
         if count == 2 * MEASURE_COUNT:
             return None
@@ -142,6 +142,6 @@ class Lane:
 
 
 def short_run_starts(nbytes: int) -> Int64Array:
-    """Starts of all short runs of a slot, no two neighbours one after the other."""
+    """Starts of all short runs of a slot, in an order in which no run follows its neighbour."""
     starts = np.arange(0, nbytes - SHORT_RUN_NBYTES + 1, SHORT_RUN_NBYTES, dtype=np.int64)
     return np.concatenate((starts[0::2], starts[1::2]))

@@ -1,4 +1,4 @@
-"""A decode rank's landing region: who gets slots, and what may be scattered from them."""
+"""A decode rank's staging buffer: who gets slots, and what may be scattered from them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.kv_pool import KvPool
+from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.planner.pairing import TokenRange
 from common.planner.staging import StagedPair
-from common.protocol.descriptor import LandingDescriptor
-from common.protocol.landing import Credit, Landed
+from common.protocol.descriptor import StagingBufferDescriptor
+from common.protocol.staging import SlotFilled, SlotFreed
 from common.protocol.worker import Expect, Forget, Forgotten
 from common.transport.copies import copy_runs
 from common.transport.loader import load_ucx
-from common.worker.copier import Copier
-from common.worker.landing import (
+from common.worker.staging.copier import Copier
+from common.worker.staging.target import (
     RING_SLOT_COUNT_MAX,
     SLOT_NBYTES_MIN,
-    Landing,
-    Slots,
+    FreeSlots,
+    StagingTarget,
     slot_nbytes_of,
 )
 
@@ -42,7 +42,7 @@ SOURCE = gqa(page_size=16)
 
 
 class Rank:
-    """A landing rank of a pool of random content, one slot of its region full of other content."""
+    """A target rank with a pool of random content, one slot of its region full of other content."""
 
     def __init__(self, dtype: str = "float32") -> None:
         load_ucx("auto")
@@ -54,19 +54,19 @@ class Rank:
         self.region = torch.zeros(16 * SLOT_NBYTES_MIN, dtype=torch.uint8)
         self.region.copy_(torch.randint(0, 100, self.region.shape, generator=generator))
         copier = Copier(self.pool.buffers, copy_runs)
-        self.landing = Landing(self.region, copier, self.layout, [8], "127.0.0.1")
+        self.staging_target = StagingTarget(self.region, copier, self.layout, [8], "127.0.0.1")
         self.pair = StagedPair(SOURCE.ranks[0], self.layout)
 
-    def open(self, peer: str) -> LandingDescriptor:
-        opened = self.landing.open(peer, SOURCE, "")
-        assert isinstance(opened, LandingDescriptor)
+    def open(self, peer: str) -> StagingBufferDescriptor:
+        opened = self.staging_target.open(peer, SOURCE, "")
+        assert isinstance(opened, StagingBufferDescriptor)
         return opened
 
-    def landed(self, descriptor: LandingDescriptor, **changes: int) -> Landed:
+    def filled(self, descriptor: StagingBufferDescriptor, **changes: int) -> SlotFilled:
         """All of the request of TOKENS tokens in one piece, in the first slot of the ring."""
         (piece,) = self.pair.pieces(TokenRange(0, TOKENS, is_final=True), SLOT_NBYTES_MIN)
         ring = descriptor.rings[0]
-        message = Landed(
+        message = SlotFilled(
             ring.ring,
             1,
             ring.slots[0],
@@ -84,7 +84,7 @@ class Rank:
 def rank() -> Iterator[Rank]:
     rank = Rank()
     yield rank
-    rank.landing.end()
+    rank.staging_target.end()
 
 
 # ---- slots ---------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def rank() -> Iterator[Rank]:
 def test_no_slot_has_two_owners_and_none_is_lost(
     count: int, asked: list[int], random: object
 ) -> None:
-    slots = Slots(count)
+    slots = FreeSlots(count)
     held: list[list[int]] = []
     for ring_count in asked:
         granted = slots.grant(ring_count)
@@ -114,7 +114,7 @@ def test_no_slot_has_two_owners_and_none_is_lost(
 
 
 def test_a_newcomer_leaves_half_of_what_is_free_to_the_next() -> None:
-    slots = Slots(16)
+    slots = FreeSlots(16)
     sizes = []
     while (granted := slots.grant(1)) is not None:
         sizes.append(len(granted[0]))
@@ -134,14 +134,14 @@ def test_a_small_region_has_smaller_slots(region: int, slot: int) -> None:
 
 def test_what_was_expected_is_scattered_and_touches_nothing_else(rank: Rank) -> None:
     descriptor = rank.open("p")
-    rank.landing.expect(Expect(70, "p", TOKENS, PAGES))
+    rank.staging_target.expect(Expect(70, "p", TOKENS, PAGES))
     before = rank.pool.buffers[0].clone()
-    landed = rank.landed(descriptor)
-    assert rank.landing.apply_landed(landed) == Credit(landed.ring, 1, landed.slot)
+    filled = rank.filled(descriptor)
+    assert rank.staging_target.apply_filled(filled) == SlotFreed(filled.ring, 1, filled.slot)
 
     # Oracle: element by element, in the order the head of planner/staging.py promises.
     expected = KvPool(rank.layout, [8], [before])
-    slot = rank.region[landed.slot * SLOT_NBYTES_MIN :].view(torch.float32)
+    slot = rank.region[filled.slot * SLOT_NBYTES_MIN :].view(torch.float32)
     position = 0
     for cell in SOURCE.ranks[0].groups[0].cells:
         view = expected.view(cell.component, cell.layer)
@@ -170,54 +170,54 @@ def test_a_forged_piece_is_refused_and_touches_nothing(
     rank: Rank, changes: dict[str, int], named: str
 ) -> None:
     descriptor = rank.open("p")
-    rank.landing.expect(Expect(70, "p", TOKENS, PAGES))
+    rank.staging_target.expect(Expect(70, "p", TOKENS, PAGES))
     before = rank.pool.buffers[0].clone()
-    credit = rank.landing.apply_landed(rank.landed(descriptor, **changes))
-    assert credit is not None and named in credit.error
+    freed = rank.staging_target.apply_filled(rank.filled(descriptor, **changes))
+    assert freed is not None and named in freed.error
     assert torch.equal(rank.pool.buffers[0], before)
-    counters = rank.landing.counters
+    counters = rank.staging_target.counters
     assert counters.refused + counters.late == 1 and counters.pieces == 0
 
 
 def test_another_peers_transfer_is_not_this_peers_to_fill(rank: Rank) -> None:
     rank.open("p")
     other = rank.open("q")
-    rank.landing.expect(Expect(70, "p", TOKENS, PAGES))
-    credit = rank.landing.apply_landed(rank.landed(other))
-    assert credit is not None and "is not expected from this peer" in credit.error
+    rank.staging_target.expect(Expect(70, "p", TOKENS, PAGES))
+    freed = rank.staging_target.apply_filled(rank.filled(other))
+    assert freed is not None and "is not expected from this peer" in freed.error
 
 
 def test_what_comes_after_forget_is_counted_and_refused(rank: Rank) -> None:
     descriptor = rank.open("p")
-    rank.landing.expect(Expect(70, "p", TOKENS, PAGES))
-    assert rank.landing.forget(Forget(70)) == Forgotten(70, 0)
-    assert rank.landing.forget(Forget(99)) == Forgotten(99, 0)  # never heard of
+    rank.staging_target.expect(Expect(70, "p", TOKENS, PAGES))
+    assert rank.staging_target.forget(Forget(70)) == Forgotten(70, 0)
+    assert rank.staging_target.forget(Forget(99)) == Forgotten(99, 0)  # never heard of
     before = rank.pool.buffers[0].clone()
-    credit = rank.landing.apply_landed(rank.landed(descriptor))
-    assert credit is not None and credit.error
-    assert rank.landing.counters.late == 1 and rank.landing.expected_count == 0
+    freed = rank.staging_target.apply_filled(rank.filled(descriptor))
+    assert freed is not None and freed.error
+    assert rank.staging_target.counters.late == 1 and rank.staging_target.expected_count == 0
     assert torch.equal(rank.pool.buffers[0], before)
 
 
 def test_a_repeated_message_is_answered_alike_and_scattered_once(rank: Rank) -> None:
     descriptor = rank.open("p")
-    rank.landing.expect(Expect(70, "p", TOKENS, PAGES))
-    first = rank.landing.apply_landed(rank.landed(descriptor))
+    rank.staging_target.expect(Expect(70, "p", TOKENS, PAGES))
+    first = rank.staging_target.apply_filled(rank.filled(descriptor))
     rank.region.zero_()
     held = rank.pool.buffers[0].clone()
-    assert rank.landing.apply_landed(rank.landed(descriptor)) == first
+    assert rank.staging_target.apply_filled(rank.filled(descriptor)) == first
     assert torch.equal(rank.pool.buffers[0], held)
-    newer = rank.landing.apply_landed(rank.landed(descriptor, sequence=2))
+    newer = rank.staging_target.apply_filled(rank.filled(descriptor, sequence=2))
     assert newer is not None and not newer.error
     # An old one that comes late must not scatter what is in the slot by now.
-    assert rank.landing.apply_landed(rank.landed(descriptor)) is None
+    assert rank.staging_target.apply_filled(rank.filled(descriptor)) is None
 
 
-def test_a_landed_without_rows_only_tries_the_link(rank: Rank) -> None:
+def test_a_slot_filled_without_rows_only_tries_the_link(rank: Rank) -> None:
     ring = rank.open("p").rings[0]
     before = rank.pool.buffers[0].clone()
-    credit = rank.landing.apply_landed(Landed(ring.ring, 1, ring.slots[0]))
-    assert credit == Credit(ring.ring, 1, ring.slots[0])
+    freed = rank.staging_target.apply_filled(SlotFilled(ring.ring, 1, ring.slots[0]))
+    assert freed == SlotFreed(ring.ring, 1, ring.slots[0])
     assert torch.equal(rank.pool.buffers[0], before)
 
 
@@ -226,30 +226,30 @@ def test_a_landed_without_rows_only_tries_the_link(rank: Rank) -> None:
 
 def test_slots_of_a_closed_peer_are_its_own_until_it_is_fenced(rank: Rank) -> None:
     descriptor = rank.open("p")
-    free = rank.landing.free_slot_count
-    rank.landing.close("p")
-    assert rank.landing.free_slot_count == free
-    credit = rank.landing.apply_landed(rank.landed(descriptor))
-    assert credit is not None and "unknown ring" in credit.error
-    rank.landing.reclaim("p")
-    assert rank.landing.free_slot_count == 16
-    rank.landing.reclaim("p")
-    rank.landing.reclaim("never there")
-    assert rank.landing.free_slot_count == 16
+    free = rank.staging_target.free_slot_count
+    rank.staging_target.close("p")
+    assert rank.staging_target.free_slot_count == free
+    freed = rank.staging_target.apply_filled(rank.filled(descriptor))
+    assert freed is not None and "unknown ring" in freed.error
+    rank.staging_target.reclaim("p")
+    assert rank.staging_target.free_slot_count == 16
+    rank.staging_target.reclaim("p")
+    rank.staging_target.reclaim("never there")
+    assert rank.staging_target.free_slot_count == 16
 
 
 def test_a_peer_that_comes_again_gets_a_new_ring_and_loses_no_slot(rank: Rank) -> None:
     first = rank.open("p")
-    rank.landing.close("p")
+    rank.staging_target.close("p")
     second = rank.open("p")
     assert first.rings[0].ring != second.rings[0].ring
-    assert rank.landing.free_slot_count == 16 - len(second.rings[0].slots)
+    assert rank.staging_target.free_slot_count == 16 - len(second.rings[0].slots)
 
 
 def test_a_full_region_says_what_to_raise(rank: Rank) -> None:
     refused = ""
     for index in range(10):
-        opened = rank.landing.open(f"p{index}", SOURCE, "")
+        opened = rank.staging_target.open(f"p{index}", SOURCE, "")
         if isinstance(opened, str):
             refused = opened
             break
@@ -259,6 +259,8 @@ def test_a_full_region_says_what_to_raise(rank: Rank) -> None:
 def test_a_payload_that_no_slot_holds_is_refused(rank: Rank) -> None:
     components = gqa_components(layer_count=2, kv_head_count=4, head_dim=1 << 15, dtype="float32")
     huge = ServerLayout(components, 1, ((0, 2),), 8)
-    landing = Landing(rank.region, Copier(rank.pool.buffers, copy_runs), huge.ranks[0], [8], "")
-    opened = landing.open("p", huge, "")
-    assert opened == f"a payload of {4 << 15} bytes does not fit a landing slot of {1 << 16}"
+    target = StagingTarget(
+        rank.region, Copier(rank.pool.buffers, copy_runs), huge.ranks[0], [8], ""
+    )
+    opened = target.open("p", huge, "")
+    assert opened == f"a payload of {4 << 15} bytes does not fit a staging slot of {1 << 16}"

@@ -1,14 +1,14 @@
 """Messages between the ranks of two servers while a transfer is staged, and their bounds.
 
-A prefill rank dials the address that a decode rank announced in its `LandingDescriptor`:
+A prefill rank dials the address that a decode rank announced in its `StagingBufferDescriptor`:
 
-    prefill rank                       decode rank
-    put into a slot of its ring, flushed
-    Landed  ------------------------>  scatters the slot into pages that were expected for it
-            <------------------------  Credit: the slot is free again; error "" if it was scattered
+    prefill rank                    decode rank
+    puts a piece into a slot of its ring, and flushes
+    SlotFilled ------------------>  scatters the slot into the pages expected for the transfer
+               <------------------ SlotFreed: the slot may be written again
 
-A Landed without rows carries no piece; it tests the link, and is credited. A Landed without an
-answer may be repeated; the same sequence number is scattered once.
+A SlotFilled without rows carries no piece. Its answer shows that the link works. The source repeats
+a SlotFilled that was not answered; the target scatters each sequence number once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from common.request_bounds import INT64_MAX, TOKEN_COUNT_MAX
 # Rows are units times cells of one rank: far above what any layout within bounds can have.
 ROW_COUNT_MAX = 1 << 40
 SLOT_COUNT_MAX = 1 << 20
-LANDING_MESSAGE_NBYTES_MAX = 1 << 18
+STAGING_MESSAGE_NBYTES_MAX = 1 << 18
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A tagged struct. Its tag is the class name."""
 
 
-class Landed(_Message, frozen=True):
-    """A piece lies in a slot, flushed. See `Piece` for rows and items.
+class SlotFilled(_Message, frozen=True):
+    """A piece lies in a slot, flushed. See `StagedPiece` for rows and items.
 
-    ring: the random id under which the slots were granted. It authenticates the sender.
+    ring: the random id under which the slots were granted; it authenticates the source rank.
     sequence: grows by one with every piece of a ring.
     """
 
@@ -47,7 +47,7 @@ class Landed(_Message, frozen=True):
     item_stop: int = 0
 
 
-class Credit(_Message, frozen=True):
+class SlotFreed(_Message, frozen=True):
     """The slot may be written again. error: why nothing was scattered, "" if the piece was."""
 
     ring: int
@@ -56,10 +56,10 @@ class Credit(_Message, frozen=True):
     error: str = ""
 
 
-LandingMessage = Landed | Credit
+StagingMessage = SlotFilled | SlotFreed
 
 
-def check_landed(message: Landed) -> None:
+def check_slot_filled(message: SlotFilled) -> None:
     """Raises: ProtocolError naming the first field out of bounds."""
     for name, value, high in (
         ("ring", message.ring, INT64_MAX),
@@ -72,12 +72,12 @@ def check_landed(message: Landed) -> None:
         ("item_first", message.item_first, TOKEN_COUNT_MAX),
         ("item_stop", message.item_stop, TOKEN_COUNT_MAX),
     ):
-        check_int(f"Landed.{name}", value, 0, high)
+        check_int(f"SlotFilled.{name}", value, 0, high)
 
 
-def check_credit(message: Credit) -> None:
+def check_slot_freed(message: SlotFreed) -> None:
     """Raises: ProtocolError naming the first field out of bounds."""
-    check_int("Credit.ring", message.ring, 0, INT64_MAX)
-    check_int("Credit.sequence", message.sequence, 0, INT64_MAX)
-    check_int("Credit.slot", message.slot, 0, SLOT_COUNT_MAX)
-    check_int("length of Credit.error", len(message.error), 0, TEXT_LENGTH_MAX)
+    check_int("SlotFreed.ring", message.ring, 0, INT64_MAX)
+    check_int("SlotFreed.sequence", message.sequence, 0, INT64_MAX)
+    check_int("SlotFreed.slot", message.slot, 0, SLOT_COUNT_MAX)
+    check_int("length of SlotFreed.error", len(message.error), 0, TEXT_LENGTH_MAX)

@@ -1,4 +1,4 @@
-"""One staged transfer and its pieces on the way, and what staging tells of them. Values."""
+"""Values of the source side: a staged transfer, its sent pieces, and the events of its lanes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections import deque
 from dataclasses import dataclass
 
 from common.planner.copies import Pages
-from common.planner.staging import Piece, StagedPair
+from common.planner.staging import StagedPair, StagedPiece
 from common.transport.transport import TransferSettled
-from common.worker.lanes import Lane
+from common.worker.staging.lanes import Lane
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One transfer. waiting: pieces that have not left; open_count: those that are on their way."""
+class StagedTransfer:
+    """One transfer. waiting: pieces that have no slot yet. open_count: pieces that have one."""
 
     tag: int
     lane: Lane
     transfer_id: int
     pair: StagedPair
     source_pages: Pages
-    waiting: deque[Piece]
+    waiting: deque[StagedPiece]
     started_at: float
     open_count: int = 0
     error: str = ""
@@ -29,14 +29,15 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Moving:
-    """A piece on its way: its put, then its credit. sent_at: of its Landed, 0.0 if not sent yet.
+class SentPiece:
+    """A piece that has a slot: its put runs, then its SlotFreed is awaited.
 
-    buffer: what it was gathered in; None if it is put together at the target.
+    buffer: in which it was gathered; None if the put itself gathers.
+    sent_at: time of its SlotFilled; 0.0 until one was sent.
     """
 
-    job: Job
-    piece: Piece
+    transfer: StagedTransfer
+    piece: StagedPiece
     slot: int
     buffer: int | None
     sent_at: float = 0.0
@@ -51,7 +52,7 @@ class LaneReady:
 
 @dataclass(frozen=True, slots=True)
 class LaneFailed:
-    """A lane could not be made or used."""
+    """A lane can't be used."""
 
     name: str
     reason: str
@@ -61,14 +62,16 @@ StagingEvent = TransferSettled | LaneReady | LaneFailed
 
 
 @dataclass(slots=True)
-class Measuring:
+class MeasuringPut:
+    """A put that measures a lane. nbytes: of the whole measurement."""
+
     lane: Lane
     nbytes: int
 
 
 @dataclass(slots=True)
-class StagingCounters:
-    """Since start. repeated: messages sent again; stale: answers nobody waited for."""
+class SourceCounters:
+    """Since start. repeated: messages sent again. stale: answers to no open question."""
 
     pieces: int = 0
     nbytes: int = 0

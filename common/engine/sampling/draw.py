@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import HostCopy
-from common.engine.logprobs import LaunchedLogprobs
+from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.request import TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite"
@@ -21,7 +21,7 @@ ALL_MASKED = "every token is masked"
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one call drew. Row r of everything is row r of the logits.
+    """Result of one draw. Row r of every field is row r of the logits.
 
     A failed row's token is meaningless, and one of the vocabulary all the same. unfit: failed rows
     whose request leaves no token to draw, though their logits are finite. logprobs: by row, for

@@ -1,4 +1,4 @@
-"""What the sampler remembers of each running request, as arrays indexed by slot.
+"""Sampling state of every running request, as arrays indexed by slot.
 
 Numbers that steer a step lie in numpy arrays on the host, so that a step reads them with one gather
 and decides without asking the device. Token counts for penalties lie on the device and exist only
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import upload
-from common.engine.noise import wrap_seed
+from common.engine.sampling.noise import wrap_seed
 from common.errors import ProtocolError
 from common.protocol.bounds import check_sampling_params
 from common.request import SamplingParams
@@ -33,7 +33,7 @@ TEMPERATURE_MIN = 1e-6
 
 
 class Feature(IntFlag):
-    """What a slot needs beyond an argmax; a step looks at the union over its rows."""
+    """Features of a slot beyond an argmax. A step takes the union over its rows."""
 
     SAMPLED = 1  # temperature from TEMPERATURE_MIN on
     FILTERED = 2  # top_k or top_p

@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, cast
+from common.engine.cache.cast import CACHE_DTYPES, cast
 from common.layout.cache_layout import Cell, GroupLayout
 
-# Pages that are looked at together: what a CPU's cache holds, and what keeps a card busy.
+# Pages that are digested together: as many as a CPU's cache holds, and enough to keep a GPU busy.
 BLOCK_NBYTES_CPU = 1 << 20
 BLOCK_NBYTES_CUDA = 64 << 20
 

@@ -1,8 +1,8 @@
 """Moves pieces between the pages of a pool and staging slots, converting element types on the way.
 
 On the CPU by the transport's native list of copies, without the interpreter lock; on CUDA by
-torch's index operations, on a stream of their own. Both are complete when a call returns, for what
-is told of them next lets others read. Knows nothing of peers or messages.
+torch's index operations, on a stream of their own. Copies are complete when a call returns, because
+the caller's next message lets another process read them. Knows nothing of peers or messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.cast import CACHE_DTYPES, cast_into
+from common.engine.cache.cast import CACHE_DTYPES, cast_into
 from common.engine.host_copy import upload
 from common.planner.copy_plan import Int64Array
 from common.planner.staging import Conversion, LinearCopy

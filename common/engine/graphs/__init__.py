@@ -1,0 +1,1 @@
+"""Decode passes that are recorded once and replayed. Knows nothing of requests."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: noise, penalties, grammars and log-probabilities of a batch."""
