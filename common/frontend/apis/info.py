@@ -14,7 +14,8 @@ from msgspec import structs
 
 from common.config import EngineType, Role, shown_settings
 from common.errors import RequestError
-from common.frontend.bodies.fields import Fields, JsonObject
+from common.frontend.bodies.body import Body, read, schema_of
+from common.frontend.bodies.fields import JsonObject
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import json_response
 from common.frontend.requests.scrape import (
@@ -278,12 +279,21 @@ def _load(context: FrontendContext) -> dict[str, object]:
 # ---- commands ----------------------------------------------------------------------------------
 
 
+class AbortFields(Body, frozen=True):
+    """What the rids to abort begin with, or abort_all."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+ABORT = schema_of(AbortFields)
+
+
 def rid_to_abort(body: JsonObject) -> str:
     """What the rids to abort begin with; "" is all of them. Raises: RequestError."""
-    fields = Fields(body)
-    if fields.boolean("abort_all", False):
+    if body.get("abort_all") is True:
         return ""
-    rid = fields.text("rid", "")
+    rid = read(AbortFields, body).rid
     if not rid:
         raise RequestError("rid must be a non-empty string, or abort_all true", field="rid")
     return rid

@@ -1,6 +1,6 @@
 """The document at /openapi.json: the routes, what their bodies look like, and how they fail.
 
-Bodies themselves are in `body_schemas.py`.
+What a body may be is said by the structs that it is read as.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import warnings
 
 from fastapi import FastAPI
 
-from common.frontend.apis import openai_api, openai_chat, sglang_api
-from common.frontend.apis.info import FLUSH_TIMEOUT_S_MAX
-from common.frontend.bodies import body_schemas
+from common.frontend.apis import info, openai_api, openai_chat, sglang_api, token_api
+from common.frontend.bodies import validation
 from common.frontend.bodies.fields import JsonObject
 
 PATH = "/openapi.json"
@@ -39,14 +38,14 @@ ERROR_RESPONSE: JsonObject = {
     "content": {"application/json": {"schema": ERROR}},
 }
 BODIES: dict[str, JsonObject] = {
-    sglang_api.PATH: body_schemas.GENERATE,
-    openai_api.PATH: body_schemas.COMPLETION,
-    openai_chat.PATH: body_schemas.CHAT_COMPLETION,
-    "/tokenize": body_schemas.TOKENIZE,
-    "/v1/tokenize": body_schemas.TOKENIZE,
-    "/detokenize": body_schemas.DETOKENIZE,
-    "/v1/detokenize": body_schemas.DETOKENIZE,
-    "/abort_request": body_schemas.ABORT,
+    sglang_api.PATH: validation.GENERATE,
+    openai_api.PATH: openai_api.COMPLETION,
+    openai_chat.PATH: openai_chat.CHAT,
+    "/tokenize": token_api.TOKENIZE,
+    "/v1/tokenize": token_api.TOKENIZE,
+    "/detokenize": token_api.DETOKENIZE,
+    "/v1/detokenize": token_api.DETOKENIZE,
+    "/abort_request": info.ABORT,
 }
 FLUSH_TIMEOUT: JsonObject = {
     "name": "timeout",
@@ -55,7 +54,7 @@ FLUSH_TIMEOUT: JsonObject = {
     "description": "Seconds to wait for requests under way.",
     "schema": {
         "anyOf": [
-            {"type": "number", "exclusiveMinimum": 0, "maximum": FLUSH_TIMEOUT_S_MAX},
+            {"type": "number", "exclusiveMinimum": 0, "maximum": info.FLUSH_TIMEOUT_S_MAX},
             {"const": "", "description": "As if it were not given."},
         ]
     },
