@@ -16,7 +16,7 @@ from common.errors import RequestError
 from common.frontend.apis import openai_chat
 from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
 from common.frontend.apis.openai_chat_shape import ChatShape
-from common.frontend.apis.openai_run import Growth, Shape, answer, finish_fields
+from common.frontend.apis.openai_run import Growth, OpenAiRun, Shape, finish_fields
 from common.frontend.bodies.body import (
     NOT_SUPPORTED,
     Body,
@@ -30,10 +30,11 @@ from common.frontend.bodies.body import (
 )
 from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.fields import JsonObject
-from common.frontend.bodies.reader import request_name
+from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
 from common.frontend.context import FrontendContext
+from common.frontend.http.streaming import answer
 from common.frontend.requests.generation import Continuation, request_limits
 from common.frontend.text.tokenizer import Tokenizer
 from common.request import TokenLogprobs
@@ -85,11 +86,13 @@ def _add_route(
     router: APIRouter, context: FrontendContext, path: str, name_prefix: str, parse: Parse
 ) -> None:
     @router.post(path, name=parse.__name__)
-    async def run(request: Request) -> Response:
+    async def complete(request: Request) -> Response:
         limits = request_limits(context, request.url.hostname)
         name = request_name(request, name_prefix)
         call, shape = await context.bodies.read(request, lambda body: parse(body, limits, name))
-        return await answer(request, context, call, shape)
+        await context.check_grammars(call.samples)
+        run = OpenAiRun(context, call, shape, trace_parent(request))
+        return await answer(request, run, is_streaming=call.is_streaming)
 
 
 def parse_completion(

@@ -10,20 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import orjson
-from fastapi import Request, Response
 
 from common.frontend.apis.openai_call import OpenAiCall
-from common.frontend.bodies.reader import trace_parent
 from common.frontend.context import FrontendContext
-from common.frontend.http.errors import error_body, json_response, raise_failed
-from common.frontend.http.streaming import (
-    CLIENT_GONE_STATUS,
-    DONE,
-    EVENT_END,
-    EVENT_START,
-    EventStream,
-    run_until_disconnect,
-)
+from common.frontend.http.errors import raise_failed
+from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START
 from common.frontend.requests.generation import Continuation, SampleGroup
 
 
@@ -180,22 +171,6 @@ def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]
             "cached_tokens": sum(one.cached_token_count for one in of_prompt.values())
         },
     }
-
-
-async def answer(
-    request: Request, context: FrontendContext, call: OpenAiCall, shape: Shape
-) -> Response:
-    """The response to a checked call; cancelled as soon as its client goes away.
-
-    Raises: RequestError if its grammar can't be followed.
-    """
-    await context.check_grammars(call.samples)
-    run = OpenAiRun(context, call, shape, trace_parent(request))
-    if call.is_streaming:
-        path = request.url.path
-        return EventStream(run.events(), lambda error: error_body(path, error))
-    reply = await run_until_disconnect(run.reply(), request.receive)
-    return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
 
 
 def finish_fields(one: Continuation) -> dict[str, object]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import orjson
-from fastapi import Response
+from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from common.frontend.http.errors import error_body, json_response
 
 T = TypeVar("T")
 
@@ -53,6 +54,23 @@ async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive)
         raise
     finally:
         watching.cancel()
+
+
+class Run(Protocol):
+    """A checked body on its way to an answer. Both raise RequestError if a sample failed."""
+
+    async def reply(self) -> object: ...
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+
+async def answer(request: Request, run: Run, *, is_streaming: bool) -> Response:
+    """The response of a run, which is cancelled as soon as its client goes away."""
+    if is_streaming:
+        path = request.url.path
+        return EventStream(run.events(), lambda error: error_body(path, error))
+    reply = await run_until_disconnect(run.reply(), request.receive)
+    return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
 
 
 class EventStream(Response):
