@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from common.errors import RequestError
-from common.frontend.bodies.body import Body, path, read, refusal
+from common.frontend.bodies.body import Body, fields_of, path, read, refusal
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.sample import Limits
 from common.request import Bootstrap
@@ -62,9 +62,7 @@ def read_bootstraps(
     held = _read_held(body, params, count, limits)
     if held is not None:
         return held
-    rooms = _spread_over_samples(body, "bootstrap_room", prompt_count, n)
-    hosts = _spread_over_samples(body, "bootstrap_host", prompt_count, n)
-    ports = _spread_over_samples(body, "bootstrap_port", prompt_count, n)
+    places = spread(Meeting, body, prompt_count, n)
     room = body.get("bootstrap_room")
     if room is None or (isinstance(room, list) and all(item is None for item in room)):
         if limits.is_prefill:
@@ -73,23 +71,21 @@ def read_bootstraps(
                 "router with a room; send this one to the decode server",
                 field="bootstrap_room",
             )
-        if any(host is not None for host in hosts):
+        if any(place["bootstrap_host"] is not None for place in places):
             raise refusal("bootstrap_room", room, "given, since bootstrap_host is")
         return [None] * count
     steps = _room_steps(room, prompt_count, n)
     found: list[Bootstrap | None] = []
-    for i in range(count):
-        one: JsonObject = {"bootstrap_room": rooms[i], "bootstrap_host": hosts[i]}
-        meeting = read(Meeting, {**one, "bootstrap_port": ports[i]})
+    for place, step in zip(places, steps, strict=True):
+        meeting = read(Meeting, place)
         if meeting.bootstrap_room is None:
             raise refusal("bootstrap_room", room, f"a room for each of {count} samples")
-        number = meeting.bootstrap_room + steps[i]
+        number = meeting.bootstrap_room + step
         if number > ROOM_MAX:
-            most = ROOM_MAX - steps[i]
-            raise refusal("bootstrap_room", room, f"at most {most} for {count} samples")
+            raise refusal("bootstrap_room", room, f"at most {ROOM_MAX - step} for {count} samples")
         host = meeting.bootstrap_host or limits.default_host
         if not host:
-            raise refusal("bootstrap_host", hosts[i], "the prefill server's host")
+            raise refusal("bootstrap_host", place["bootstrap_host"], "the prefill server's host")
         port = limits.default_port if meeting.bootstrap_port is None else meeting.bootstrap_port
         if limits.dial_rules is not None:
             host = limits.dial_rules.check(host, port).bracketed_host
@@ -169,22 +165,21 @@ def _read_room(text: str, count: int) -> int:
     return int(text)
 
 
-def spread(body: JsonObject, key: str, count: int) -> list[JsonValue]:
-    """One value per sample of a field that may be one value for all."""
-    value = body.get(key)
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise refusal(key, value, f"one value, or a list of {count}, one per sample")
-    return value
-
-
-def _spread_over_samples(body: JsonObject, key: str, prompt_count: int, n: int) -> list[JsonValue]:
-    """As `spread`; a list with one value per prompt counts for all samples of a prompt."""
-    value = body.get(key)
-    if isinstance(value, list) and len(value) == prompt_count:
-        return [item for item in value for _ in range(n)]
-    return spread(body, key, prompt_count * n)
+def spread(kind: type[Body], body: JsonObject, prompt_count: int, n: int = 1) -> list[JsonObject]:
+    """The fields of `kind` for each of `n` samples of each prompt. A field has one value for all of
+    them, or a list with one per sample or per prompt. Raises: RequestError if it has another."""
+    count = prompt_count * n
+    samples: list[JsonObject] = [{} for _ in range(count)]
+    for key in fields_of(kind):
+        value = body.get(key)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) == prompt_count:
+            values = [item for item in values for _ in range(n)]
+        if len(values) != count:
+            raise refusal(key, value, f"one value, or a list of {count}, one per sample")
+        for sample, item in zip(samples, values, strict=True):
+            sample[key] = item
+    return samples
 
 
 def _room_steps(room: JsonValue, prompt_count: int, n: int) -> list[int]:

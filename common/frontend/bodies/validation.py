@@ -150,9 +150,15 @@ def parse_generate(
     request = read(RequestFields, body)
     check_model(request.model, limits)
     prompts, is_batch = _read_prompts(given, tokenizer, limits)
+    count = len(prompts)
     choices = [
-        _with_logprobs(choice, body, index, len(prompts), prompts[index], limits)
-        for index, choice in enumerate(_read_choices(given.sampling_params, len(prompts), limits))
+        _with_logprobs(choice, logprobs, prompt, limits)
+        for choice, logprobs, prompt in zip(
+            _read_choices(given.sampling_params, count, limits),
+            _spread_logprobs(body, count),
+            prompts,
+            strict=True,
+        )
     ]
     samples = make_samples(body, request, prompts, choices, limits, fallback_rid)
     return GenerateCall(
@@ -341,29 +347,22 @@ def _read_choices(value: JsonValue, count: int, limits: Limits) -> list[Sampling
     return choices
 
 
+def _spread_logprobs(body: JsonObject, count: int) -> list[LogprobFields]:
+    """What is told per token of each of `count` prompts."""
+    asked = body.get("token_ids_logprob")
+    if not (isinstance(asked, list) and any(isinstance(ids, list) for ids in asked)):
+        body = {**body, "token_ids_logprob": [asked] * count}  # one list for all prompts
+    return [read(LogprobFields, fields) for fields in spread(LogprobFields, body, count)]
+
+
 def _with_logprobs(
-    choice: SamplingChoice,
-    body: JsonObject,
-    prompt_index: int,
-    count: int,
-    prompt: Prompt,
-    limits: Limits,
+    choice: SamplingChoice, given: LogprobFields, prompt: Prompt, limits: Limits
 ) -> SamplingChoice:
-    """The choice of one of `count` prompts, with what is told per token."""
-    one: JsonObject = {
-        key: spread(body, key, count)[prompt_index]
-        for key in ("return_logprob", "logprob_start_len", "top_logprobs_num")
-    }
-    key = "token_ids_logprob"
-    asked = body.get(key)
-    is_nested = isinstance(asked, list) and any(isinstance(ids, list) for ids in asked)
-    given = read(
-        LogprobFields, {**one, key: spread(body, key, count)[prompt_index] if is_nested else asked}
-    )
+    """The choice of a prompt, with what is told per token."""
     length = len(prompt.token_ids)
     if given.logprob_start_len > length:
         raise refusal("logprob_start_len", given.logprob_start_len, f"an integer in -1..{length}")
-    token_ids = check_token_ids(given.token_ids_logprob, key, limits.vocab_size)
+    token_ids = check_token_ids(given.token_ids_logprob, "token_ids_logprob", limits.vocab_size)
     if not given.return_logprob:
         return choice
     params = msgspec.structs.replace(
