@@ -1,6 +1,6 @@
-"""What bodies of /v1/completions and /v1/chat/completions have in common, checked.
+"""The common part of bodies of /v1/completions and /v1/chat/completions, checked.
 
-Every refusal is a `RequestError` that names the field, its value and what is allowed. Unknown keys
+Every refusal is a `RequestError` that names the field, its value and its range. Unknown keys
 are let through; those known to change the answer in ways this server can't follow are not.
 """
 
@@ -56,8 +56,8 @@ class OpenAiCall:
     """One body. name: its id in every reply. n: samples per prompt, in order of prompts.
 
     includes_usage: a stream ends with a chunk of its own for usage. has_running_usage: every chunk
-    tells the usage so far. tells_ids: token ids of prompt and output stand beside their text.
-    transfer_params: what a decode server is to be told of it, if it is held here.
+    has the usage so far. tells_ids: token ids of prompt and output stand beside their text.
+    transfer_params: for the decode server, if the samples are held here.
     """
 
     name: str

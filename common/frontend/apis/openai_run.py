@@ -20,7 +20,7 @@ from common.frontend.requests.generation import Continuation, SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What is new of a sample: text, and tokens [start, stop) that begin to show with it."""
+    """The new part of a sample: text, and tokens [start, stop) that begin to show with it."""
 
     text: str
     start: int
@@ -98,7 +98,7 @@ class OpenAiRun:
 
 
 class _Stream:
-    """A stream as bytes. What all of its chunks have alike is encoded once.
+    """A stream as bytes. The part that is equal in all chunks is encoded once.
 
     head: the first fields of every chunk.
     """
@@ -111,7 +111,7 @@ class _Stream:
         self._reported_ids: dict[int, int] = {}  # by index: token ids told
 
     def events(self, one: Continuation) -> bytes:
-        """Of what is new of a sample; none if nothing of that can be told yet."""
+        """Of the new part of a sample; none if nothing of it can be sent yet."""
         index = one.sample.index
         piece_count, start = self._told.get(index, (0, 0))
         growth = Growth(
@@ -124,7 +124,7 @@ class _Stream:
         return b"".join([self._event(choice, one) for choice in self._shape.chunks(one, growth)])
 
     def last_event(self, continuations: list[Continuation]) -> bytes:
-        """Of what all samples took together, if that is asked for."""
+        """Of the usage of all samples together, if that is asked for."""
         if not self._call.includes_usage:
             return b""
         return self._start + _tail({"usage": usage_fields(continuations, self._call.n)})
@@ -174,7 +174,7 @@ def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]
 
 
 def finish_fields(one: Continuation) -> dict[str, object]:
-    """finish_reason and what matched; both null while the sample runs."""
+    """finish_reason and matched_stop; both null while the sample runs."""
     if one.finish is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": str(one.finish.kind), "matched_stop": one.finish.matched}

@@ -1,6 +1,6 @@
-"""The document at /openapi.json: the routes, what their bodies look like, and how they fail.
+"""The document at /openapi.json: the routes, the schemas of their bodies, and the form of errors.
 
-What a body may be is said by the structs that it is read as.
+The structs that bodies are read as define their schemas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ERROR: JsonObject = {
     "required": ["error"],
 }
 ERROR_RESPONSE: JsonObject = {
-    "description": "What went wrong. Routes under /v1 tell all of it, others the message only.",
+    "description": "The error. Routes under /v1 give all of its members, others the message only.",
     "content": {"application/json": {"schema": ERROR}},
 }
 BODIES: dict[str, JsonObject] = {
@@ -72,7 +72,7 @@ class DescribedApp(FastAPI):
 
 
 def describe(paths: dict[str, dict[str, JsonObject]]) -> None:
-    """Tell of every operation how errors are told, and what its body looks like if it reads one."""
+    """Add to every operation the form of errors, and the schema of its body if it reads one."""
     for path, operations in paths.items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")

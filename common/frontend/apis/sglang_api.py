@@ -131,7 +131,7 @@ def _abort(message: str, failed: Failed | None) -> dict[str, object]:
 
 
 def logprob_fields(one: Continuation, texts: Tokenizer | None) -> dict[str, object]:
-    """Log-probabilities of prompt and output. texts: also tell what the tokens spell."""
+    """Log-probabilities of prompt and output. texts: adds the text of each token."""
 
     def triple(token_id: int, logprob: float | None) -> Triple:
         return (logprob, token_id, None if texts is None else texts.token_text(token_id))

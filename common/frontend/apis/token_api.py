@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and the same under /v1: what the tokenizer makes of a text.
+"""POST /tokenize and /detokenize, and the same under /v1: the tokenizer alone.
 
 vLLM's shapes, with the lists that SGLang takes beside them. Nothing is sent to a model.
 """

@@ -1,8 +1,8 @@
 """Objects of a body as structs: a field is its name, type, bounds, default and description at once.
 
-`read` makes a struct of what a client sent, `schema_of` describes the same to machines. Strict on
+`read` makes a struct of an object that a client sent; `schema_of` is its JSON schema. Strict on
 purpose: true is not 1, "1" is not 1, and null means that a field was not given. Knows nothing of
-what the fields mean: a server's own bounds and rules over several fields are with their readers.
+the meaning of fields: a server's own bounds and rules over several fields are with their readers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ B = TypeVar("B", bound=Body)
 def read(kind: type[B], value: JsonValue, where: str = "") -> B:
     """The fields of `kind` in the object `value`; others are not looked at. where: its path.
 
-    Raises: RequestError naming the first field that is wrong, its value and what is allowed.
+    Raises: RequestError naming the first field that is wrong, its value and its range.
     """
     if not isinstance(value, dict):
         raise refusal(where, value, "an object")
@@ -121,7 +121,7 @@ def refusal(name: str, value: JsonValue, allowed: str) -> RequestError:
 
 
 def _in_words(schema: dict[str, Any]) -> str:
-    """What a schema allows."""
+    """The values that a schema allows, for an error."""
     match schema:
         case {"type": "object", "maxProperties": count_max}:
             return f"an object of at most {count_max} members"
@@ -174,7 +174,7 @@ def schema_of(
     optional: Sequence[str] = (),
     is_closed: bool = False,
 ) -> JsonObject:
-    """What an object with the fields of all `kinds` may be.
+    """The schema of an object with the fields of all `kinds`.
 
     spread: whose fields may be one value for all samples, or a list of them. optional: fields that
     it need not have after all. is_closed: it has no other members.

@@ -1,8 +1,9 @@
-"""Where the halves of a request meet: what a body says of it, checked.
+"""The place where the halves of a request meet, as a body names it, checked.
 
 A router sends one body to both servers, which read it alike: `bootstrap_room` and its kin. A proxy
-in vLLM's manner asks the prefill server first; that holds what it has computed and says under which
-name: `kv_transfer_params`, which the decode server is sent next. Knows nothing of prompts.
+in vLLM's manner asks the prefill server first. That server holds the computed cache and answers its
+name in `kv_transfer_params`, which the proxy sends to the decode server next. Knows nothing of
+prompts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TransferWish(Body, frozen=True):
 
 
 class TransferAddress(Body, frozen=True):
-    """What a prefill server has answered, which a decode server is sent."""
+    """The answer of a prefill server, which the proxy sends to the decode server."""
 
     remote_engine_id: str | None = None
     remote_request_id: Annotated[str, Meta(max_length=ROOM_DIGITS_MAX)] | None = None
@@ -96,10 +97,9 @@ def read_bootstraps(
 
 
 def transfer_params(place: Bootstrap | None, limits: Limits) -> JsonObject | None:
-    """What a decode server is to be told of samples that are held here, in the names of vLLM's own
-    parameters; None if none are. place: of the first sample. Proxies pass it on unread, some
-    through floats: so the room is told as text. No pages are named, since they are written to and
-    not read from."""
+    """Parameters for a decode server about samples that are held here, in vLLM's names; None if no
+    sample is held. place: of the first one. Proxies pass them on unread, some through floats, so
+    the room is a text. No pages are named, since the prefill server writes and is not read from."""
     if not limits.is_prefill or place is None or not place.engine:
         return None
     return {
@@ -183,7 +183,7 @@ def spread(kind: type[Body], body: JsonObject, prompt_count: int, n: int = 1) ->
 
 
 def _room_steps(room: JsonValue, prompt_count: int, n: int) -> list[int]:
-    """What is added to each sample's room."""
+    """The number that is added to each sample's room."""
     if not isinstance(room, list):
         return list(range(prompt_count * n))
     if len(room) == prompt_count:

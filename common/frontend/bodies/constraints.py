@@ -1,4 +1,4 @@
-"""What the text of an output must be, as clients ask for it: OpenAI's response_format, vLLM's
+"""The form that a client asks of an output's text: OpenAI's response_format, vLLM's
 structured_outputs and guided_*, SGLang's json_schema, regex and ebnf. At most one of them.
 
 Every refusal names the field. Whether a grammar can be compiled is asked later, off the event loop.

@@ -1,6 +1,6 @@
 """JSON values that a client sent: parsed, shown in errors, told apart by their type.
 
-Knows nothing of what they mean.
+Knows nothing of their meaning.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from common.errors import RequestError
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
 
-# Objects and lists in each other. What reads them goes down with them, up to three calls a level,
+# Objects and lists in each other. Readers recurse into them with up to three calls a level,
 # and the interpreter allows a thousand; a schema of a hundred nested objects has two hundred.
 NESTING_MAX = 256
 SHOWN_LENGTH_MAX = 80
 
 
 def parse_object(body: bytes | bytearray, what: str = "the body") -> JsonObject:
-    """The JSON object in `body`; integers are exact at any size. what: how errors call it.
+    """The JSON object in `body`; integers are exact at any size. what: its name in errors.
 
     Raises: RequestError if it is not JSON, no object, or nested deeper than NESTING_MAX; NaN and
         infinity are named by their field.

@@ -58,11 +58,11 @@ NOT_ZERO: JsonObject = {"not": {"const": 0}}
 BIAS: JsonObject = {
     "propertyNames": {"pattern": "^[0-9]{1,19}$"},
     "additionalProperties": msgspec.json.schema(Annotated[float, within(LOGIT_BIAS)]),
-    "description": "From token ids to what is added to their logits.",
+    "description": "From token ids to the number that is added to their logits.",
 }
 Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=STOP_LENGTH_MAX)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-SEED_MAX - 1, le=SEED_MAX)]
-"""Any integer of 64 bits. Negative ones are folded into what the engine takes."""
+"""Any integer of 64 bits. Negative ones are folded into the engine's range."""
 
 
 class Sampling(Body, frozen=True):
@@ -113,8 +113,8 @@ SGLANG_SAMPLING = (SglangSampling, Grammars, Sampling)
 class OutputBounds:
     """How long an output may be, and the names under which a dialect asks for it.
 
-    max_new_tokens: None means as many as fit. is_max_given: the client insisted, so what does not
-    fit is refused, not lowered.
+    max_new_tokens: None means as many as fit. is_max_given: the client insisted, so a number
+    that does not fit is refused, not lowered.
     """
 
     max_name: str

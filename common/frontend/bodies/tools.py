@@ -1,9 +1,9 @@
-"""The tools of a chat: what the template is shown, and what the output is made to be.
+"""The tools of a chat: the template's view of them, and the form that they ask of the output.
 
 A call that is required is forced by a grammar: a JSON list of {"name", "parameters"}, each with the
 parameters' own schema, whatever format the model was trained on. Calls that a model makes unasked
-are looked for as `--tool-call-parser` says; where it says tags, a grammar holds what stands between
-them to the schemas of strict tools. Knows nothing of templates or replies.
+are looked for as `--tool-call-parser` says; where it says tags, a grammar holds the text
+between them to the schemas of strict tools. Knows nothing of templates or replies.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class ToolFields(Body, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """shown: what the template gets. format: how calls are told in the output, None: not at all.
+    """shown: the tools for the template. format: how the output writes calls, None: not at all.
 
-    names: of the tools that may be called. constraint: what forces a call if `is_forced`, else only
-        how one is written, should there be one.
+    names: of the tools that may be called. constraint: forces a call if `is_forced`, else only the
+        form of a call that the model makes.
     """
 
     shown: list[JsonValue] | None = None

@@ -1,6 +1,6 @@
-"""Bodies of /generate, checked and turned into samples; and what all dialects share of it.
+"""Bodies of /generate, checked and turned into samples; and the checks that all dialects share.
 
-Every refusal is a `RequestError` that names the field, its value and what is allowed. Top-level
+Every refusal is a `RequestError` that names the field, its value and its range. Top-level
 keys that are not known are let through, as SGLang does, since routers send many; but not those
 known to change the answer in ways that this server can't follow.
 """
@@ -71,7 +71,7 @@ def prompt_schema(*kinds: JsonObject, description: str | None = None) -> Meta:
 
 
 class RequestFields(Body, frozen=True):
-    """What all bodies say beside a prompt and how it is continued."""
+    """The fields of every body beside those of its prompt and its sampling."""
 
     model: str = ""
     rid: Rid | list[Rid] | None = None
@@ -101,7 +101,7 @@ UNSUPPORTED = refused(
 
 
 class LogprobFields(Body, frozen=True):
-    """What is told per token, of one prompt or of all."""
+    """The report per token, of one prompt or of all."""
 
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Meta(ge=-1, le=INT64_MAX)] = -1
@@ -120,7 +120,7 @@ GENERATE = schema_of(UNSUPPORTED, RequestFields, GenerateFields, spread=(Meeting
 class GenerateCall:
     """One body of /generate. is_list: the reply is a list, also of one.
 
-    transfer_params: what a decode server is to be told of it, if it is held here.
+    transfer_params: for the decode server, if the samples are held here.
     """
 
     samples: tuple[Sample, ...]
@@ -170,7 +170,7 @@ def parse_generate(
     )
 
 
-# ---- what all dialects share ---------------------------------------------------------------------
+# ---- all dialects --------------------------------------------------------------------------------
 
 
 def make_samples(
@@ -280,8 +280,8 @@ def check_prompt_ids(value: JsonValue, name: str, limits: Limits) -> Prompt:
 
 
 def check_length(count: int, name: str, limits: Limits, about: str = "") -> None:
-    """Raises: RequestError unless a prompt has a token and leaves room for one more. about: what is
-    known of the count."""
+    """Raises: RequestError unless a prompt has a token and leaves room for one more. about: said
+    before the count."""
     if not count:
         raise RequestError(f"{name}: the prompt is empty; it must have a token", field=name)
     if count >= limits.request_token_max:
@@ -348,7 +348,7 @@ def _read_choices(value: JsonValue, count: int, limits: Limits) -> list[Sampling
 
 
 def _spread_logprobs(body: JsonObject, count: int) -> list[LogprobFields]:
-    """What is told per token of each of `count` prompts."""
+    """The report per token of each of `count` prompts."""
     asked = body.get("token_ids_logprob")
     if not (isinstance(asked, list) and any(isinstance(ids, list) for ids in asked)):
         body = {**body, "token_ids_logprob": [asked] * count}  # one list for all prompts
@@ -358,7 +358,7 @@ def _spread_logprobs(body: JsonObject, count: int) -> list[LogprobFields]:
 def _with_logprobs(
     choice: SamplingChoice, given: LogprobFields, prompt: Prompt, limits: Limits
 ) -> SamplingChoice:
-    """The choice of a prompt, with what is told per token."""
+    """The choice of a prompt, with its report per token."""
     length = len(prompt.token_ids)
     if given.logprob_start_len > length:
         raise refusal("logprob_start_len", given.logprob_start_len, f"an integer in -1..{length}")

@@ -1,6 +1,6 @@
 """Answers that take long: server-sent events, and work that ends when its client goes away.
 
-Knows nothing of what is generated.
+Knows nothing of prompts and tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 EVENT_START, EVENT_END = b"data: ", b"\n\n"
 DONE = EVENT_START + b"[DONE]" + EVENT_END
-CLIENT_GONE_STATUS = 499  # nobody reads it; it shows in access logs
+CLIENT_GONE_STATUS = 499  # for access logs; the client is gone
 
 
 def event(content: object) -> bytes:
@@ -77,7 +77,7 @@ class EventStream(Response):
     """Sends events as they come. The status waits for the first one, so an early error has its own.
 
     events: bytes of whole events, those of one step together, and with the last ones the closing
-    mark. describe_error: what stands in the event that tells of a `RequestError` after the first.
+    mark. describe_error: the content of the event for a `RequestError` after the first.
     """
 
     media_type = "text/event-stream"
