@@ -5,7 +5,9 @@ behind it can be made to allocate, loop or overflow without bound; whether a val
 asked later, by the handshake and the schedulers. A field means the same in every message, so the
 bounds go by field name, and a field that has none here is held to the bounds of its type.
 
-The sender checks with the same bounds, so that a message of ours is never refused unread.
+The sender checks with the same bounds, so that a message of ours is never refused unread. So they
+are not annotations of the messages: msgspec checks those only where it decodes, takes none above
+int64, and its errors do not name the value.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from common.engine.sampling.grammar_table import GrammarTable
 from common.engine.sampling.sampler import Sampler
 from common.errors import GrammarError
 from common.frontend.bodies.constraints import CHOICE_COUNT_MAX, read_choice
-from common.frontend.bodies.fields import Fields, JsonValue
+from common.frontend.bodies.fields import JsonValue
 from common.frontend.text.tokenizer import load_tokenizer
 from common.grammar import GrammarCompiler, GrammarState, lark_of
 from common.request import Grammar, GrammarKind, SamplingParams
@@ -138,7 +138,7 @@ def test_as_many_choices_as_are_taken_can_be_followed(
     compiler: GrammarCompiler, length: int
 ) -> None:
     choices: list[JsonValue] = [f"{i}{'x' * (length - 1)}" for i in range(CHOICE_COUNT_MAX)]
-    grammar = read_choice(Fields({"guided_choice": choices}), "guided_choice")
+    grammar = read_choice(choices, "guided_choice")
     outputs = run(compiler, [params(seed, grammar) for seed in range(20)])
     texts = {TOKENIZER.decode(output) for output in outputs}
     assert texts <= set(choices) and len(texts) > 5

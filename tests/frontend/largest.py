@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.frontend.apis.openapi import BODIES
-from common.frontend.bodies import body_schemas
+from common.frontend.bodies.body import REFUSED, TOKEN_ID
 from common.frontend.bodies.constraints import CHOICE_COUNT_MAX
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.tools import TOOL_COUNT_MAX
@@ -188,7 +188,7 @@ def _fields(
     beside = MEMBERS.get(path.rstrip("."), {})
     for name, described in properties.items():
         assert isinstance(described, dict)
-        if described == body_schemas.REFUSED:
+        if described == REFUSED:
             continue
 
         def put(value: JsonValue, name: str = name) -> JsonObject:
@@ -249,7 +249,7 @@ def _largest(
             return ["a" * length]
         case {"pattern": str()}:
             return [FUNCTION]
-        case {"items": items} if items == body_schemas.TOKEN_ID:
+        case {"items": items} if items == TOKEN_ID:
             count = schema.get("maxItems")
             assert isinstance(count, int), f"{field}: has no bound"
             return [server.token_ids(count)]

@@ -1,10 +1,9 @@
-"""/openapi.json describes the fields that the readers read, all and no others, and whatever is made
-of it, valid or not, is answered in the shape that it tells of, never with a 500."""
+"""The fields that /openapi.json describes are read, and whatever is made of it, valid or not, is
+answered in the shape that it tells of, never with a 500."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,19 @@ from schemathesis import Case, GenerationMode
 from schemathesis.core import NotSet
 from schemathesis.specs.openapi.checks import negative_data_rejection, response_schema_conformance
 
+from common.errors import RequestError
 from common.frontend.apis import openapi
-from common.frontend.apis.info import rid_to_abort
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
-from common.frontend.apis.token_api import detokenize_body, tokenize_body
-from common.frontend.bodies import body_schemas
+from common.frontend.bodies.body import Body, fields_of
 from common.frontend.bodies.dial_rules import DialRules
-from common.frontend.bodies.fields import Fields, JsonObject, JsonValue
+from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.sample import Limits
-from common.frontend.bodies.sampling import KNOWN_KEYS
 from common.frontend.bodies.validation import parse_generate
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate
+from tests.frontend.largest import PATHS, Server, cases
 from tests.frontend.test_hostile_bodies import ALLOWED, Ask, search
 from tests.frontend.tiny_tokenizers import CHATML, write_tokenizer
 
@@ -40,68 +38,9 @@ LIMITS = Limits(
 )
 # The two below /v1 are read as their namesakes are.
 SEARCHED_PATHS = sorted({*openapi.BODIES, "/flush_cache"} - {"/v1/tokenize", "/v1/detokenize"})
-HELD: JsonObject = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "incarnation",
-    "remote_request_id": "7",
-    "remote_host": "prefill.svc",
-    "remote_port": 8998,
-}
-ROOM: JsonObject = {"bootstrap_room": 7, "bootstrap_host": "prefill.svc", "bootstrap_port": 8998}
-SCHEMA: JsonObject = {"type": "object"}
-# One body for every way through what both OpenAI APIs read.
-OPENAI: list[JsonObject] = [
-    {**ROOM, "stream": True, "stream_options": {"include_usage": True}},
-    {"kv_transfer_params": HELD},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-    {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
-]
-CHAT: JsonObject = {
-    "messages": [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "hi"}],
-            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-        }
-    ],
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-}
-CHOSEN: JsonObject = {**CHAT, "tool_choice": {"type": "function", "function": {"name": "f"}}}
-
-
-class Watched(dict[str, JsonValue]):
-    """An object of a body that notes which of its members are asked for, by their path."""
-
-    def __init__(self, values: JsonObject, seen: set[str], path: str = "") -> None:
-        super().__init__({key: watch(value, seen, path + key) for key, value in values.items()})
-        self._seen = seen
-        self._path = path
-
-    def get(self, key: str, default: JsonValue = None) -> JsonValue:  # type: ignore[override]
-        self._seen.add(self._path + key)
-        return super().get(key, default)
-
-
-def watch(value: JsonValue, seen: set[str], path: str) -> JsonValue:
-    if isinstance(value, dict):
-        return Watched(value, seen, f"{path}.")
-    if isinstance(value, list):
-        return [watch(item, seen, path) for item in value]
-    return value
-
-
-def names_in(schema: JsonValue, path: str = "") -> set[str]:
-    """The paths of all members that a schema describes; items of a list have the list's."""
-    if isinstance(schema, list):
-        return {name for one in schema for name in names_in(one, path)}
-    if not isinstance(schema, dict):
-        return set()
-    found = names_in(schema.get("anyOf"), path) | names_in(schema.get("items"), path)
-    properties = schema.get("properties", {})
-    assert isinstance(properties, dict)
-    for key, described in properties.items():
-        found |= {path + key} | names_in(described, f"{path}{key}.")
-    return found
+SERVER = Server(vocab_size=LIMITS.vocab_size, prompt_max=64)
+# Of these nothing is read but the objects in them, whatever else those hold.
+FREE = {"messages.tool_calls", "messages.tool_calls.function.arguments"}
 
 
 @pytest.fixture(scope="module")
@@ -110,61 +49,60 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(str(write_tokenizer(directory, chat_template=CHATML)), lambda: 0.0)
 
 
-Reader = Callable[[JsonObject, Tokenizer], object]
+def parse(path: str, body: JsonObject, tokenizer: Tokenizer) -> object:
+    match path:
+        case "/generate":
+            return parse_generate(body, tokenizer, LIMITS, "rid")
+        case "/v1/completions":
+            return parse_completion(body, tokenizer, LIMITS, "name")
+        case _:
+            return parse_chat(body, tokenizer, LIMITS, "name", "")
 
 
-def read_generate(body: JsonObject, tokenizer: Tokenizer) -> object:
-    return parse_generate(body, tokenizer, LIMITS, "rid")
+def with_value(body: JsonValue, field: list[str], value: JsonValue) -> JsonValue:
+    """A body with another value in the field, in all items of a list."""
+    if not field:
+        return value
+    if isinstance(body, list):
+        return [with_value(item, field, value) for item in body]
+    assert isinstance(body, dict)
+    return {**body, field[0]: with_value(body.get(field[0]), field[1:], value)}
 
 
-def read_completion(body: JsonObject, tokenizer: Tokenizer) -> object:
-    return parse_completion(body, tokenizer, LIMITS, "name")
+def names_in(schema: JsonValue) -> set[str]:
+    """The names of all members that a schema describes."""
+    if isinstance(schema, list):
+        return {name for one in schema for name in names_in(one)}
+    if not isinstance(schema, dict):
+        return set()
+    properties = schema.get("properties", {})
+    assert isinstance(properties, dict)
+    return {
+        *properties,
+        *names_in([*properties.values(), schema.get("anyOf"), schema.get("items")]),
+    }
 
 
-def read_chat(body: JsonObject, tokenizer: Tokenizer) -> object:
-    return parse_chat(body, tokenizer, LIMITS, "name", "")
+def kinds_of(kind: type[Body]) -> list[type[Body]]:
+    return [kind, *(inner for one in kind.__subclasses__() for inner in kinds_of(one))]
 
 
-def read_tokenize(body: JsonObject, tokenizer: Tokenizer) -> object:
-    return tokenize_body(Fields(body), tokenizer, LIMITS)
+def test_every_field_that_is_read_is_described() -> None:
+    described = names_in([*openapi.BODIES.values()])
+    assert {name for kind in kinds_of(Body) for name in fields_of(kind)} == described
 
 
-def read_detokenize(body: JsonObject, tokenizer: Tokenizer) -> object:
-    return detokenize_body(Fields(body), tokenizer, LIMITS)
-
-
-@pytest.mark.parametrize(
-    ("path", "read", "bodies"),
-    [
-        (
-            "/generate",
-            read_generate,
-            [{"text": "a", **ROOM}, {"input_ids": [1], "kv_transfer_params": HELD}],
-        ),
-        ("/v1/completions", read_completion, [{"prompt": "a", **more} for more in OPENAI]),
-        (
-            "/v1/chat/completions",
-            read_chat,
-            [CHOSEN, *({**CHAT, **more} for more in OPENAI)],
-        ),
-        ("/tokenize", read_tokenize, [{"prompt": "a"}, CHAT, CHOSEN]),
-        ("/detokenize", read_detokenize, [{"tokens": [1]}]),
-        ("/abort_request", lambda body, _: rid_to_abort(body), [{"rid": "a"}]),
-    ],
-)
-def test_the_document_has_every_field_that_is_read_and_no_other(
-    path: str, read: Reader, bodies: list[JsonObject], tokenizer: Tokenizer
-) -> None:
-    seen: set[str] = set()
-    for body in bodies:
-        read(Watched(body, seen), tokenizer)
-    described = names_in(openapi.BODIES[path])
-    # Members of sampling_params are held below: the readers share more names than it takes.
-    assert {name for name in described if not name.startswith("sampling_params.")} == seen
-
-
-def test_sampling_params_are_those_that_are_known() -> None:
-    assert names_in(body_schemas.SGLANG_SAMPLING) == KNOWN_KEYS
+@pytest.mark.parametrize("path", PATHS)
+def test_every_field_that_is_described_is_read_and_checked(path: str, tokenizer: Tokenizer) -> None:
+    bodies = {case.field: case.body for case in cases(path, SERVER) if case.field not in FREE}
+    for field, body in bodies.items():
+        names = field.split(".")
+        wrong = with_value(body, names, [{"nothing": 0.5}])
+        assert isinstance(wrong, dict)
+        with pytest.raises(RequestError, match=names[-1]) as caught:
+            parse(path, wrong, tokenizer)
+        assert caught.value.status == 400 and caught.value.field is not None
+        assert caught.value.field.startswith(names[0])
 
 
 def test_the_document_is_served_and_tells_bodies_and_errors(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a server says of itself, and what an operator tells it: health, info, abort, flush.
+"""State of a server and commands of its operator: health, info, loads, abort, flush.
 
 Field names follow SGLang's, which routers and benches read. Knows nothing of prompts or text.
 """
@@ -14,7 +14,8 @@ from msgspec import structs
 
 from common.config import EngineType, Role, shown_settings
 from common.errors import RequestError
-from common.frontend.bodies.fields import Fields, JsonObject
+from common.frontend.bodies.body import Body, read, schema_of
+from common.frontend.bodies.fields import JsonObject
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import json_response
 from common.frontend.requests.scrape import (
@@ -29,7 +30,7 @@ from common.metrics.server import CONTENT_TYPE
 from common.protocol.frontend import Failed
 from common.request import SamplingParams
 
-PROBE_TIMEOUT_S = 20.0  # SGLang's; what a health check may wait for one token
+PROBE_TIMEOUT_S = 20.0  # SGLang's; the time that a health check waits for one token
 FLUSH_TIMEOUT_S_MAX = 600.0
 WEIGHT_VERSION = "default"
 
@@ -50,7 +51,7 @@ def _add_health(router: APIRouter, context: FrontendContext) -> None:
     @router.get("/health")
     @router.get("/ready")
     async def health() -> Response:
-        """200 if a request could be served now. Cheap: says what was heard last."""
+        """200 if a request could be served now. Cheap: answers from the last state."""
         return _health(context)
 
     @router.get("/ping")
@@ -160,7 +161,7 @@ def _model_info(context: FrontendContext, architecture: dict[str, object]) -> di
 async def _server_info(
     context: FrontendContext, architecture: dict[str, object]
 ) -> dict[str, object]:
-    """The settings, and what the scheduler and the workers say of themselves."""
+    """The settings, and the state of the scheduler and the workers."""
     config = context.config
     info = context.scheduler.server_info
     seen = await look(context)
@@ -278,12 +279,21 @@ def _load(context: FrontendContext) -> dict[str, object]:
 # ---- commands ----------------------------------------------------------------------------------
 
 
+class AbortFields(Body, frozen=True):
+    """The prefix of the rids to abort, or abort_all."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+ABORT = schema_of(AbortFields)
+
+
 def rid_to_abort(body: JsonObject) -> str:
-    """What the rids to abort begin with; "" is all of them. Raises: RequestError."""
-    fields = Fields(body)
-    if fields.boolean("abort_all", False):
+    """The prefix of the rids to abort; "" is all of them. Raises: RequestError."""
+    if body.get("abort_all") is True:
         return ""
-    rid = fields.text("rid", "")
+    rid = read(AbortFields, body).rid
     if not rid:
         raise RequestError("rid must be a non-empty string, or abort_all true", field="rid")
     return rid

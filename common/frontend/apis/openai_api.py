@@ -6,94 +6,122 @@ Beyond OpenAI's own fields it takes SGLang's (top_k, min_p, ignore_eos, ...) and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated
+
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.apis import openai_chat
-from common.frontend.apis.openai_call import LogprobChoice, OpenAiCall, make_call, read_choice
-from common.frontend.apis.openai_run import Growth, answer, finish_fields
-from common.frontend.bodies.fields import NOT_SUPPORTED, Fields, JsonObject, is_integer
-from common.frontend.bodies.reader import request_name
-from common.frontend.bodies.sample import Limits, Sample
-from common.frontend.bodies.sampling import SamplingNames
-from common.frontend.bodies.validation import (
-    Prompt,
-    check_prompt_ids,
-    check_sample_count,
-    encode_prompt,
+from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
+from common.frontend.apis.openai_chat_shape import ChatShape
+from common.frontend.apis.openai_run import Growth, OpenAiRun, Shape, finish_fields
+from common.frontend.bodies.body import (
+    NOT_SUPPORTED,
+    Body,
+    Count,
+    Json,
+    Positive,
+    Refused,
+    read,
+    refusal,
+    schema_of,
 )
+from common.frontend.bodies.bootstrap_address import Meeting
+from common.frontend.bodies.fields import JsonObject
+from common.frontend.bodies.reader import request_name, trace_parent
+from common.frontend.bodies.sample import Limits, Sample
+from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
 from common.frontend.context import FrontendContext
+from common.frontend.http.streaming import answer
 from common.frontend.requests.generation import Continuation, request_limits
 from common.frontend.text.tokenizer import Tokenizer
 from common.request import TokenLogprobs
-from common.request_bounds import TOP_LOGPROB_COUNT_MAX
+from common.request_bounds import INT64_MAX, TOP_LOGPROB_COUNT_MAX
 
 PATH = "/v1/completions"
 NAME_PREFIX = "cmpl-"
 MAX_TOKENS_DEFAULT = 16  # OpenAI's
-NAMES = SamplingNames(("max_tokens",), "min_tokens", ("seed",))
+PROMPTS = "a string, a list of strings, a list of token ids, or a list of such lists"
+
+Parse = Callable[[JsonObject, Limits, str], tuple[OpenAiCall, Shape]]
+
+
+class CompletionFields(Body, frozen=True):
+    prompt: Annotated[
+        Json, prompt_schema(PROMPT_TEXT, PROMPT_IDS, description=f"{PROMPTS}, not empty")
+    ]
+    max_tokens: Count | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROB_COUNT_MAX)] | None = None
+    best_of: Annotated[
+        Positive | None, Meta(extra_json_schema={"description": "No other number than n."})
+    ] = None
+    suffix: Refused = None
+
+
+COMPLETION = schema_of(*OPENAI, CompletionFields, spread=(Meeting,))
 
 
 def build_router(context: FrontendContext) -> APIRouter:
+    """Of both APIs."""
+
+    def completion(body: JsonObject, limits: Limits, name: str) -> tuple[OpenAiCall, Shape]:
+        call, has_echo = parse_completion(body, context.tokenizer, limits, name)
+        return call, CompletionShape(context.tokenizer, has_echo=has_echo)
+
+    def chat(body: JsonObject, limits: Limits, name: str) -> tuple[OpenAiCall, Shape]:
+        parser = context.config.tool_call_parser
+        call, tools = openai_chat.parse_chat(body, context.tokenizer, limits, name, parser)
+        return call, ChatShape(context.tokenizer, tools)
+
     router = APIRouter()
-
-    @router.post(PATH)
-    async def completions(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
-        name = request_name(request, NAME_PREFIX)
-        call, has_echo = await context.bodies.read(
-            request, lambda body: parse_completion(body, context.tokenizer, limits, name)
-        )
-        return await answer(
-            request, context, call, CompletionShape(context.tokenizer, has_echo=has_echo)
-        )
-
-    router.include_router(openai_chat.build_router(context))
+    _add_route(router, context, PATH, NAME_PREFIX, completion)
+    _add_route(router, context, openai_chat.PATH, openai_chat.NAME_PREFIX, chat)
     return router
+
+
+def _add_route(
+    router: APIRouter, context: FrontendContext, path: str, name_prefix: str, parse: Parse
+) -> None:
+    @router.post(path, name=parse.__name__)
+    async def complete(request: Request) -> Response:
+        limits = request_limits(context, request.url.hostname)
+        name = request_name(request, name_prefix)
+        call, shape = await context.bodies.read(request, lambda body: parse(body, limits, name))
+        await context.check_grammars(call.samples)
+        run = OpenAiRun(context, call, shape, trace_parent(request))
+        return await answer(request, run, is_streaming=call.is_streaming)
 
 
 def parse_completion(
     body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str
 ) -> tuple[OpenAiCall, bool]:
     """The call, and whether the prompt is part of the reply. Raises: RequestError."""
-    fields = Fields(body)
-    fields.refuse(("suffix",), NOT_SUPPORTED)
-    has_echo = fields.boolean("echo", False)
-    if not has_echo and is_integer(fields.get("max_tokens")):
-        fields.integer("max_tokens", 1, 1)
-    logprobs = LogprobChoice(
-        top_count=fields.optional_integer("logprobs", 0, TOP_LOGPROB_COUNT_MAX),
-        has_prompt=has_echo,
+    given = read(CompletionFields, body)
+    if given.max_tokens == 0 and not given.echo:
+        raise refusal("max_tokens", 0, f"an integer in 1..{INT64_MAX}")
+    choice = read_choice(
+        body,
+        limits,
+        "max_tokens",
+        given.max_tokens,
+        default=MAX_TOKENS_DEFAULT,
+        top_count=given.logprobs,
+        has_prompt=given.echo,
     )
-    choice = read_choice(fields, limits, NAMES, logprobs, max_new_tokens_default=MAX_TOKENS_DEFAULT)
-    best_of = fields.integer("best_of", choice.n, 1)
-    if best_of != choice.n:
+    if given.best_of not in (None, choice.n):
         raise RequestError(
-            f"best_of={best_of}: {NOT_SUPPORTED}; must be n={choice.n}", field="best_of"
+            f"best_of={given.best_of}: {NOT_SUPPORTED}; must be n={choice.n}", field="best_of"
         )
-    prompts = read_prompts(fields, tokenizer, limits)
-    return make_call(fields, prompts, choice, limits, name), has_echo
-
-
-def read_prompts(fields: Fields, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
-    """One prompt or several, each as text or as token ids."""
-    value = fields.get("prompt")
-    allowed = "a string, a list of strings, a list of token ids, or a list of such lists"
-    if value is None or value == []:
-        raise fields.error("prompt", f"{allowed}, not empty")
-    if isinstance(value, str):
-        return [encode_prompt(value, "prompt", tokenizer, limits)]
-    if not isinstance(value, list):
-        raise fields.error("prompt", allowed)
-    if not isinstance(value[0], str | list):
-        return [check_prompt_ids(value, "prompt", limits)]
-    check_sample_count(len(value))
-    return [
-        check_prompt_ids(one, f"prompt[{i}]", limits)
-        if isinstance(value[0], list)
-        else encode_prompt(one, f"prompt[{i}]", tokenizer, limits)
-        for i, one in enumerate(value)
-    ]
+    prompt = given.prompt
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if prompt == [] or not isinstance(prompt, str | list):
+        raise refusal("prompt", prompt, f"{PROMPTS}, not empty")
+    is_text = isinstance(first, str)
+    prompts, _ = read_prompts(prompt, "prompt", tokenizer, limits, is_text=is_text)
+    return make_call(body, prompts, choice, limits, name), given.echo
 
 
 class CompletionShape:

@@ -1,50 +1,54 @@
-"""What bodies of /v1/completions and /v1/chat/completions have in common, checked.
+"""The common part of bodies of /v1/completions and /v1/chat/completions, checked.
 
-Every refusal is a `RequestError` that names the field, its value and what is allowed. Unknown keys
+Every refusal is a `RequestError` that names the field, its value and its range. Unknown keys
 are let through; those known to change the answer in ways this server can't follow are not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 
-from common.frontend.bodies.bootstrap_address import read_bootstraps, transfer_params
-from common.frontend.bodies.constraints import read_openai_constraint
-from common.frontend.bodies.fields import NOT_SUPPORTED, Fields, JsonObject
+from common.frontend.bodies.body import Body, Count, Object, nested, read, refusal, refused
+from common.frontend.bodies.bootstrap_address import transfer_params
+from common.frontend.bodies.constraints import OpenAiGrammars, read_openai_constraint
+from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.sampling import (
+    OutputBounds,
+    Sampling,
     SamplingChoice,
-    SamplingNames,
+    Seed,
     read_sampling,
 )
-from common.frontend.bodies.validation import (
-    Prompt,
-    check_model,
-    check_sample_count,
-    make_samples,
-    read_rids,
-    read_timeout,
-)
+from common.frontend.bodies.validation import Prompt, RequestFields, check_model, make_samples
 
-UNSUPPORTED_KEYS = (
-    "lora_path",
-    "session_params",
-    "custom_logit_processor",
-    "return_hidden_states",
-    "return_routed_experts",
-    "guided_decoding_backend",
-    "logits_processors",
-    "use_beam_search",
-    "prompt_logprobs",
-    "prompt_embeds",
-    "truncate_prompt_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "images_config",
-    "ngram_corpus_id",
-)
+
+class StreamOptions(Body, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAiFields(Body, frozen=True):
+    """The fields of both OpenAI APIs."""
+
+    min_tokens: Count = 0
+    seed: Seed | None = None
+    include_stop_str_in_output: bool = False
+    stream_options: Annotated[Object, nested(StreamOptions)] = {}
+    return_token_ids: bool = False
+
+
+UNSUPPORTED = refused(
+    "lora_path", "session_params", "custom_logit_processor", "return_hidden_states",
+    "return_routed_experts", "guided_decoding_backend", "logits_processors", "use_beam_search",
+    "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+    "images_config", "ngram_corpus_id",
+)  # fmt: skip
+# Each is read from the same object; with `Meeting`, which may have a list for its samples.
+OPENAI = (UNSUPPORTED, RequestFields, Sampling, OpenAiGrammars, OpenAiFields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,8 @@ class OpenAiCall:
     """One body. name: its id in every reply. n: samples per prompt, in order of prompts.
 
     includes_usage: a stream ends with a chunk of its own for usage. has_running_usage: every chunk
-    tells the usage so far. tells_ids: token ids of prompt and output stand beside their text.
-    transfer_params: what a decode server is to be told of it, if it is held here.
+    has the usage so far. tells_ids: token ids of prompt and output stand beside their text.
+    transfer_params: for the decode server, if the samples are held here.
     """
 
     name: str
@@ -66,63 +70,66 @@ class OpenAiCall:
     transfer_params: JsonObject | None
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobChoice:
-    """What is reported per token. top_count: None for nothing at all."""
-
-    top_count: int | None = None
-    has_prompt: bool = False
-
-
 def read_choice(
-    fields: Fields,
+    body: JsonObject,
     limits: Limits,
-    names: SamplingNames,
-    logprobs: LogprobChoice,
+    max_name: str,
+    max_new_tokens: int | None,
     *,
-    max_new_tokens_default: int | None,
+    default: int | None,
+    top_count: int | None,
+    has_prompt: bool = False,
 ) -> SamplingChoice:
-    """Sampling options of all prompts of a body. Raises: RequestError."""
-    fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
-    choice = read_sampling(fields, limits, names, max_new_tokens_default=max_new_tokens_default)
-    choice = replace(choice, constraint=read_openai_constraint(fields))
-    if logprobs.top_count is None:
-        return choice
-    params = msgspec.structs.replace(
-        choice.params,
-        return_logprob=True,
-        top_logprobs_num=logprobs.top_count,
-        logprob_start_len=0 if logprobs.has_prompt else -1,
+    """Sampling options of all prompts of a body. max_name: of the field that says max_new_tokens.
+
+    top_count: of the likely tokens that are told with each one; None for no log-probabilities.
+    has_prompt: the prompt's are told too. Raises: RequestError.
+    """
+    read(UNSUPPORTED, body)
+    given = read(OpenAiFields, body)
+    output = OutputBounds(
+        max_name=max_name,
+        max_new_tokens=default if max_new_tokens is None else max_new_tokens,
+        is_max_given=max_new_tokens is not None,
+        min_name="min_tokens",
+        min_new_tokens=given.min_tokens,
     )
-    return replace(choice, params=params)
+    choice = read_sampling(read(Sampling, body), "", output, given.seed, limits)
+    keeps_stop = choice.text.keeps_stop or given.include_stop_str_in_output
+    params = choice.params
+    if top_count is not None:
+        params = msgspec.structs.replace(
+            params,
+            return_logprob=True,
+            top_logprobs_num=top_count,
+            logprob_start_len=0 if has_prompt else -1,
+        )
+    return replace(
+        choice,
+        params=params,
+        text=replace(choice.text, keeps_stop=keeps_stop),
+        constraint=read_openai_constraint(body),
+    )
 
 
 def make_call(
-    fields: Fields, prompts: list[Prompt], choice: SamplingChoice, limits: Limits, name: str
+    body: JsonObject, prompts: list[Prompt], choice: SamplingChoice, limits: Limits, name: str
 ) -> OpenAiCall:
     """The call for `prompts`. name: the request's name unless the body has one."""
-    check_model(fields, limits)
-    count = len(prompts) * choice.n
-    check_sample_count(count)
-    rids = read_rids(fields, len(prompts), choice.n, name)
-    bootstraps = read_bootstraps(fields, len(prompts), choice.n, limits)
-    timeout_s = read_timeout(fields, limits)
-    samples: list[Sample] = []
-    for index, prompt in enumerate(prompts):
-        first_index = index * choice.n
-        samples += make_samples(prompt, choice, limits, first_index, rids, bootstraps, timeout_s)
-    is_streaming = fields.boolean("stream", False)
-    options = Fields.of(fields.get("stream_options"), "stream_options")
-    if options.values and not is_streaming:
-        raise fields.error("stream_options", "absent, since stream is not true")
-    given = fields.get("rid")
+    given, request = read(OpenAiFields, body), read(RequestFields, body)
+    check_model(request.model, limits)
+    samples = make_samples(body, request, prompts, [choice] * len(prompts), limits, name)
+    options = read(StreamOptions, given.stream_options, "stream_options")
+    if given.stream_options and not request.stream:
+        allowed = "absent, since stream is not true"
+        raise refusal("stream_options", given.stream_options, allowed)
     return OpenAiCall(
-        name=given if isinstance(given, str) else name,
-        samples=tuple(samples),
+        name=request.rid if isinstance(request.rid, str) else name,
+        samples=samples,
         n=choice.n,
-        is_streaming=is_streaming,
-        includes_usage=options.boolean("include_usage", False),
-        has_running_usage=options.boolean("continuous_usage_stats", False),
-        tells_ids=fields.boolean("return_token_ids", False),
-        transfer_params=transfer_params(bootstraps, limits),
+        is_streaming=request.stream,
+        includes_usage=options.include_usage,
+        has_running_usage=options.continuous_usage_stats,
+        tells_ids=given.return_token_ids,
+        transfer_params=transfer_params(samples[0].bootstrap, limits),
     )

@@ -1,166 +1,190 @@
-"""POST /v1/chat/completions: messages and tools go through the checkpoint's own template."""
+"""Bodies of /v1/chat/completions: messages and tools go through the checkpoint's own template."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
 from common.errors import RequestError
-from common.frontend.apis.openai_call import LogprobChoice, OpenAiCall, make_call, read_choice
-from common.frontend.apis.openai_chat_shape import ChatShape
-from common.frontend.apis.openai_run import answer
-from common.frontend.bodies.constraints import only_one
-from common.frontend.bodies.fields import (
-    NOT_SUPPORTED,
-    Fields,
-    JsonObject,
-    JsonValue,
-    parse_object,
-    shown,
+from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
+from common.frontend.bodies.body import (
+    Body,
+    Json,
+    Object,
+    Positive,
+    nested,
+    or_null,
+    path,
+    read,
+    refusal,
+    refused,
+    schema_of,
 )
-from common.frontend.bodies.reader import request_name
+from common.frontend.bodies.bootstrap_address import Meeting
+from common.frontend.bodies.constraints import only_one
+from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
 from common.frontend.bodies.sample import Limits
-from common.frontend.bodies.sampling import SamplingNames
-from common.frontend.bodies.tools import ToolUse, read_tools
+from common.frontend.bodies.tools import ToolFields, ToolUse, read_tools
 from common.frontend.bodies.validation import encode_prompt
-from common.frontend.context import FrontendContext
-from common.frontend.requests.generation import request_limits
 from common.frontend.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 NAME_PREFIX = "chatcmpl-"
 CHAT_TOP_LOGPROBS_MAX = 20  # OpenAI's
-NAMES = SamplingNames(("max_completion_tokens", "max_tokens"), "min_tokens", ("seed",))
-UNSUPPORTED_KEYS = (
-    "chat_template",
-    "documents",
-    "echo",
-    "functions",
-    "function_call",
-    "audio",
-    "prediction",
-    "web_search_options",
-    "mm_processor_kwargs",
+PART: JsonObject = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+
+
+ARGUMENTS: JsonObject = {"type": ["object", "string", "null"]}
+
+
+class CalledFunction(Body, frozen=True):
+    arguments: Annotated[Json, Meta(extra_json_schema=ARGUMENTS)] = None
+
+
+class Call(Body, frozen=True):
+    function: Annotated[Object, nested(CalledFunction)] = {}
+
+
+CALLS = Meta(description="a list of calls", extra_json_schema={"items": or_null(schema_of(Call))})
+CONTENT: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
+
+
+class Message(Body, frozen=True):
+    """Without tool_calls, content must be given."""
+
+    role: Annotated[str, Meta(min_length=1, description="a string, such as 'user'")]
+    content: Annotated[Json, Meta(extra_json_schema=CONTENT)] = None
+    tool_calls: Annotated[list[Json], CALLS] | None = None
+
+
+MESSAGES = Meta(
+    min_length=1,
+    description="a list of messages, not empty",
+    extra_json_schema={"items": schema_of(Message)},
 )
 
 
-def build_router(context: FrontendContext) -> APIRouter:
-    router = APIRouter()
+class TemplateFields(ToolFields, frozen=True, kw_only=True):
+    """The fields that a template makes a prompt of."""
 
-    @router.post(PATH)
-    async def chat(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
-        name = request_name(request, NAME_PREFIX)
-        parser = context.config.tool_call_parser
-        call, tools = await context.bodies.read(
-            request, lambda body: parse_chat(body, context.tokenizer, limits, name, parser)
-        )
-        return await answer(request, context, call, ChatShape(context.tokenizer, tools))
+    messages: Annotated[list[Json], MESSAGES]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Object = {}
+    reasoning_effort: str = ""
 
-    return router
+
+class ChatFields(Body, frozen=True):
+    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=CHAT_TOP_LOGPROBS_MAX)] = 0
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] = []
+
+
+UNSUPPORTED = refused(
+    "chat_template", "documents", "echo", "functions", "function_call", "audio", "prediction",
+    "web_search_options", "mm_processor_kwargs",
+)  # fmt: skip
+CHAT = schema_of(*OPENAI, UNSUPPORTED, TemplateFields, ChatFields, spread=(Meeting,))
 
 
 def parse_chat(
     body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str, tool_call_parser: str
 ) -> tuple[OpenAiCall, ToolUse]:
     """Raises: RequestError; also if the template refuses the messages."""
-    fields = Fields(body)
-    fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
-    if fields.get("modalities") not in (None, [], ["text"]):
-        raise fields.error("modalities", '["text"]')
-    choice = read_choice(fields, limits, NAMES, _read_logprobs(fields), max_new_tokens_default=None)
-    if choice.max_new_tokens == 0:
-        raise RequestError(f"{choice.max_name}=0: must be at least 1", field=choice.max_name)
-    tools = read_tools(fields, tool_call_parser)
+    key = "max_completion_tokens"
+    if body.get(key) is not None:
+        body = {**body, "max_tokens": None}  # the first one that is given counts
+    read(UNSUPPORTED, body)
+    given = read(ChatFields, body)
+    if given.top_logprobs and not given.logprobs:
+        allowed = "absent, since logprobs is not true"
+        raise refusal("top_logprobs", given.top_logprobs, allowed)
+    choice = read_choice(
+        body,
+        limits,
+        key if given.max_tokens is None else "max_tokens",
+        given.max_completion_tokens or given.max_tokens,
+        default=None,
+        top_count=given.top_logprobs if given.logprobs else None,
+    )
+    template = read(TemplateFields, body)
+    tools = read_tools(template, tool_call_parser)
     wanted = [one for one in (choice.constraint, tools.constraint) if one is not None]
-    # A format for the answer leaves no room for calls that nobody has to make.
+    # A format for the answer leaves no room for calls that are not required.
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
     choice = replace(choice, constraint=constraint)
-    text = render(fields, tokenizer, tools.shown)
+    text = render(template, tokenizer, tools.shown)
     prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
-    return make_call(fields, [prompt], choice, limits, name), tools
+    return make_call(body, [prompt], choice, limits, name), tools
 
 
-def _read_logprobs(fields: Fields) -> LogprobChoice:
-    top_count = fields.integer("top_logprobs", 0, 0, CHAT_TOP_LOGPROBS_MAX)
-    if fields.boolean("logprobs", False):
-        return LogprobChoice(top_count=top_count)
-    if top_count:
-        raise fields.error("top_logprobs", "absent, since logprobs is not true")
-    return LogprobChoice()
-
-
-def render(fields: Fields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:
+def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:
     """The prompt's text. Raises: RequestError."""
-    continues = fields.boolean("continue_final_message", False)
-    begins = fields.boolean("add_generation_prompt", not continues)
+    continues, begins = given.continue_final_message, given.add_generation_prompt
     if continues and begins:
-        raise fields.error("add_generation_prompt", "false, since continue_final_message is true")
-    kwargs = Fields.of(fields.get("chat_template_kwargs"), "chat_template_kwargs").values
-    effort = fields.text("reasoning_effort", "")
+        allowed = "false, since continue_final_message is true"
+        raise refusal("add_generation_prompt", True, allowed)
+    kwargs, effort = given.chat_template_kwargs, given.reasoning_effort
     return tokenizer.render_chat(
-        read_messages(fields),
+        [_read_message(item, f"messages[{i}]") for i, item in enumerate(given.messages)],
         tools=tools,
-        add_generation_prompt=begins,
+        add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         template_kwargs={"reasoning_effort": effort, **kwargs} if effort else kwargs,
     )
 
 
-def read_messages(fields: Fields) -> list[JsonObject]:
-    """Messages as templates take them. Raises: RequestError naming the first that is none."""
-    value = fields.get("messages")
-    if not isinstance(value, list) or not value:
-        raise fields.error("messages", "a list of messages, not empty")
-    messages: list[JsonObject] = []
-    for index, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise RequestError(
-                f"messages[{index}]={shown(item)}: must be an object", field="messages"
-            )
-        message = Fields(item, f"messages[{index}]")
-        if not message.text("role", ""):
-            raise message.error("role", "a string, such as 'user'")
-        _check_content(message)
-        messages.append({**item, **_with_parsed_arguments(message)})
-    return messages
+def _read_message(item: JsonValue, where: str) -> JsonObject:
+    """A message as templates take it: all of its members, with arguments of calls as objects.
+
+    Raises: RequestError.
+    """
+    if not isinstance(item, dict):
+        raise RequestError(f"{where}={shown(item)}: must be an object", field="messages")
+    message = read(Message, item, where)
+    _check_content(message, path(where, "content"))
+    if message.tool_calls is None:
+        return item
+    place = path(where, "tool_calls")
+    calls = [_read_call(call, f"{place}[{i}]") for i, call in enumerate(message.tool_calls)]
+    return {**item, "tool_calls": [*calls]}
 
 
-def _check_content(message: Fields) -> None:
+def _check_content(message: Message, name: str) -> None:
     """Raises: RequestError unless content is text, parts of text, or absent beside tool calls."""
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.has("tool_calls")):
+    content = message.content
+    if isinstance(content, str) or (content is None and message.tool_calls is not None):
         return
     if not isinstance(content, list):
-        raise message.error("content", "a string or a list of text parts")
+        raise refusal(name, content, "a string or a list of text parts")
     for index, part in enumerate(content):
-        fields = Fields.of(part, f"{message.name('content')}[{index}]")
-        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+        if not isinstance(part, dict):
+            raise refusal(f"{name}[{index}]", part, "an object")
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"{message.name('content')}[{index}]={shown(part)}: must be "
+                f"{name}[{index}]={shown(part)}: must be "
                 '{"type": "text", "text": "..."}; this server takes text only',
-                field=message.name("content"),
+                field=name,
             )
 
 
-def _with_parsed_arguments(message: Fields) -> JsonObject:
-    """Tool calls with their arguments as an object: clients send a string, templates walk it."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return {}
-    if not isinstance(calls, list):
-        raise message.error("tool_calls", "a list")
-    parsed: list[JsonValue] = []
-    for index, call in enumerate(calls):
-        where = f"{message.name('tool_calls')}[{index}]"
-        fields = Fields.of(call, where)
-        function = Fields.of(fields.get("function"), f"{where}.function")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str) and arguments:
-            try:
-                arguments = dict(parse_object(arguments.encode()))
-            except RequestError as exc:
-                raise function.error("arguments", "a JSON object") from exc
-        parsed.append({**fields.values, "function": {**function.values, "arguments": arguments}})
-    return {"tool_calls": parsed}
+def _read_call(value: JsonValue, where: str) -> JsonObject:
+    """Templates walk arguments, which clients send as a string."""
+    call = {} if value is None else value
+    function = read(Call, call, where).function
+    assert isinstance(call, dict), "a call is read from an object"
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = parse_object(arguments.encode())
+        except RequestError as exc:
+            raise refusal(path(where, "function.arguments"), arguments, "a JSON object") from exc
+    return {**call, "function": {**function, "arguments": arguments}}

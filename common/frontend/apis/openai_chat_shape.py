@@ -73,7 +73,7 @@ class ChatShape:
         return deltas
 
     def _said(self, one: Continuation, text: str) -> Iterator[str | ToolCall]:
-        """What the next `text` of a sample tells, and all that is left at its end; counts calls."""
+        """Text and calls in the next `text` of a sample, and the rest at its end; counts calls."""
         if self._tools.format is None:
             if text:
                 yield text

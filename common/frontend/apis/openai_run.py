@@ -10,26 +10,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import orjson
-from fastapi import Request, Response
 
 from common.frontend.apis.openai_call import OpenAiCall
-from common.frontend.bodies.reader import trace_parent
 from common.frontend.context import FrontendContext
-from common.frontend.http.errors import error_body, json_response, raise_failed
-from common.frontend.http.streaming import (
-    CLIENT_GONE_STATUS,
-    DONE,
-    EVENT_END,
-    EVENT_START,
-    EventStream,
-    run_until_disconnect,
-)
+from common.frontend.http.errors import raise_failed
+from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START
 from common.frontend.requests.generation import Continuation, SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What is new of a sample: text, and tokens [start, stop) that begin to show with it."""
+    """The new part of a sample: text, and tokens [start, stop) that begin to show with it."""
 
     text: str
     start: int
@@ -107,7 +98,7 @@ class OpenAiRun:
 
 
 class _Stream:
-    """A stream as bytes. What all of its chunks have alike is encoded once.
+    """A stream as bytes. The part that is equal in all chunks is encoded once.
 
     head: the first fields of every chunk.
     """
@@ -120,7 +111,7 @@ class _Stream:
         self._reported_ids: dict[int, int] = {}  # by index: token ids told
 
     def events(self, one: Continuation) -> bytes:
-        """Of what is new of a sample; none if nothing of that can be told yet."""
+        """Of the new part of a sample; none if nothing of it can be sent yet."""
         index = one.sample.index
         piece_count, start = self._told.get(index, (0, 0))
         growth = Growth(
@@ -133,7 +124,7 @@ class _Stream:
         return b"".join([self._event(choice, one) for choice in self._shape.chunks(one, growth)])
 
     def last_event(self, continuations: list[Continuation]) -> bytes:
-        """Of what all samples took together, if that is asked for."""
+        """Of the usage of all samples together, if that is asked for."""
         if not self._call.includes_usage:
             return b""
         return self._start + _tail({"usage": usage_fields(continuations, self._call.n)})
@@ -182,24 +173,8 @@ def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]
     }
 
 
-async def answer(
-    request: Request, context: FrontendContext, call: OpenAiCall, shape: Shape
-) -> Response:
-    """The response to a checked call; cancelled as soon as its client goes away.
-
-    Raises: RequestError if its grammar can't be followed.
-    """
-    await context.check_grammars(call.samples)
-    run = OpenAiRun(context, call, shape, trace_parent(request))
-    if call.is_streaming:
-        path = request.url.path
-        return EventStream(run.events(), lambda error: error_body(path, error))
-    reply = await run_until_disconnect(run.reply(), request.receive)
-    return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
-
-
 def finish_fields(one: Continuation) -> dict[str, object]:
-    """finish_reason and what matched; both null while the sample runs."""
+    """finish_reason and matched_stop; both null while the sample runs."""
     if one.finish is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": str(one.finish.kind), "matched_stop": one.finish.matched}

@@ -1,6 +1,6 @@
-"""The document at /openapi.json: the routes, what their bodies look like, and how they fail.
+"""The document at /openapi.json: the routes, the schemas of their bodies, and the form of errors.
 
-Bodies themselves are in `body_schemas.py`.
+The structs that bodies are read as define their schemas.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import warnings
 
 from fastapi import FastAPI
 
-from common.frontend.apis import openai_api, openai_chat, sglang_api
-from common.frontend.apis.info import FLUSH_TIMEOUT_S_MAX
-from common.frontend.bodies import body_schemas
+from common.frontend.apis import info, openai_api, openai_chat, sglang_api, token_api
+from common.frontend.bodies import validation
 from common.frontend.bodies.fields import JsonObject
 
 PATH = "/openapi.json"
@@ -35,18 +34,18 @@ ERROR: JsonObject = {
     "required": ["error"],
 }
 ERROR_RESPONSE: JsonObject = {
-    "description": "What went wrong. Routes under /v1 tell all of it, others the message only.",
+    "description": "The error. Routes under /v1 give all of its members, others the message only.",
     "content": {"application/json": {"schema": ERROR}},
 }
 BODIES: dict[str, JsonObject] = {
-    sglang_api.PATH: body_schemas.GENERATE,
-    openai_api.PATH: body_schemas.COMPLETION,
-    openai_chat.PATH: body_schemas.CHAT_COMPLETION,
-    "/tokenize": body_schemas.TOKENIZE,
-    "/v1/tokenize": body_schemas.TOKENIZE,
-    "/detokenize": body_schemas.DETOKENIZE,
-    "/v1/detokenize": body_schemas.DETOKENIZE,
-    "/abort_request": body_schemas.ABORT,
+    sglang_api.PATH: validation.GENERATE,
+    openai_api.PATH: openai_api.COMPLETION,
+    openai_chat.PATH: openai_chat.CHAT,
+    "/tokenize": token_api.TOKENIZE,
+    "/v1/tokenize": token_api.TOKENIZE,
+    "/detokenize": token_api.DETOKENIZE,
+    "/v1/detokenize": token_api.DETOKENIZE,
+    "/abort_request": info.ABORT,
 }
 FLUSH_TIMEOUT: JsonObject = {
     "name": "timeout",
@@ -55,7 +54,7 @@ FLUSH_TIMEOUT: JsonObject = {
     "description": "Seconds to wait for requests under way.",
     "schema": {
         "anyOf": [
-            {"type": "number", "exclusiveMinimum": 0, "maximum": FLUSH_TIMEOUT_S_MAX},
+            {"type": "number", "exclusiveMinimum": 0, "maximum": info.FLUSH_TIMEOUT_S_MAX},
             {"const": "", "description": "As if it were not given."},
         ]
     },
@@ -73,7 +72,7 @@ class DescribedApp(FastAPI):
 
 
 def describe(paths: dict[str, dict[str, JsonObject]]) -> None:
-    """Tell of every operation how errors are told, and what its body looks like if it reads one."""
+    """Add to every operation the form of errors, and the schema of its body if it reads one."""
     for path, operations in paths.items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")

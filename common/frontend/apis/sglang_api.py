@@ -12,14 +12,8 @@ from fastapi import APIRouter, Request, Response
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.validation import GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
-from common.frontend.http.errors import error_body, json_response, raise_failed
-from common.frontend.http.streaming import (
-    CLIENT_GONE_STATUS,
-    DONE,
-    EventStream,
-    event,
-    run_until_disconnect,
-)
+from common.frontend.http.errors import raise_failed
+from common.frontend.http.streaming import DONE, answer, event
 from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
 from common.frontend.requests.stages import trace_fields
 from common.frontend.text.tokenizer import Tokenizer
@@ -45,10 +39,7 @@ def build_router(context: FrontendContext) -> APIRouter:
         )
         await context.check_grammars(call.samples)
         run = GenerateRun(context, call, trace_parent(request))
-        if call.is_streaming:
-            return EventStream(run.events(), lambda error: error_body(PATH, error))
-        reply = await run_until_disconnect(run.reply(), request.receive)
-        return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
+        return await answer(request, run, is_streaming=call.is_streaming)
 
     return router
 
@@ -140,7 +131,7 @@ def _abort(message: str, failed: Failed | None) -> dict[str, object]:
 
 
 def logprob_fields(one: Continuation, texts: Tokenizer | None) -> dict[str, object]:
-    """Log-probabilities of prompt and output. texts: also tell what the tokens spell."""
+    """Log-probabilities of prompt and output. texts: adds the text of each token."""
 
     def triple(token_id: int, logprob: float | None) -> Triple:
         return (logprob, token_id, None if texts is None else texts.token_text(token_id))

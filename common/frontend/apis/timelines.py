@@ -1,4 +1,4 @@
-"""What became of the latest requests: a list, a timeline of each, all of them for a viewer.
+"""The latest requests and their ends: a list, a timeline of each, all of them for a viewer.
 
 Knows nothing of prompts or text: a request is shown by its name, its lengths and its times.
 """

@@ -1,16 +1,21 @@
-"""Where the halves of a request meet: what a body says of it, checked.
+"""The place where the halves of a request meet, as a body names it, checked.
 
 A router sends one body to both servers, which read it alike: `bootstrap_room` and its kin. A proxy
-in vLLM's manner asks the prefill server first; that holds what it has computed and says under which
-name: `kv_transfer_params`, which the decode server is sent next. Knows nothing of prompts.
+in vLLM's manner asks the prefill server first. That server holds the computed cache and answers its
+name in `kv_transfer_params`, which the proxy sends to the decode server next. Knows nothing of
+prompts.
 """
 
 from __future__ import annotations
 
 import secrets
+from typing import Annotated
+
+from msgspec import Meta
 
 from common.errors import RequestError
-from common.frontend.bodies.fields import Fields, JsonValue
+from common.frontend.bodies.body import Body, fields_of, path, read, refusal
+from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.sample import Limits
 from common.request import Bootstrap
 from common.request_bounds import ROOM_MAX
@@ -21,23 +26,45 @@ ROOM_DIGITS_MAX = 19
 FORBIDDEN = 403
 
 
+class Meeting(Body, frozen=True):
+    """Where one sample meets the other server."""
+
+    bootstrap_host: str = ""
+    bootstrap_port: Annotated[int, Meta(ge=1, le=PORT_MAX)] | None = None
+    bootstrap_room: Annotated[int, Meta(ge=0, le=ROOM_MAX)] | None = None
+
+
+class TransferWish(Body, frozen=True):
+    """Which server is asked first, in the names of vLLM's `kv_transfer_params`."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+
+
+class TransferAddress(Body, frozen=True):
+    """The answer of a prefill server, which the proxy sends to the decode server."""
+
+    remote_engine_id: str | None = None
+    remote_request_id: Annotated[str, Meta(max_length=ROOM_DIGITS_MAX)] | None = None
+    remote_host: str | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=PORT_MAX)] | None = None
+
+
 def read_bootstraps(
-    fields: Fields, prompt_count: int, n: int, limits: Limits
+    body: JsonObject, params: JsonObject, prompt_count: int, n: int, limits: Limits
 ) -> list[Bootstrap | None]:
-    """Where each sample meets the other server.
+    """Where each sample meets the other server. params: the body's `kv_transfer_params`.
 
     A single room of several samples stands for room, room + 1, ...; a list has one per sample, or
     one per prompt, and then those of a prompt's samples count up from it.
     Raises: RequestError; also on a prefill server if there is no room.
     """
     count = prompt_count * n
-    held = _read_held(fields, count, limits)
+    held = _read_held(body, params, count, limits)
     if held is not None:
         return held
-    rooms = _spread_over_samples(fields, "bootstrap_room", prompt_count, n)
-    hosts = _spread_over_samples(fields, "bootstrap_host", prompt_count, n)
-    ports = _spread_over_samples(fields, "bootstrap_port", prompt_count, n)
-    room = fields.get("bootstrap_room")
+    places = spread(Meeting, body, prompt_count, n)
+    room = body.get("bootstrap_room")
     if room is None or (isinstance(room, list) and all(item is None for item in room)):
         if limits.is_prefill:
             raise RequestError(
@@ -45,40 +72,34 @@ def read_bootstraps(
                 "router with a room; send this one to the decode server",
                 field="bootstrap_room",
             )
-        if any(host is not None for host in hosts):
-            raise fields.error("bootstrap_room", "given, since bootstrap_host is")
+        if any(place["bootstrap_host"] is not None for place in places):
+            raise refusal("bootstrap_room", room, "given, since bootstrap_host is")
         return [None] * count
     steps = _room_steps(room, prompt_count, n)
     found: list[Bootstrap | None] = []
-    for i in range(count):
-        one = Fields({"bootstrap_room": rooms[i], "bootstrap_host": hosts[i]})
-        one.values["bootstrap_port"] = ports[i]
-        number = one.optional_integer("bootstrap_room", 0, ROOM_MAX)
-        if number is None:
-            raise fields.error("bootstrap_room", f"a room for each of {count} samples")
-        number += steps[i]
+    for place, step in zip(places, steps, strict=True):
+        meeting = read(Meeting, place)
+        if meeting.bootstrap_room is None:
+            raise refusal("bootstrap_room", room, f"a room for each of {count} samples")
+        number = meeting.bootstrap_room + step
         if number > ROOM_MAX:
-            most = ROOM_MAX - steps[i]
-            raise fields.error("bootstrap_room", f"at most {most} for {count} samples")
-        host = one.text("bootstrap_host", "") or limits.default_host
+            raise refusal("bootstrap_room", room, f"at most {ROOM_MAX - step} for {count} samples")
+        host = meeting.bootstrap_host or limits.default_host
         if not host:
-            raise one.error("bootstrap_host", "the prefill server's host")
-        port = one.integer("bootstrap_port", limits.default_port, 1, PORT_MAX)
+            raise refusal("bootstrap_host", place["bootstrap_host"], "the prefill server's host")
+        port = limits.default_port if meeting.bootstrap_port is None else meeting.bootstrap_port
         if limits.dial_rules is not None:
             host = limits.dial_rules.check(host, port).bracketed_host
         found.append(Bootstrap(host=host, port=port, room=number))
     if isinstance(room, list) and len({place.room for place in found if place}) != count:
-        raise fields.error("bootstrap_room", "different rooms")
+        raise refusal("bootstrap_room", room, "different rooms")
     return found
 
 
-def transfer_params(
-    bootstraps: list[Bootstrap | None], limits: Limits
-) -> dict[str, JsonValue] | None:
-    """What a decode server is to be told of samples that are held here, in the names of vLLM's own
-    parameters; None if none are. Proxies pass it on unread, some through floats: so the room is
-    told as text. No pages are named, since they are written to and not read from."""
-    place = bootstraps[0]
+def transfer_params(place: Bootstrap | None, limits: Limits) -> JsonObject | None:
+    """Parameters for a decode server about samples that are held here, in vLLM's names; None if no
+    sample is held. place: of the first one. Proxies pass them on unread, some through floats, so
+    the room is a text. No pages are named, since the prefill server writes and is not read from."""
     if not limits.is_prefill or place is None or not place.engine:
         return None
     return {
@@ -92,77 +113,77 @@ def transfer_params(
     }
 
 
-def _read_held(fields: Fields, count: int, limits: Limits) -> list[Bootstrap | None] | None:
+def _read_held(
+    body: JsonObject, params: JsonObject, count: int, limits: Limits
+) -> list[Bootstrap | None] | None:
     """Places of samples whose prompt is computed before a decode server asks; None of others.
 
     Raises: RequestError.
     """
-    given = Fields.of(fields.get(KEY), KEY)
-    is_first = given.boolean("do_remote_decode", False)
-    is_second = given.boolean("do_remote_prefill", False)
-    if not is_first and not is_second:
+    wish = read(TransferWish, params, KEY)
+    if not wish.do_remote_decode and not wish.do_remote_prefill:
         return None
-    if is_first and not limits.is_prefill:
-        raise given.error("do_remote_decode", "false: this is a decode server")
-    if is_second and limits.is_prefill:
-        raise given.error("do_remote_prefill", "false: this is a prefill server")
-    if fields.has("bootstrap_room"):
-        raise fields.error("bootstrap_room", f"absent, since {KEY} is given")
-    if is_first:
+    if wish.do_remote_decode and not limits.is_prefill:
+        raise refusal(path(KEY, "do_remote_decode"), True, "false: this is a decode server")
+    if wish.do_remote_prefill and limits.is_prefill:
+        raise refusal(path(KEY, "do_remote_prefill"), True, "false: this is a prefill server")
+    if body.get("bootstrap_room") is not None:
+        raise refusal("bootstrap_room", body["bootstrap_room"], f"absent, since {KEY} is given")
+    if wish.do_remote_decode:
         host, port, engine = limits.named_host, limits.default_port, limits.engine
         room = secrets.randbelow(ROOM_MAX - count)
     else:
+        given = read(TransferAddress, params, KEY)
         host, port, engine = _read_address(given, limits)
-        room = _read_room(given, count)
+        room = _read_room(given.remote_request_id or "", count)
     return [Bootstrap(host, port, room + i, engine) for i in range(count)]
 
 
-def _read_address(given: Fields, limits: Limits) -> tuple[str, int, str]:
+def _read_address(given: TransferAddress, limits: Limits) -> tuple[str, int, str]:
     """The prefill server that holds something: host, port, incarnation. The host is "" where it may
     not be dialled: it is found by its incarnation alone then, if it is connected."""
-    engine = given.text("remote_engine_id", "")
+    engine, host = given.remote_engine_id, given.remote_host or ""
     if not engine:
-        raise given.error("remote_engine_id", "what the prefill server has answered")
-    host = given.text("remote_host", "")
-    port = given.integer("remote_port", limits.default_port or PORT_MAX, 1, PORT_MAX)
+        name = path(KEY, "remote_engine_id")
+        raise refusal(name, engine, "what the prefill server has answered")
+    port = given.remote_port or limits.default_port or PORT_MAX
     if host and limits.dial_rules is not None:
         try:
             host = limits.dial_rules.check(host, port).bracketed_host
         except RequestError as error:
             if error.status != FORBIDDEN:
-                raise given.error("remote_host", "the prefill server's host") from error
+                name = path(KEY, "remote_host")
+                raise refusal(name, host, "the prefill server's host") from error
             host = ""
     return host, port, engine
 
 
-def _read_room(given: Fields, count: int) -> int:
-    text = given.text("remote_request_id", "")
-    is_number = text.isascii() and text.isdecimal() and len(text) <= ROOM_DIGITS_MAX
-    if not is_number or int(text) > ROOM_MAX - count:
-        raise given.error("remote_request_id", "what the prefill server has answered")
+def _read_room(text: str, count: int) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) > ROOM_MAX - count:
+        name = path(KEY, "remote_request_id")
+        raise refusal(name, text, "what the prefill server has answered")
     return int(text)
 
 
-def spread(fields: Fields, key: str, count: int) -> list[JsonValue]:
-    """One value per sample of a field that may be one value for all."""
-    value = fields.get(key)
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise fields.error(key, f"one value, or a list of {count}, one per sample")
-    return value
-
-
-def _spread_over_samples(fields: Fields, key: str, prompt_count: int, n: int) -> list[JsonValue]:
-    """As `spread`; a list with one value per prompt counts for all samples of a prompt."""
-    value = fields.get(key)
-    if isinstance(value, list) and len(value) == prompt_count:
-        return [item for item in value for _ in range(n)]
-    return spread(fields, key, prompt_count * n)
+def spread(kind: type[Body], body: JsonObject, prompt_count: int, n: int = 1) -> list[JsonObject]:
+    """The fields of `kind` for each of `n` samples of each prompt. A field has one value for all of
+    them, or a list with one per sample or per prompt. Raises: RequestError if it has another."""
+    count = prompt_count * n
+    samples: list[JsonObject] = [{} for _ in range(count)]
+    for key in fields_of(kind):
+        value = body.get(key)
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) == prompt_count:
+            values = [item for item in values for _ in range(n)]
+        if len(values) != count:
+            raise refusal(key, value, f"one value, or a list of {count}, one per sample")
+        for sample, item in zip(samples, values, strict=True):
+            sample[key] = item
+    return samples
 
 
 def _room_steps(room: JsonValue, prompt_count: int, n: int) -> list[int]:
-    """What is added to each sample's room."""
+    """The number that is added to each sample's room."""
     if not isinstance(room, list):
         return list(range(prompt_count * n))
     if len(room) == prompt_count:

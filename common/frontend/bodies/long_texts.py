@@ -2,7 +2,7 @@
 
 Parsing thirty megabytes keeps the interpreter's lock for a twentieth of a second, and streams wait
 for it. Here every single step is short, and the lock can be passed on between them. Knows nothing
-of JSON but its strings; what is no JSON is for the parser to say.
+of JSON but its strings; the parser refuses a body that is no JSON.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class BodyReader:
         self.held_nbytes = 0
 
     async def read(self, request: Request, check: Callable[[JsonObject], T]) -> T:
-        """What `check` makes of the body.
+        """The result of `check` on the body.
 
         Raises: RequestError if it is no JSON object, or from `check`; 503 if there is no room for a
             large body, 408 if one does not arrive.
@@ -67,7 +67,7 @@ class BodyReader:
         try:
             return await self._read(request, check)
         except RequestError as error:
-            # The frames behind it hold the body and what was made of it, for as long as it lives.
+            # The frames behind it hold the body and its values, for as long as it lives.
             error.__context__ = error.__cause__ = None
             raise error.with_traceback(None) from None
 
@@ -99,8 +99,8 @@ class BodyReader:
             )
 
     async def _receive(self, request: Request, room: AsyncExitStack) -> bytes | bytearray:
-        """The whole body, which the request does not keep, unlike with `request.body()`. room: what
-        a large one holds is left with it."""
+        """The whole body, which the request does not keep, unlike with `request.body()`. room:
+        keeps the place of a large one."""
         nbytes = int(request.headers.get("content-length", "0"))  # `SizeLimits` has checked it
         body = bytearray()
         received_nbytes, is_large = 0, False
@@ -181,7 +181,7 @@ def keep_no_large_blocks() -> None:
 
 
 def _give_memory_back() -> None:
-    """Return what lies free between smaller blocks, as a list of a million numbers leaves it."""
+    """Return free memory between smaller blocks, as a list of a million numbers leaves it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has both
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""What every API turns a body into: samples, each one prompt, one continuation, one request.
+"""Samples, which every API turns a body into: each is one prompt, one continuation, one request.
 
 Values only; knows no JSON, no HTTP and no scheduler.
 """
@@ -13,15 +13,15 @@ from common.request import Bootstrap, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests are checked against.
+    """The limits that requests are checked against.
 
     request_token_max: prompt and output of one request, the smaller of context and KV pool.
     is_prefill: this server answers one token, and only to requests that name a room.
-    model_names: what clients may call the model. default_host, default_port: the prefill server
-        that a room without an address is on; "" if there is no obvious one. dial_rules: which
-        others a room may be on; None: nobody is dialled.
+    model_names: the names that clients may use for the model. default_host, default_port: the
+        prefill server that a room without an address is on; "" if there is no obvious one.
+    dial_rules: which others a room may be on; None: no server is dialled.
     engine: this prefill server's incarnation; named_host: how its client calls it.
-    request_timeout_s: what a request may take, and does unless it asks for less.
+    request_timeout_s: the longest time of a request, and its time unless it asks for less.
     """
 
     vocab_size: int
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How output tokens become text. keeps_stop: what ended the text stays in it.
+    """How output tokens become text. keeps_stop: the stop string stays in the text.
 
     min_new_tokens: stop strings are looked for after that many tokens.
     """
@@ -57,7 +57,7 @@ class Sample:
     timeout_s: how long it may take, from here to its last token.
     hides_output: the client asked for no output, only for the prompt's log-probabilities; the
         token that the engine draws all the same is not shown.
-    grammar_field: what asked for the grammar in `sampling`, for errors.
+    grammar_field: the field that asked for the grammar in `sampling`, for errors.
     """
 
     index: int

@@ -1,6 +1,6 @@
 """A client's sampling options, checked against SGLang's ranges and fitted to a prompt.
 
-One reader for both dialects: they differ in the names of three fields. Knows nothing of HTTP.
+One reader for both dialects: they differ in the names of four fields. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -9,16 +9,32 @@ import hashlib
 import secrets
 import struct
 from dataclasses import dataclass, replace
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import RequestError
-from common.frontend.bodies.constraints import Constraint, read_sglang_constraint
-from common.frontend.bodies.fields import NOT_SUPPORTED, Fields, shown
+from common.frontend.bodies.body import (
+    TOKEN_IDS,
+    Body,
+    Count,
+    Json,
+    Object,
+    Positive,
+    Refused,
+    check_known,
+    check_number,
+    path,
+    read,
+    refusal,
+    within,
+)
+from common.frontend.bodies.constraints import Constraint, Grammars, read_sglang_constraint
+from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
 from common.frontend.bodies.sample import Limits, TextOptions
 from common.request import SamplingParams, logprobs_nbytes
 from common.request_bounds import (
-    INT64_MAX,
     LOGIT_BIAS,
     LOGIT_BIAS_COUNT_MAX,
     PROMPT_LOGPROBS_NBYTES_MAX,
@@ -35,136 +51,159 @@ STOP_LENGTH_MAX = 1024
 MAX_NEW_TOKENS_DEFAULT = 128  # SGLang's
 GREEDY_BELOW = 1e-6  # SGLang's: a smaller temperature overflows the logits
 
-CONSTRAINTS = ("json_schema", "regex", "ebnf")
-UNSUPPORTED_KEYS = ("structural_tag", "stop_regex")
-KNOWN_KEYS = frozenset(
-    (
-        "max_new_tokens",
-        "min_new_tokens",
-        "stop",
-        "stop_token_ids",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "n",
-        "ignore_eos",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "no_stop_trim",
-        "custom_params",
-        "stream_interval",
-        "logit_bias",
-        "sampling_seed",
-        "seed",
-        *CONSTRAINTS,
-        *UNSUPPORTED_KEYS,
-    )
-)
+# ---- fields --------------------------------------------------------------------------------------
+
+TOP_K = f"{TOP_K_ALL} for all tokens, or an integer in 1..{TOP_K_MAX}"
+NOT_ZERO: JsonObject = {"not": {"const": 0}}
+BIAS: JsonObject = {
+    "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+    "additionalProperties": msgspec.json.schema(Annotated[float, within(LOGIT_BIAS)]),
+    "description": "From token ids to the number that is added to their logits.",
+}
+Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=STOP_LENGTH_MAX)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-SEED_MAX - 1, le=SEED_MAX)]
+"""Any integer of 64 bits. Negative ones are folded into the engine's range."""
+
+
+class Sampling(Body, frozen=True):
+    """The fields that all dialects call the same."""
+
+    n: Annotated[int, Meta(ge=1, le=N_MAX)] = 1
+    temperature: Annotated[float, within(SAMPLING_NUMBERS["temperature"])] = 1.0
+    top_k: Annotated[
+        int, Meta(ge=TOP_K_ALL, le=TOP_K_MAX, description=TOP_K, extra_json_schema=NOT_ZERO)
+    ] = TOP_K_ALL
+    top_p: Annotated[float, within(SAMPLING_NUMBERS["top_p"])] = 1.0
+    min_p: Annotated[float, within(SAMPLING_NUMBERS["min_p"])] = 0.0
+    repetition_penalty: Annotated[float, within(SAMPLING_NUMBERS["repetition_penalty"])] = 1.0
+    presence_penalty: Annotated[float, within(SAMPLING_NUMBERS["presence_penalty"])] = 0.0
+    frequency_penalty: Annotated[float, within(SAMPLING_NUMBERS["frequency_penalty"])] = 0.0
+    logit_bias: Annotated[
+        Object, Meta(max_length=LOGIT_BIAS_COUNT_MAX, extra_json_schema=BIAS)
+    ] = {}
+    stop: Stop | Annotated[list[Stop], Meta(max_length=STOP_COUNT_MAX)] = []
+    stop_token_ids: Annotated[
+        list[Json], Meta(max_length=STOP_TOKEN_COUNT_MAX, extra_json_schema=TOKEN_IDS)
+    ] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    structural_tag: Refused = None
+    stop_regex: Refused = None
+
+
+class SglangSampling(Body, frozen=True):
+    """The other fields of SGLang's `sampling_params`."""
+
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count = 0
+    sampling_seed: Seed | None = None
+    seed: Seed | None = None
+    spaces_between_special_tokens: bool = True
+    stream_interval: Positive = 1
+    custom_params: Object = {}
+
+
+SGLANG_SAMPLING = (SglangSampling, Grammars, Sampling)
+
+# ---- readers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingNames:
-    """What a dialect calls the fields that not all call the same; the first seed given counts."""
+class OutputBounds:
+    """How long an output may be, and the names under which a dialect asks for it.
 
-    max_tokens: tuple[str, ...]
-    min_tokens: str
-    seeds: tuple[str, ...]
+    max_new_tokens: None means as many as fit. is_max_given: the client insisted, so a number
+    that does not fit is refused, not lowered.
+    """
 
-
-SGLANG_NAMES = SamplingNames(("max_new_tokens",), "min_new_tokens", ("sampling_seed", "seed"))
+    max_name: str
+    max_new_tokens: int | None
+    is_max_given: bool
+    min_name: str
+    min_new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
     """The options of one prompt, not yet fitted to it.
 
-    max_name, min_name: the fields that bound the output, for errors. max_new_tokens: None means as
-    many as fit. is_max_given: the client insisted, so what does not fit is refused, not lowered.
     seed: None means a random one. params: all else; its max_new_tokens, seed and grammar are not
     set yet. constraint: the grammar that it gets.
     """
 
     n: int
-    max_name: str
-    min_name: str
-    max_new_tokens: int | None
-    is_max_given: bool
+    output: OutputBounds
     seed: int | None
     params: SamplingParams
     text: TextOptions
     constraint: Constraint | None = None
 
 
-def read_sglang_sampling(fields: Fields, limits: Limits) -> SamplingChoice:
+def read_sglang_sampling(values: JsonValue, where: str, limits: Limits) -> SamplingChoice:
     """SGLang's `sampling_params`. Raises: RequestError; unknown keys are refused as SGLang does."""
-    for key in fields.values:
-        if key not in KNOWN_KEYS:
-            known = ", ".join(sorted(KNOWN_KEYS))
-            raise RequestError(
-                f"{fields.name(key)}: unknown field; must be one of {known}",
-                field=fields.name(key),
-            )
-    fields.boolean("spaces_between_special_tokens", True)
-    fields.optional_integer("stream_interval", 1)
-    Fields.of(fields.get("custom_params"), fields.name("custom_params"))
-    is_default = "max_new_tokens" not in fields.values
-    choice = read_sampling(
-        fields,
-        limits,
-        SGLANG_NAMES,
-        max_new_tokens_default=MAX_NEW_TOKENS_DEFAULT if is_default else None,
+    if not isinstance(values, dict):
+        raise refusal(where, values, "an object")
+    check_known(SGLANG_SAMPLING, values, where)
+    if values.get("sampling_seed") is not None:
+        values = {**values, "seed": None}  # the first seed that is given counts
+    given = read(SglangSampling, values, where)
+    default = None if "max_new_tokens" in values else MAX_NEW_TOKENS_DEFAULT
+    output = OutputBounds(
+        max_name=path(where, "max_new_tokens"),
+        max_new_tokens=default if given.max_new_tokens is None else given.max_new_tokens,
+        is_max_given=given.max_new_tokens is not None,
+        min_name=path(where, "min_new_tokens"),
+        min_new_tokens=given.min_new_tokens,
     )
-    return replace(choice, constraint=read_sglang_constraint(fields))
+    seed = given.seed if given.sampling_seed is None else given.sampling_seed
+    choice = read_sampling(read(Sampling, values, where), where, output, seed, limits)
+    return replace(choice, constraint=read_sglang_constraint(values, where))
 
 
 def read_sampling(
-    fields: Fields, limits: Limits, names: SamplingNames, *, max_new_tokens_default: int | None
+    given: Sampling, where: str, output: OutputBounds, seed: int | None, limits: Limits
 ) -> SamplingChoice:
-    """The options in `fields`. Raises: RequestError naming the field, its value and its range."""
-    fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
-    max_name, max_new_tokens = _read_max(fields, names)
-    is_max_given = max_new_tokens is not None
-    if max_new_tokens is None:
-        max_new_tokens = max_new_tokens_default
+    """The options that a body asks for. where: the path of its options.
+
+    Raises: RequestError naming the field, its value and its range.
+    """
+    max_new_tokens, min_new_tokens = output.max_new_tokens, output.min_new_tokens
     # A prefill server answers one token whatever is asked for, so there is nothing to compare.
-    high = INT64_MAX if max_new_tokens is None or limits.is_prefill else max_new_tokens
-    min_new_tokens = fields.integer(names.min_tokens, 0, 0, high)
-    temperature = _read_number(fields, "temperature", 1.0)
+    if max_new_tokens is not None and min_new_tokens > max_new_tokens and not limits.is_prefill:
+        raise refusal(output.min_name, min_new_tokens, f"an integer in 0..{max_new_tokens}")
+    if given.top_k == 0:
+        raise refusal(path(where, "top_k"), 0, TOP_K)
+    stop_token_ids = check_token_ids(
+        given.stop_token_ids, path(where, "stop_token_ids"), limits.vocab_size
+    )
     params = SamplingParams(
         max_new_tokens=1,
         seed=0,
         min_new_tokens=min_new_tokens,
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_k=_read_top_k(fields),
-        top_p=_read_number(fields, "top_p", 1.0),
-        min_p=_read_number(fields, "min_p", 0.0),
-        repetition_penalty=_read_number(fields, "repetition_penalty", 1.0),
-        presence_penalty=_read_number(fields, "presence_penalty", 0.0),
-        frequency_penalty=_read_number(fields, "frequency_penalty", 0.0),
-        logit_bias=_read_logit_bias(fields, limits.vocab_size),
-        stop_token_ids=fields.token_ids("stop_token_ids", limits.vocab_size, STOP_TOKEN_COUNT_MAX),
-        ignore_eos=fields.boolean("ignore_eos", False),
+        temperature=given.temperature if given.temperature >= GREEDY_BELOW else 0.0,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=_read_logit_bias(given.logit_bias, path(where, "logit_bias"), limits.vocab_size),
+        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        ignore_eos=given.ignore_eos,
     )
-    text = TextOptions(
-        stops=fields.texts("stop", STOP_COUNT_MAX, STOP_LENGTH_MAX),
-        keeps_stop=fields.boolean("no_stop_trim", False)
-        or fields.boolean("include_stop_str_in_output", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        min_new_tokens=min_new_tokens,
-    )
+    stops = [given.stop] if isinstance(given.stop, str) else given.stop
     return SamplingChoice(
-        n=fields.integer("n", 1, 1, N_MAX),
-        max_name=max_name,
-        min_name=fields.name(names.min_tokens),
-        max_new_tokens=max_new_tokens,
-        is_max_given=is_max_given,
-        seed=_read_seed(fields, names),
+        n=given.n,
+        output=output,
+        seed=None if seed is None else seed & SEED_MAX,
         params=params,
-        text=text,
+        text=TextOptions(
+            stops=tuple(dict.fromkeys(stops)),
+            keeps_stop=given.no_stop_trim,
+            skip_special_tokens=given.skip_special_tokens,
+            min_new_tokens=min_new_tokens,
+        ),
     )
 
 
@@ -188,10 +227,11 @@ def fit_to_prompt(
             grammar=grammar,
         )
     room_left = limits.request_token_max - prompt_length
-    asked = room_left if choice.max_new_tokens is None else choice.max_new_tokens
+    output = choice.output
+    asked = room_left if output.max_new_tokens is None else output.max_new_tokens
     for name, count, is_given in (
-        (choice.max_name, asked, choice.is_max_given),
-        (choice.min_name, choice.params.min_new_tokens, True),
+        (output.max_name, asked, output.is_max_given),
+        (output.min_name, output.min_new_tokens, True),
     ):
         if is_given and count > room_left:
             raise RequestError(
@@ -230,49 +270,12 @@ def derive_seed(seed: int, sample_index: int) -> int:
     return int.from_bytes(digest, "little") & SEED_MAX
 
 
-def _read_max(fields: Fields, names: SamplingNames) -> tuple[str, int | None]:
-    """The first bound on the output that is given, and its name."""
-    for key in names.max_tokens:
-        value = fields.optional_integer(key, 0)
-        if value is not None:
-            return fields.name(key), value
-    return fields.name(names.max_tokens[0]), None
-
-
-def _read_top_k(fields: Fields) -> int:
-    top_k = fields.integer("top_k", TOP_K_ALL, TOP_K_ALL, TOP_K_MAX)
-    if top_k == 0:
-        raise fields.error("top_k", f"{TOP_K_ALL} for all tokens, or an integer in 1..{TOP_K_MAX}")
-    return top_k
-
-
-def _read_number(fields: Fields, key: str, default: float) -> float:
-    return fields.number(key, default, SAMPLING_NUMBERS[key])
-
-
-def _read_seed(fields: Fields, names: SamplingNames) -> int | None:
-    """Clients may send any 64-bit integer; negative ones are folded into what the engine takes."""
-    for key in names.seeds:
-        seed = fields.optional_integer(key, -SEED_MAX - 1, SEED_MAX)
-        if seed is not None:
-            return seed & SEED_MAX
-    return None
-
-
-def _read_logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
-    name = fields.name("logit_bias")
-    given = Fields.of(fields.get("logit_bias"), name)
-    if len(given.values) > LOGIT_BIAS_COUNT_MAX:
-        raise RequestError(
-            f"{name}: has {len(given.values)} entries; at most {LOGIT_BIAS_COUNT_MAX}", field=name
-        )
+def _read_logit_bias(given: Object, name: str, vocab_size: int) -> dict[int, float]:
     bias: dict[int, float] = {}
-    for key in given.values:
+    for key, value in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestError(
                 f"{name}: {shown(key)} must be a token id in 0..{vocab_size - 1}", field=name
             )
-        if not given.has(key):
-            raise given.error(key, "a finite number")
-        bias[int(key)] = given.number(key, 0.0, LOGIT_BIAS)
+        bias[int(key)] = check_number(value, path(name, key), LOGIT_BIAS)
     return bias

@@ -1,34 +1,78 @@
-"""The tools of a chat: what the template is shown, and what the output is made to be.
+"""The tools of a chat: the template's view of them, and the form that they ask of the output.
 
 A call that is required is forced by a grammar: a JSON list of {"name", "parameters"}, each with the
 parameters' own schema, whatever format the model was trained on. Calls that a model makes unasked
-are looked for as `--tool-call-parser` says; where it says tags, a grammar holds what stands between
-them to the schemas of strict tools. Knows nothing of templates or replies.
+are looked for as `--tool-call-parser` says; where it says tags, a grammar holds the text
+between them to the schemas of strict tools. Knows nothing of templates or replies.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from common.errors import RequestError
+from common.frontend.bodies.body import Body, Json, Object, nested, read, refusal, schema_of
 from common.frontend.bodies.constraints import ANY_OBJECT, Constraint, lark_grammar, schema_grammar
-from common.frontend.bodies.fields import NOT_SUPPORTED, Fields, JsonObject, JsonValue, shown
+from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.text.tool_calls import CLOSING, OPENING, ToolFormat
 from common.grammar import STYLE_KEY, WHITESPACE
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # OpenAI's, and the dot that others allow
 TOOL_COUNT_MAX = 128  # OpenAI's
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
+
+# ---- fields --------------------------------------------------------------------------------------
+
+# OpenAI's, and the dot that others allow. In Python "$" also matches before a last newline.
+NAME = Meta(
+    pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$", description="1..64 letters, digits, '_', '-' or '.'"
+)
+
+
+class NamedFunction(Body, frozen=True):
+    name: Annotated[str, NAME]
+
+
+class Function(NamedFunction, frozen=True):
+    strict: bool = False
+    parameters: Object = msgspec.field(default_factory=NO_PARAMETERS.copy)
+
+
+class NamedTool(Body, frozen=True):
+    type: Literal["function"]
+    function: Annotated[Object, nested(NamedFunction)]
+
+
+class Tool(Body, frozen=True, kw_only=True):
+    type: Literal["function"] = "function"
+    function: Annotated[Object, nested(Function)]
+
+
+TOOL: JsonObject = {"items": schema_of(Tool)}
+TOOL_CHOICE: JsonObject = {"anyOf": [{"enum": ["none", "auto", "required"]}, schema_of(NamedTool)]}
+
+
+class ToolFields(Body, frozen=True):
+    """Of bodies that are made a prompt of by a template."""
+
+    tools: Annotated[list[Json], Meta(max_length=TOOL_COUNT_MAX, extra_json_schema=TOOL)] = []
+    tool_choice: Annotated[Json, Meta(extra_json_schema=TOOL_CHOICE)] = None
+    parallel_tool_calls: bool = True
+
+
+# ---- readers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """shown: what the template gets. format: how calls are told in the output, None: not at all.
+    """shown: the tools for the template. format: how the output writes calls, None: not at all.
 
-    names: of the tools that may be called. constraint: what forces a call if `is_forced`, else only
-        how one is written, should there be one.
+    names: of the tools that may be called. constraint: forces a call if `is_forced`, else only the
+        form of a call that the model makes.
     """
 
     shown: list[JsonValue] | None = None
@@ -38,115 +82,78 @@ class ToolUse:
     is_forced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Tool:
-    name: str
-    parameters: JsonObject
-    is_strict: bool
-
-
-def read_tools(fields: Fields, parser: str) -> ToolUse:
+def read_tools(given: ToolFields, parser: str) -> ToolUse:
     """parser: the server's `--tool-call-parser`, "" for none. Raises: RequestError."""
-    tools = _read_list(fields)
-    names = frozenset(tool.name for tool in tools)
-    is_parallel = fields.boolean("parallel_tool_calls", True)
-    choice = fields.get("tool_choice")
+    tools = _read_list(given.tools)
+    choice = given.tool_choice
     if isinstance(choice, dict):
-        chosen = _read_named(Fields(choice, "tool_choice"), tools)
-        return _forced(fields, names, [chosen], "tool_choice", count_max=1)
+        return _forced(given, tools, [_read_named(choice, tools)], count_max=1)
     if choice not in (None, "none", "auto", "required"):
-        raise fields.error("tool_choice", "'none', 'auto', 'required', or one function by name")
+        allowed = "'none', 'auto', 'required', or one function by name"
+        raise refusal("tool_choice", choice, allowed)
     if choice == "required":
         if not tools:
-            raise fields.error("tool_choice", "'none' or 'auto', since there are no tools")
-        return _forced(fields, names, tools, "tool_choice", count_max=None if is_parallel else 1)
+            allowed = "'none' or 'auto', since there are no tools"
+            raise refusal("tool_choice", choice, allowed)
+        return _forced(given, tools, tools, count_max=None if given.parallel_tool_calls else 1)
     if not tools or choice == "none":
         return ToolUse()
     tool_format = ToolFormat(parser) if parser else None
-    is_held = tool_format is ToolFormat.HERMES and any(tool.is_strict for tool in tools)
+    is_held = tool_format is ToolFormat.HERMES and any(tool.strict for tool in tools)
     return ToolUse(
-        shown=_shown(fields),
+        shown=[*given.tools],
         format=tool_format,
-        names=names,
+        names=frozenset(tool.name for tool in tools),
         constraint=Constraint("tools", lark_grammar(_tagged(tools), "tools")) if is_held else None,
     )
 
 
-def _shown(fields: Fields) -> list[JsonValue] | None:
-    tools = fields.get("tools")
-    return tools if isinstance(tools, list) else None
-
-
-def _read_list(fields: Fields) -> list[_Tool]:
-    value = fields.get("tools")
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > TOOL_COUNT_MAX:
-        raise fields.error("tools", f"a list of at most {TOOL_COUNT_MAX} tools")
-    tools: dict[str, _Tool] = {}
-    for index, item in enumerate(value):
+def _read_list(items: list[Json]) -> list[Function]:
+    tools: dict[str, Function] = {}
+    for index, item in enumerate(items):
         if not isinstance(item, dict):
-            raise fields.error("tools", "a list of objects")
-        tool = _read_tool(item, f"tools[{index}]")
+            raise refusal("tools", items, "a list of objects")
+        where = f"tools[{index}]"
+        tool = read(
+            Function, read(Tool, {"function": {}, **item}, where).function, f"{where}.function"
+        )
         if tool.name in tools:
-            raise RequestError(f"tools[{index}]: a second {tool.name!r}", field="tools")
+            raise RequestError(f"{where}: a second {tool.name!r}", field="tools")
         tools[tool.name] = tool
     return list(tools.values())
 
 
-def _read_tool(item: JsonObject, where: str) -> _Tool:
-    fields = Fields(item, where)
-    if fields.text("type", "function") != "function":
-        raise RequestError(
-            f"{where}.type={shown(fields.get('type'))}: {NOT_SUPPORTED}; it must be 'function'",
-            field=f"{where}.type",
-        )
-    function = Fields.of(fields.get("function"), f"{where}.function")
-    name = function.text("name", "")
-    if not NAME_PATTERN.fullmatch(name):
-        raise function.error("name", "1..64 letters, digits, '_', '-' or '.'")
-    is_strict = function.boolean("strict", False)
-    parameters = function.get("parameters")
-    if parameters is None:
-        return _Tool(name, NO_PARAMETERS, is_strict)
-    if not isinstance(parameters, dict):
-        raise function.error("parameters", "a JSON schema: an object")
-    return _Tool(name, parameters, is_strict)
-
-
-def _read_named(choice: Fields, tools: list[_Tool]) -> _Tool:
-    if choice.text("type", "") != "function":
-        raise choice.error("type", "'function'")
-    name = Fields.of(choice.get("function"), "tool_choice.function").text("name", "")
+def _read_named(choice: JsonObject, tools: list[Function]) -> Function:
+    where = "tool_choice.function"
+    chosen = read(NamedTool, {"function": {}, **choice}, "tool_choice")
+    name = read(NamedFunction, chosen.function, where).name
     for tool in tools:
         if tool.name == name:
             return tool
-    raise RequestError(
-        f"tool_choice.function.name={shown(name)}: must be one of {sorted(t.name for t in tools)}",
-        field="tool_choice.function.name",
-    )
+    raise refusal(f"{where}.name", name, f"one of {sorted(t.name for t in tools)}")
 
 
 def _forced(
-    fields: Fields, names: frozenset[str], allowed: list[_Tool], name: str, *, count_max: int | None
+    given: ToolFields, tools: list[Function], allowed: list[Function], *, count_max: int | None
 ) -> ToolUse:
+    name = "tool_choice"
     schema = calls_schema([(tool.name, tool.parameters) for tool in allowed], count_max)
     return ToolUse(
-        shown=_shown(fields),
+        shown=[*given.tools],
         format=ToolFormat.LIST,
-        names=names,
+        names=frozenset(tool.name for tool in tools),
         constraint=Constraint(name, schema_grammar(schema, name)),
         is_forced=True,
     )
 
 
-def _tagged(tools: list[_Tool]) -> str:
+def _tagged(tools: list[Function]) -> str:
     """Text with calls between tags in it, or text alone; in Lark."""
     calls = [f"call_{index}" for index in range(len(tools))]
     rules = [f"start: ({' | '.join(calls)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
     rules.append(f"opened[lazy]: TEXT {json.dumps(OPENING)}")
     for call, tool in zip(calls, tools, strict=True):
-        schema = tool.parameters if tool.is_strict else ANY_OBJECT
+        schema = tool.parameters if tool.strict else ANY_OBJECT
         styled = json.dumps({STYLE_KEY: {"whitespace_pattern": WHITESPACE}, **schema})
         begin = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
         end = json.dumps(f"}}\n{CLOSING}")

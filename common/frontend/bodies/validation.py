@@ -1,6 +1,6 @@
-"""Bodies of /generate, checked and turned into samples; and what all dialects share of it.
+"""Bodies of /generate, checked and turned into samples; and the checks that all dialects share.
 
-Every refusal is a `RequestError` that names the field, its value and what is allowed. Top-level
+Every refusal is a `RequestError` that names the field, its value and its range. Top-level
 keys that are not known are let through, as SGLang does, since routers send many; but not those
 known to change the answer in ways that this server can't follow.
 """
@@ -8,58 +8,119 @@ known to change the answer in ways that this server can't follow.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import RequestError
-from common.frontend.bodies.bootstrap_address import read_bootstraps, spread, transfer_params
-from common.frontend.bodies.fields import (
-    NOT_SUPPORTED,
-    Fields,
-    JsonObject,
-    JsonValue,
-    check_token_ids,
-    shown,
+from common.frontend.bodies.body import (
+    TOKEN_IDS,
+    Body,
+    Json,
+    Object,
+    check_number,
+    nested,
+    one_or_list,
+    or_null,
+    read,
+    refusal,
+    refused,
+    schema_of,
 )
+from common.frontend.bodies.bootstrap_address import (
+    Meeting,
+    TransferAddress,
+    TransferWish,
+    read_bootstraps,
+    spread,
+    transfer_params,
+)
+from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
 from common.frontend.bodies.sample import Limits, Sample
-from common.frontend.bodies.sampling import SamplingChoice, fit_to_prompt, read_sglang_sampling
+from common.frontend.bodies.sampling import (
+    SGLANG_SAMPLING,
+    SamplingChoice,
+    fit_to_prompt,
+    read_sglang_sampling,
+)
 from common.frontend.text.tokenizer import Tokenizer
-from common.request import Bootstrap, SamplingParams
 from common.request_bounds import (
     ASKED_LOGPROB_COUNT_MAX,
+    INT64_MAX,
     RID_LENGTH_MAX,
     SAMPLE_COUNT_MAX,
     TOP_LOGPROB_COUNT_MAX,
     NumberBounds,
 )
 
-# What SGLang knows and we do not; each would change the answer.
-UNSUPPORTED_KEYS = (
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "modalities",
-    "lora_path",
-    "session_params",
-    "custom_logit_processor",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_entropy",
-    "return_bytes",
-    "return_sampling_mask",
-    "return_prompt_token_ids",
-    "max_thinking_tokens",
-    "background",
-)
+# ---- fields --------------------------------------------------------------------------------------
+
+Rid: TypeAlias = Annotated[str, Meta(min_length=1, max_length=RID_LENGTH_MAX)]
+TIMEOUT: JsonObject = {
+    "type": "number", "exclusiveMinimum": 0, "description": "Seconds, at most --request-timeout's."
+}  # fmt: skip
+PROMPT_TEXT: JsonObject = {"type": "string", "minLength": 1}
+PROMPT_IDS: JsonObject = {**TOKEN_IDS, "minItems": 1}
+
+
+def prompt_schema(*kinds: JsonObject, description: str | None = None) -> Meta:
+    """Of a field that holds a prompt of one of these kinds, or a list of them."""
+    lists: list[JsonValue] = [{"type": "array", "items": kind, "minItems": 1} for kind in kinds]
+    return Meta(description=description, extra_json_schema={"anyOf": [*kinds, *lists]})
+
+
+class RequestFields(Body, frozen=True):
+    """The fields of every body beside those of its prompt and its sampling."""
+
+    model: str = ""
+    rid: Rid | list[Rid] | None = None
+    stream: bool = False
+    timeout: Annotated[Json, Meta(extra_json_schema=TIMEOUT)] = None
+    kv_transfer_params: Annotated[Object, nested(TransferWish, TransferAddress)] = {}
+
+
+class GenerateFields(Body, frozen=True):
+    """One of text and input_ids. A list of them is answered with a list."""
+
+    text: Annotated[Json, prompt_schema(PROMPT_TEXT)] = None
+    input_ids: Annotated[Json, prompt_schema(PROMPT_IDS)] = None
+    sampling_params: Annotated[
+        Json,
+        Meta(extra_json_schema=one_or_list(or_null(schema_of(*SGLANG_SAMPLING, is_closed=True)))),
+    ] = None
+    return_text_in_logprobs: bool = False
+
+
+UNSUPPORTED = refused(
+    "input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path",
+    "session_params", "custom_logit_processor", "return_hidden_states", "return_routed_experts",
+    "return_indexer_topk", "return_entropy", "return_bytes", "return_sampling_mask",
+    "return_prompt_token_ids", "max_thinking_tokens", "background",
+)  # fmt: skip
+
+
+class LogprobFields(Body, frozen=True):
+    """The report per token, of one prompt or of all."""
+
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=INT64_MAX)] = -1
+    top_logprobs_num: Annotated[int, Meta(ge=0, le=TOP_LOGPROB_COUNT_MAX)] = 0
+    token_ids_logprob: Annotated[
+        list[Json], Meta(max_length=ASKED_LOGPROB_COUNT_MAX, extra_json_schema=TOKEN_IDS)
+    ] = []
+
+
+GENERATE = schema_of(UNSUPPORTED, RequestFields, GenerateFields, spread=(Meeting, LogprobFields))
+
+# ---- readers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
     """One body of /generate. is_list: the reply is a list, also of one.
 
-    transfer_params: what a decode server is to be told of it, if it is held here.
+    transfer_params: for the decode server, if the samples are held here.
     """
 
     samples: tuple[Sample, ...]
@@ -84,65 +145,75 @@ def parse_generate(
 
     Raises: RequestError.
     """
-    fields = Fields(body)
-    fields.refuse(UNSUPPORTED_KEYS, NOT_SUPPORTED)
-    check_model(fields, limits)
-    prompts, is_batch = _read_prompts(fields, tokenizer, limits)
-    choices = _read_choices(fields, len(prompts), limits)
-    n = choices[0].n
-    check_sample_count(len(prompts) * n)
-    rids = read_rids(fields, len(prompts), n, fallback_rid)
-    bootstraps = read_bootstraps(fields, len(prompts), n, limits)
-    timeout_s = read_timeout(fields, limits)
-    samples = []
-    for prompt_index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
-        logprobs = _logprob_fields(fields, prompt_index, len(prompts), prompt, limits)
-        fitted = replace(choice, params=_with_logprobs(choice.params, logprobs))
-        samples += make_samples(
-            prompt, fitted, limits, prompt_index * n, rids, bootstraps, timeout_s
+    read(UNSUPPORTED, body)
+    given = read(GenerateFields, body)
+    request = read(RequestFields, body)
+    check_model(request.model, limits)
+    prompts, is_batch = _read_prompts(given, tokenizer, limits)
+    count = len(prompts)
+    choices = [
+        _with_logprobs(choice, logprobs, prompt, limits)
+        for choice, logprobs, prompt in zip(
+            _read_choices(given.sampling_params, count, limits),
+            _spread_logprobs(body, count),
+            prompts,
+            strict=True,
         )
+    ]
+    samples = make_samples(body, request, prompts, choices, limits, fallback_rid)
     return GenerateCall(
-        samples=tuple(samples),
-        is_list=is_batch or n > 1,
-        is_streaming=fields.boolean("stream", False),
-        shows_logprob_text=fields.boolean("return_text_in_logprobs", False),
-        transfer_params=transfer_params(bootstraps, limits),
+        samples=samples,
+        is_list=is_batch or choices[0].n > 1,
+        is_streaming=request.stream,
+        shows_logprob_text=given.return_text_in_logprobs,
+        transfer_params=transfer_params(samples[0].bootstrap, limits),
     )
 
 
-# ---- what all dialects share ---------------------------------------------------------------------
+# ---- all dialects --------------------------------------------------------------------------------
 
 
 def make_samples(
-    prompt: Prompt,
-    choice: SamplingChoice,
+    body: JsonObject,
+    request: RequestFields,
+    prompts: list[Prompt],
+    choices: list[SamplingChoice],
     limits: Limits,
-    first_index: int,
-    rids: list[str],
-    bootstraps: list[Bootstrap | None],
-    timeout_s: float,
-) -> list[Sample]:
-    """The `n` samples of one prompt. rids, bootstraps: of all samples of the body."""
-    return [
+    fallback_rid: str,
+) -> tuple[Sample, ...]:
+    """The samples of all prompts, each with its choice; all choices have the same n.
+
+    Raises: RequestError.
+    """
+    n = choices[0].n
+    check_sample_count(len(prompts) * n)
+    rids = _read_rids(request.rid, len(prompts), n, fallback_rid)
+    wish = request.kv_transfer_params
+    bootstraps = read_bootstraps(body, wish, len(prompts), n, limits)
+    timeout_s = limits.request_timeout_s
+    if request.timeout is not None:
+        bounds = NumberBounds(0.0, timeout_s, is_low_allowed=False)
+        timeout_s = check_number(request.timeout, "timeout", bounds)
+    return tuple(
         Sample(
-            index=first_index + i,
-            rid=rids[first_index + i],
+            index=index * n + i,
+            rid=rids[index * n + i],
             prompt_text=prompt.text,
             token_ids=prompt.token_ids,
             sampling=fit_to_prompt(choice, i, len(prompt.token_ids), limits),
             text=choice.text,
             grammar_field="" if choice.constraint is None else choice.constraint.field,
-            bootstrap=bootstraps[first_index + i],
-            hides_output=choice.max_new_tokens == 0,
+            bootstrap=bootstraps[index * n + i],
+            hides_output=choice.output.max_new_tokens == 0,
             timeout_s=timeout_s,
         )
-        for i in range(choice.n)
-    ]
+        for index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True))
+        for i in range(n)
+    )
 
 
-def check_model(fields: Fields, limits: Limits) -> None:
+def check_model(name: str, limits: Limits) -> None:
     """Raises: RequestError 404 if the body names a model that is not served here."""
-    name = fields.text("model", "")
     if name and name not in limits.model_names:
         raise RequestError(
             f"model={shown(name)}: is not served here; the model is {limits.model_names[0]!r}",
@@ -151,18 +222,30 @@ def check_model(fields: Fields, limits: Limits) -> None:
         )
 
 
-def read_timeout(fields: Fields, limits: Limits) -> float:
-    """Seconds that a request may take: as `timeout` says, within what the server allows.
-
-    Raises: RequestError.
-    """
-    longest_s = limits.request_timeout_s
-    return fields.number("timeout", longest_s, NumberBounds(0.0, longest_s, is_low_allowed=False))
-
-
 def check_sample_count(count: int) -> None:
     if count > SAMPLE_COUNT_MAX:
         raise RequestError(f"the body asks for {count} samples; at most {SAMPLE_COUNT_MAX}")
+
+
+def read_prompts(
+    value: JsonValue, name: str, tokenizer: Tokenizer, limits: Limits, *, is_text: bool
+) -> tuple[list[Prompt], bool]:
+    """One prompt or several, as texts or else as token ids, and whether they came as a list.
+
+    Raises: RequestError.
+    """
+
+    def read_one(one: JsonValue, name: str) -> Prompt:
+        if is_text:
+            return encode_prompt(one, name, tokenizer, limits)
+        return check_prompt_ids(one, name, limits)
+
+    if value == []:
+        raise RequestError(f"{name}: must not be empty", field=name)
+    if not isinstance(value, list) or not (is_text or isinstance(value[0], list)):
+        return [read_one(value, name)], False
+    check_sample_count(len(value))
+    return [read_one(one, f"{name}[{i}]") for i, one in enumerate(value)], True
 
 
 def encode_prompt(
@@ -173,12 +256,12 @@ def encode_prompt(
     Raises: RequestError if it is empty or too long.
     """
     if not isinstance(text, str):
-        raise RequestError(f"{name}={shown(text)}: must be a string", field=name)
+        raise refusal(name, text, "a string")
     if not text:
         raise RequestError(f"{name}: must not be empty", field=name)
-    check_token_count(tokenizer.token_count_min(text), name, limits, "at least ")
+    check_length(tokenizer.token_count_min(text), name, limits, "at least ")
     token_ids = tokenizer.encode(text, add_special_tokens=has_special)
-    check_length(token_ids, name, limits)
+    check_length(len(token_ids), name, limits)
     if max(token_ids) >= limits.vocab_size:
         raise RequestError(
             f"{name}: the tokenizer makes the token {max(token_ids)} of it; the model has tokens "
@@ -191,20 +274,16 @@ def encode_prompt(
 def check_prompt_ids(value: JsonValue, name: str, limits: Limits) -> Prompt:
     """A prompt given as ids. Raises: RequestError if it is empty, too long or no list of ids."""
     if not isinstance(value, list):
-        raise RequestError(f"{name}={shown(value)}: must be a list of token ids", field=name)
-    check_length(value, name, limits)
+        raise refusal(name, value, "a list of token ids")
+    check_length(len(value), name, limits)
     return Prompt("", check_token_ids(value, name, limits.vocab_size))
 
 
-def check_length(token_ids: list[JsonValue] | list[int], name: str, limits: Limits) -> None:
-    """Raises: RequestError unless the prompt has a token and leaves room for one more."""
-    if not token_ids:
+def check_length(count: int, name: str, limits: Limits, about: str = "") -> None:
+    """Raises: RequestError unless a prompt has a token and leaves room for one more. about: said
+    before the count."""
+    if not count:
         raise RequestError(f"{name}: the prompt is empty; it must have a token", field=name)
-    check_token_count(len(token_ids), name, limits)
-
-
-def check_token_count(count: int, name: str, limits: Limits, about: str = "") -> None:
-    """about: what is known of the count. Raises: RequestError unless one more token has room."""
     if count >= limits.request_token_max:
         raise RequestError(
             f"{name}: the prompt has {about}{count} tokens; must be at most "
@@ -214,70 +293,49 @@ def check_token_count(count: int, name: str, limits: Limits, about: str = "") ->
         )
 
 
-def read_rids(fields: Fields, prompt_count: int, n: int, fallback_rid: str) -> list[str]:
+def _read_rids(
+    value: str | list[str] | None, prompt_count: int, n: int, fallback_rid: str
+) -> list[str]:
     """A name for every sample: as given for a single one, else with the sample's index."""
-    value = fields.get("rid")
     count = prompt_count * n
-    bases = value if isinstance(value, list) else [fallback_rid if value is None else value]
-    rids: list[str] = []
-    for base in bases:
-        if not isinstance(base, str) or not 1 <= len(base) <= RID_LENGTH_MAX:
-            raise fields.error("rid", f"a string of 1..{RID_LENGTH_MAX} characters, or a list")
-        rids.append(base)
     if not isinstance(value, list):
-        return rids if count == 1 else [f"{rids[0]}_{i}" for i in range(count)]
-    if len(rids) != prompt_count or len(set(rids)) != prompt_count:
-        raise fields.error("rid", f"a list of {prompt_count} different strings, one per prompt")
-    return rids if n == 1 else [f"{rid}_{i}" for rid in rids for i in range(n)]
+        rid = fallback_rid if value is None else value
+        return [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
+    if len(value) != prompt_count or len(set(value)) != prompt_count:
+        allowed = f"a list of {prompt_count} different strings, one per prompt"
+        raise refusal("rid", [*value], allowed)
+    return value if n == 1 else [f"{rid}_{i}" for rid in value for i in range(n)]
 
 
 # ---- /generate only ------------------------------------------------------------------------------
 
 
 def _read_prompts(
-    fields: Fields, tokenizer: Tokenizer, limits: Limits
+    given: GenerateFields, tokenizer: Tokenizer, limits: Limits
 ) -> tuple[list[Prompt], bool]:
     """The prompts, and whether they came as a list."""
-    if fields.has("text") == fields.has("input_ids"):
-        found = "both are" if fields.has("text") else "neither is"
+    if (given.text is None) == (given.input_ids is None):
+        found, field = ("neither is", "text") if given.text is None else ("both are", "input_ids")
         raise RequestError(
-            f"text, input_ids: {found} given; exactly one of them must be",
-            field="text" if not fields.has("text") else "input_ids",
+            f"text, input_ids: {found} given; exactly one of them must be", field=field
         )
-    key = "text" if fields.has("text") else "input_ids"
-    value = fields.get(key)
-    if value == []:
-        raise RequestError(f"{key}: must not be empty", field=key)
-    if key == "text":
-        texts = value if isinstance(value, list) else [value]
-        check_sample_count(len(texts))
-        names = [f"text[{i}]" for i in range(len(texts))] if isinstance(value, list) else ["text"]
-        prompts = [
-            encode_prompt(text, name, tokenizer, limits)
-            for text, name in zip(texts, names, strict=True)
-        ]
-        return prompts, isinstance(value, list)
-    if isinstance(value, list) and isinstance(value[0], list):
-        check_sample_count(len(value))
-        return [
-            check_prompt_ids(ids, f"input_ids[{i}]", limits) for i, ids in enumerate(value)
-        ], True
-    return [check_prompt_ids(value, "input_ids", limits)], False
+    if given.text is None:
+        return read_prompts(given.input_ids, "input_ids", tokenizer, limits, is_text=False)
+    return read_prompts(given.text, "text", tokenizer, limits, is_text=True)
 
 
-def _read_choices(fields: Fields, count: int, limits: Limits) -> list[SamplingChoice]:
+def _read_choices(value: JsonValue, count: int, limits: Limits) -> list[SamplingChoice]:
     """Sampling options of each prompt; all have the same n."""
-    value = fields.get("sampling_params")
     if not isinstance(value, list):
-        choice = read_sglang_sampling(Fields.of(value, "sampling_params"), limits)
-        return [choice] * count
+        given = {} if value is None else value
+        return [read_sglang_sampling(given, "sampling_params", limits)] * count
     if len(value) != count:
         raise RequestError(
             f"sampling_params: a list of {len(value)}; must have one object per prompt, {count}",
             field="sampling_params",
         )
     choices = [
-        read_sglang_sampling(Fields.of(item, f"sampling_params[{i}]"), limits)
+        read_sglang_sampling({} if item is None else item, f"sampling_params[{i}]", limits)
         for i, item in enumerate(value)
     ]
     counts = sorted({choice.n for choice in choices})
@@ -289,38 +347,29 @@ def _read_choices(fields: Fields, count: int, limits: Limits) -> list[SamplingCh
     return choices
 
 
-def _logprob_fields(
-    fields: Fields, prompt_index: int, count: int, prompt: Prompt, limits: Limits
-) -> SamplingParams:
-    """What is reported per token of one prompt; a record whose other fields mean nothing."""
-    one: JsonObject = {
-        key: spread(fields, key, count)[prompt_index]
-        for key in ("return_logprob", "logprob_start_len", "top_logprobs_num")
-    }
-    asked = fields.get("token_ids_logprob")
-    is_nested = isinstance(asked, list) and any(isinstance(ids, list) for ids in asked)
-    one["token_ids_logprob"] = (
-        spread(fields, "token_ids_logprob", count)[prompt_index] if is_nested else asked
-    )
-    choice = Fields(one)
-    found = SamplingParams(
-        max_new_tokens=1,
-        seed=0,
-        return_logprob=choice.boolean("return_logprob", False),
-        logprob_start_len=choice.integer("logprob_start_len", -1, -1, len(prompt.token_ids)),
-        top_logprobs_num=choice.integer("top_logprobs_num", 0, 0, TOP_LOGPROB_COUNT_MAX),
-        token_ids_logprob=choice.token_ids(
-            "token_ids_logprob", limits.vocab_size, ASKED_LOGPROB_COUNT_MAX
-        ),
-    )
-    return found if found.return_logprob else SamplingParams(max_new_tokens=1, seed=0)
+def _spread_logprobs(body: JsonObject, count: int) -> list[LogprobFields]:
+    """The report per token of each of `count` prompts."""
+    asked = body.get("token_ids_logprob")
+    if not (isinstance(asked, list) and any(isinstance(ids, list) for ids in asked)):
+        body = {**body, "token_ids_logprob": [asked] * count}  # one list for all prompts
+    return [read(LogprobFields, fields) for fields in spread(LogprobFields, body, count)]
 
 
-def _with_logprobs(params: SamplingParams, logprobs: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(
-        params,
-        return_logprob=logprobs.return_logprob,
-        logprob_start_len=logprobs.logprob_start_len,
-        top_logprobs_num=logprobs.top_logprobs_num,
-        token_ids_logprob=logprobs.token_ids_logprob,
+def _with_logprobs(
+    choice: SamplingChoice, given: LogprobFields, prompt: Prompt, limits: Limits
+) -> SamplingChoice:
+    """The choice of a prompt, with its report per token."""
+    length = len(prompt.token_ids)
+    if given.logprob_start_len > length:
+        raise refusal("logprob_start_len", given.logprob_start_len, f"an integer in -1..{length}")
+    token_ids = check_token_ids(given.token_ids_logprob, "token_ids_logprob", limits.vocab_size)
+    if not given.return_logprob:
+        return choice
+    params = msgspec.structs.replace(
+        choice.params,
+        return_logprob=True,
+        logprob_start_len=given.logprob_start_len,
+        top_logprobs_num=given.top_logprobs_num,
+        token_ids_logprob=tuple(dict.fromkeys(token_ids)),
     )
+    return replace(choice, params=params)

@@ -1,6 +1,6 @@
 """Answers that take long: server-sent events, and work that ends when its client goes away.
 
-Knows nothing of what is generated.
+Knows nothing of prompts and tokens.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import orjson
-from fastapi import Response
+from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from common.frontend.http.errors import error_body, json_response
 
 T = TypeVar("T")
 
 EVENT_START, EVENT_END = b"data: ", b"\n\n"
 DONE = EVENT_START + b"[DONE]" + EVENT_END
-CLIENT_GONE_STATUS = 499  # nobody reads it; it shows in access logs
+CLIENT_GONE_STATUS = 499  # for access logs; the client is gone
 
 
 def event(content: object) -> bytes:
@@ -55,11 +56,28 @@ async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive)
         watching.cancel()
 
 
+class Run(Protocol):
+    """A checked body on its way to an answer. Both raise RequestError if a sample failed."""
+
+    async def reply(self) -> object: ...
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+
+async def answer(request: Request, run: Run, *, is_streaming: bool) -> Response:
+    """The response of a run, which is cancelled as soon as its client goes away."""
+    if is_streaming:
+        path = request.url.path
+        return EventStream(run.events(), lambda error: error_body(path, error))
+    reply = await run_until_disconnect(run.reply(), request.receive)
+    return Response(status_code=CLIENT_GONE_STATUS) if reply is None else json_response(reply)
+
+
 class EventStream(Response):
     """Sends events as they come. The status waits for the first one, so an early error has its own.
 
     events: bytes of whole events, those of one step together, and with the last ones the closing
-    mark. describe_error: what stands in the event that tells of a `RequestError` after the first.
+    mark. describe_error: the content of the event for a `RequestError` after the first.
     """
 
     media_type = "text/event-stream"
