@@ -49,16 +49,16 @@ class Handshakes:
         return bool(self._failures or self._breaks)
 
     def take_failures(self) -> list[str]:
-        """Reasons of failed connections, as far as `look` has seen."""
+        """Reasons of failed connections, as far as `read_events` has seen."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_breaks(self) -> list[Break]:
-        """Breaks of a dialler's established connection, as far as `look` has seen."""
+        """Breaks of a dialler's established connection, as far as `read_events` has seen."""
         breaks, self._breaks = self._breaks, []
         return breaks
 
-    def look(self) -> None:
+    def read_events(self) -> None:
         """Read all events, so that none wakes the poller again. Never waits."""
         while True:
             try:

@@ -86,7 +86,7 @@ class PeerListener:
 
     def receive(self) -> list[tuple[str, bytes]]:
         """(link, payload) of new messages, oldest first per link. Never waits."""
-        self._handshakes.look()
+        self._handshakes.read_events()
         if self._gate is None:
             received, malformed_count = receive_routed(self._socket)
             messages = [(identity.hex(), payload) for identity, payload in received]
@@ -228,7 +228,7 @@ class PeerDialer:
         for socket in self._socket_set.take_readable():
             link = self._link_of[socket]
             if socket is not self._sockets[link]:
-                self._handshakes[link].look()
+                self._handshakes[link].read_events()
                 self._with_news[link] = None
                 continue
             received, malformed_count = receive_dealt(socket)

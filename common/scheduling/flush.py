@@ -23,9 +23,9 @@ class Flushes:
 
     def handle(self, flush: FlushCache, request_count: int) -> None:
         self._waiting.append(flush)
-        self.look(request_count)
+        self.answer(request_count)
 
-    def look(self, request_count: int) -> None:
+    def answer(self, request_count: int) -> None:
         """Answer what can be answered by now."""
         if self._batcher.is_computing and not request_count:
             return

@@ -119,7 +119,7 @@ class PeerLiveness:
 
     def why_lost(self, now: float, pace: Pace) -> str:
         """Why the peer is of no use any more, "" as long as it is."""
-        if self.silence.look(now) > pace.timeout_s:
+        if self.silence.update(now) > pace.timeout_s:
             return f"no heartbeat for {pace.timeout_s:g} s"
         return f"in its own words: {self.trouble}" if self.trouble else ""
 

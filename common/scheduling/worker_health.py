@@ -30,7 +30,7 @@ class SilenceTimer:
     def hear(self) -> None:
         self.seconds = 0.0
 
-    def look(self, now: float) -> float:
+    def update(self, now: float) -> float:
         """The silence until now; to be called at least every `gap_max_s`."""
         gap = now - self.looked_at
         if gap > 0.0:
@@ -80,7 +80,7 @@ class WorkerHealth:
         known.progress = progress
         self.progress = sum(one.progress for one in self._ranks)
 
-    def look(self, now: float, *, is_busy: bool) -> str:
+    def check(self, now: float, *, is_busy: bool) -> str:
         """What is the matter now, "" if nothing is. is_busy: a step is due to be computed."""
         self.trouble = self._find_trouble(now, is_busy=is_busy)
         return self.trouble
@@ -89,7 +89,7 @@ class WorkerHealth:
         silent = ""
         for index, rank in enumerate(self._ranks):
             rank.silence = rank.silence or SilenceTimer(now)
-            seconds = rank.silence.look(now)
+            seconds = rank.silence.update(now)
             if index in self.stopped_ranks and seconds > self.silence_s / 2:
                 silent = silent or f"worker {index} is stopped"
             if seconds > self.silence_s:
@@ -97,6 +97,6 @@ class WorkerHealth:
         self._standstill = self._standstill or SilenceTimer(now)
         if not is_busy:
             self._standstill.hear()
-        if self._standstill.look(now) > self.stall_s and not silent:
+        if self._standstill.update(now) > self.stall_s and not silent:
             return f"the engine has not moved for {self.stall_s:g} s"
         return silent

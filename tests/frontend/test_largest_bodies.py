@@ -80,7 +80,7 @@ def check_carried(sample: Sample) -> None:
         sampling=sample.sampling,
         origin=origin,
     )
-    assert codec.decode_decode_to_prefill(codec.encode(request)) == request
+    assert codec.decode_peer_message(codec.encode(request)) == request
 
 
 @pytest.mark.parametrize("path", PATHS)

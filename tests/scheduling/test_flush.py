@@ -72,6 +72,6 @@ def test_a_flush_waits_for_the_step_that_still_computes_who_has_ended() -> None:
         if token == EOS:
             rig.flushes.handle(FlushCache(7), request_count=0)
             assert rig.answers() == []
-    rig.flushes.look(request_count=0)
+    rig.flushes.answer(request_count=0)
     assert rig.answers() == [FlushDone(7, True, "")]
     assert rig.counts == (0, 8)

@@ -17,15 +17,15 @@ def look(
         for rank, kind in enumerate(beats):
             if kind in "+=":
                 health.apply_beat(rank, int(1000 * now) if kind == "+" else 7)
-        health.look(now, is_busy=is_busy)
+        health.check(now, is_busy=is_busy)
     return now
 
 
 def test_time_in_which_we_did_not_run_is_nobodys_silence() -> None:
     silence = SilenceTimer(0.0)
-    assert silence.look(100.0) == LOOK_GAP_MAX_S
+    assert silence.update(100.0) == LOOK_GAP_MAX_S
     silence.hear()
-    assert silence.look(100.25) == 0.25
+    assert silence.update(100.25) == 0.25
 
 
 def test_an_engine_that_moves_is_well_however_long_its_step() -> None:

@@ -19,8 +19,8 @@ from common.frontend.bodies.fields import JsonObject
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import json_response
 from common.frontend.requests.scrape import (
+    ask_state,
     describe_group,
-    look,
     not_ready_reason,
     pool_token_count,
     take_snapshot,
@@ -164,7 +164,7 @@ async def _server_info(
     """The settings, and the state of the scheduler and the workers."""
     config = context.config
     info = context.scheduler.server_info
-    seen = await look(context)
+    seen = await ask_state(context)
     workers = info.workers if info else []
     return {
         **shown_settings(config),

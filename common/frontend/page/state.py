@@ -15,7 +15,7 @@ from msgspec import structs
 from common.config import Role
 from common.frontend.context import FrontendContext
 from common.frontend.requests.request_log import LoggedRequest
-from common.frontend.requests.scrape import look, not_ready_reason, page_counts
+from common.frontend.requests.scrape import ask_state, not_ready_reason, page_counts
 from common.frontend.requests.stages import stages_of
 from common.metrics.snapshot import PageCounts
 from common.protocol.frontend import PeerState, State
@@ -26,7 +26,7 @@ PERCENTILES = (50, 90, 99)
 
 async def page_state(context: FrontendContext) -> dict[str, object]:
     """Everything on the page. requests, failures: newest first; also failures that are older."""
-    seen = await look(context)
+    seen = await ask_state(context)
     state = seen.state or State(0, False, {}, {}, [], [])
     config = context.config
     logged = context.scheduler.log.newest()

@@ -31,12 +31,12 @@ class SchedulerHealth:
 
     def hear(self, now: float) -> None:
         """Any message came."""
-        self._silence.look(now)
+        self._silence.update(now)
         self._silence.hear()
 
     def hear_state(self, state: State, now: float) -> None:
         """A State came: the engine moved if it took a step or has none to take."""
-        self._standstill.look(now)
+        self._standstill.update(now)
         if self.state is None or state.step_count != self.state.step_count or not is_busy(state):
             self._standstill.hear()
         self.state = state
@@ -47,7 +47,7 @@ class SchedulerHealth:
 
     def is_gone(self, now: float) -> bool:
         """Whether nobody will answer the open requests any more."""
-        return bool(self._lost_reason) or self._silence.look(now) > GONE_AFTER_S
+        return bool(self._lost_reason) or self._silence.update(now) > GONE_AFTER_S
 
     def trouble(self, now: float, *, is_started: bool) -> str:
         """Why the server is not healthy, "" if it is. A peer that is missing is no trouble here.
@@ -57,12 +57,12 @@ class SchedulerHealth:
         """
         if self._lost_reason or not is_started:
             return self._lost_reason
-        silent_s = self._silence.look(now)
+        silent_s = self._silence.update(now)
         if silent_s > SILENCE_MAX_S:
             return f"the scheduler has not answered for {silent_s:.0f} s"
         if self.state is not None and self.state.trouble:
             return self.state.trouble
-        stalled_s = self._standstill.look(now)
+        stalled_s = self._standstill.update(now)
         if self.state is not None and is_busy(self.state) and stalled_s > STALL_MAX_S:
             return f"the engine has not finished a step for {stalled_s:.0f} s"
         return ""

@@ -20,18 +20,18 @@ SCRAPE_TIMEOUT_S = 2.0  # below a scraper's usual 10 s, far above one scheduler 
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SchedulerReport:
     """state: what the scheduler said last, None if nothing. is_fresh: it said so just now."""
 
     state: State | None
     is_fresh: bool
 
 
-async def look(context: FrontendContext) -> Look:
+async def ask_state(context: FrontendContext) -> SchedulerReport:
     try:
-        return Look(await context.scheduler.get_state(SCRAPE_TIMEOUT_S), is_fresh=True)
+        return SchedulerReport(await context.scheduler.get_state(SCRAPE_TIMEOUT_S), is_fresh=True)
     except RequestError:
-        return Look(context.scheduler.state, is_fresh=False)
+        return SchedulerReport(context.scheduler.state, is_fresh=False)
 
 
 def not_ready_reason(context: FrontendContext) -> str:
@@ -56,7 +56,7 @@ def peers_in_words(state: State) -> str:
 
 
 async def take_snapshot(context: FrontendContext) -> Snapshot:
-    seen = await look(context)
+    seen = await ask_state(context)
     state = seen.state
     return Snapshot(
         is_up=seen.is_fresh,
