@@ -1,38 +1,103 @@
-"""How an accepted request can end other than well: every kind of error that clients may be told.
+"""How an accepted request can end other than well: every kind of error that clients may see.
 
 A request that was accepted ends exactly once: with its output, or with one of these, before its
-deadline and what a message takes. `kind` is the `code` of OpenAI errors, `err_type` in SGLang's
+deadline and what a message takes. The kind is the `code` of OpenAI errors, `err_type` in SGLang's
 finish_reason, and the label of `baton:failed_requests_total`. `docs/troubleshooting.md` says what
 to do about each.
 """
 
 from __future__ import annotations
 
-ABORTED = "aborted"
-"""Counted apart: its client wanted it."""
+from dataclasses import dataclass
+from enum import StrEnum
 
-# The HTTP statuses that each kind may have.
-FAILURES: dict[str, tuple[int, ...]] = {
-    "bad_request": (400,),
-    "bad_reservation": (400,),
-    "prompt_mismatch": (400,),
-    "too_large": (400,),
-    "no_token": (400,),
-    "not_held": (409,),
-    ABORTED: (499,),
-    "other_half_aborted": (500,),
-    "rendezvous_timeout": (500,),
-    "bad_logits": (500,),
-    "unfit_token": (500,),
-    "transfer_failed": (500,),
-    "transfer_corrupted": (500,),
-    "peer_lost": (500, 503),
-    "scheduler_lost": (500,),
-    "output_lost": (500,),
-    "queue_full": (503,),
-    "overloaded": (503,),
-    "no_prefill_server": (503,),
-    "stopping": (503,),
-    "timed_out": (504,),
-    "hold_expired": (504,),
+
+class FailureKind(StrEnum):
+    BAD_REQUEST = "bad_request"
+    BAD_RESERVATION = "bad_reservation"
+    PROMPT_MISMATCH = "prompt_mismatch"
+    TOO_LARGE = "too_large"
+    NO_TOKEN = "no_token"
+    NOT_HELD = "not_held"
+    ABORTED = "aborted"
+    OTHER_HALF_ABORTED = "other_half_aborted"
+    RENDEZVOUS_TIMEOUT = "rendezvous_timeout"
+    BAD_LOGITS = "bad_logits"
+    UNFIT_TOKEN = "unfit_token"
+    TRANSFER_FAILED = "transfer_failed"
+    TRANSFER_CORRUPTED = "transfer_corrupted"
+    SCHEDULER_LOST = "scheduler_lost"
+    OUTPUT_LOST = "output_lost"
+    PEER_LOST = "peer_lost"
+    QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"
+    NO_PREFILL_SERVER = "no_prefill_server"
+    STOPPING = "stopping"
+    TIMED_OUT = "timed_out"
+    HOLD_EXPIRED = "hold_expired"
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of a request that ends so."""
+        return _STATUSES[self]
+
+    @property
+    def is_bootstrap(self) -> bool:
+        """Whether the two halves of a routed request did not meet, or not as the same prompt."""
+        return self in _BOOTSTRAP
+
+    @property
+    def is_peers_fault(self) -> bool:
+        """Whether it tells something of the server that sent it, and not of the request."""
+        return self in _PEERS
+
+    @staticmethod
+    def of(kind: str) -> FailureKind:
+        """The kind that a peer names. One that this version does not know is a failed transfer."""
+        return FailureKind(kind) if kind in _KNOWN else FailureKind.TRANSFER_FAILED
+
+
+_STATUSES = {
+    FailureKind.BAD_REQUEST: 400,
+    FailureKind.BAD_RESERVATION: 400,
+    FailureKind.PROMPT_MISMATCH: 400,
+    FailureKind.TOO_LARGE: 400,
+    FailureKind.NO_TOKEN: 400,
+    FailureKind.NOT_HELD: 409,
+    FailureKind.ABORTED: 499,
+    FailureKind.OTHER_HALF_ABORTED: 500,
+    FailureKind.RENDEZVOUS_TIMEOUT: 500,
+    FailureKind.BAD_LOGITS: 500,
+    FailureKind.UNFIT_TOKEN: 500,
+    FailureKind.TRANSFER_FAILED: 500,
+    FailureKind.TRANSFER_CORRUPTED: 500,
+    FailureKind.SCHEDULER_LOST: 500,
+    FailureKind.OUTPUT_LOST: 500,
+    FailureKind.PEER_LOST: 503,
+    FailureKind.QUEUE_FULL: 503,
+    FailureKind.OVERLOADED: 503,
+    FailureKind.NO_PREFILL_SERVER: 503,
+    FailureKind.STOPPING: 503,
+    FailureKind.TIMED_OUT: 504,
+    FailureKind.HOLD_EXPIRED: 504,
 }
+_KNOWN = frozenset(map(str, FailureKind))
+_BOOTSTRAP = (
+    FailureKind.RENDEZVOUS_TIMEOUT,
+    FailureKind.OTHER_HALF_ABORTED,
+    FailureKind.PROMPT_MISMATCH,
+)
+_PEERS = (FailureKind.TRANSFER_FAILED, FailureKind.TRANSFER_CORRUPTED, FailureKind.BAD_LOGITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request ended. is_retryable: another server may do better."""
+
+    kind: FailureKind
+    message: str
+    is_retryable: bool = False
+
+    @property
+    def status(self) -> int:
+        return self.kind.status

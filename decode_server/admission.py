@@ -1,109 +1,97 @@
 """Who is next, and whether its pages fit.
 
-Knows nothing of what happens to a request after it was admitted.
+Knows nothing of what happens to a request after it was admitted. Writes nothing.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from operator import le
 
-import msgspec
-
 from common.layout.component import LiveKind
-from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
-from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount, Sequence
-from common.scheduling.transitions import DecodeEvent, DecodeState
+from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
-from decode_server.output_lengths import Growing, OutputLengths
-from decode_server.prefill_peer import PrefillPeer
-from decode_server.receiver import Receiver
-from decode_server.request import DecodeRequest, Transfer
+from decode_server.decisions import ComputeHere, Reserve
+from decode_server.output_lengths import Growing
+from decode_server.request import DecodeRequest
+from decode_server.requests import Requests
 
 # Tokens that the window of every active request is expected to grow by soon.
 WINDOW_TOKENS = 64
 # Requests whose growth is looked at in vain, until no more are looked at for the moment.
 GROWTH_LOOK_COUNT_MAX = 8
-TRANSFER_ID_BITS = 63
 
 
 class Admission:
-    """Moves requests out of the waiting queue, as many as find pages beside those that the active
-    ones are expected to grow by: then a newcomer seldom pushes somebody out."""
+    """Chooses requests that leave the waiting queue, as many as find pages beside those that the
+    active ones are expected to grow by: then a newcomer seldom pushes another request out.
+
+    is_local: this server computes all prompts. Writes nothing.
+    """
 
     def __init__(
         self,
-        incarnation: str,
         account: PageAccount,
         batcher: Batcher,
         choice: Choice,
-        receiver: Receiver,
-        lengths: OutputLengths,
-        outbox: Outbox,
+        requests: Requests,
+        transfers: Transfers,
         *,
-        seed: int,
+        is_local: bool,
     ) -> None:
-        self._incarnation = incarnation
         self._account = account
         self._batcher = batcher
         self._choice = choice
-        self._receiver = receiver
-        self._lengths = lengths
+        self._requests = requests
+        self._incoming = transfers.incoming
+        self._is_local = is_local
         self._growth = (-1, 0, 0)
-        self._outbox = outbox
-        self._random = random.Random(seed)
 
     @property
     def active_count(self) -> int:
         """Requests that have pages, those of transfers under way included."""
         batcher = self._batcher
         computing_count = batcher.running_count + batcher.prompt_count + batcher.ready_count
-        return computing_count + self._receiver.under_way_count
+        return computing_count + self._incoming.under_way_count
 
-    def admit_here(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
+    def decide(self, now: float) -> Iterator[Reserve | ComputeHere]:
+        """One request after the other. Each decision is applied before the next one is made."""
+        yield from self._decide_here(now)
+        if not self._is_local:
+            yield from self._decide_elsewhere(now)
+
+    def _decide_here(self, now: float) -> Iterator[ComputeHere]:
         """Requests whose prompt this server starts to compute itself."""
-        admitted: list[DecodeRequest] = []
-        for request in queue:
+        for request in list(self._requests.queue):
+            if not (self._is_local or request.is_computed_here):
+                continue
             if self._batcher.is_full:
-                break
-            tokens = request.token_ids
-            needs = self._account.needs_to_compute(len(tokens) + 1)
-            if not self._fits_grown(request, needs, self._room()):
-                if now - request.waiting_since > PASSED_OVER_MAX_S:
-                    break
-                continue
-            sequence = self._account.open(
-                request.request_id, tokens, request.prompt_count, request.sampling
-            )
-            if sequence is None:
-                continue
-            request.sequence = sequence
-            request.peer = ""
-            request.requested_at = request.requested_at or now
-            request.advance(DecodeEvent.SCHEDULED_HERE)
-            self._batcher.add(sequence)
-            admitted.append(request)
-        return admitted
+                return
+            needs = self._account.needs_to_compute(len(request.token_ids) + 1)
+            if self._fits_grown(request, needs, self._room()):
+                yield ComputeHere(request)
+            elif now - request.waiting_since > PASSED_OVER_MAX_S:
+                return
 
-    def admit_remote(self, queue: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
-        """Requests for which a prefill server has just been asked.
+    def _decide_elsewhere(self, now: float) -> Iterator[Reserve]:
+        """Requests that a prefill server is asked for.
 
         Pages bound the transfers under way, for how many it takes to keep the batch full depends
-        on how long prefill servers take. Nobody is asked for more while caches that have come wait
+        on how long prefill servers take. Nothing more is asked for while caches that have come wait
         for a place in the batch.
         """
-        admitted: list[DecodeRequest] = []
-        room: list[int] = []  # not known yet; there is always a page group
-        may_ask_any: bool | None = None  # not known yet
+        room: list[int] | None = None  # computed on first use
+        may_ask_any: bool | None = None  # computed on first use
         look_count = 0
-        for request in queue:
+        for request in list(self._requests.queue):
+            if request.is_computed_here:
+                continue
             if self._batcher.ready_count:
-                break
-            room = room or self._room()
+                return
+            room = self._room() if room is None else room
             needs = self._account.needs_of_prompt(len(request.token_ids))
             fits = all(map(le, needs, room))
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
@@ -114,19 +102,17 @@ class Admission:
                     may_ask_any = self._choice.may_ask_any(now)
                 if not may_ask_any:
                     continue
-            peer = self._choice.choose(request, now)
-            if peer is None:
+            source = self._choice.choose(request, now)
+            if source is None:
                 continue
             if fits and look_count < GROWTH_LOOK_COUNT_MAX:
                 fits = self._fits_grown(request, needs, room)
                 look_count += not fits
             if fits:
-                self._reserve(request, peer, now)
-                admitted.append(request)
-                room, may_ask_any = [], None
+                yield Reserve(request, source)
+                room, may_ask_any = None, None
             elif is_late:
-                break
-        return admitted
+                return
 
     def short_count(self, queue: Sized, now: float) -> int:
         """Of those that wait, how many wait for pages or places here: all, unless no prefill server
@@ -153,7 +139,7 @@ class Admission:
         have what there is."""
         growth = 0
         if self.active_count:
-            growth = self._lengths.expected_growth([self._growing(request)])
+            growth = self._requests.lengths.expected_growth([self._growing(request)])
         return all(
             need + self._pages_of(group, growth) <= available
             for group, (need, available) in enumerate(zip(needs, room, strict=True))
@@ -191,8 +177,8 @@ class Admission:
         step_count, active_count = self._batcher.step_count, self.active_count
         if self._growth[:2] != (step_count, active_count):
             growing = [self._growing(one) for one in self._batcher.sequences()]
-            growing += [self._growing(one) for one in self._receiver.waiting()]
-            growth = self._lengths.expected_growth(growing)
+            growing += [self._growing(one) for one in self._requests.transferring]
+            growth = self._requests.lengths.expected_growth(growing)
             self._growth = (step_count, active_count, growth)
         return self._growth[2]
 
@@ -201,68 +187,3 @@ class Admission:
         left_count = one.sampling.max_new_tokens - one.output_count
         left_count = min(left_count, self._batcher.limits.sequence_token_max - token_count)
         return Growing(token_count, one.output_count, max(0, left_count))
-
-    def _reserve(self, request: DecodeRequest, peer: PrefillPeer, now: float) -> None:
-        """Reserve pages for the whole cache, which are there, and ask for it."""
-        token_count = len(request.token_ids)
-        spans = self._account.spans_for_prompt(token_count)
-        needs = self._account.needs(spans, token_count)
-        for span, pages in zip(spans, self._account.allocate(needs), strict=True):
-            span.page_ids.extend(pages)
-        transfer = Transfer(
-            transfer_id=self._random.getrandbits(TRANSFER_ID_BITS),
-            link=peer.link,
-            peer=peer.incarnation,
-            token_count=token_count,
-            spans=spans,
-            writers=peer.writers,
-            request=request,
-            mode=peer.transfer_mode,
-            verify=peer.verify,
-            source_layout=peer.layout_bytes,
-            credit=0 if _is_by_room(request) else peer.attachment,
-        )
-        self._receiver.add(transfer)
-        peer.note_asked(token_count, now)
-        if request.state is DecodeState.WAITING:
-            request.advance(DecodeEvent.ADMITTED)
-        request.advance(DecodeEvent.RESERVED)
-        request.transfer = transfer
-        request.link = peer.link
-        request.peer = peer.name
-        request.requested_at = request.requested_at or now
-        message = self._transfer_request(request, transfer, peer.attachment, now)
-        self._outbox.to_peer(peer.link, message)
-
-    def _transfer_request(
-        self, request: DecodeRequest, transfer: Transfer, attachment: int, now: float
-    ) -> TransferRequest:
-        """A routed request that has produced nothing yet meets its other half by room; any other
-        brings its tokens along."""
-        is_by_room = _is_by_room(request)
-        sampling = request.sampling
-        if request.output_count > 0:
-            # Its prompt's log-probabilities have been told already.
-            sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
-        return TransferRequest(
-            transfer_id=transfer.transfer_id,
-            incarnation=self._incarnation,
-            peer_incarnation=transfer.peer,
-            token_count=transfer.token_count,
-            pages=[(span.first_index, list(span.page_ids)) for span in transfer.spans],
-            budget_ms=max(1, int(1000 * (request.deadline - now))),
-            writers=transfer.writers,
-            room=request.bootstrap.room if is_by_room and request.bootstrap is not None else None,
-            token_ids=[] if is_by_room else list(request.token_ids),
-            prompt_count=0 if is_by_room else request.prompt_count,
-            sampling=None if is_by_room else sampling,
-            is_self_test=bool(request.tested_link),
-            is_held=request.is_held,
-            origin=request.origin,
-            attachment=attachment,
-        )
-
-
-def _is_by_room(request: DecodeRequest) -> bool:
-    """Whether the prefill server knows a request already, by the room that its router gave it."""
-    return request.bootstrap is not None and request.output_count == 0

@@ -2,64 +2,62 @@
 
 Of those, two are drawn and the one with less load is asked. Decode servers that heard the same
 loads at the same time would otherwise all ask the same server. None is asked for more at a time
-than it says it takes: what is over waits here, where it can still go to another one.
+than it says it takes: a request beyond that waits here, where it can still go to another one.
 
-Knows nothing of pages.
+Knows nothing of pages. Writes nothing.
 """
 
 from __future__ import annotations
 
 import random
 
-from decode_server.prefill_peer import Phase, PrefillPeer
-from decode_server.prefill_peers import PrefillPeers
-from decode_server.receiver import Receiver
+from common.transfers.connection import Connection
+from common.transfers.transfers import Transfers
 from decode_server.request import DecodeRequest
 
 
 class Choice:
-    def __init__(self, peers: PrefillPeers, receiver: Receiver, rng: random.Random) -> None:
-        self._peers = peers
-        self._receiver = receiver
+    def __init__(self, transfers: Transfers, rng: random.Random) -> None:
+        self._links = transfers.links
+        self._incoming = transfers.incoming
         self._rng = rng
 
     def may_ask_any(self, now: float) -> bool:
         """Whether a request that may go anywhere could be sent somewhere, its length aside."""
-        return any(self._may_ask(peer, now) for peer in self._peers.connected())
+        return any(self._may_ask(one, now) for one in self._links.connections.sources())
 
-    def _may_ask(self, peer: PrefillPeer, now: float) -> bool:
-        return peer.breaker.allows(now) and not peer.is_suspect and self._has_room(peer)
+    def _may_ask(self, source: Connection, now: float) -> bool:
+        is_healthy = source.breaker.allows(now) and not source.is_suspect
+        return is_healthy and self._has_room(source)
 
-    def _has_room(self, peer: PrefillPeer) -> bool:
-        return peer.has_room(self._receiver.open_count(peer.attachment))
+    def _has_room(self, source: Connection) -> bool:
+        return source.has_room(self._incoming.open_count(source.attachment))
 
-    def choose(self, request: DecodeRequest, now: float) -> PrefillPeer | None:
+    def choose(self, request: DecodeRequest, now: float) -> Connection | None:
         """The prefill server of a request: the one its router named, else one of the others that
         have not failed it, if there is any."""
         if request.tested_link:
-            tested = self._peers.get(request.tested_link)
-            is_up = tested is not None and tested.phase is Phase.CONNECTED
+            tested = self._links.connections.on_link(request.tested_link)
+            is_up = tested is not None and tested.is_up
             return tested if tested is not None and is_up and self._has_room(tested) else None
-        is_routed = request.bootstrap is not None
         if request.bootstrap is not None:
-            named = self._peers.find(request.bootstrap)
-            is_up = named is not None and named.phase is Phase.CONNECTED and not named.is_suspect
+            named = self._links.find(request.bootstrap)
+            is_up = named is not None and not named.is_suspect
             if request.output_count == 0:  # its room is known there and nowhere else
                 return named if is_up else None
             if named is not None and is_up and self._has_room(named):
                 return named
         candidates = [
-            peer
-            for peer in self._peers.connected()
-            if len(request.token_ids) <= peer.request_token_max and self._may_ask(peer, now)
+            source
+            for source in self._links.connections.sources()
+            if len(request.token_ids) <= source.request_token_max and self._may_ask(source, now)
         ]
         if not candidates:
             return None
-        fresh = [peer for peer in candidates if peer.link not in request.tried_links]
-        assert not is_routed or request.output_count > 0
+        fresh = [source for source in candidates if source.link not in request.tried_links]
         return self._draw(fresh or candidates)
 
-    def _draw(self, peers: list[PrefillPeer]) -> PrefillPeer:
+    def _draw(self, sources: list[Connection]) -> Connection:
         """The less loaded of two; which two, and which of equals, is chance."""
-        drawn = self._rng.sample(peers, min(2, len(peers)))
-        return min(drawn, key=lambda peer: peer.load_tokens)
+        drawn = self._rng.sample(sources, min(2, len(sources)))
+        return min(drawn, key=lambda source: source.load_token_count)

@@ -29,7 +29,7 @@ class Starvation:
         self.trouble = ""
         self.counters = {"starved": 0.0}
 
-    def look(self, queue: Iterable[DecodeRequest], now: float) -> None:
+    def update(self, queue: Iterable[DecodeRequest], now: float) -> None:
         """Say it, and in the end give up, when pages in quarantine leave no room for anybody.
 
         That nobody waits any more, because all were sent away, does not end it.

@@ -1,107 +1,119 @@
-"""Who is computed next, and whether its pages fit.
+"""Who is computed next.
 
 Knows nothing of what becomes of a request after it was admitted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
+from common.scheduling.prefix_cache import CacheNode
 from common.scheduling.sequence import PageAccount, reusable_count
-from common.scheduling.transitions import PrefillEvent
-from prefill_server.endings import Endings
 from prefill_server.followers import Followers
-from prefill_server.holds import Holds, expired
 from prefill_server.request import PrefillRequest
-from prefill_server.requests import RequestTable
+from prefill_server.requests import Requests
 
 # A prompt waits for another one if that spares it this much of what it lacks. For less it would
 # lose a step that it could have been part of: all prompts of a template begin alike.
 SPARED_SHARE_MIN = 1 / 8
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Begin to compute a request, if its pages are there. nodes: of its cached prefix."""
+
+    request: PrefillRequest
+    nodes: list[CacheNode]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpHeld:
+    """A held cache makes room."""
+
+    request: PrefillRequest
+
+
 class Admission:
-    """Moves requests out of the queue, as many as the next steps compute: what waits longer finds
-    more in the prefix cache, and holds no pages meanwhile.
+    """Chooses requests that leave the queue, as many as the next steps compute: a request that
+    waits longer finds more in the prefix cache, and holds no pages meanwhile.
 
     Only two are ever looked at: the oldest, and the shortest if the oldest is not admitted. One
     whose pages were not there is looked at again when some have come back. One that begins as a
     prompt that is being computed follows that: it waits for what the two share.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        account: PageAccount,
-        batcher: Batcher,
-        holds: Holds,
-        endings: Endings,
-    ) -> None:
-        self._table = table
+    def __init__(self, account: PageAccount, batcher: Batcher, requests: Requests) -> None:
         self._account = account
         self._batcher = batcher
-        self._holds = holds
-        self._endings = endings
-        self._followers = Followers(table.queue, batcher)
+        self._requests = requests
+        self._followers = Followers(requests.queue, batcher)
 
     @property
-    def load_tokens(self) -> int:
+    def queued_token_count(self) -> int:
         """Tokens that are asked for and not computed yet."""
-        return self._table.queue.token_count + self._batcher.uncomputed_token_count
+        return self._requests.queue.token_count + self._batcher.uncomputed_token_count
 
     @property
     def followed_count(self) -> int:
         """How often a request waited for what another prompt computed."""
         return self._followers.count
 
-    def admit(self, now: float) -> None:
-        """Start whoever fits, in order of arrival; nobody passes a request that waited too long."""
+    def decide(self, now: float) -> Iterator[Schedule | GiveUpHeld]:
+        """In order of arrival; no request passes one that has waited too long. Each decision is
+        applied before the next one is made."""
         self._followers.wake()
-        while (request := self._next(now)) is not None:
-            self._look_at(request, now)
+        while True:
+            held = self._held_to_give_up(now)
+            if held is not None:
+                yield GiveUpHeld(held)
+            request = self._next(now)
+            if request is None:
+                return
+            nodes = self._account.match(request.token_ids, request.sampling)
+            if not self._follows(request, nodes):
+                yield Schedule(request, nodes)
+
+    def _held_to_give_up(self, now: float) -> PrefillRequest | None:
+        """The oldest held cache, if the next request has waited too long for its pages."""
+        oldest = self._requests.queue.oldest
+        if oldest is None or not self._is_late(oldest, now):
+            return None
+        return self._requests.oldest_held(now)
 
     def _next(self, now: float) -> PrefillRequest | None:
-        """The request to look at; None if nobody can be admitted as things are."""
-        oldest, shortest = self._table.queue.oldest, self._table.queue.shortest
+        """The request to look at; None if none can be admitted as things are."""
+        oldest, shortest = self._requests.queue.oldest, self._requests.queue.shortest
         if oldest is None or shortest is None:
             return None
-        has_room_for = self._batcher.has_room_for
-        if self._is_short(oldest) and now - oldest.short_since > PASSED_OVER_MAX_S:
-            held = self._holds.oldest(now)
-            if held is not None:
-                self._endings.fail(held, expired(held), now)
+        if self._is_late(oldest, now):
             shortest = oldest
         for request in (oldest, shortest):
-            if not self._is_short(request) and has_room_for(len(request.token_ids)):
+            has_room = self._batcher.has_room_for(len(request.token_ids))
+            if has_room and not self._is_short(request):
                 return request
         return None
+
+    def _is_late(self, request: PrefillRequest, now: float) -> bool:
+        return self._is_short(request) and now - request.short_since > PASSED_OVER_MAX_S
 
     def _is_short(self, request: PrefillRequest) -> bool:
         """Whether its pages were not there, and none have come back since."""
         return request.relief_seen == self._account.relief_count
 
-    def _look_at(self, request: PrefillRequest, now: float) -> None:
-        tokens, sampling = request.token_ids, request.sampling
-        nodes = self._account.match(tokens, sampling)
-        found = self._batcher.find_writer(nodes, tokens, reusable_count(tokens, sampling))
-        if found is not None:
-            leader, shared_count = found
-            cached_count = len(nodes) * self._account.groups[0].page_items
-            if shared_count - cached_count >= SPARED_SHARE_MIN * (len(tokens) - cached_count):
-                self._followers.add(request, leader, shared_count)
-                return
-        sequence = self._account.open(
-            request.request_id, tokens, request.prompt_count, sampling, nodes
-        )
-        if sequence is None:
-            request.short_since = request.short_since or now
-            request.relief_seen = self._account.relief_count
-            return
-        # It grows by the first token; the request keeps what it was asked to compute.
-        sequence.token_ids = list(tokens)
-        request.sequence = sequence
-        request.cached_token_count = sequence.cached_count
-        request.scheduled_at = now
-        request.advance(PrefillEvent.SCHEDULED)
-        self._table.queue.discard(request)
-        self._batcher.add(sequence)
+    def _follows(self, request: PrefillRequest, nodes: list[CacheNode]) -> bool:
+        """Whether a request waits for a prompt that is being computed, because the two begin
+        alike."""
+        tokens = request.token_ids
+        reusable = reusable_count(tokens, request.sampling)
+        found = self._batcher.find_writer(nodes, tokens, reusable)
+        if found is None:
+            return False
+        leader, shared_count = found
+        cached_count = len(nodes) * self._account.groups[0].page_items
+        if shared_count - cached_count < SPARED_SHARE_MIN * (len(tokens) - cached_count):
+            return False
+        self._followers.add(request, leader, shared_count)
+        return True

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefill_server.request import Failure, PrefillRequest, Reservation
+from common.failures import Failure, FailureKind
+from common.transfers.outgoing import OutgoingTransfer
+from prefill_server.request import PrefillRequest
 
 # A reservation holds pages that others wait for, and a router posts both halves at once.
 RESERVATION_TIMEOUT_S = 10.0
 # Rooms whose request has ended before its reservation came, to tell that one at once: the last so
 # many, so that what routers post can't fill the memory.
 GIVEN_UP_COUNT_MAX = 4096
-NEVER_CAME = Failure("rendezvous_timeout", "the other half of the room never came", 500)
-CAME_TOO_LATE = Failure("other_half_aborted", "the decode server had waited too long", 500)
+NEVER_CAME = Failure(FailureKind.RENDEZVOUS_TIMEOUT, "the other half of the room never came")
+CAME_TOO_LATE = Failure(FailureKind.OTHER_HALF_ABORTED, "the decode server had waited too long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class _GivenUp:
 class _Room:
     expires_at: float
     request: PrefillRequest | None = None
-    reservation: Reservation | None = None
+    reservation: OutgoingTransfer | None = None
 
 
 class Rendezvous:
@@ -49,10 +51,20 @@ class Rendezvous:
     def reservation_count(self) -> int:
         return sum(room.reservation is not None for room in self._rooms.values())
 
+    def waits_in(self, room: int) -> PrefillRequest | None:
+        """The request that waits in a room, if there is one."""
+        found = self._rooms.get(room)
+        return found.request if found is not None else None
+
+    def holds(self, reservation: OutgoingTransfer) -> bool:
+        """Whether a reservation waits in its room."""
+        room = self._rooms.get(reservation.room) if reservation.room is not None else None
+        return room is not None and room.reservation is reservation
+
     def holds_reservation(self, room: int) -> bool:
         return room in self._rooms and self._rooms[room].reservation is not None
 
-    def offer(self, room: int, request: PrefillRequest, now: float) -> Reservation | None:
+    def offer(self, room: int, request: PrefillRequest, now: float) -> OutgoingTransfer | None:
         """Bring the client's half; the other half if it is there, and then the room is empty."""
         self._given_up.pop(room, None)  # a router that uses a room again begins anew
         waiting = self._rooms.pop(room, None)
@@ -62,26 +74,28 @@ class Rendezvous:
         self._rooms[room] = _Room(expires_at, request=request)
         return None
 
-    def reserve(self, room: int, reservation: Reservation, now: float) -> PrefillRequest | None:
+    def reserve(
+        self, room: int, reservation: OutgoingTransfer, now: float
+    ) -> PrefillRequest | None:
         """Bring the decode server's half; the other half if it is there."""
         self._withdrawn.pop(room, None)
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.request is not None:
             return waiting.request
-        budget_s = min(RESERVATION_TIMEOUT_S, reservation.message.budget_ms / 1000)
+        budget_s = min(RESERVATION_TIMEOUT_S, reservation.request.budget_ms / 1000)
         self._rooms[room] = _Room(now + budget_s, reservation=reservation)
         return None
 
     def give_up(self, request: PrefillRequest, failure: Failure, now: float) -> None:
         """A request has ended; a reservation that comes for it later is to hear of it at once."""
-        if request.room is None or request.reservation is not None:
+        if request.room is None or request.transfer is not None:
             return
         room = self._rooms.get(request.room)
         if room is not None and room.request is request:
             del self._rooms[request.room]
         self._remember(self._given_up, request.room, failure, now)
 
-    def refuse(self, room: int, failure: Failure, now: float) -> Reservation | None:
+    def refuse(self, room: int, failure: Failure, now: float) -> OutgoingTransfer | None:
         """The client's half of a free room was not taken. Returns the reservation that waits there;
         one that comes later is to hear of it at once."""
         waiting = self._rooms.pop(room, None)
@@ -117,37 +131,20 @@ class Rendezvous:
         ended = self._given_up.get(room)
         return ended.failure if ended is not None and now < ended.until else None
 
-    def withdraw_transfer(
-        self, transfer_id: int, peer: str, link: str, failure: Failure, now: float
-    ) -> None:
-        """Drop a reservation of this peer and link, if it waits here."""
-        for number, room in self._rooms.items():
-            half = room.reservation
-            if half is None or half.message.transfer_id != transfer_id:
-                continue
-            if (half.peer, half.link) == (peer, link):
-                self._drop_reservation(number, failure, now)
-                return
-
-    def withdraw_peer(self, peer: str, failure: Failure, now: float) -> None:
-        """Drop the reservations of a peer that is gone."""
-        gone = [
-            number
-            for number, room in self._rooms.items()
-            if room.reservation is not None and room.reservation.peer == peer
-        ]
-        for number in gone:
-            self._drop_reservation(number, failure, now)
+    def drop(self, reservation: OutgoingTransfer, failure: Failure, now: float) -> None:
+        """The reservation is given up. Harmless if it does not wait here."""
+        if reservation.room is not None and self.holds(reservation):
+            self._drop_reservation(reservation.room, failure, now)
 
     def _drop_reservation(self, room: int, failure: Failure, now: float) -> None:
         """A reservation that met nobody is gone; a request that comes later is to hear of it."""
         del self._rooms[room]
         self._remember(self._withdrawn, room, failure, now)
 
-    def take_expired(self, now: float) -> list[PrefillRequest | Reservation]:
+    def take_expired(self, now: float) -> list[PrefillRequest | OutgoingTransfer]:
         """Halves that waited too long; their rooms are gone."""
         expired = [n for n, room in self._rooms.items() if room.expires_at <= now]
-        halves: list[PrefillRequest | Reservation] = []
+        halves: list[PrefillRequest | OutgoingTransfer] = []
         for number in expired:
             room = self._rooms[number]
             if room.reservation is not None:

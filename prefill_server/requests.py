@@ -1,31 +1,65 @@
-"""All requests of the prefill server, findable by every id they are known under.
+"""Every request of the prefill server: table, queue, deadlines, and each change of its state.
 
-Knows nothing of what happens to them.
+One method per row of `PREFILL_TABLE`; nothing else assigns to a request. The client is answered as
+soon as the end is known. Pages come back, and the decode server gets its one terminal message, only
+when no step and no put of the request is outstanding. Decides nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
 
-from common.request import Origin, SamplingParams
+from common.failures import Failure
+from common.protocol.frontend import Failed, Submit, Tokens, Traced
+from common.request import CHUNK_MARK_COUNT_MAX, FinishKind, FinishReason
+from common.scheduling.batcher import Batcher, ChunkDone, TokenDone
 from common.scheduling.deadlines import Deadlines
+from common.scheduling.peers import Outbox
+from common.scheduling.prefix_cache import CacheNode
+from common.scheduling.sequence import PageAccount
+from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
+from common.transfers.credits import Credits
+from common.transfers.outgoing import ALL_COMPUTED, Outgoing, OutgoingTransfer
 from prefill_server.queue import WaitingQueue
-from prefill_server.request import PrefillRequest, Reservation
+from prefill_server.request import PrefillRequest
+
+COUNTED = (
+    *("finished", "transfer_failed", "bootstrap_failed", "aborted", "timed_out"),
+    *("hold_expired",),
+)
+ENDED = (PrefillState.DRAINING, PrefillState.FINISHED, PrefillState.FAILED)
+# A held cache is given up for another request's need after this long, not before.
+UNDISTURBED_S = 5.0
 
 
-class RequestTable:
-    """Owner of the indexes. A request is in `queue` while it waits to be computed."""
+class Requests:
+    """Owner of every `PrefillRequest`. A request is in `queue` while it waits to be computed."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        account: PageAccount,
+        batcher: Batcher,
+        outgoing: Outgoing,
+        credits: Credits,
+        outbox: Outbox,
+    ) -> None:
+        self._account = account
+        self._batcher = batcher
+        self._outgoing = outgoing
+        self._credits = credits
+        self._outbox = outbox
         self._by_id: dict[int, PrefillRequest] = {}
         self._by_client: dict[int, PrefillRequest] = {}
-        self._by_transfer: dict[int, PrefillRequest] = {}
         self._by_room: dict[int, PrefillRequest] = {}
+        # In the order in which they were computed; those that ended stay until they are first.
+        self._held: deque[PrefillRequest] = deque()
         self._next_id = 1
         self.queue = WaitingQueue()
         self.deadlines = Deadlines()
+        self.counters = dict.fromkeys(COUNTED, 0.0)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -33,69 +67,246 @@ class RequestTable:
     def __iter__(self) -> Iterator[PrefillRequest]:
         return iter(list(self._by_id.values()))
 
-    def add(
-        self,
-        *,
-        client_id: int | None,
-        token_ids: list[int],
-        prompt_count: int,
-        sampling: SamplingParams,
-        budget_s: float,
-        room: int | None,
-        origin: Origin,
-        now: float,
-        is_ahead: bool = False,
-    ) -> PrefillRequest:
-        request = PrefillRequest(
-            request_id=self._next_id,
-            client_id=client_id,
-            token_ids=token_ids,
-            prompt_count=prompt_count,
-            sampling=sampling,
-            arrived_at=now,
-            deadline=now + budget_s,
-            room=room,
-            is_ahead=is_ahead,
-            origin=origin,
-        )
-        self._next_id += 1
-        self._by_id[request.request_id] = request
-        if client_id is not None:
-            self._by_client[client_id] = request
-        if room is not None:
-            self._by_room[room] = request
-        self.deadlines.add(request.request_id, request.deadline)
-        return request
-
-    def attach(self, request: PrefillRequest, reservation: Reservation, now: float) -> None:
-        """From now on the request is known by its transfer id and bound by the peer's budget. Where
-        the other half is traced, this one is part of that."""
-        request.reservation = reservation
-        parent = reservation.message.origin.trace_parent or request.origin.trace_parent
-        request.origin = msgspec.structs.replace(request.origin, trace_parent=parent)
-        self._by_transfer[reservation.message.transfer_id] = request
-        request.deadline = min(request.deadline, now + reservation.message.budget_ms / 1000)
-        self.deadlines.add(request.request_id, request.deadline)
-
-    def release_client(self, request: PrefillRequest) -> None:
-        """Its client has been answered; the request goes on without one."""
-        assert request.client_id is not None
-        del self._by_client[request.client_id]
-        request.client_id = None
-
-    def get(self, request_id: int) -> PrefillRequest | None:
-        return self._by_id.get(request_id)
+    def get(self, request_id: int | None) -> PrefillRequest | None:
+        return self._by_id.get(request_id) if request_id is not None else None
 
     def of_client(self, client_id: int) -> PrefillRequest | None:
         return self._by_client.get(client_id)
 
-    def of_transfer(self, transfer_id: int) -> PrefillRequest | None:
-        return self._by_transfer.get(transfer_id)
-
     def of_room(self, room: int) -> PrefillRequest | None:
         return self._by_room.get(room)
 
-    def forget(self, request: PrefillRequest) -> None:
+    @property
+    def held_count(self) -> int:
+        return sum(request.state is PrefillState.HELD for request in self._by_id.values())
+
+    def take_expired(self, now: float) -> list[PrefillRequest]:
+        """Requests whose time budget is used up."""
+        late = [self.get(request_id) for request_id in self.deadlines.take_expired(now)]
+        return [one for one in late if one is not None and one.deadline <= now]
+
+    def oldest_held(self, now: float) -> PrefillRequest | None:
+        """The cache to give up if another request waits for its pages: it is held longest, and its
+        decode server had time to ask. Computing it again costs less than a server that stands."""
+        while self._held and self._held[0].state is not PrefillState.HELD:
+            self._held.popleft()
+        if not self._held or now - self._held[0].computed_at < UNDISTURBED_S:
+            return None
+        return self._held[0]
+
+    # ---- they come -------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, room: int, now: float, *, is_ahead: bool) -> PrefillRequest:
+        """A client's request, which waits for a decode server to ask for it; or is computed ahead
+        of that."""
+        request = PrefillRequest(
+            request_id=self._take_id(),
+            client_id=submit.request_id,
+            token_ids=submit.token_ids,
+            prompt_count=len(submit.token_ids),
+            sampling=submit.sampling,
+            arrived_at=now,
+            deadline=now + submit.budget_s,
+            room=room,
+            is_ahead=is_ahead,
+            origin=submit.origin,
+        )
+        self._by_client[submit.request_id] = request
+        self._by_room[room] = request
+        self._add(request)
+        return request
+
+    def submit_asked(self, transfer: OutgoingTransfer, now: float) -> PrefillRequest:
+        """A request that only its decode server knows of, which brought its tokens."""
+        message = transfer.request
+        assert message.sampling is not None, "checked when it came"
+        request = PrefillRequest(
+            request_id=self._take_id(),
+            client_id=None,
+            token_ids=message.token_ids,
+            prompt_count=message.prompt_count,
+            sampling=message.sampling,
+            arrived_at=now,
+            deadline=now + message.budget_ms / 1000,
+            origin=message.origin,
+        )
+        self._add(request)
+        return request
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _add(self, request: PrefillRequest) -> None:
+        self._by_id[request.request_id] = request
+        self.deadlines.add(request.request_id, request.deadline)
+
+    # ---- rows of the table -----------------------------------------------------------------------
+
+    def queue_ahead(self, request: PrefillRequest, now: float) -> None:
+        """WAITING -> QUEUED: it is computed before any decode server asks for it."""
+        self._advance(request, PrefillEvent.AHEAD)
+        request.queued_at = now
+        self.queue.add(request)
+
+    def pair(self, request: PrefillRequest, transfer: OutgoingTransfer, now: float) -> None:
+        """WAITING -> QUEUED, or HELD -> SENDING: a decode server asks for it, and its time budget
+        counts as well. Where the other half is traced, this one is part of that."""
+        self._advance(request, PrefillEvent.PAIRED)
+        request.transfer = transfer
+        transfer.owner = request.request_id
+        parent = transfer.request.origin.trace_parent or request.origin.trace_parent
+        request.origin = msgspec.structs.replace(request.origin, trace_parent=parent)
+        request.deadline = min(request.deadline, now + transfer.request.budget_ms / 1000)
+        self.deadlines.add(request.request_id, request.deadline)
+        if request.uses_credit:
+            self._credits.begin(transfer.peer)
+        if request.state is PrefillState.QUEUED:
+            request.queued_at = now
+            self.queue.add(request)
+            return
+        assert request.sequence is not None
+        request.paired_at = now
+        pages = request.sequence.page_lists()
+        token_count = len(request.token_ids)
+        self._outgoing.send(transfer, pages, token_count, ALL_COMPUTED, is_final=True)
+        self._outgoing.ask_digests(transfer, pages)
+
+    def schedule(self, request: PrefillRequest, nodes: list[CacheNode], now: float) -> None:
+        """QUEUED -> PREFILLING, if there are pages. nodes: of the cached prefix that it begins
+        with."""
+        tokens, sampling = request.token_ids, request.sampling
+        sequence = self._account.open(
+            request.request_id, tokens, request.prompt_count, sampling, nodes
+        )
+        if sequence is None:
+            request.short_since = request.short_since or now
+            request.relief_seen = self._account.relief_count
+            return
+        self._advance(request, PrefillEvent.SCHEDULED)
+        # It grows by the first token; the request keeps what it was asked to compute.
+        sequence.token_ids = list(tokens)
+        request.sequence = sequence
+        request.cached_token_count = sequence.cached_count
+        request.scheduled_at = now
+        self.queue.discard(request)
+        self._batcher.add(sequence)
+
+    def note_chunk(self, chunk: ChunkDone, now: float) -> None:
+        """A chunk of a prompt is computed."""
+        request = self._by_id[chunk.sequence.request_id]
+        request.chunk_count += 1
+        if len(request.chunk_ends_s) < CHUNK_MARK_COUNT_MAX:
+            request.chunk_ends_s.append(now - request.scheduled_at)
+        if chunk.prompt_logprobs:
+            request.prompt_logprobs.append(chunk.prompt_logprobs)
+
+    def note_computed(self, token: TokenDone, now: float) -> PrefillRequest:
+        """PREFILLING -> SENDING or HELD: the prompt is computed and the first token drawn. The
+        client of a held cache is answered; the last layers of another may be on their way."""
+        request = self._by_id[token.sequence.request_id]
+        request.first_token = token.token_id
+        request.first_logprobs = token.logprobs
+        request.computed_at = now
+        self._batcher.stop(token.sequence)
+        if request.is_ahead:
+            self._advance(request, PrefillEvent.COMPUTED_AHEAD)
+            self._held.append(request)
+            self._answer(request, now)
+            assert request.client_id is not None
+            del self._by_client[request.client_id]
+            request.client_id = None
+            return request
+        self._advance(request, PrefillEvent.LAST_CHUNK)
+        assert request.transfer is not None
+        self._outgoing.ask_digests(request.transfer, token.sequence.page_lists())
+        return request
+
+    def finish(self, request: PrefillRequest, now: float) -> None:
+        """SENDING -> FINISHED: everything is flushed at the target."""
+        transfer, sequence = request.transfer, request.sequence
+        assert transfer is not None and sequence is not None and request.first_token is not None
+        self._advance(request, PrefillEvent.SETTLED)
+        self._account.close(sequence)
+        self.counters["finished"] += not request.is_self_test
+        trace = request.trace(now)
+        seen_by_target = trace.transfer
+        if request.is_ahead:
+            # A decode server did not wait for what was computed before it asked.
+            seen_by_target = msgspec.structs.replace(
+                trace.transfer, queue_s=0.0, prefill_s=0.0, chunk_count=0, chunk_ends_s=[]
+            )
+        self._outgoing.finish(
+            transfer,
+            request.first_token,
+            seen_by_target,
+            request.first_logprob_list,
+            request.prompt_logprobs,
+        )
+        if request.client_id is not None:
+            self._answer(request, now)
+        elif not request.is_self_test:
+            self._outbox.to_frontend(Traced(trace))
+        self._forget(request)
+
+    def _answer(self, request: PrefillRequest, now: float) -> None:
+        assert request.client_id is not None and request.first_token is not None
+        self._outbox.to_frontend(
+            Tokens(
+                request.client_id,
+                [request.first_token],
+                logprobs=request.first_logprob_list,
+                cached_token_count=request.cached_token_count,
+                finish=FinishReason(FinishKind.LENGTH),
+                trace=request.trace(now),
+            )
+        )
+
+    def fail(self, request: PrefillRequest, failure: Failure, now: float) -> None:
+        """WAITING or QUEUED -> FAILED; PREFILLING, HELD or SENDING -> DRAINING. The first cause
+        counts; a request that is ending already is left alone."""
+        if request.state in ENDED:
+            return
+        request.failure = failure = request.failure or failure
+        if request.client_id is not None:
+            trace, kind = request.trace(now), failure.kind
+            self._outbox.to_frontend(
+                Failed(request.client_id, failure.status, kind, failure.message, trace)
+            )
+        self.queue.discard(request)
+        if request.sequence is not None:
+            self._batcher.stop(request.sequence)
+            if request.transfer is not None:
+                self._outgoing.cancel(request.transfer)
+        self._advance(request, PrefillEvent.CANCELLED)
+        self.settle(request, now)
+
+    def settle(self, request: PrefillRequest, now: float) -> None:
+        """DRAINING -> FAILED, once no step and no put touches its pages any more."""
+        sequence, failure, transfer = request.sequence, request.failure, request.transfer
+        assert failure is not None
+        if request.is_sending or (sequence is not None and self._batcher.is_in_flight(sequence)):
+            return
+        if sequence is not None:
+            self._account.close(sequence)
+            self._advance(request, PrefillEvent.SETTLED)
+        kind = "bootstrap_failed" if failure.kind.is_bootstrap else failure.kind
+        if kind in self.counters:
+            self.counters[kind] += 1
+        is_test = request.is_self_test
+        trace = request.trace(now)
+        if transfer is not None:
+            self._outgoing.refuse(transfer, failure, now)
+        if request.client_id is None and not is_test:
+            self._outbox.to_frontend(Traced(trace))
+        self._forget(request)
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _advance(self, request: PrefillRequest, event: PrefillEvent) -> None:
+        request.state = next_prefill_state(request.state, event)
+
+    def _forget(self, request: PrefillRequest) -> None:
         del self._by_id[request.request_id]
         self.deadlines.forget(request.request_id)
         self.queue.discard(request)
@@ -103,5 +314,5 @@ class RequestTable:
             del self._by_client[request.client_id]
         if request.room is not None:
             del self._by_room[request.room]
-        if request.reservation is not None:
-            del self._by_transfer[request.reservation.message.transfer_id]
+        if request.transfer is not None and request.uses_credit:
+            self._credits.end(request.transfer.peer)

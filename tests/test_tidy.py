@@ -30,7 +30,7 @@ LAYERS = [
     {"common.protocol"},
     {"common.scheduling"},
     {"common.engine", "common.transport", "common.channel"},
-    {"common.worker"},
+    {"common.worker", "common.transfers"},
     {"common.frontend", "common.runtime"},
     {"prefill_server", "decode_server"},
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.failures import ABORTED, FAILURES
+from common.failures import FailureKind
 from common.metrics import buckets
 from common.metrics.definitions import Kind, Metric, Side, View
 
@@ -122,7 +122,7 @@ REQUESTS = (
         "Requests that ended in an error, by its kind.",
         (View("baton:failed_requests", ("kind",)),),
         ("kind",),
-        starts_at=tuple((kind,) for kind in FAILURES if kind != ABORTED),
+        starts_at=tuple((str(kind),) for kind in FailureKind if kind is not FailureKind.ABORTED),
     ),
     Metric(
         "prompt_tokens",

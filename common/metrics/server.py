@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.config import EngineType, MetricsNames
-from common.failures import ABORTED
+from common.failures import FailureKind
 from common.metrics.definitions import Kind, Metric
 from common.metrics.exposition import Exposition, Instrument
 from common.metrics.instruments import Counter, Histogram
@@ -119,7 +119,7 @@ class ServerMetrics:
 
     def observe_failure(self, kind: str, *, is_streaming: bool) -> None:
         """A request ended in an error, or its client gave it up."""
-        reason = FinishKind.ABORT if kind == ABORTED else "error"
+        reason = FinishKind.ABORT if kind == FailureKind.ABORTED else "error"
         self._counters["requests"].inc(1, _flag(is_streaming), str(reason))
         if reason is not FinishKind.ABORT:
             self._counters["failed"].inc(1, kind)

@@ -38,6 +38,7 @@ class Hello(_Message, frozen=True):
     host_ids, pids: of its ranks (see hosts.py), for a peer that can watch their processes.
     verify: the share of a cache that it wants compared. A peer without the field can't compare.
     name, http_address: for operators; no decision depends on them.
+    sends, receives: whether caches leave it, and whether it takes some.
     """
 
     version_min: int
@@ -52,6 +53,8 @@ class Hello(_Message, frozen=True):
     verify: Verify | None = None
     name: str = ""
     http_address: str = ""
+    sends: bool = False
+    receives: bool = True
 
 
 class Welcome(_Message, frozen=True):
@@ -60,6 +63,7 @@ class Welcome(_Message, frozen=True):
     credits: as in Heartbeat.
     host_ids, pids: of the ranks that will write (see hosts.py), for the proof that they are gone.
     name, http_address: for operators; no decision depends on them.
+    role, sends, receives: as in Hello.
     """
 
     version: int
@@ -74,6 +78,9 @@ class Welcome(_Message, frozen=True):
     name: str = ""
     http_address: str = ""
     credits: int | None = None
+    role: str = "prefill"
+    sends: bool = True
+    receives: bool = False
 
 
 class Refuse(_Message, frozen=True):

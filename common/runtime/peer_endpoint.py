@@ -13,7 +13,7 @@ from common.channel.peer import PeerDialer, PeerListener
 from common.channel.sockets import SendResult
 from common.errors import ConfigError, ProtocolError
 from common.protocol import too_large
-from common.protocol.codec import UnreadTransfer, encode
+from common.protocol.codec import UnreadTransfer, decode_peer_message, encode
 from common.protocol.peer import PeerMessage
 from common.runtime.malformed import MalformedCounts
 from common.scheduling.events import Event, FromPeer, LinkBroke, LinkDropped, LinkRefused
@@ -27,9 +27,6 @@ class PeerEnd(Protocol):
 
     @property
     def links(self) -> PeerListener | PeerDialer: ...
-
-    def decode(self, payload: bytes) -> PeerMessage:
-        """Raises: ProtocolError."""
 
     def find_unread(self, payload: bytes) -> UnreadTransfer | None:
         """The transfer of a message that `decode` refuses; None if it names none."""
@@ -84,7 +81,7 @@ class PeerEndpoint:
 
     def _read(self, link: str, payload: bytes) -> Event | None:
         try:
-            return FromPeer(link, self._end.decode(payload))
+            return FromPeer(link, decode_peer_message(payload))
         except ProtocolError as error:
             self.dropped_count += 1
             return self._attribute(link, payload, error) or self._note_malformed(link, error)

@@ -15,12 +15,9 @@ from common.errors import ProtocolError
 from common.protocol import too_large
 from common.protocol.codec import (
     UnreadTransfer,
-    decode_decode_to_prefill,
-    decode_prefill_to_decode,
     find_unread_request,
     find_unread_result,
 )
-from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.scheduling.events import Event, FromPeer, LinkBroke, UnreadableRequest
 
 
@@ -30,10 +27,6 @@ class ListeningEnd:
     def __init__(self, links: PeerListener, gate: Gate | None) -> None:
         self.links = links
         self._gate = gate
-
-    def decode(self, payload: bytes) -> DecodeToPrefill:
-        """Raises: ProtocolError."""
-        return decode_decode_to_prefill(payload)
 
     def find_unread(self, payload: bytes) -> UnreadTransfer | None:
         return find_unread_request(payload)
@@ -65,10 +58,6 @@ class DialingEnd:
 
     def __init__(self, links: PeerDialer) -> None:
         self.links = links
-
-    def decode(self, payload: bytes) -> PrefillToDecode:
-        """Raises: ProtocolError."""
-        return decode_prefill_to_decode(payload)
 
     def find_unread(self, payload: bytes) -> UnreadTransfer | None:
         return find_unread_result(payload)

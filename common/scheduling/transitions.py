@@ -1,8 +1,8 @@
 """The two request tables: which event leads from which state to which. Data and one function.
 
 A transition happens through these tables or not at all; an event that a table does not have in a
-state is our bug. DRAINING belongs to a transfer whose writer is not yet quiet: the client has been
-answered already, the pages have not come back.
+state is our bug. A prefill request drains while a step or a put still uses its pages: its client
+has been answered already. On a decode server the pages of such a request stay with its transfer.
 """
 
 from __future__ import annotations
@@ -12,37 +12,29 @@ from enum import StrEnum
 
 class DecodeState(StrEnum):
     WAITING = "waiting"
-    BOOTSTRAPPING = "bootstrapping"
     TRANSFERRING = "transferring"
     RUNNING = "running"
-    DRAINING = "draining"
     FINISHED = "finished"
     FAILED = "failed"
 
 
 class DecodeEvent(StrEnum):
-    ADMITTED = "admitted"
     RESERVED = "reserved"
     SCHEDULED_HERE = "scheduled here"
     DONE = "done"
     PEER_FAILED = "peer failed"
-    QUIET = "quiet"
     RETRACTED = "retracted"
     LAST_TOKEN = "last token"
     CANCELLED = "cancelled"
 
 
 DECODE_TABLE: dict[tuple[DecodeState, DecodeEvent], DecodeState] = {
-    (DecodeState.WAITING, DecodeEvent.ADMITTED): DecodeState.BOOTSTRAPPING,
+    (DecodeState.WAITING, DecodeEvent.RESERVED): DecodeState.TRANSFERRING,
     (DecodeState.WAITING, DecodeEvent.SCHEDULED_HERE): DecodeState.RUNNING,
     (DecodeState.WAITING, DecodeEvent.CANCELLED): DecodeState.FAILED,
-    (DecodeState.BOOTSTRAPPING, DecodeEvent.RESERVED): DecodeState.TRANSFERRING,
-    (DecodeState.BOOTSTRAPPING, DecodeEvent.PEER_FAILED): DecodeState.WAITING,
-    (DecodeState.BOOTSTRAPPING, DecodeEvent.CANCELLED): DecodeState.FAILED,
     (DecodeState.TRANSFERRING, DecodeEvent.DONE): DecodeState.RUNNING,
     (DecodeState.TRANSFERRING, DecodeEvent.PEER_FAILED): DecodeState.WAITING,
-    (DecodeState.TRANSFERRING, DecodeEvent.CANCELLED): DecodeState.DRAINING,
-    (DecodeState.DRAINING, DecodeEvent.QUIET): DecodeState.FAILED,
+    (DecodeState.TRANSFERRING, DecodeEvent.CANCELLED): DecodeState.FAILED,
     (DecodeState.RUNNING, DecodeEvent.RETRACTED): DecodeState.WAITING,
     (DecodeState.RUNNING, DecodeEvent.LAST_TOKEN): DecodeState.FINISHED,
     (DecodeState.RUNNING, DecodeEvent.CANCELLED): DecodeState.FAILED,

@@ -77,13 +77,13 @@ class WiredWorld(World):
         """As the prefill server names them."""
         core = self.nodes["p0"].core
         assert isinstance(core, PrefillScheduler)
-        return [peer.link for peer in core._peers._peers.values() if peer.phase == "connected"]
+        return [peer.link for peer in core.transfers.links.connections if peer.phase == "connected"]
 
     @property
     def is_connected(self) -> bool:
         core = self.nodes["d0"].core
         assert isinstance(core, DecodeScheduler)
-        return bool(core._peers.connected()) and bool(self.connected_links)
+        return bool(core.transfers.links.connections.sources()) and bool(self.connected_links)
 
     def wait_connected(self) -> str:
         """The link by which the two are connected, as the prefill server names it."""

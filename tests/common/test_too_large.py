@@ -85,7 +85,7 @@ def sent(loop: SchedulerLoop, monkeypatch: pytest.MonkeyPatch, effect: Effect) -
     decode = (
         codec.decode_scheduler_to_frontend
         if isinstance(effect, ToFrontend)
-        else codec.decode_prefill_to_decode
+        else codec.decode_peer_message
     )
     return [decode(payload) for payload in payloads]
 

@@ -35,7 +35,7 @@ def core_of(node: Node) -> DecodeScheduler:
 
 def request_of(world: World, client: Client) -> DecodeRequest:
     assert not client.finals, client.failure
-    return core_of(world.nodes["d0"])._endings.requests[client.request_id]
+    return core_of(world.nodes["d0"]).requests.get(client.request_id)
 
 
 def run_until_decoding(world: World, client: Client) -> None:
@@ -50,8 +50,8 @@ def retract(world: World, client: Client) -> None:
     core = core_of(world.nodes["d0"])
     sequence = request_of(world, client).sequence
     assert sequence is not None
-    core._batcher.remove(sequence)
-    core._retract(sequence, world.now)
+    core.batcher.remove(sequence)
+    core.requests.retract(core.requests.of_sequence(sequence), world.now)
     world.nodes["d0"].feed(Tick())
 
 

@@ -69,7 +69,7 @@ def test_a_server_that_says_it_is_busy_is_asked_less(asked: Counter[str]) -> Non
     world = make_world(decode_count=1, prefill_count=2)
     core = world.nodes["d0"].core
     assert isinstance(core, DecodeScheduler)
-    core._peers.connected()[1].liveness.queued_token_count = 3 * len(PROMPT) + 1
+    core.transfers.links.connections.sources()[1].liveness.queued_token_count = 3 * len(PROMPT) + 1
     for _ in range(6):
         world.submit(world.nodes["d0"], PROMPT, 2)
     assert asked == {"p0:1": 5, "p1:1": 1}

@@ -91,7 +91,7 @@ def test_a_decode_server_alone_is_soon_given_most_of_the_queue(
     other = watched.submit("d1", 8)
     assert watched.asked["p0:1"] - len(clients) < 8
     watched.world.run(watched.world.now + 0.05)
-    assert len(watched.prefill()._table) <= 64 and not any(c.finals for c in clients + other)
+    assert len(watched.prefill().requests) <= 64 and not any(c.finals for c in clients + other)
 
 
 def test_room_is_told_at_once_to_who_has_used_all_of_it() -> None:
@@ -109,14 +109,14 @@ def test_a_refusal_of_what_came_at_the_same_moment_is_no_attempt() -> None:
     """Two decode servers that were both told of more than there is."""
     watched = Watched(decode_count=2, prefill_count=2, queue_max=8)
     for name in ("d0", "d1"):
-        for peer in watched.decode(name)._peers.all():
+        for peer in watched.decode(name).transfers.links.connections:
             peer.credits = 8
     clients = watched.submit("d0", 14) + watched.submit("d1", 14)
     watched.world.run(watched.world.now + 10.0)
     assert {failed.kind for failed in watched.refusals} == {"queue_full"}
     assert len(watched.refusals) <= 20, "it is not asked again before it says that it has room"
     assert all_finished(clients)
-    counters = [watched.decode(name)._endings.counters for name in ("d0", "d1")]
+    counters = [watched.decode(name).requests.counters for name in ("d0", "d1")]
     assert [count["retried"] for count in counters] == [0, 0]
 
 
@@ -165,8 +165,8 @@ def test_credits_come_back_however_a_transfer_ends() -> None:
         watched.world.cancel(client)
     watched.world.run(watched.world.now + 5.0)
     assert all_finished(clients[6:])
-    (peer,) = watched.decode("d0")._peers.all()
-    assert watched.decode("d0")._receiver.open_count(peer.attachment) == 0
+    (peer,) = watched.decode("d0").transfers.links.connections
+    assert watched.decode("d0").transfers.incoming.open_count(peer.attachment) == 0
     assert not watched.prefill()._credits._open
     judge(watched.world)
 
@@ -176,7 +176,7 @@ def test_a_server_that_says_nothing_of_credits_is_asked_for_all(
 ) -> None:
     watched = Watched(decode_count=1, queue_max=4)
     monkeypatch.setattr(watched.world.nodes["p0"].worker, "handle", lambda *_: None)
-    (peer,) = watched.decode("d0")._peers.all()
+    (peer,) = watched.decode("d0").transfers.links.connections
     silent = Heartbeat(peer.incarnation, 10**6, 0, is_busy=False)
     watched.world.nodes["d0"].feed(FromPeer("p0:1", silent))
     watched.submit("d0", 12)

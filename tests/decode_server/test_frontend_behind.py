@@ -31,9 +31,9 @@ def test_no_step_is_sent_until_the_output_has_left(world: World) -> None:
     decode, client = world.nodes["d0"], running(world)
     decode.feed(FrontendBehind(True))
     world.run(world.now + 0.25)  # steps in flight come back
-    count, steps = len(client.output), decode.core._batcher.step_count
+    count, steps = len(client.output), decode.core.batcher.step_count
     world.run(world.now + 4.0)
-    assert (len(client.output), decode.core._batcher.step_count) == (count, steps)
+    assert (len(client.output), decode.core.batcher.step_count) == (count, steps)
     decode.feed(FrontendBehind(False))
     world.run(world.now + 1.0)
     assert client.finals == ["finished"]

@@ -7,7 +7,7 @@ import pytest
 from common.protocol.peer import Hello
 from common.scheduling.events import Dial, Effect, HangUp, LinkDropped, ToPeer
 from common.scheduling.peers import HELLO_INTERVAL_S, REFUSED_RETRY_S
-from decode_server.prefill_peers import UNANSWERED_HELLO_COUNT_MAX
+from common.transfers.addresses import UNANSWERED_HELLO_COUNT_MAX
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.world import World
 
@@ -33,7 +33,7 @@ def decode(world: World) -> DecodeScheduler:
 
 
 def is_connected(world: World) -> bool:
-    return [peer.link for peer in decode(world)._peers.connected()] == [LINK]
+    return [peer.link for peer in decode(world).transfers.links.connections.sources()] == [LINK]
 
 
 class Watch:
@@ -86,14 +86,14 @@ def test_a_link_that_says_nonsense_is_given_up_and_dialled_anew(
 ) -> None:
     client = world.submit(world.nodes["d0"], PROMPT, 4)
     core, watch = decode(world), Watch(world, monkeypatch)
-    assert core._receiver.under_way_count == 1
+    assert core.transfers.incoming.under_way_count == 1
     world.nodes["d0"].feed(LinkDropped(LINK, "16 malformed messages"))
-    assert not is_connected(world) and core._receiver.abandoned_count == 1
+    assert not is_connected(world) and core.transfers.incoming.abandoned_count == 1
     assert "16 malformed messages" in world.nodes["d0"].state().peers[0].detail
     world.run(world.now + 5.0)
     assert watch.dialled == [HangUp(LINK), Dial(LINK)]
     assert is_connected(world) and client.finals == ["finished"]
-    assert core._receiver.abandoned_count == 0
+    assert core.transfers.incoming.abandoned_count == 0
 
 
 def test_a_server_that_says_nothing_but_nonsense_is_left_alone_for_a_while(

@@ -27,7 +27,7 @@ def world() -> World:
 
 def connected(world: World) -> list[str]:
     core = world.nodes["d0"].core
-    return sorted(peer.link for peer in core._peers.connected())  # type: ignore[union-attr]
+    return sorted(peer.link for peer in core.transfers.links.connections.sources())  # type: ignore[union-attr]
 
 
 def counters(world: World, node: str = "d0") -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.scheduling.events import Tick
-from decode_server.recovery import FALLBACK_WAIT_S, PEER_WAIT_S
+from decode_server.missing_servers import FALLBACK_WAIT_S, PEER_WAIT_S
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.client import Client
 from tests.sim.world import World
@@ -97,7 +97,7 @@ def test_a_server_that_does_not_fit_is_not_waited_for(world: World) -> None:
     core = world.nodes["d0"].core
     assert isinstance(core, DecodeScheduler)
     world.run(world.now + 1.0)
-    core._peers.handle_link_refused("p1:1", "it does not know our key", world.now)
+    core.transfers.links.addresses.note_link_refused("p1:1", "it does not know our key", world.now)
     assert ask(world, LONG).failure.startswith("bad_request: prompt of 65 tokens: ")
 
 
@@ -109,7 +109,9 @@ def test_a_prompt_is_not_called_too_long_because_the_only_server_refuses_us(worl
         world.nodes[name].crash()
     world.run(world.now + 1.0)
     for name in ("p0", "p1"):
-        core._peers.handle_link_refused(f"{name}:1", "it does not know our key", world.now)
+        core.transfers.links.addresses.note_link_refused(
+            f"{name}:1", "it does not know our key", world.now
+        )
     client = ask(world, LONG[:8])
     assert client.finals == []
     world.run(world.now + PEER_WAIT_S + 0.5)
@@ -141,9 +143,9 @@ def test_an_answer_that_outgrew_every_server_ends_when_it_is_retracted(world: Wo
     while len(client.output) < 5:
         assert not client.finals, client.failure
         world.run(world.now + 0.001)
-    (sequence,) = core._batcher._running.values()
-    core._batcher.remove(sequence)
-    core._retract(sequence, world.now)
+    (sequence,) = core.batcher._running.values()
+    core.batcher.remove(sequence)
+    core.requests.retract(core.requests.of_sequence(sequence), world.now)
     world.nodes["d0"].feed(Tick())
     world.run(world.now + PEER_WAIT_S + 1.0)
     assert client.failure.startswith("no_prefill_server: ")

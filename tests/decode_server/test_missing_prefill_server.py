@@ -23,9 +23,9 @@ from common.scheduling.facts import SchedulerLimits
 from common.scheduling.log_rate_limiter import BURST
 from common.scheduling.peers import REFUSED_RETRY_S
 from common.scheduling.transitions import DecodeState
+from common.transfers.refusals import SHOWN_COUNT_MAX, SHOWN_S
+from decode_server.missing_servers import PEER_WAIT_S
 from decode_server.output_lengths import REMEMBERED_COUNT
-from decode_server.recovery import PEER_WAIT_S
-from prefill_server.decode_peers import REFUSED_COUNT_MAX, REFUSED_SHOWN_S
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.client import Client
 from tests.sim.node import Node
@@ -138,16 +138,16 @@ def test_a_server_that_comes_back_begins_the_wait_anew(world: World) -> None:
 def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: World) -> None:
     decode = world.nodes["d0"]
     for _ in range(REMEMBERED_COUNT):
-        decode.core._endings.lengths.note_end(1)
+        decode.core.requests.lengths.note_end(1)
     world.nodes["p0"].boot()
     world.run(world.now + 3.0)
     clients = [world.submit(decode, PROMPT, 100, budget_s=60.0) for _ in range(2)]
     while not all(client.output for client in clients):
         world.run(world.now + 0.05)
     world.nodes["p0"].crash()
-    while not decode.core._endings.counters["retracted"]:
+    while not decode.core.requests.counters["retracted"]:
         world.run(world.now + 0.05)
-    requests = decode.core._endings.requests.values()
+    requests = decode.core.requests
     (waiting,) = [request for request in requests if request.state is DecodeState.WAITING]
     retracted = world.clients[waiting.request_id]
     assert PEER_WAIT_S - 0.1 <= wait_for_answer(world, retracted) < PEER_WAIT_S + 1
@@ -170,7 +170,7 @@ def test_a_refused_pair_shows_the_differences_on_both_sides(world: World) -> Non
     (ours,), (theirs,) = peers(world.nodes["d0"]), peers(prefill)
     assert (theirs.state, theirs.detail) == ("refused", DIFFERENCE)
     # What is ours to the one who says it is theirs to the one who shows it.
-    said = f"in the prefill server's words: {DIFFERENCE}"
+    said = f"in the other server's words: {DIFFERENCE}"
     assert (ours.state, ours.detail) == ("refused", said)
     assert theirs.incarnation == "d0-1"
     assert ours.detail in client.failure
@@ -181,14 +181,14 @@ def test_a_refused_decode_server_that_is_gone_is_no_longer_shown(world: World) -
     world.run(world.now + 3)
     assert len(peers(prefill)) == 1
     world.nodes["d0"].crash()
-    world.run(world.now + REFUSED_SHOWN_S + 1)
+    world.run(world.now + SHOWN_S + 1)
     assert peers(prefill) == []
 
 
 def test_only_the_last_refused_decode_servers_are_shown(world: World) -> None:
     prefill = boot_another_model(world)
-    for _ in range(REFUSED_COUNT_MAX + 3):
+    for _ in range(SHOWN_COUNT_MAX + 3):
         world.nodes["d0"].boot()
         world.run(world.now + 0.5)
     shown = [peer.incarnation for peer in peers(prefill)]
-    assert shown == [f"d0-{life}" for life in range(5, REFUSED_COUNT_MAX + 5)]
+    assert shown == [f"d0-{life}" for life in range(5, SHOWN_COUNT_MAX + 5)]

@@ -66,7 +66,7 @@ class Alone:
 
     @property
     def retracted_count(self) -> int:
-        return int(self.core._endings.counters["retracted"])
+        return int(self.core.requests.counters["retracted"])
 
     def _take(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -84,7 +84,7 @@ class Alone:
         self._take(self.core.schedule(1.0))
 
     def _is_last(self, request_id: int) -> bool:
-        request = self.core._endings.requests.get(request_id)
+        request = self.core.requests.get(request_id)
         return request is not None and request.output_count + 1 >= self._length_of(request_id)
 
 

@@ -59,7 +59,7 @@ def test_a_slow_prefill_server_is_asked_for_more_than_may_decode(
     """Else the batch would shrink by as many as are under way."""
     world.nodes["p0"].freeze()
     clients = submit(world, REQUEST_COUNT)
-    assert core_of(world)._receiver.under_way_count == REQUEST_COUNT
+    assert core_of(world).transfers.incoming.under_way_count == REQUEST_COUNT
     world.run(world.now + 0.3)
     world.nodes["p0"].thaw()
     world.run(world.now + 5.0)
@@ -71,11 +71,11 @@ def test_a_slow_prefill_server_is_asked_for_more_than_may_decode(
 def test_nobody_is_asked_for_more_while_what_has_come_waits_for_a_place(world: World) -> None:
     core = core_of(world)
     first = submit(world, REQUEST_COUNT)
-    while not core._batcher.ready_count:
+    while not core.batcher.ready_count:
         world.run(world.now + 0.001)
-    asked_count = core._receiver.under_way_count
+    asked_count = core.transfers.incoming.under_way_count
     late = submit(world, 1)
-    assert core._receiver.under_way_count == asked_count and len(core._endings.queue) == 1
+    assert core.transfers.incoming.under_way_count == asked_count and len(core.requests.queue) == 1
     world.run(world.now + 5.0)
     assert [client.finals for client in first + late] == [["finished"]] * (REQUEST_COUNT + 1)
 
@@ -83,12 +83,12 @@ def test_nobody_is_asked_for_more_while_what_has_come_waits_for_a_place(world: W
 def test_places_are_given_in_the_order_of_arrival(world: World) -> None:
     core = core_of(world)
     submit(world, REQUEST_COUNT)
-    while not core._batcher.ready_count:
+    while not core.batcher.ready_count:
         world.run(world.now + 0.0005)
-    before = list(core._batcher._ready)
+    before = list(core.batcher._ready)
     while before:
         world.run(world.now + 0.0005)
-        ready = list(core._batcher._ready)
+        ready = list(core.batcher._ready)
         left_count = len(before) - len(set(before) & set(ready))
         assert ready[: len(before) - left_count] == before[left_count:]
         before = ready
@@ -97,11 +97,11 @@ def test_places_are_given_in_the_order_of_arrival(world: World) -> None:
 def test_who_waits_for_a_place_can_leave(world: World) -> None:
     core = core_of(world)
     clients = submit(world, REQUEST_COUNT)
-    while not core._batcher.ready_count:
+    while not core.batcher.ready_count:
         world.run(world.now + 0.001)
-    (leaving, *_) = core._batcher._ready
+    (leaving, *_) = core.batcher._ready
     world.cancel(world.clients[leaving])
-    assert leaving not in core._batcher._ready
+    assert leaving not in core.batcher._ready
     world.run(world.now + 5.0)
     assert [client.finals for client in clients if client.request_id != leaving] == [
         ["finished"]

@@ -11,7 +11,7 @@ from common.protocol.peer import TransferFailed, TransferRequest
 from common.request import Bootstrap
 from common.scheduling.breaker import FAILURE_COUNT_MAX
 from common.scheduling.events import Effect, FromFrontend, ToFrontend, ToPeer
-from decode_server.recovery import FALLBACK_WAIT_S, PEER_WAIT_S
+from decode_server.missing_servers import FALLBACK_WAIT_S, PEER_WAIT_S
 from decode_server.starvation import STARVED_END_S, STARVED_TROUBLE_S
 from tests.sim.client import Client
 from tests.sim.node import Node

@@ -144,9 +144,9 @@ def test_a_message_that_is_explained_is_one_of_ours(message: str) -> None:
 
 
 def test_a_message_of_nobody_is_noticed() -> None:
-    assert is_said("lost prefill server ADDRESS: REASON")
-    assert not is_said("lost prefill server ADDRESS because of REASON")
-    assert not is_said("lost prefill server of ADDRESS: REASON")
+    assert is_said("lost ROLE server ADDRESS: REASON")
+    assert not is_said("lost ROLE server ADDRESS because of REASON")
+    assert not is_said("lost ROLE server of ADDRESS: REASON")
 
 
 def test_an_unmarked_block_would_run() -> None:

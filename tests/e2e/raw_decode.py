@@ -20,7 +20,7 @@ from common.channel.sockets import SendResult
 from common.engine.loader import read_served_config
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
-from common.protocol.codec import decode_prefill_to_decode, encode, encode_layout
+from common.protocol.codec import decode_peer_message, encode, encode_layout
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.handshake import expected_writers
 from common.protocol.peer import (
@@ -140,7 +140,7 @@ class RawDecode:
             self._beat_count += 1
             message = Heartbeat(self.incarnation, self._beat_count, 0, is_busy=False)
             self._dialer.send(self._link, encode(message))
-            self._inbox += [decode_prefill_to_decode(p) for _, p in self._dialer.receive()]
+            self._inbox += [decode_peer_message(p) for _, p in self._dialer.receive()]
             return is_so()
 
         wait_until(what, beat)

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
+from common.failures import Failure, FailureKind
 from common.protocol.worker import WorkerBeat
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer, FromWorker, Tick
 from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import PrefillState
-from prefill_server.holds import UNDISTURBED_S
-from prefill_server.request import Failure, PrefillRequest
+from prefill_server.request import PrefillRequest
+from prefill_server.requests import UNDISTURBED_S
 from prefill_server.scheduler import PrefillScheduler
 from tests.prefill_server.test_links import reservation
 from tests.sim.sim_transfers import SimTransfers
@@ -34,7 +35,8 @@ def ask(world: World, transfer_id: int, token_count: int) -> PrefillRequest:
     """Ask for a prompt that shares nothing with any other."""
     tokens = tuple(range(1000 * transfer_id, 1000 * transfer_id + token_count))
     world.nodes["p0"].feed(FromPeer("d0", reservation(world, transfer_id, tokens)))
-    request = core_of(world)._table.of_transfer(transfer_id)
+    transfer = core_of(world).transfers.outgoing.get(transfer_id)
+    request = core_of(world).requests.get(transfer.owner) if transfer is not None else None
     assert request is not None
     return request
 
@@ -101,9 +103,9 @@ def test_prefixes_that_are_cached_and_in_vain_are_looked_at_once(
     room = Bootstrap("p0", 1, 70, filled.nodes["p0"].facts.incarnation)
     filled.submit(filled.nodes["p0"], list(cached), 1, room)
     filled.run(filled.now + 0.5)
-    held = core._table.of_room(70)
+    held = core.requests.of_room(70)
     assert held is not None and held.state is PrefillState.HELD
-    core._endings.fail(held, Failure("aborted", "it is in the way", 499), filled.now)
+    core.meetings.fail(held, Failure(FailureKind.ABORTED, "it is in the way"), filled.now)
     assert core.account.cache is not None and core.account.cache.evictable_count == 2
     looks = counted(monkeypatch, "open")
     for index in range(3):
@@ -149,7 +151,7 @@ def test_a_prompt_that_waits_too_long_gets_the_pages_of_the_oldest_held_cache(
     for index, room in enumerate(rooms):
         world.submit(world.nodes["p0"], list(range(500 * index, 500 * index + 100)), 1, room)
         world.run(world.now + 0.5)
-    held = [request for request in core_of(world)._table if request.state is PrefillState.HELD]
+    held = [request for request in core_of(world).requests if request.state is PrefillState.HELD]
     assert len(held) == 2
     waiting = ask(world, 10, 150)
     world.run(held[0].computed_at + UNDISTURBED_S - 0.1)

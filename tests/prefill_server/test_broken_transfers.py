@@ -3,11 +3,10 @@ fenced them, and nothing is kept of peers that never return."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
-
 from common.protocol.peer import Abort, Quiesced
 from common.protocol.worker import SendSettled
 from common.scheduling.events import Effect, FromPeer, FromWorker, ToPeer
+from common.transfers.outgoing import Outgoing
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.world import World
 
@@ -20,12 +19,12 @@ def break_transfer(world: World) -> int:
     p0 = world.nodes["p0"]
     assert isinstance(p0.core, PrefillScheduler)
     world.submit(world.nodes["d0"], PROMPT, 4)
-    while not p0.core._sender.open_count:
+    while not p0.core.transfers.outgoing.open_count:
         world.run(world.now + STEP_S)
-    (request,) = p0.core._table
-    assert request.reservation is not None
-    transfer_id = request.reservation.message.transfer_id
-    (send_id, *_) = request.sends_open
+    (request,) = p0.core.requests
+    assert request.transfer is not None
+    transfer_id = request.transfer.transfer_id
+    (send_id, *_) = request.transfer.sends_open
     settled = SendSettled(send_id, transfer_id, 0, "the connection broke", 0, 0, 0.0, False)
     p0.feed(FromWorker(settled))
     return transfer_id
@@ -37,15 +36,15 @@ def abort(world: World, transfer_id: int) -> list[Effect]:
     return p0.core.handle(FromPeer("d0", message), world.now)
 
 
-def remembered_count(owner: object) -> int:
-    """Entries of all collections that an object has."""
-    return sum(len(held) for held in vars(owner).values() if isinstance(held, Sized))
+def remembered_count(outgoing: Outgoing) -> int:
+    """Transfers and sends that have not ended."""
+    return len(list(outgoing)) + outgoing.open_count
 
 
 def test_nothing_is_remembered_of_peers_that_never_return(world: World) -> None:
     core, d0 = world.nodes["p0"].core, world.nodes["d0"]
     assert isinstance(core, PrefillScheduler)
-    at_rest = remembered_count(core._sender)
+    at_rest = remembered_count(core.transfers.outgoing)
     for _ in range(3):
         break_transfer(world)
         d0.crash()
@@ -53,7 +52,7 @@ def test_nothing_is_remembered_of_peers_that_never_return(world: World) -> None:
         d0.boot()
         world.run(world.now + 3.0)
     assert core.is_idle
-    assert remembered_count(core._sender) == at_rest
+    assert remembered_count(core.transfers.outgoing) == at_rest
 
 
 def test_an_abort_of_a_broken_transfer_is_answered_once_its_peer_has_attached_anew(

@@ -7,9 +7,9 @@ from collections import Counter
 import msgspec
 import pytest
 
+from common.failures import Failure, FailureKind
 from common.protocol.worker import Step
 from common.scheduling.events import Effect, FromPeer, ToWorkers
-from prefill_server.request import Failure
 from prefill_server.scheduler import PrefillScheduler
 from tests.prefill_server.test_links import reservation
 from tests.sim.client import Client
@@ -109,8 +109,9 @@ def test_those_that_wait_go_on_from_where_one_was_given_up(watched: Watched) -> 
     clients = watched.submit([prompt_of(1)] * 3)
     while sum(watched.counts) < 4 * CHUNK_TOKENS:
         watched.world.run(watched.world.now + 0.001)
-    (first, *_) = watched.core._table
-    watched.core._endings.fail(first, Failure("bad_logits", "given up", 500), watched.world.now)
+    (first, *_) = watched.core.requests
+    failure = Failure(FailureKind.BAD_LOGITS, "given up")
+    watched.core.meetings.fail(first, failure, watched.world.now)
     watched.world.run(watched.world.now + 10.0)
     assert [client.finals for client in clients] == [["failed"], ["finished"], ["finished"]]
     computed = watched.by_request
@@ -134,11 +135,11 @@ def test_a_prompt_that_others_wait_for_is_not_kept_waiting_by_an_older_long_one(
 def test_only_what_the_next_steps_compute_is_admitted(watched: Watched) -> None:
     """So that all others find what is computed until then, and the pages are not held idle."""
     watched.submit([prompt_of(index) for index in range(1, 9)])
-    while len(watched.core._table) < 8:
+    while len(watched.core.requests) < 8:
         watched.world.run(watched.world.now + 0.0005)
-    admitted = [request for request in watched.core._table if request.sequence is not None]
+    admitted = [request for request in watched.core.requests if request.sequence is not None]
     assert 1 <= len(admitted) <= 2
-    assert len(watched.core._table.queue) >= 6
+    assert len(watched.core.requests.queue) >= 6
 
 
 def test_short_prompts_pass_all_long_ones_that_wait(watched: Watched) -> None:

@@ -31,8 +31,10 @@ from common.scheduling.events import (
 )
 from common.scheduling.events import ToFrontend as Told
 from common.scheduling.log_rate_limiter import BURST
+from common.transfers.connection import shown_link
+from common.transfers.handshakes import SPOKEN_FOR, Handshakes
+from common.transfers.refusals import REASON_COUNT_MAX
 from decode_server.scheduler import DecodeScheduler
-from prefill_server.decode_peers import REASON_COUNT_MAX, SPOKEN_FOR, DecodePeers, shown_link
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -72,7 +74,7 @@ def reservation(
     """As d0 would ask now."""
     p0, d0 = world.nodes["p0"], world.nodes["d0"]
     assert isinstance(d0.core, DecodeScheduler)
-    peer = d0.core._peers.get("p0:1")
+    peer = d0.core.transfers.links.connections.on_link("p0:1")
     assert peer is not None
     return TransferRequest(
         transfer_id=transfer_id,
@@ -115,7 +117,7 @@ def test_what_can_not_be_read_ends_nothing_that_was_begun_under_its_id(world: Wo
     assert not p0.core.is_idle
     assert unreadable(world, 2 << 40) != []
     p0.feed(FromPeer("d0", reservation(world, 2 << 40)))
-    assert len(list(p0.core._table)) == 1, "what was refused is not begun when it comes again"  # type: ignore[union-attr]
+    assert len(list(p0.core.requests)) == 1, "what was refused is not begun when it comes again"  # type: ignore[union-attr]
 
 
 def test_an_unreadable_reservation_on_a_link_that_is_not_its_own_is_not_answered(
@@ -189,15 +191,15 @@ def test_what_is_connected_to_an_earlier_attach_is_given_up_and_dialled_anew(
 ) -> None:
     """An Attach that comes late tells of memory that is closed; Attached says which one it was."""
     heard: list[Attach] = []
-    handle = DecodePeers.handle_attach
+    handle = Handshakes.handle_attach
 
-    def hear_an_earlier_one(self: DecodePeers, link: str, attach: Attach, now: float) -> None:
+    def hear_an_earlier_one(self: Handshakes, link: str, attach: Attach, now: float) -> None:
         heard.append(attach)
         if len(heard) == 1:
             attach = msgspec.structs.replace(attach, attachment=attach.attachment - 1)
         handle(self, link, attach, now)
 
-    monkeypatch.setattr(DecodePeers, "handle_attach", hear_an_earlier_one)
+    monkeypatch.setattr(Handshakes, "handle_attach", hear_an_earlier_one)
     lose(world)
     meet_anew(world)
     assert len(heard) == 2

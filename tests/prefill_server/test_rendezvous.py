@@ -15,6 +15,7 @@ from tests.sim.world import World
 
 PROMPT = list(range(20, 60))
 ROOM = Bootstrap("p0", 1, 77)
+OTHER_ROOM = Bootstrap("p0", 1, 78)
 
 
 def prefill(world: World) -> Node:
@@ -109,7 +110,7 @@ def reserve_then_lose(world: World, how: str) -> None:
     """Have a decode server reserve for the room, and give that up before the first half comes."""
     second = submit_second_half(world)
     world.run(world.now + 0.1)
-    assert prefill(world).core._rendezvous.holds_reservation(ROOM.room)
+    assert prefill(world).core.meetings.rendezvous.holds_reservation(ROOM.room)
     match how:
         case "abort":
             world.cancel(second)
@@ -118,7 +119,7 @@ def reserve_then_lose(world: World, how: str) -> None:
         case "crash":
             decode(world).crash()
     world.run(world.now + 0.1)
-    assert not prefill(world).core._rendezvous.holds_reservation(ROOM.room)
+    assert not prefill(world).core.meetings.rendezvous.holds_reservation(ROOM.room)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_room_whose_reservation_was_given_up_may_be_reserved_again(world: Worl
 def test_a_request_whose_reservation_is_refused_is_answered_at_once(
     world: World, comes_first: str
 ) -> None:
-    prefill(world).core._reservations._request_token_max = len(PROMPT) - 1
+    prefill(world).core.transfers.outgoing._token_max = len(PROMPT) - 1
     halves = [prefill(world), decode(world)]
     for node in halves if comes_first == "prefill" else reversed(halves):
         world.submit(node, PROMPT, 1 if node is prefill(world) else 8, ROOM)
@@ -160,7 +161,8 @@ def test_a_request_whose_reservation_is_refused_is_answered_at_once(
 def test_a_reservation_whose_request_is_refused_is_answered_at_once(
     world: World, comes_first: str
 ) -> None:
-    prefill(world).core._submissions._queue_max = 0
+    prefill(world).core.meetings._queue_max = 1
+    world.submit(prefill(world), PROMPT, 1, OTHER_ROOM)
     halves = [prefill(world), decode(world)]
     for node in halves if comes_first == "prefill" else reversed(halves):
         world.submit(node, PROMPT, 1 if node is prefill(world) else 8, ROOM)

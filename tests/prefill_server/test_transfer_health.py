@@ -7,7 +7,7 @@ import pytest
 from common.protocol.frontend import GetState, State
 from common.scheduling.breaker import FAILURE_COUNT_MAX
 from common.scheduling.events import Effect, FromFrontend, Report, ToFrontend
-from prefill_server.transfer_health import (
+from common.transfers.transfer_health import (
     LATELY_S,
     RECORD_COUNT_MAX,
     TransferHealth,
@@ -27,28 +27,28 @@ def failed(health: TransferHealth, peer: str, now: float = 0.0) -> None:
 def test_one_peer_that_is_reached_is_enough() -> None:
     health = TransferHealth()
     failed(health, "a")
-    assert health.look(["a"], 1.0) == "the last 3 transfers to each of 1 decode servers failed"
-    assert health.look(["a", "b"], 1.0) == "" == health.look([], 1.0)
+    assert health.describe(["a"], 1.0) == "the last 3 transfers to each of 1 decode servers failed"
+    assert health.describe(["a", "b"], 1.0) == "" == health.describe([], 1.0)
     health.note_success("a")
-    assert health.look(["a"], 1.0) == ""
+    assert health.describe(["a"], 1.0) == ""
 
 
 def test_a_few_failures_and_old_ones_say_nothing() -> None:
     health = TransferHealth()
     for _ in range(FAILURE_COUNT_MAX - 1):
         health.note_failure("a", 5.0)
-    assert health.look(["a"], 5.0) == ""
+    assert health.describe(["a"], 5.0) == ""
     health.note_failure("a", 6.0)
-    assert health.look(["a"], 5.0 + LATELY_S) != ""
-    assert health.look(["a"], 6.0 + LATELY_S) == ""
+    assert health.describe(["a"], 5.0 + LATELY_S) != ""
+    assert health.describe(["a"], 6.0 + LATELY_S) == ""
 
 
 def test_what_is_remembered_of_peers_is_bounded() -> None:
     health = TransferHealth()
     for index in range(RECORD_COUNT_MAX + 1):
         failed(health, f"peer-{index}")
-    assert health.look(["peer-0"], 0.0) == ""
-    assert health.look(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
+    assert health.describe(["peer-0"], 0.0) == ""
+    assert health.describe(["peer-1", f"peer-{RECORD_COUNT_MAX}"], 0.0) != ""
 
 
 def reports(effects: list[Effect]) -> list[str]:
@@ -64,8 +64,9 @@ def trouble(world: World) -> str:
 
 @pytest.mark.parametrize("later_s", [0.1, LATELY_S])
 def test_the_log_claims_no_success_that_nobody_saw(world: World, later_s: float) -> None:
-    core, health = world.nodes["p0"].core, world.nodes["p0"].core._transfer_health
-    (peer,) = core._peers.connected_ones
+    core, health = world.nodes["p0"].core, world.nodes["p0"].core.transfers.outgoing.health
+    (target,) = core.transfers.links.connections.targets()
+    peer = target.incarnation
     failed(health, peer, world.now)
     told = reports(core.schedule(world.now))
     assert len(told) == 1 and told[0].startswith(f"the last {FAILURE_COUNT_MAX} transfers")

@@ -221,6 +221,8 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         Verify.SAMPLE,
         "decode-0",
         "d:30000",
+        sends=True,
+        receives=False,
     ),
     peer.Attach("inc-d", "inc-p", [DESCRIPTOR], 4),
     peer.TransferRequest(
@@ -259,6 +261,9 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         "prefill-0",
         "p:30000",
         credits=64,
+        role="decode",
+        sends=False,
+        receives=True,
     ),
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),

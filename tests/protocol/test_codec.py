@@ -33,8 +33,11 @@ DIRECTIONS: list[Direction] = [
     ),
     (codec.decode_scheduler_to_worker, worker.SchedulerToWorker, examples.SCHEDULER_TO_WORKER),
     (codec.decode_worker_to_scheduler, worker.WorkerToScheduler, examples.WORKER_TO_SCHEDULER),
-    (codec.decode_decode_to_prefill, peer.DecodeToPrefill, examples.DECODE_TO_PREFILL),
-    (codec.decode_prefill_to_decode, peer.PrefillToDecode, examples.PREFILL_TO_DECODE),
+    (
+        codec.decode_peer_message,
+        peer.PeerMessage,
+        [*examples.DECODE_TO_PREFILL, *examples.PREFILL_TO_DECODE],
+    ),
     (codec.decode_slot_filled, staging.SlotFilled, examples.SLOT_FILLED),
     (codec.decode_slot_freed, staging.SlotFreed, examples.SLOT_FREED),
 ]
@@ -103,7 +106,7 @@ def test_a_message_with_a_field_of_a_later_version_is_read() -> None:
     plain["added_later"] = [1, {"a": 2}]
 
     payload = msgspec.msgpack.encode(plain)
-    assert codec.decode_prefill_to_decode(payload) == peer.Quiesced(1, "inc")
+    assert codec.decode_peer_message(payload) == peer.Quiesced(1, "inc")
 
 
 @pytest.mark.parametrize("decode", DECODERS)
@@ -233,10 +236,7 @@ LONG = "x" * (2 * bounds.TEXT_LENGTH_MAX)
 )
 def test_what_people_read_is_cut_to_what_a_peer_takes(message: codec.PeerMessage) -> None:
     payload = codec.encode(message)
-    to_prefill = isinstance(message, get_args(peer.DecodeToPrefill))
-    heard = (codec.decode_decode_to_prefill if to_prefill else codec.decode_prefill_to_decode)(
-        payload
-    )
+    heard = codec.decode_peer_message(payload)
     assert type(heard) is type(message)
     assert "x" * 8000 in str(heard) and "..." in str(heard)
 
@@ -276,7 +276,7 @@ def changed_bytes(message: codec.PeerMessage, change: dict[str, object]) -> byte
 def test_an_unreadable_reservation_says_which_it_is(change: dict[str, object]) -> None:
     payload = changed_bytes(REQUEST, change)
     with pytest.raises(ProtocolError):
-        codec.decode_decode_to_prefill(payload)
+        codec.decode_peer_message(payload)
     unread = codec.find_unread_request(payload)
     assert unread == codec.UnreadTransfer(REQUEST.transfer_id, REQUEST.incarnation)
     assert codec.find_unread_result(payload) is None
@@ -291,7 +291,7 @@ def test_an_unreadable_result_says_whose_it_is(
 ) -> None:
     payload = changed_bytes(message, change)
     with pytest.raises(ProtocolError):
-        codec.decode_prefill_to_decode(payload)
+        codec.decode_peer_message(payload)
     unread = codec.find_unread_result(payload)
     assert unread == codec.UnreadTransfer(message.transfer_id, message.peer_incarnation)
     assert codec.find_unread_request(payload) is None
@@ -319,7 +319,7 @@ def test_of_anything_else_nothing_is_known(payload: bytes) -> None:
 @pytest.mark.slow
 def test_a_payload_above_the_limit_is_not_looked_at() -> None:
     with pytest.raises(ProtocolError, match="at most 67108864 are allowed"):
-        codec.decode_decode_to_prefill(bytes(codec.PEER_MESSAGE_NBYTES_MAX + 1))
+        codec.decode_peer_message(bytes(codec.PEER_MESSAGE_NBYTES_MAX + 1))
     with pytest.raises(ProtocolError, match="at most 1048576 are allowed"):
         codec.decode_layout(bytes(codec.LAYOUT_NBYTES_MAX + 1))
 

@@ -15,6 +15,7 @@ from common.scheduling.events import Effect, ToPeer
 from common.scheduling.page_pool import PagePool
 from common.scheduling.sequence import PageSpan, Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
+from common.transfers.incoming_transfer import IncomingTransfer
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 
@@ -25,10 +26,9 @@ def check_core(core: Core) -> None:
     """Raises: AssertionError."""
     if isinstance(core, DecodeScheduler):
         check_decode_requests(core)
-        check_decode_pages(core)
     else:
         check_prefill_requests(core)
-        check_prefill_pages(core)
+    check_pages(core)
 
 
 # ---- requests ------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ def check_core(core: Core) -> None:
 def check_decode_requests(core: DecodeScheduler) -> None:
     """Who waits is in the queue, first those that have begun before; who hands over has a transfer,
     and who runs is in the batch."""
-    queue, under_way = core._endings.queue, core._receiver._under_way
-    for request in core._endings.requests.values():
+    queue, incoming = core.requests.queue, core.transfers.incoming
+    for request in core.requests:
         name = f"request {request.request_id}"
         assert (request.state is DecodeState.WAITING) == (request.request_id in queue), (
             f"{name} is {request.state}: nobody will look at it again"
@@ -49,20 +49,22 @@ def check_decode_requests(core: DecodeScheduler) -> None:
             case DecodeState.TRANSFERRING:
                 transfer = request.transfer
                 assert transfer is not None, f"{name} waits for a transfer that nobody knows of"
-                assert under_way.get(transfer.transfer_id) is transfer, f"{name}: it was given up"
-                assert transfer.request is request, f"{name}: it is another's"
+                assert incoming.get(transfer.transfer_id) is transfer, f"{name}: it was given up"
+                assert transfer.owner == request.request_id, f"{name}: it is another's"
             case DecodeState.RUNNING:
                 assert request.sequence is not None, f"{name} runs without pages"
-                assert is_computed(core._batcher, request.sequence), f"{name} is in no batch"
+                assert is_computed(core.batcher, request.sequence), f"{name} is in no batch"
             case _:
                 raise AssertionError(f"{name} is {request.state} and was not forgotten")
-    batcher = core._batcher
+    batcher = core.batcher
     computing_count = len(batcher._running) + len(batcher._prompts)
     assert computing_count <= batcher.limits.running_max, "more compute than may"
     has_begun = [request.requested_at > 0.0 for request in queue]
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
-    assert core._receiver.under_way_count <= len(core._endings.requests), "transfers of nobody"
-    assert all(request.request_id in core._endings.requests for request in queue), "a ghost waits"
+    assert incoming.under_way_count <= len(core.requests), "transfers of nobody"
+    assert all(core.requests.get(request.request_id) is request for request in queue), (
+        "a ghost waits"
+    )
 
 
 def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
@@ -74,10 +76,10 @@ def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
         and isinstance(effect.message, TransferRequest)
         and effect.message.room is None
     }
-    abandoned = [one.transfer for one in core._receiver._abandoned.values() if not one.is_quiet]
-    transfers = [*core._receiver._under_way.values(), *abandoned]
+    incoming = core.transfers.incoming
+    transfers = [*incoming.under_way, *incoming.abandoned]
     for link in links:
-        peer = core._peers.get(link)
+        peer = core.transfers.links.connections.on_link(link)
         assert peer is not None
         count = sum(t.credit == peer.attachment and not t.is_quiet for t in transfers)
         assert peer.credits is None or count <= peer.credits, (
@@ -86,48 +88,52 @@ def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
 
 
 def check_prefill_requests(core: PrefillScheduler) -> None:
-    for request in core._table:
+    for request in core.requests:
         name = f"request {request.request_id} of the prefill server"
-        sequence, is_queued = request.sequence, request.request_id in core._table.queue
+        sequence, is_queued = request.sequence, request.request_id in core.requests.queue
         assert (request.state is PrefillState.QUEUED) == is_queued, f"{name} is {request.state}"
         match request.state:
             case PrefillState.WAITING | PrefillState.HELD:
-                room = core._rendezvous._rooms.get(request.room or 0)
-                assert room is not None and room.request is request, f"{name} is in no room"
+                room = core.meetings.rendezvous.waits_in(request.room or 0)
+                assert room is request, f"{name} is in no room"
                 is_held = request.state is PrefillState.HELD
                 assert is_held == (sequence is not None), f"{name}: what is held has pages"
-                assert request.reservation is None and not request.is_on_its_way, name
+                assert request.transfer is None, name
             case PrefillState.QUEUED:
-                assert (request.reservation is None) == request.is_ahead and sequence is None, name
+                assert (request.transfer is None) == request.is_ahead and sequence is None, name
             case PrefillState.PREFILLING:
                 assert sequence is not None, f"{name} is computed without pages"
-                assert is_computed(core._batcher, sequence), f"{name} is in no batch"
+                assert is_computed(core.batcher, sequence), f"{name} is in no batch"
             case PrefillState.SENDING:
                 assert request.is_on_its_way, f"{name} has nothing on its way and has not ended"
             case PrefillState.DRAINING:
                 assert sequence is not None, name
-                assert request.sends_open or core._batcher.is_in_flight(sequence), f"{name} drains"
+                assert request.is_sending or core.batcher.is_in_flight(sequence), f"{name} drains"
             case _:
                 raise AssertionError(f"{name} is {request.state} and was not forgotten")
-    prompts = core._batcher._prompts.values()
+    for transfer in core.transfers.outgoing:
+        owner = core.requests.get(transfer.owner)
+        is_waiting = core.meetings.rendezvous.holds(transfer)
+        assert is_waiting or (owner is not None and owner.transfer is transfer), (
+            f"transfer {transfer.transfer_id:x} waits for nothing"
+        )
+    prompts = core.batcher._prompts.values()
     left = sum(len(sequence.token_ids) - sequence.chunk_start for sequence in prompts)
-    assert core._batcher.unplanned_count == left, "prompt tokens are counted wrongly"
-    waiting_count = sum(len(request.token_ids) for request in core._table.queue)
-    assert core._table.queue.token_count == waiting_count, "tokens that wait are counted wrongly"
+    assert core.batcher.unplanned_count == left, "prompt tokens are counted wrongly"
+    waiting_count = sum(len(request.token_ids) for request in core.requests.queue)
+    assert core.requests.queue.token_count == waiting_count, "tokens that wait are counted wrongly"
 
 
 def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set[int]:
     """Transfers that a decode server waits for and their prefill server does not know of. cores: by
     incarnation; a server that is not there any more is missed by its silence."""
     forgotten: set[int] = set()
-    for transfer_id, transfer in core._receiver._under_way.items():
+    for transfer in core.transfers.incoming.under_way:
         writer = cores.get(transfer.peer)
         if transfer.is_quiet or not isinstance(writer, PrefillScheduler):
             continue
-        rooms = writer._rendezvous._rooms.values()
-        met = {room.reservation.message.transfer_id for room in rooms if room.reservation}
-        if writer._table.of_transfer(transfer_id) is None and transfer_id not in met:
-            forgotten.add(transfer_id)
+        if writer.transfers.outgoing.get(transfer.transfer_id) is None:
+            forgotten.add(transfer.transfer_id)
     return forgotten
 
 
@@ -139,29 +145,24 @@ def is_computed(batcher: Batcher, sequence: Sequence) -> bool:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def check_decode_pages(core: DecodeScheduler) -> None:
+def check_pages(core: Core, kept: Iterable[IncomingTransfer] = ()) -> None:
     """Used pages are those of sequences, of transfers and of the prefix cache; quarantined ones
-    those of abandoned transfers."""
+    those of abandoned transfers. kept: transfers that have ended and whose pages are not given
+    back."""
     owned = Owned(core.account.pool)
-    sequences = [r.sequence for r in core._endings.requests.values() if r.sequence is not None]
-    for sequence in [*sequences, *core._batcher._leaving]:
+    sequences = [request.sequence for request in core.requests if request.sequence is not None]
+    leaving = core.batcher._leaving if isinstance(core, DecodeScheduler) else []
+    for sequence in [*sequences, *leaving]:
         owned.add_sequence(sequence)
-    for transfer in core._receiver._under_way.values():
+    incoming = core.transfers.incoming
+    for transfer in [*incoming.under_way, *kept]:
         owned.add(transfer.spans)
     quarantined = Owned(core.account.pool)
-    for abandoned in core._receiver._abandoned.values():
-        is_hidden = abandoned.transfer.mode is TransferMode.STAGED
-        (owned if is_hidden else quarantined).add(abandoned.transfer.spans)
+    for transfer in incoming.abandoned:
+        is_hidden = transfer.mode is TransferMode.STAGED
+        (owned if is_hidden else quarantined).add(transfer.spans)
     owned.check("used", core.account.pool._used, cached_count=cached_count(core))
     quarantined.check("quarantined", core.account.pool._quarantined, cached_count=0)
-
-
-def check_prefill_pages(core: PrefillScheduler) -> None:
-    owned = Owned(core.account.pool)
-    for request in core._table:
-        if request.sequence is not None:
-            owned.add_sequence(request.sequence)
-    owned.check("used", core.account.pool._used, cached_count=cached_count(core))
 
 
 def cached_count(core: Core) -> int:

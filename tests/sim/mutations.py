@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from common.config import TransferMode
+from common.failures import Failure
 from common.protocol.frontend import Cancel, Failed, FrontendToScheduler
 from common.protocol.peer import Abort, PeerMessage, Quiesced, TransferDone, TransferFailed
 from common.protocol.worker import SendSettled
@@ -21,18 +23,18 @@ from common.scheduling.events import Effect, ToFrontend
 from common.scheduling.page_pool import PagePool
 from common.scheduling.peers import Outbox
 from common.scheduling.sequence import PageAccount, Sequence
-from common.scheduling.transitions import DecodeEvent, DecodeState, PrefillState
+from common.scheduling.transitions import DecodeState, PrefillState
+from common.transfers.connection import Connection
+from common.transfers.incoming import Incoming
+from common.transfers.incoming_transfer import CacheFailed, IncomingResult, IncomingTransfer
+from common.transfers.outgoing import Outgoing, OutgoingTransfer
+from common.transfers.transfers import TransferEvent, Transfers, WorkerReport
 from common.transport import fences
-from decode_server.arrivals import Arrivals
-from decode_server.endings import Endings as DecodeEndings
-from decode_server.prefill_peer import PrefillPeer
-from decode_server.receiver import Receiver
-from decode_server.request import DecodeRequest, Transfer
+from decode_server.request import DecodeRequest
+from decode_server.requests import Requests
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.request import PrefillRequest
-from prefill_server.reservations import Reservations
 from prefill_server.scheduler import PrefillScheduler
-from prefill_server.sender import Sender
 from tests.sim import mutations_ahead as ahead
 from tests.sim import mutations_promised as promised
 from tests.sim import mutations_shared as shared
@@ -56,61 +58,67 @@ class Mutation:
 
 def no_quarantine(patch: Patch) -> None:
     """Pages of a transfer that is given up are free at once."""
+    set_aside = Incoming._set_aside
 
-    def set_aside(self: Receiver, transfer: Transfer, *, is_quiet: bool) -> None:
-        transfer.request = None
+    def set_aside_nothing(self: Incoming, transfer: IncomingTransfer, *, is_quiet: bool) -> None:
+        set_aside(self, transfer, is_quiet=is_quiet)
+        pool = self._account.pool
+        is_hidden = transfer.mode is TransferMode.STAGED
         for group, span in enumerate(transfer.spans):
-            self._account.pool.release(group, span.page_ids)
+            (pool.release if is_hidden else pool.release_quarantined)(group, span.page_ids)
+            span.page_ids = []
 
-    patch.setattr(Receiver, "_set_aside", set_aside)
+    patch.setattr(Incoming, "_set_aside", set_aside_nothing)
 
 
 def quarantine_by_timer(patch: Patch) -> None:
     """Whoever has not answered the second Abort is taken to be quiet."""
-    repeat = Receiver.repeat_aborts
+    repeat = Incoming.repeat_aborts
 
-    def repeat_and_free(self: Receiver, now: float) -> None:
+    def repeat_and_free(self: Incoming, now: float) -> None:
         is_due = now >= self._repeat_at
         repeat(self, now)
         for transfer_id in list(self._abandoned) if is_due else ():
-            self.apply_quiet(transfer_id)
+            self._apply_quiet(transfer_id)
 
-    patch.setattr(Receiver, "repeat_aborts", repeat_and_free)
+    patch.setattr(Incoming, "repeat_aborts", repeat_and_free)
 
 
 def fence_by_closing_over_shared_memory(patch: Patch) -> None:
-    patch.setattr(PrefillPeer, "is_fenced", property(lambda self: True))
+    patch.setattr(Connection, "is_fenced", property(lambda self: True))
 
 
 def quiesced_before_the_puts_are_back(patch: Patch) -> None:
-    handle = Reservations.handle_abort
+    handle = Outgoing.handle_abort
 
-    def handle_early(self: Reservations, link: str, message: Abort, now: float) -> None:
+    def handle_early(self: Outgoing, link: str, message: Abort) -> OutgoingTransfer | None:
         self._outbox.to_peer(link, Quiesced(message.transfer_id, message.incarnation))
-        handle(self, link, message, now)
+        return handle(self, link, message)
 
-    patch.setattr(Reservations, "handle_abort", handle_early)
+    patch.setattr(Outgoing, "handle_abort", handle_early)
 
 
 def word_of_a_broken_connection(patch: Patch) -> None:
     """Sends that settled with bytes under way count as quiet."""
-    apply_settled = Sender.apply_settled
+    handle_worker = Transfers.handle_worker
 
-    def apply_as_quiet(self: Sender, settled: SendSettled) -> PrefillRequest | None:
-        return apply_settled(self, msgspec.structs.replace(settled, is_quiet=True))
+    def handle_as_quiet(self: Transfers, message: WorkerReport, now: float) -> list[TransferEvent]:
+        if isinstance(message, SendSettled):
+            message = msgspec.structs.replace(message, is_quiet=True)
+        return handle_worker(self, message, now)
 
-    patch.setattr(Sender, "apply_settled", apply_as_quiet)
+    patch.setattr(Transfers, "handle_worker", handle_as_quiet)
 
 
 def abort_says_closed_too_early(patch: Patch) -> None:
     """The writer is told that its way in is closed, while our ranks still close it."""
-    ask = Receiver._ask_to_stop
+    ask = Incoming._ask_to_stop
 
-    def ask_early(self: Receiver, abandoned: object, reason: str) -> None:
+    def ask_early(self: Incoming, abandoned: object, reason: str) -> None:
         abandoned.is_closed = True  # type: ignore[attr-defined]
         ask(self, abandoned, reason)  # type: ignore[arg-type]
 
-    patch.setattr(Receiver, "_ask_to_stop", ask_early)
+    patch.setattr(Incoming, "_ask_to_stop", ask_early)
 
 
 def a_device_copy_counts_as_the_networks(patch: Patch) -> None:
@@ -119,40 +127,38 @@ def a_device_copy_counts_as_the_networks(patch: Patch) -> None:
 
 def stale_incarnation_speaks(patch: Patch) -> None:
     """A restarted server answers for the transfers of its predecessor."""
-    handle = Reservations.handle_abort
+    handle = Outgoing.handle_abort
 
-    def handle_any(self: Reservations, link: str, message: Abort, now: float) -> None:
+    def handle_any(self: Outgoing, link: str, message: Abort) -> OutgoingTransfer | None:
         meant = Abort(
             message.transfer_id, message.incarnation, self._facts.incarnation, message.reason
         )
-        handle(self, link, meant, now)
+        return handle(self, link, meant)
 
-    patch.setattr(Reservations, "handle_abort", handle_any)
+    patch.setattr(Outgoing, "handle_abort", handle_any)
 
 
 def done_frees_another_transfer(patch: Patch) -> None:
     """The terminal message of an abandoned transfer frees the oldest one instead."""
 
-    def apply_quiet(self: Receiver, transfer_id: int) -> bool:
-        if transfer_id not in self._abandoned:
-            return False
-        oldest = next(iter(self._abandoned.values()))
-        oldest.is_quiet = True
-        self._free_if_out_of_reach(oldest)
-        return True
+    def apply_quiet(self: Incoming, transfer_id: int) -> None:
+        if transfer_id in self._abandoned:
+            oldest = next(iter(self._abandoned.values()))
+            oldest.is_quiet = True
+            self._free_if_out_of_reach(oldest)
 
-    patch.setattr(Receiver, "apply_quiet", apply_quiet)
+    patch.setattr(Incoming, "_apply_quiet", apply_quiet)
 
 
 def slot_not_forgotten(patch: Patch) -> None:
     """Staged pieces may be scattered after the pages have gone to somebody else."""
-    free = Receiver._free_if_out_of_reach
+    free = Incoming._free_if_out_of_reach
 
-    def free_early(self: Receiver, abandoned: object) -> None:
+    def free_early(self: Incoming, abandoned: object) -> None:
         abandoned.is_forgotten = True  # type: ignore[attr-defined]
         free(self, abandoned)  # type: ignore[arg-type]
 
-    patch.setattr(Receiver, "_free_if_out_of_reach", free_early)
+    patch.setattr(Incoming, "_free_if_out_of_reach", free_early)
 
 
 # ---- transfers ----------------------------------------------------------------------------------
@@ -160,61 +166,64 @@ def slot_not_forgotten(patch: Patch) -> None:
 
 def adopts_an_unknown_transfer(patch: Patch) -> None:
     """A late TransferDone is taken for whichever transfer is open on its link."""
-    handle = Arrivals.handle_done
+    handle = Incoming.handle_done
 
-    def handle_any(self: Arrivals, link: str, done: TransferDone, now: float) -> None:
-        open_ids = [t.transfer_id for t in self._receiver._under_way.values() if t.link == link]
-        transfer_id = done.transfer_id
-        if open_ids and transfer_id not in open_ids:
-            transfer = self._receiver._under_way[open_ids[0]]
+    def handle_any(self: Incoming, link: str, done: TransferDone) -> IncomingResult | None:
+        on_link = [transfer for transfer in self.under_way if transfer.link == link]
+        if on_link and self.get(done.transfer_id) not in on_link:
+            transfer = on_link[0]
             done = TransferDone(
-                transfer_id=open_ids[0],
+                transfer_id=transfer.transfer_id,
                 peer_incarnation=done.peer_incarnation,
                 token_count=transfer.token_count,
                 first_token=done.first_token,
-                writers=transfer.writers,
+                writers=list(transfer.writers),
                 trace=done.trace,
             )
-        handle(self, link, done, now)
+        return handle(self, link, done)
 
-    patch.setattr(Arrivals, "handle_done", handle_any)
+    patch.setattr(Incoming, "handle_done", handle_any)
 
 
 def done_before_the_flush(patch: Patch) -> None:
     """TransferDone goes out with the first token, whatever is still on its way."""
 
-    def handle_settled(self: PrefillScheduler, request: PrefillRequest, now: float) -> None:
+    def handle_progress(self: PrefillScheduler, request: PrefillRequest, now: float) -> None:
         if request.state is PrefillState.DRAINING:
-            self._endings.finish_if_quiet(request, now)
-        elif request.state is PrefillState.SENDING:
-            self._endings.finish(request, now)
+            self.requests.settle(request, now)
+        elif request.state is PrefillState.SENDING and request.transfer is not None:
+            for send_id in list(request.transfer.sends_open):
+                del self.transfers.outgoing._of_send[send_id]
+            request.transfer.sends_open.clear()
+            request.transfer.digests_open.clear()
+            request.transfer.settled_ranks.update(range(self._facts.rank_count))
+            self.requests.finish(request, now)
 
-    patch.setattr(PrefillScheduler, "_handle_settled", handle_settled)
+    patch.setattr(PrefillScheduler, "_handle_progress", handle_progress)
 
 
 def lost_abort_is_not_repeated(patch: Patch) -> None:
-    patch.setattr(Receiver, "repeat_aborts", lambda self, now: None)
+    patch.setattr(Incoming, "repeat_aborts", lambda self, now: None)
 
 
 def lost_peer_forgets_its_requests(patch: Patch) -> None:
     """The pages of a lost peer are set aside, but nobody takes care of the requests."""
-    abandon = Receiver.abandon_peer
+    abandon = Incoming.abandon_peer
 
-    def abandon_only(self: Receiver, incarnation: str) -> list[DecodeRequest]:
-        for request in abandon(self, incarnation):
-            request.transfer = None
+    def abandon_only(self: Incoming, incarnation: str) -> list[CacheFailed]:
+        abandon(self, incarnation)
         return []
 
-    patch.setattr(Receiver, "abandon_peer", abandon_only)
+    patch.setattr(Incoming, "abandon_peer", abandon_only)
 
 
 def a_transfer_is_begun_again(patch: Patch) -> None:
     """A request for a transfer that comes twice, or after its own Abort, is taken for a new one."""
 
-    def note(self: Reservations, link: str, transfer_id: int) -> bool:
-        return self._table.of_transfer(transfer_id) is None
+    def note(self: Outgoing, link: str, transfer_id: int) -> bool:
+        return self.get(transfer_id) is None
 
-    patch.setattr(Reservations, "_note", note)
+    patch.setattr(Outgoing, "_note", note)
 
 
 # ---- replies -------------------------------------------------------------------------------------
@@ -222,14 +231,12 @@ def a_transfer_is_begun_again(patch: Patch) -> None:
 
 def lost_reply(patch: Patch) -> None:
     """A request that fails in a transfer is not answered."""
-    fail = DecodeEndings.fail
+    fail = Requests.fail
 
-    def fail_silently(
-        self: DecodeEndings, request: DecodeRequest, kind: str, text: str, status: int, now: float
-    ) -> None:
+    def fail_silently(self: Requests, request: DecodeRequest, failure: Failure, now: float) -> None:
         is_in_transfer = request.state is DecodeState.TRANSFERRING
         before = len(self._outbox._effects)
-        fail(self, request, kind, text, status, now)
+        fail(self, request, failure, now)
         if is_in_transfer:
             self._outbox._effects[before:] = [
                 effect
@@ -237,7 +244,7 @@ def lost_reply(patch: Patch) -> None:
                 if not (isinstance(effect, ToFrontend) and isinstance(effect.message, Failed))
             ]
 
-    patch.setattr(DecodeEndings, "fail", fail_silently)
+    patch.setattr(Requests, "fail", fail_silently)
 
 
 def double_answer(patch: Patch) -> None:
@@ -245,7 +252,7 @@ def double_answer(patch: Patch) -> None:
     handle = DecodeScheduler._handle_frontend
 
     def handle_twice(self: DecodeScheduler, message: FrontendToScheduler, now: float) -> None:
-        if isinstance(message, Cancel) and message.request_id not in self._endings.requests:
+        if isinstance(message, Cancel) and self.requests.get(message.request_id) is None:
             self._outbox.to_frontend(Failed(message.request_id, 499, "aborted", "late"))
         handle(self, message, now)
 
@@ -269,13 +276,14 @@ def drain_drops_its_last_message(patch: Patch) -> None:
 
 def failure_lost_on_the_way(patch: Patch) -> None:
     """A TransferFailed is dropped by who gets it; only the request's deadline is left."""
-    handle = DecodeScheduler._handle_peer
+    handle = Transfers.handle_peer
 
-    def handle_others(self: DecodeScheduler, link: str, message: PeerMessage, now: float) -> None:
-        if not isinstance(message, TransferFailed):
-            handle(self, link, message, now)
+    def handle_others(
+        self: Transfers, link: str, message: PeerMessage, now: float
+    ) -> list[TransferEvent]:
+        return [] if isinstance(message, TransferFailed) else handle(self, link, message, now)
 
-    patch.setattr(DecodeScheduler, "_handle_peer", handle_others)
+    patch.setattr(Transfers, "handle_peer", handle_others)
 
 
 # ---- pages and sequences -------------------------------------------------------------------------
@@ -299,7 +307,7 @@ def pages_of_a_running_step_are_free(patch: Patch) -> None:
 
 def broken_connection_loses_nothing(patch: Patch) -> None:
     """Whoever is connected again is taken to have heard and said everything."""
-    patch.setattr(Receiver, "is_asked", lambda self, incarnation: False)
+    patch.setattr(Incoming, "is_asked", lambda self, incarnation: False)
 
 
 def wrong_page_released(patch: Patch) -> None:
@@ -317,16 +325,13 @@ def wrong_page_released(patch: Patch) -> None:
 
 def retracted_request_loses_a_token(patch: Patch) -> None:
     """What was streamed last is not part of what is computed again."""
-    wait_again = DecodeEndings.wait_again
+    retract = Requests.retract
 
-    def forget_one(
-        self: DecodeEndings, request: DecodeRequest, event: DecodeEvent, now: float
-    ) -> None:
-        wait_again(self, request, event, now)
-        if event is DecodeEvent.RETRACTED:
-            request.token_ids = request.token_ids[:-1]
+    def forget_one(self: Requests, request: DecodeRequest, now: float) -> None:
+        retract(self, request, now)
+        request.token_ids = request.token_ids[:-1]
 
-    patch.setattr(DecodeEndings, "wait_again", forget_one)
+    patch.setattr(Requests, "retract", forget_one)
 
 
 def retracted_request_keeps_its_pages(patch: Patch) -> None:

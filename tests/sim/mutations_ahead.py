@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.protocol.worker import PrefillChunk
 from common.scheduling.batcher import Batcher, PlannedStep
 from common.scheduling.in_flight import Flight
 from common.scheduling.sequence import PageAccount, Sequence
-from prefill_server.request import PrefillRequest
-from prefill_server.sender import Sender
+from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
 
 Patch = pytest.MonkeyPatch
 
@@ -74,14 +72,20 @@ def a_chunk_is_sent_again(patch: Patch) -> None:
 
 def a_chunk_leaves_with_the_step_before(patch: Patch) -> None:
     """A transfer waits for the step that runs, not for the one behind it that computes it."""
-    send_chunk = Sender.send_chunk
+    send = Outgoing.send
 
     def send_early(
-        self: Sender, request: PrefillRequest, chunk: PrefillChunk, step_id: int
+        self: Outgoing,
+        transfer: OutgoingTransfer,
+        pages: PageLists,
+        token_stop: int,
+        step_id: int,
+        *,
+        is_final: bool,
     ) -> None:
-        send_chunk(self, request, chunk, step_id - 1)
+        send(self, transfer, pages, token_stop, step_id - 1, is_final=is_final)
 
-    patch.setattr(Sender, "send_chunk", send_early)
+    patch.setattr(Outgoing, "send", send_early)
 
 
 def a_step_is_planned_as_if_alone(patch: Patch) -> None:

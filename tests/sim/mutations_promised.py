@@ -6,25 +6,29 @@ room's other half hears. Knows nothing of stories.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 
 from common.errors import ProtocolError
 from common.protocol import codec
 from common.protocol.frontend import SchedulerToFrontend, Tokens
-from common.protocol.peer import DecodeToPrefill, TransferDone, TransferRequest, Withdraw
+from common.protocol.peer import PeerMessage, TransferRequest
 from common.scheduling.peers import Outbox
-from common.scheduling.transitions import DecodeEvent
-from decode_server.admission import Admission
-from decode_server.arrivals import Arrivals
-from decode_server.endings import Endings
-from decode_server.prefill_peer import PrefillPeer
-from decode_server.prefill_peers import PrefillPeers
-from decode_server.recovery import PEER_LOOK_S, PEER_WAIT_S, Recovery
-from decode_server.request import DecodeRequest, Transfer
+from common.transfers.connection import Connection
+from common.transfers.connections import Connections
+from common.transfers.incoming import Incoming
+from common.transfers.incoming_transfer import Ask, CacheReady, IncomingTransfer
+from common.transfers.outgoing import OutgoingTransfer
+from decode_server.decisions import Fail
+from decode_server.missing_servers import PEER_WAIT_S, REVIEW_INTERVAL_S, MissingServers
+from decode_server.request import DecodeRequest
+from decode_server.requests import Requests
+from decode_server.scheduler import DecodeScheduler
+from prefill_server.meetings import Meetings
 from prefill_server.rendezvous import Rendezvous
-from prefill_server.request import PrefillRequest, Reservation
-from prefill_server.reservations import Reservations
+from prefill_server.request import PrefillRequest
 
 Patch = pytest.MonkeyPatch
 
@@ -34,29 +38,29 @@ Patch = pytest.MonkeyPatch
 
 def a_bound_that_only_its_reader_has(patch: Patch) -> None:
     """A prefill server reads prompts of fewer tokens than decode servers send."""
-    decode = codec.decode_decode_to_prefill
+    decode = codec.decode_peer_message
 
-    def decode_short(payload: bytes) -> DecodeToPrefill:
+    def decode_short(payload: bytes) -> PeerMessage:
         message = decode(payload)
         if isinstance(message, TransferRequest) and len(message.token_ids) > 64:
             raise ProtocolError(f"{len(message.token_ids)} token ids: at most 64 are allowed")
         return message
 
-    patch.setattr(codec, "decode_decode_to_prefill", decode_short)
+    patch.setattr(codec, "decode_peer_message", decode_short)
 
 
 def a_page_list_is_cut(patch: Patch) -> None:
     """A reservation names the pages of whole chunks only."""
-    make = Admission._transfer_request
+    make = Incoming._request
 
     def make_short(
-        self: Admission, request: DecodeRequest, transfer: Transfer, attachment: int, now: float
+        self: Incoming, transfer: IncomingTransfer, attachment: int, ask: Ask
     ) -> TransferRequest:
-        message = make(self, request, transfer, attachment, now)
+        message = make(self, transfer, attachment, ask)
         pages = [(first, ids[:8]) for first, ids in message.pages]
         return msgspec.structs.replace(message, pages=pages)
 
-    patch.setattr(Admission, "_transfer_request", make_short)
+    patch.setattr(Incoming, "_request", make_short)
 
 
 def the_last_of_much_output_is_dropped(patch: Patch) -> None:
@@ -73,30 +77,28 @@ def the_last_of_much_output_is_dropped(patch: Patch) -> None:
 
 def a_second_transfer_s_token_is_not_told(patch: Patch) -> None:
     """A retracted request's next token comes with its transfer, and is taken for one it had."""
-    adopt = Arrivals._adopt
+    handle = DecodeScheduler._handle_ready
 
-    def adopt_silently(
-        self: Arrivals, link: str, transfer: Transfer, done: TransferDone, now: float
-    ) -> None:
-        request = transfer.request
+    def handle_silently(self: DecodeScheduler, ready: CacheReady, now: float) -> None:
+        request = self.requests.get(ready.owner)
         is_second = request is not None and request.first_token_at > 0.0
-        effects = self._endings._outbox._effects
+        effects = self._outbox._effects
         count = len(effects)
-        adopt(self, link, transfer, done, now)
+        handle(self, ready, now)
         if is_second and request is not None and request.sequence is not None:
             del effects[count:]
 
-    patch.setattr(Arrivals, "_adopt", adopt_silently)
+    patch.setattr(DecodeScheduler, "_handle_ready", handle_silently)
 
 
 def fence_by_death_alone(patch: Patch) -> None:
     """What a process had sent before it died may still lie in a socket of ours."""
-    patch.setattr(PrefillPeers, "note_gone", lambda self, incarnation: True)
+    patch.setattr(Connections, "note_gone", lambda self, incarnation: True)
 
 
 def credits_are_not_looked_at(patch: Patch) -> None:
     """A decode server asks for more than the other one said it takes."""
-    patch.setattr(PrefillPeer, "has_room", lambda self, open_count: not self.is_full)
+    patch.setattr(Connection, "has_room", lambda self, open_count: not self.is_full)
 
 
 # ---- when a request is answered ------------------------------------------------------------------
@@ -104,59 +106,50 @@ def credits_are_not_looked_at(patch: Patch) -> None:
 
 def the_wait_for_a_server_is_looked_at_once(patch: Patch) -> None:
     """Ten seconds after a request came, and never again."""
-    end = Recovery._end_peerless
+    find = MissingServers._without_server
 
-    def end_some(self: Recovery, now: float) -> None:
-        due = {
-            request.request_id
-            for request in self._endings.requests.values()
-            if 0.0 <= now - request.arrived_at - PEER_WAIT_S < 2 * PEER_LOOK_S
-        }
-        fail = self._endings.fail
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(
-                self._endings,
-                "fail",
-                lambda request, *words: request.request_id in due and fail(request, *words),
-            )
-            end(self, now)
+    def find_some(self: MissingServers, now: float) -> Iterator[Fail]:
+        for decision in find(self, now):
+            late_s = now - decision.request.arrived_at - PEER_WAIT_S
+            if 0.0 <= late_s < 2 * REVIEW_INTERVAL_S:
+                yield decision
 
-    patch.setattr(Recovery, "_end_peerless", end_some)
+    patch.setattr(MissingServers, "_without_server", find_some)
 
 
 def the_wait_for_a_server_runs_from_arrival(patch: Patch) -> None:
     """Whoever has waited for pages is answered as soon as the last server is lost."""
-    end = Recovery._end_peerless
+    find = MissingServers._without_server
 
-    def end_early(self: Recovery, now: float) -> None:
+    def find_early(self: MissingServers, now: float) -> Iterator[Fail]:
         self._absent_since = dict.fromkeys(self._absent_since, 0.0)
-        end(self, now)
+        return find(self, now)
 
-    patch.setattr(Recovery, "_end_peerless", end_early)
+    patch.setattr(MissingServers, "_without_server", find_early)
 
 
 def a_retry_begins_the_budget_anew(patch: Patch) -> None:
-    wait_again = Endings.wait_again
+    wait_again = Requests._wait_again
 
-    def wait_anew(self: Endings, request: DecodeRequest, event: DecodeEvent, now: float) -> None:
+    def wait_anew(self: Requests, request: DecodeRequest, now: float) -> None:
         request.deadline = now + request.deadline - request.arrived_at
         self.deadlines.forget(request.request_id)
         self.deadlines.add(request.request_id, request.deadline)
-        wait_again(self, request, event, now)
+        wait_again(self, request, now)
 
-    patch.setattr(Endings, "wait_again", wait_anew)
+    patch.setattr(Requests, "_wait_again", wait_anew)
 
 
 def a_retried_request_is_put_behind(patch: Patch) -> None:
     """Whoever lost its server waits behind all who have not begun."""
-    wait_again = Endings.wait_again
+    wait_again = Requests._wait_again
 
-    def wait_behind(self: Endings, request: DecodeRequest, event: DecodeEvent, now: float) -> None:
-        wait_again(self, request, event, now)
+    def wait_behind(self: Requests, request: DecodeRequest, now: float) -> None:
+        wait_again(self, request, now)
         self.queue.discard(request.request_id)
         self.queue.add(request)
 
-    patch.setattr(Endings, "wait_again", wait_behind)
+    patch.setattr(Requests, "_wait_again", wait_behind)
 
 
 # ---- what a room's other half hears --------------------------------------------------------------
@@ -174,16 +167,16 @@ def a_withdrawal_is_forgotten(patch: Patch) -> None:
 def a_waiting_half_is_not_told(patch: Patch) -> None:
     """That its decode half gave up is noted for one that comes later only."""
 
-    def handle(self: Reservations, link: str, message: Withdraw, now: float) -> None:
-        self.stale_count += 1
+    def withdraw(self: Meetings, room: int, text: str, now: float) -> None:
+        pass
 
-    patch.setattr(Reservations, "handle_withdraw", handle)
+    patch.setattr(Meetings, "withdraw_room", withdraw)
 
 
 def an_expired_reservation_is_not_answered(patch: Patch) -> None:
     take_expired = Rendezvous.take_expired
 
-    def take_requests(self: Rendezvous, now: float) -> list[PrefillRequest | Reservation]:
+    def take_requests(self: Rendezvous, now: float) -> list[PrefillRequest | OutgoingTransfer]:
         halves = take_expired(self, now)
         return [half for half in halves if isinstance(half, PrefillRequest)]
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence as List
 
 import pytest
 
+from common.protocol.worker import CloseTransfer
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import CacheNode, PrefixCache
 from common.scheduling.sequence import PageAccount, Sequence
-from prefill_server.request import PrefillRequest
-from prefill_server.sender import Sender
+from common.transfers.links import Links
+from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
 
 Patch = pytest.MonkeyPatch
 
@@ -49,31 +50,44 @@ def a_block_of_another_is_not_locked(patch: Patch) -> None:
 
 
 def pages_of_a_transfer_are_kept(patch: Patch) -> None:
-    patch.setattr(Sender, "close", lambda self, request: None)
+    forget = Outgoing._forget
+
+    def forget_silently(self: Outgoing, transfer: OutgoingTransfer) -> None:
+        transfer.sent_token_count = 0
+        forget(self, transfer)
+
+    patch.setattr(Outgoing, "_forget", forget_silently)
 
 
 def windows_of_the_first_chunk_leave(patch: Patch) -> None:
     """Window pages are told with all others, and they have moved along until they leave."""
-    init = Sender.__init__
+    init = Outgoing.__init__
 
-    def init_without_windows(self: Sender, facts: ServerFacts, outbox: Outbox) -> None:
-        init(self, facts, outbox)
+    def init_without_windows(
+        self: Outgoing, facts: ServerFacts, links: Links, outbox: Outbox, *, token_max: int
+    ) -> None:
+        init(self, facts, links, outbox, token_max=token_max)
         self._is_window = [False] * len(self._is_window)
 
-    patch.setattr(Sender, "__init__", init_without_windows)
+    patch.setattr(Outgoing, "__init__", init_without_windows)
 
 
 def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
     """Workers are to forget pages that puts still read."""
-    send = Sender._send
+    send = Outgoing.send
 
     def send_and_close(
-        self: Sender, request: PrefillRequest, token_stop: int, step_id: int, *, is_final: bool
+        self: Outgoing,
+        transfer: OutgoingTransfer,
+        pages: PageLists,
+        token_stop: int,
+        step_id: int,
+        *,
+        is_final: bool,
     ) -> None:
-        send(self, request, token_stop, step_id, is_final=is_final)
+        send(self, transfer, pages, token_stop, step_id, is_final=is_final)
         if is_final:
-            sends_open, request.sends_open = request.sends_open, {}
-            self.close(request)
-            request.sends_open = sends_open
+            self._outbox.to_workers(CloseTransfer(transfer.transfer_id))
+            transfer.sent_token_count = 0
 
-    patch.setattr(Sender, "_send", send_and_close)
+    patch.setattr(Outgoing, "send", send_and_close)

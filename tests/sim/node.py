@@ -129,24 +129,24 @@ class Node:
             bootstrap_timeout_s=self.world.hold_s,
             in_flight_max=self.in_flight_max,
         )
-        self.core: PrefillScheduler | DecodeScheduler
-        if self.role == "prefill":
-            self.core = PrefillScheduler(self.facts, limits)
-        else:
-            seed = self.world.rng.getrandbits(32)
-            self.core = DecodeScheduler(
-                self.facts,
-                limits,
-                self.links,
-                is_local=self.is_local,
-                may_fall_back=self.may_fall_back,
-                seed=seed,
-            )
+        self.core = self.make_core(limits)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
             for _ in range(REMEMBERED_COUNT):
-                self.core._endings.lengths.note_end(1)
+                self.core.requests.lengths.note_end(1)
         self._boot_worker()
         self.feed(Tick())
+
+    def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
+        if self.role == "prefill":
+            return PrefillScheduler(self.facts, limits)
+        return DecodeScheduler(
+            self.facts,
+            limits,
+            self.links,
+            is_local=self.is_local,
+            may_fall_back=self.may_fall_back,
+            seed=self.world.rng.getrandbits(32),
+        )
 
     def _boot_worker(self) -> None:
         life, world, core = self.life, self.world, self.core
@@ -163,9 +163,9 @@ class Node:
         self.worker.transfers.damage_rng = world.damage_rng
         if world.is_honest:
             self.worker.cache.owner = core.account.pool
-        if isinstance(core, DecodeScheduler) and world.is_honest:
+        if world.is_honest:
             self.worker.transfers.awaits = lambda transfer_id: (
-                self.life != life or not self.is_up or core._receiver.is_known(transfer_id)
+                self.life != life or not self.is_up or core.transfers.incoming.is_known(transfer_id)
             )
 
     def crash(self, linger_s: float = 0.0) -> None:
@@ -293,7 +293,7 @@ class Node:
         if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
             self.world.clients[event.message.request_id].submitted_at = now
         if isinstance(event, FromWorker) and isinstance(event.message, StepDone):
-            batcher = self.core._batcher
+            batcher = self.core.batcher
             left = set(event.message.request_ids) - {*batcher._running, *batcher._prompts}
             self.world.tally["tokens of who had left"] += len(left)
         self.carry_out(self.core.handle(event, now))
@@ -313,11 +313,15 @@ class Node:
         self._page_counts = counts
         pool.check()
         if self.world.is_honest:
-            check_core(self.core)
+            self.check()
         full = [live for live, free in zip(self.world.lives, pool._free, strict=True) if not free]
         self.world.slots_ran_out |= any(not live.is_paged for live in full)
         self.world.tally["pools that ran full"] += bool(full) and not self._is_full
         self._is_full = bool(full)
+
+    def check(self) -> None:
+        """Raises: AssertionError if the core has lost a request or a page."""
+        check_core(self.core)
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from common.scheduling.transitions import DecodeState
-from decode_server.prefill_peer import Phase
 from decode_server.request import DecodeRequest
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
@@ -40,14 +39,14 @@ class PeerWaits:
 
     def note(self, core: DecodeScheduler, now: float) -> None:
         """Which servers can be asked now. To be called whenever that may have changed."""
-        for peer in core._peers._peers.values():
-            if peer.phase is Phase.CONNECTED and not peer.liveness.is_draining:
-                self._seen_at[peer.link] = now
+        for source in core.transfers.links.connections.sources():
+            self._seen_at[source.link] = now
 
     def check(self, core: DecodeScheduler, now: float) -> None:
         """Raises: AssertionError if a request should have been answered 503 by now."""
         before, self._waiting = self._waiting, {}
-        for request_id, request in core._endings.requests.items():
+        for request in core.requests:
+            request_id = request.request_id
             if self._needs_peer(request):
                 waits_since = before.get(request_id, (now, request))[0]
                 self._waiting[request_id] = (waits_since, request)
@@ -84,7 +83,7 @@ def are_connected(nodes: Iterable[Node]) -> bool:
     cores = [node.core for node in nodes if node.is_up]
     decodes = [node for node in nodes if node.role == "decode"]
     return len(cores) == len(nodes) and all(
-        core._peers.connected(decode.facts.incarnation, decode.name) is not None
+        core.transfers.links.connections.target(decode.facts.incarnation, decode.name) is not None
         for core in cores
         if isinstance(core, PrefillScheduler)
         for decode in decodes

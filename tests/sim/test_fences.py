@@ -6,12 +6,8 @@ checked against the pages that the decode server still has set aside for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 
-from common.protocol.peer import Hello
 from tests.sim.node import Node
 from tests.sim.world import TICK_S, World
 
@@ -57,7 +53,7 @@ def run_into_transfers(world: World) -> None:
 def run_until_back(world: World) -> float:
     """Until no page is in quarantine; how long that took."""
     began_at = world.now
-    while quarantined_count(world) or world.nodes["d0"].core._receiver.abandoned_count:
+    while quarantined_count(world) or world.nodes["d0"].core.transfers.incoming.abandoned_count:
         world.run(world.now + TICK_S)
         assert world.now < began_at + PROOF_MAX_S, f"{quarantined_count(world)} pages stay"
     return world.now - began_at
@@ -110,13 +106,8 @@ def test_they_come_back_although_the_two_never_meet_again(
 
 def deafen(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears no Hello any more."""
-    take = node.core._handle_peer
-
-    def take_others(hear: Callable[..., None], link: str, message: object, now: float) -> None:
-        if not isinstance(message, Hello):
-            hear(link, message, now)
-
-    monkeypatch.setattr(node.core, "_handle_peer", partial(take_others, take))
+    shakes = node.core.transfers.links.handshakes
+    monkeypatch.setattr(shakes, "handle_hello", lambda *_: None)
 
 
 @pytest.mark.parametrize("transport", ["posix", "cuda_ipc", "cuda_ipc,tcp"])

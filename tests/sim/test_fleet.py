@@ -53,7 +53,7 @@ class Fleet:
             return
         core = node.core
         assert isinstance(core, DecodeScheduler), "a prefill server refuses nobody"
-        assert len(core._endings.queue) >= QUEUE_MAX, f"{node.name} has room in its own queue"
+        assert len(core.requests.queue) >= QUEUE_MAX, f"{node.name} has room in its own queue"
         self.refused[min(self.queued_counts)] += 1
 
     @property
@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def queued_counts(self) -> list[int]:
-        return [len(core._table) for core in self.prefills]
+        return [len(core.requests) for core in self.prefills]
 
     def load(self) -> None:
         """Requests at equal distances, to each decode server in turn."""
@@ -78,7 +78,7 @@ class Fleet:
 @pytest.mark.slow
 def test_under_three_times_the_load_nobody_is_refused_while_there_is_room() -> None:
     fleet = Fleet(SIZE)
-    before = [core._endings.counters["finished"] for core in fleet.prefills]
+    before = [core.requests.counters["finished"] for core in fleet.prefills]
     fleet.load()
     fleet.world.run(fleet.world.now + BUDGET_S + 1.0)
     judge(fleet.world)
@@ -86,7 +86,7 @@ def test_under_three_times_the_load_nobody_is_refused_while_there_is_room() -> N
     assert set(failures) == {"", "queue_full"}
     assert fleet.refused.total() == failures["queue_full"] > 0
     assert min(fleet.refused) >= QUEUE_MAX - ON_ITS_WAY_COUNT, fleet.refused
-    finished = [core._endings.counters["finished"] for core in fleet.prefills]
+    finished = [core.requests.counters["finished"] for core in fleet.prefills]
     shares = [after - then for after, then in zip(finished, before, strict=True)]
     mean = sum(shares) / SIZE
     assert 0.8 * mean <= min(shares) and max(shares) <= 1.2 * mean, shares

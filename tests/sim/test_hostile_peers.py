@@ -64,7 +64,7 @@ def open_transfers(world: World) -> list[int]:
     """Ids of all transfers that the honest decode server knows of."""
     core = world.nodes["d0"].core
     assert isinstance(core, DecodeScheduler)
-    return [r.transfer.transfer_id for r in core._endings.requests.values() if r.transfer] or [5]
+    return [one.transfer_id for one in core.transfers.incoming.under_way] or [5]
 
 
 def lie_to_prefill(world: World, draws: Draws) -> PeerMessage:
@@ -184,7 +184,7 @@ def test_lies_to_a_prefill_server_change_nothing_for_others(
         world.run(world.now + delay_ms / 1000)
         message = lie_to_prefill(world, Draws(numbers))
         link = "x0" if is_peer else "nobody"
-        told(world.nodes["p0"], link, message, codec.decode_decode_to_prefill)
+        told(world.nodes["p0"], link, message, codec.decode_peer_message)
     world.run(world.now + 25.0)
     for client in asked:
         assert client.finals == ["finished"], client.failure
@@ -203,7 +203,7 @@ def test_lies_to_a_decode_server_change_nothing_for_others(
         world.run(world.now + delay_ms / 1000)
         message = lie_to_decode(world, Draws(numbers))
         link = "x1:1" if is_peer else "nobody:1"
-        told(world.nodes["d0"], link, message, codec.decode_prefill_to_decode)
+        told(world.nodes["d0"], link, message, codec.decode_peer_message)
     world.run(world.now + 25.0)
     for client in asked:
         assert client.finals == ["finished"], client.failure

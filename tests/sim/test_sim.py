@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 
+from common.config import Verify
 from common.layout.component import SLOT, LiveKind
 from common.protocol.frontend import GetState, State
+from common.protocol.peer import TransferDone
 from common.scheduling.events import FromFrontend, ToFrontend
-from decode_server.verifier import Verifier
+from common.transfers.incoming import Incoming
 from tests.sim.__main__ import has_two_steps, problem_of, run_chunk
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.oracle import fold
@@ -97,7 +99,15 @@ def test_window_pages_that_are_paired_by_their_place_in_the_list_are_found(
 
 
 def test_damage_that_nobody_looks_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Verifier, "begin", lambda *_: False)
+    handle_done = Incoming.handle_done
+
+    def handle_unseen(self: Incoming, link: str, done: TransferDone) -> object:
+        transfer = self.get(done.transfer_id)
+        if transfer is not None:
+            transfer.verify = Verify.OFF
+        return handle_done(self, link, done)
+
+    monkeypatch.setattr(Incoming, "handle_done", handle_unseen)
     assert fails_somewhere(is_verified=True)
 
 

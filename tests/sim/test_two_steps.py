@@ -9,7 +9,7 @@ from common.config import DEFAULT_BOOTSTRAP_TIMEOUT_S
 from common.protocol.frontend import GetState, State, Submit
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import FromFrontend, ToFrontend
-from prefill_server.holds import UNDISTURBED_S
+from prefill_server.requests import UNDISTURBED_S
 from tests.sim.client import EOS, Client
 from tests.sim.node import Node
 from tests.sim.oracle import next_token
@@ -71,10 +71,10 @@ def test_what_is_held_is_handed_over_when_asked_for(world: World, host: str) -> 
     """The server is known by what it said of itself, whatever the way to it is called."""
     where = place(world, host)
     ask_ahead(world, where)
-    steps = world.nodes["p0"].core._batcher.step_count
+    steps = world.nodes["p0"].core.batcher.step_count
     client = go_on(world, where)
     assert client.output == client.expected() and client.finals == ["finished"]
-    assert world.nodes["p0"].core._batcher.step_count == steps, "nothing is computed again"
+    assert world.nodes["p0"].core.batcher.step_count == steps, "nothing is computed again"
     assert state_of(world.nodes["d0"]).counters["holds_lost"] == 0
     assert world.nodes["p0"].core.is_idle
 

@@ -27,11 +27,9 @@ def sent(message: codec.LocalMessage | PeerMessage) -> bytes:
         raise AssertionError(f"can't be sent: {error}") from error
 
 
-def heard_by_peer(role: str, payload: bytes) -> PeerMessage:
-    """What a server of a role reads. Raises: AssertionError if it would refuse it."""
-    if role == "prefill":
-        return _read(codec.decode_decode_to_prefill, payload)
-    return _read(codec.decode_prefill_to_decode, payload)
+def heard_by_peer(payload: bytes) -> PeerMessage:
+    """What a server reads. Raises: AssertionError if it would refuse it."""
+    return _read(codec.decode_peer_message, payload)
 
 
 def to_worker(message: SchedulerToWorker) -> SchedulerToWorker:

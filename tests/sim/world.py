@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from common.failures import FAILURES
+from common.failures import FailureKind
 from common.layout.component import FULL, Live
 from common.protocol.frontend import Cancel, Failed, Submit, Tokens
 from common.request import Bootstrap, SamplingParams
@@ -123,23 +123,24 @@ class World:
     # ---- network ---------------------------------------------------------------------------------
 
     def post(self, sender: Node, link: str, message: PeerMessage) -> None:
-        """A decode server's link is the name of the prefill server; the other way round alike."""
+        """A server's link to the one that it dialled is an address, and a bare name otherwise."""
         receiver = self.nodes.get(link.partition(":")[0])
         if receiver is None:
             return
         life, sender_life = receiver.life, sender.life
-        back = f"{sender.name}:1" if sender.role == "prefill" else sender.name
+        address = f"{sender.name}:1"
+        back = address if address in receiver.links else sender.name
         payload = wire.sent(message)
 
         def hear() -> None:
-            receiver.feed(FromPeer(back, wire.heard_by_peer(receiver.role, payload)))
+            receiver.feed(FromPeer(back, wire.heard_by_peer(payload)))
 
         def deliver() -> None:
             # Who dials keeps what it sent until somebody listens there again; who is dialled loses
             # it with the connection.
             if receiver.life == life and receiver.is_up:
                 hear()
-            elif sender.role == "decode" and sender.life == sender_life:
+            elif f"{receiver.name}:1" in sender.links and sender.life == sender_life:
                 if receiver.is_up:
                     self.tally["messages met by a successor"] += 1
                     hear()
@@ -198,7 +199,7 @@ class World:
         assert not client.finals, f"request {client.request_id} was answered again: {message}"
         client.answered_at = self.now
         if isinstance(message, Failed):
-            assert message.status in FAILURES[message.kind], f"{message}"
+            assert message.status == FailureKind(message.kind).status, f"{message}"
             is_lie = message.message.startswith("prefill wrote")
             assert not (self.is_honest and is_lie), f"{message}"
             assert not (self.is_honest and message.kind in FAULTS), f"{message}"

@@ -9,10 +9,9 @@ import asyncio
 import logging
 from collections import Counter
 
-from common.failures import FAILURES
+from common.failures import FailureKind
 
 INTERVAL_S = 1.0
-UNKNOWN_STATUSES = (500,)
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class FailureLog:
 
         A kind that is not known here comes from a peer of another version, and is logged.
         """
-        if max(FAILURES.get(kind, UNKNOWN_STATUSES)) < 500:
+        if FailureKind.of(kind).status < 500:
             return
         self._counts[kind] += 1
         self._latest = f"{rid}: {message}" if message else rid

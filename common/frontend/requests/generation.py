@@ -14,7 +14,7 @@ from typing import Self
 
 from common.config import ANY_HOST, Role
 from common.errors import ProtocolError, RequestError
-from common.failures import ABORTED
+from common.failures import FailureKind
 from common.frontend.bodies.dial_rules import dial_rules
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.context import FrontendContext
@@ -99,7 +99,9 @@ class Continuation:
             self.trace = message.trace
             if self.is_stopped:
                 self._end(None)
-            elif message.kind == ABORTED:  # its client asked for what there is, not for an error
+            elif (
+                message.kind == FailureKind.ABORTED
+            ):  # its client asked for what there is, not for an error
                 self._end(FinishReason(FinishKind.ABORT, message=message.message))
             else:
                 self.failure = message

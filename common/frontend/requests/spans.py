@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Role
-from common.failures import ABORTED
+from common.failures import FailureKind
 from common.frontend.requests.stages import TRANSFER_STAGES, Stage, chunks_of, stages_of
 from common.request import RequestTrace
 from common.request_bounds import TRACE_PARENT
@@ -178,4 +178,4 @@ def _transfer_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
 
 
 def _error(trace: RequestTrace) -> str:
-    return "" if trace.status in ("ok", ABORTED) else trace.message or trace.status
+    return "" if trace.status in ("ok", FailureKind.ABORTED) else trace.message or trace.status

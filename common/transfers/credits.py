@@ -55,7 +55,7 @@ class Credits:
         self._told[peer] = self._levels.get(peer, self._idle_level)
         return self._told[peer]
 
-    def look(self, peers: list[str], request_count: int) -> list[str]:
+    def update(self, peers: list[str], request_count: int) -> list[str]:
         """Find the levels of these. Returns those to tell at once: they have used what they were
         told of, so that requests may wait there, and may have more.
 

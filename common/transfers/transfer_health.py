@@ -40,7 +40,7 @@ class TransferHealth:
         if len(self._records) > RECORD_COUNT_MAX:
             del self._records[next(iter(self._records))]
 
-    def look(self, peers: Iterable[str], now: float) -> str:
+    def describe(self, peers: Iterable[str], now: float) -> str:
         """What is the matter if none of the connected `peers` could be handed anything lately, ""
         if some could, or if nobody knows."""
         counts = [self._failure_count(peer, now) for peer in peers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefill_server.credits import Credits
+from common.transfers.credits import Credits
 
 
 def levels(queue_max: int, counts: list[int], other_count: int = 0) -> list[int]:
@@ -15,7 +15,7 @@ def levels(queue_max: int, counts: list[int], other_count: int = 0) -> list[int]
     for peer, count in zip(peers, counts, strict=True):
         for _ in range(count):
             credits.begin(peer)
-    credits.look(peers, sum(counts) + other_count)
+    credits.update(peers, sum(counts) + other_count)
     return [credits.tell(peer) for peer in peers]
 
 
@@ -65,24 +65,24 @@ def test_levels_take_nothing_away_and_add_up_to_the_queue(
 
 def test_only_who_has_used_all_is_told_at_once() -> None:
     credits, peers = Credits(8), ["d0", "d1"]
-    credits.look(peers, 0)
+    credits.update(peers, 0)
     assert [credits.tell(peer) for peer in peers] == [2, 2]
     credits.begin("d0")
-    assert credits.look(peers, 1) == []
+    assert credits.update(peers, 1) == []
     credits.begin("d0")
-    assert credits.look(peers, 2) == ["d0"]
-    assert credits.tell("d0") == 4 and credits.look(peers, 2) == []
+    assert credits.update(peers, 2) == ["d0"]
+    assert credits.tell("d0") == 4 and credits.update(peers, 2) == []
 
 
 def test_who_was_refused_is_told_once_there_is_room() -> None:
     credits, peers = Credits(2), ["d0", "d1"]
-    credits.look(peers, 0)
+    credits.update(peers, 0)
     for peer in peers:
         credits.tell(peer)
     credits.begin("d0")
     credits.begin("d0")
-    credits.look(peers, 2)
+    credits.update(peers, 2)
     credits.note_refused("d1")
-    assert credits.look(peers, 2) == []
+    assert credits.update(peers, 2) == []
     credits.end("d0")
-    assert credits.look(peers, 1) == ["d1"]
+    assert credits.update(peers, 1) == ["d1"]

@@ -1,0 +1,361 @@
+"""Every request of the decode server: its table, queue and deadlines, and each change of its state.
+
+One method per row of `DECODE_TABLE`; nothing else assigns to a request. The client is answered at
+once. Pages that a remote writer may still reach stay with their transfer, pages that a running step
+may still write are closed after it. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+
+from common.failures import Failure, FailureKind
+from common.protocol.frontend import Failed, Submit, Tokens
+from common.protocol.peer import Withdraw
+from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs, TransferTrace
+from common.scheduling.batcher import Batcher
+from common.scheduling.deadlines import Deadlines
+from common.scheduling.peers import Outbox
+from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
+from common.transfers.connection import Connection
+from common.transfers.incoming_transfer import Ask, CacheReady
+from common.transfers.transfers import Transfers
+from decode_server.output_lengths import OutputLengths
+from decode_server.request import DecodeRequest
+from decode_server.waiting import WaitingQueue
+
+# Other kinds of failure are counted as `failed` alone.
+COUNTED = (
+    *("finished", "failed", "aborted", "timed_out", "transfer_failed", "bootstrap_failed"),
+    *("no_prefill_server", "retracted", "retried", "holds_lost"),
+)
+TEST_TOKEN_ID = 0
+TRANSFER_ID_BITS = 63
+
+
+class Requests:
+    """Owner of every `DecodeRequest`. lengths: of the outputs that have ended."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        account: PageAccount,
+        batcher: Batcher,
+        transfers: Transfers,
+        outbox: Outbox,
+        rng: random.Random,
+    ) -> None:
+        self._incarnation = incarnation
+        self._account = account
+        self._batcher = batcher
+        self._transfers = transfers
+        self._outbox = outbox
+        self._rng = rng
+        self._requests: dict[int, DecodeRequest] = {}
+        self._next_test_id = -1  # clients' requests have positive ones
+        self.deadlines = Deadlines()
+        self.queue = WaitingQueue()
+        self.lengths = OutputLengths()
+        self.counters = dict.fromkeys(COUNTED, 0.0)
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(list(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: int | None) -> DecodeRequest | None:
+        return self._requests.get(request_id) if request_id is not None else None
+
+    def of_sequence(self, sequence: Sequence) -> DecodeRequest:
+        return self._requests[sequence.request_id]
+
+    @property
+    def client_count(self) -> int:
+        """Requests that a client waits for."""
+        return sum(not request.tested_link for request in self._requests.values())
+
+    @property
+    def transferring(self) -> list[DecodeRequest]:
+        """Those whose cache is on its way."""
+        owners = [self.get(transfer.owner) for transfer in self._transfers.incoming.under_way]
+        return [request for request in owners if request is not None]
+
+    def take_expired(self, now: float) -> list[DecodeRequest]:
+        """Requests whose time budget is used up."""
+        late = [self.get(request_id) for request_id in self.deadlines.take_expired(now)]
+        return [one for one in late if one is not None and one.deadline <= now]
+
+    # ---- they come -------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, now: float) -> DecodeRequest:
+        """A client's request, which waits from now on."""
+        request = DecodeRequest(
+            request_id=submit.request_id,
+            token_ids=list(submit.token_ids),
+            prompt_count=len(submit.token_ids),
+            sampling=submit.sampling,
+            bootstrap=submit.bootstrap,
+            arrived_at=now,
+            deadline=now + submit.budget_s,
+            waiting_since=now,
+            origin=submit.origin,
+        )
+        self._add(request)
+        return request
+
+    def submit_test(self, link: str, budget_s: float, now: float) -> None:
+        """A prompt of one token, for one token, from the prefill server at a link."""
+        sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
+        request = DecodeRequest(
+            request_id=self._next_test_id,
+            token_ids=[TEST_TOKEN_ID],
+            prompt_count=1,
+            sampling=sampling,
+            bootstrap=None,
+            arrived_at=now,
+            deadline=now + budget_s,
+            waiting_since=now,
+            tested_link=link,
+        )
+        self._next_test_id -= 1
+        self._add(request)
+
+    def _add(self, request: DecodeRequest) -> None:
+        self._requests[request.request_id] = request
+        self.queue.add(request)
+        self.deadlines.add(request.request_id, request.deadline)
+
+    # ---- while they wait -------------------------------------------------------------------------
+
+    def unbind(self, request: DecodeRequest) -> None:
+        """Its room or its held cache is lost to it: any prefill server may compute it."""
+        self.counters["holds_lost"] += request.is_held
+        request.bootstrap = None
+
+    def keep_here(self, request: DecodeRequest) -> None:
+        """No prefill server is looked for any more."""
+        request.is_computed_here = True
+
+    # ---- rows of the table -----------------------------------------------------------------------
+
+    def reserve(self, request: DecodeRequest, source: Connection, now: float) -> None:
+        """WAITING -> TRANSFERRING: pages for the whole cache are there, and are asked to be
+        filled."""
+        self._advance(request, DecodeEvent.RESERVED)
+        self.queue.discard(request.request_id)
+        token_count = len(request.token_ids)
+        transfer_id = self._rng.getrandbits(TRANSFER_ID_BITS)
+        incoming = self._transfers.incoming
+        request.transfer = incoming.reserve(
+            source, transfer_id, request.request_id, token_count, _ask(request, now)
+        )
+        self._transfers.links.note_asked(source, token_count, now)
+        request.link = source.link
+        request.source_name = source.name
+        request.requested_at = request.requested_at or now
+
+    def compute_here(self, request: DecodeRequest, now: float) -> None:
+        """WAITING -> RUNNING, if there are pages: this server computes the prompt."""
+        tokens = request.token_ids
+        sequence = self._account.open(
+            request.request_id, tokens, request.prompt_count, request.sampling
+        )
+        if sequence is None:
+            return
+        self._advance(request, DecodeEvent.SCHEDULED_HERE)
+        self.queue.discard(request.request_id)
+        request.sequence = sequence
+        request.source_name = ""
+        request.requested_at = request.requested_at or now
+        self._batcher.add(sequence)
+
+    def adopt(self, request: DecodeRequest, ready: CacheReady, now: float) -> FinishReason | None:
+        """TRANSFERRING -> RUNNING: the cache is there, and its first token. Returns why that is
+        the last one, if it is."""
+        done = ready.done
+        self._advance(request, DecodeEvent.DONE)
+        if request.first_token_at == 0.0:
+            request.transfer_trace = done.trace
+            request.prompt_logprobs = done.prompt_logprobs
+        request.transfer = None
+        request.token_ids.append(done.first_token)
+        request.sequence = Sequence(
+            request.request_id,
+            request.token_ids,
+            request.prompt_count,
+            request.sampling,
+            ready.transfer.spans,
+            computed_count=done.token_count,
+        )
+        self._batcher.add(request.sequence)
+        return self._batcher.finish_of(request.sequence)
+
+    def retry(
+        self, request: DecodeRequest, now: float, *, is_attempt: bool, is_computed_here: bool
+    ) -> None:
+        """TRANSFERRING -> WAITING: the transfer brought nothing."""
+        self._advance(request, DecodeEvent.PEER_FAILED)
+        if is_attempt:
+            self._note_attempt(request)
+            self.counters["retried"] += 1
+            request.is_computed_here = is_computed_here
+        self._wait_again(request, now)
+
+    def retract(self, request: DecodeRequest, now: float) -> None:
+        """RUNNING -> WAITING: others need its pages."""
+        self._advance(request, DecodeEvent.RETRACTED)
+        request.is_computed_here = False
+        request.failure_count = 0
+        request.tried_links.clear()
+        request.retraction_count += 1
+        self.counters["retracted"] += 1
+        self._wait_again(request, now)
+
+    def _wait_again(self, request: DecodeRequest, now: float) -> None:
+        """Back to the queue, ahead of those that have not begun."""
+        request.transfer = None
+        request.sequence = None
+        request.waiting_since = now
+        self.queue.add_again(request)
+
+    def finish(self, request: DecodeRequest) -> None:
+        """RUNNING -> FINISHED: its last token is there. Its cache is kept for equal beginnings."""
+        self._advance(request, DecodeEvent.LAST_TOKEN)
+        self._drop_sequence(request, remember=True)
+        self._forget(request)
+        self.counters["finished"] += not request.tested_link
+
+    def fail(self, request: DecodeRequest, failure: Failure, now: float) -> None:
+        """Any state -> FAILED: one error is the answer."""
+        if not request.tested_link:
+            self._answer_failed(request, failure, now)
+        self._withdraw_room(request, failure.message)
+        self._advance(request, DecodeEvent.CANCELLED)
+        if request.transfer is not None and request.transfer.owner is not None:
+            self._transfers.incoming.abandon(request.transfer, failure.message)
+        request.transfer = None
+        self._drop_sequence(request, remember=False)
+        self._forget(request)
+
+    def _answer_failed(self, request: DecodeRequest, failure: Failure, now: float) -> None:
+        kind = failure.kind
+        if kind is FailureKind.ABORTED and request.output_count:
+            # Its client has had enough: it gives its pages back like one that ended.
+            self.lengths.note_end(request.output_count)
+        self.counters["failed"] += 1
+        counted = "bootstrap_failed" if kind.is_bootstrap else kind
+        if counted in self.counters:
+            self.counters[counted] += 1
+        trace = request.trace(now, status=kind, message=failure.message)
+        self._outbox.to_frontend(
+            Failed(request.request_id, kind.status, kind, failure.message, trace)
+        )
+
+    def _withdraw_room(self, request: DecodeRequest, reason: str) -> None:
+        """A routed request that has reserved nothing yet ends: its other half waits for that."""
+        link, bootstrap = request.bootstrap_link, request.bootstrap
+        if request.state is DecodeState.WAITING and link is not None and bootstrap is not None:
+            link = self._transfers.links.resolve(link, bootstrap.engine)
+            self._outbox.to_peer(link, Withdraw(bootstrap.room, self._incarnation, reason))
+
+    # ---- while they run --------------------------------------------------------------------------
+
+    def note_chunk(
+        self, request: DecodeRequest, logprobs: bytes, *, is_last: bool, now: float
+    ) -> bool:
+        """A chunk of its prompt is computed here. Whether that completes its first prefill."""
+        is_first_time = request.first_token_at == 0.0
+        if is_first_time and logprobs:
+            request.prompt_logprobs.append(logprobs)
+        if not is_last or not is_first_time:
+            return False
+        assert request.sequence is not None
+        request.transfer_trace = TransferTrace(
+            prefill_s=now - request.requested_at,
+            cached_token_count=request.sequence.cached_count,
+        )
+        return True
+
+    def send_token(
+        self,
+        request: DecodeRequest,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        finish: FinishReason | None,
+        now: float,
+    ) -> None:
+        """One new token to the client; the last one ends the request."""
+        self._note_length(request, finish.kind if finish is not None else None)
+        is_first = request.first_token_at == 0.0
+        if is_first:
+            request.first_token_at = now
+        if finish is not None:
+            self.finish(request)
+        if finish is not None and request.tested_link:
+            return
+        self._outbox.to_frontend(
+            Tokens(
+                request.request_id,
+                [token_id],
+                logprobs=[logprobs] if logprobs is not None else [],
+                prompt_logprobs=request.prompt_logprobs if is_first else [],
+                cached_token_count=request.transfer_trace.cached_token_count,
+                finish=finish,
+                trace=request.trace(now) if finish is not None else None,
+                offset=request.output_count - 1,
+            )
+        )
+
+    def _note_length(self, request: DecodeRequest, finish: FinishKind | None) -> None:
+        """What is learned from a token of an output, perhaps its last."""
+        if request.tested_link:
+            return
+        self.lengths.note_token(request.output_count)
+        if finish is FinishKind.STOP:
+            self.lengths.note_end(request.output_count)
+        elif finish is FinishKind.LENGTH:
+            self.lengths.note_cut(request.output_count)
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _advance(self, request: DecodeRequest, event: DecodeEvent) -> None:
+        request.state = next_decode_state(request.state, event)
+
+    def _note_attempt(self, request: DecodeRequest) -> None:
+        request.failure_count += 1
+        request.tried_links.add(request.link)
+
+    def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:
+        if request.sequence is not None:
+            if remember:
+                self._account.remember(request.sequence)
+            self._batcher.remove(request.sequence)
+            request.sequence = None
+
+    def _forget(self, request: DecodeRequest) -> None:
+        del self._requests[request.request_id]
+        self.deadlines.forget(request.request_id)
+        self.queue.discard(request.request_id)
+
+
+def _ask(request: DecodeRequest, now: float) -> Ask:
+    """A request that is met by its room brings no tokens along."""
+    room, sampling = request.room, request.sampling
+    if request.output_count > 0:
+        # Its prompt's log-probabilities have been sent to the client already.
+        sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
+    return Ask(
+        room=room,
+        token_ids=[] if room is not None else list(request.token_ids),
+        prompt_count=0 if room is not None else request.prompt_count,
+        sampling=None if room is not None else sampling,
+        budget_s=request.deadline - now,
+        origin=request.origin,
+        is_self_test=bool(request.tested_link),
+        is_held=request.is_held,
+    )
