@@ -36,7 +36,7 @@ UCX_SHARED_MEMORY_VARIABLE = "UCX_POSIX_DIR"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 # What --host says to listen on every address.
 ANY_HOST = ("0.0.0.0", "::")
-# Settings that nobody is shown.
+# Settings that are shown to no client.
 SECRET_FIELDS = ("api_keys", "admin_api_keys")
 
 
@@ -102,7 +102,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport: "auto" is UCX over shared memory, CUDA IPC and RDMA, and a stream of our own where
         none of these reaches a peer; "shm" is shared memory alone; "stream" streams alone;
-        "ucx-tcp" is UCX over tcp, by which whoever reaches its ports writes anywhere in a worker.
+        "ucx-tcp" is UCX over tcp, and any process that reaches its ports
+        can write anywhere in a worker.
     transfer_ports: "first-last" port that workers may listen on for caches; "": any.
     net_devices: which network devices UCX may use. ucx: which libucp is loaded: "auto", "wheel",
         "system", or a directory.

@@ -1,4 +1,4 @@
-"""What the exit codes of a server and of its processes mean to whoever starts them."""
+"""What the exit codes of a server and of its processes mean to a process manager."""
 
 from __future__ import annotations
 

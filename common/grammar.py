@@ -165,7 +165,7 @@ class GrammarState:
     def advance(self, token_id: int) -> None:
         """Take the next token. Raises: GrammarError if it is not allowed.
 
-        Whoever ignores ends goes on after them: the end may follow the end.
+        A request that ignores ends goes on after them: the end may follow the end.
         """
         if not self.matcher.consume_token(token_id):
             raise GrammarError(self.trouble)

@@ -124,7 +124,7 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who asked, for those who look later. Nothing is decided by it.
 
     rid: the client's name for the request. trace_parent: the W3C traceparent of the span that
-    whatever is done for it belongs to; "" if nobody traces.
+    whatever is done for it belongs to; "" without tracing.
     """
 
     rid: str = ""

@@ -68,7 +68,7 @@ Decision = Reserve | ComputeHere | KeepHere | Unbind | Fail | Retry
 class DecodeScheduler:
     """The decode server's core. Call `handle` for every event and `schedule` after each.
 
-    links: addresses of prefill servers to dial. is_local: compute prompts here and dial nobody.
+    links: addresses of prefill servers to dial. is_local: compute prompts here and dial no server.
     may_fall_back: compute a prompt here if no prefill server can be found for it.
     sends: whether other servers may ask this one for caches as well.
     """

@@ -19,7 +19,7 @@ STARVED_END_S = 30.0
 
 
 class Starvation:
-    """since: when somebody did not fit, until pages come back or somebody runs. trouble: what
+    """since: when a request did not fit, until pages come back or a request runs. trouble: what
     health checks say of it, "" for nothing. counters: how often it came to that."""
 
     def __init__(self, admission: Admission, outbox: Outbox) -> None:
@@ -32,7 +32,7 @@ class Starvation:
     def update(self, queue: Iterable[DecodeRequest], now: float) -> None:
         """Say it, and in the end give up, when pages in quarantine leave no room for anybody.
 
-        That nobody waits any more, because all were sent away, does not end it.
+        An empty queue does not end it: all may have been refused.
         """
         if not self._admission.may_starve:
             self.since = None

@@ -48,7 +48,7 @@ class Followers:
         self._tell(leader)
 
     def wake(self) -> None:
-        """Put back whoever has nothing to wait for any more."""
+        """Put back requests that have nothing to wait for any more."""
         for leader in list(self._leaders.values()):
             sequence = leader.sequence
             is_gone = not self._batcher.computes_prompt(sequence)

@@ -137,7 +137,7 @@ class Rendezvous:
             self._drop_reservation(reservation.room, failure, now)
 
     def _drop_reservation(self, room: int, failure: Failure, now: float) -> None:
-        """A reservation that met nobody is gone; a request that comes later is to hear of it."""
+        """A reservation that met no request is gone; a later request is to hear of it."""
         del self._rooms[room]
         self._remember(self._withdrawn, room, failure, now)
 

@@ -159,7 +159,7 @@ async def _stop(
     """Begin the end. Health checks turn red at once and new requests are sent away, while the port
     stays open for both as long as something is open.
 
-    Nobody waits for a scheduler that is gone: that may be why we are to stop. What is still open
+    A scheduler that is gone is not waited for: that may be why we are to stop. What is still open
     after the drain is answered and cancelled, not cut off.
     """
     await stop.wait()

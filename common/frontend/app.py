@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI:
-    """The application of one server; whoever serves it also runs `context.scheduler.run()`."""
+    """The application of one server; the server of it also runs `context.scheduler.run()`."""
     app = DescribedApp(
         title="Baton",
         openapi_url=PATH,

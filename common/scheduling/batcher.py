@@ -4,7 +4,7 @@ Knows nothing of clients or peers: the two schedulers add sequences and take out
 every sequence that decodes and, within a token budget, chunks of prompts that are still being
 computed. While one is in flight, the next may be sent, so that workers need not wait for it:
 
-    step N       a  b  c            draws a token of each; nobody knows it yet
+    step N       a  b  c            draws a token of each, not known yet
     step N + 1      b  c  d         a reaches its length with N. If N ends b, what is drawn here
                                     for b is dropped, and its pages come back after N + 1
 
@@ -214,7 +214,7 @@ class Batcher:
     # ---- planning --------------------------------------------------------------------------------
 
     def plan_step(self) -> PlannedStep:
-        """The next step; none if nobody has anything to compute, or as many are in flight as may
+        """The next step; none if there is nothing to compute, or as many are in flight as may
         be. To be called until there is none."""
         if len(self._in_flight) >= self.limits.in_flight_max:
             return PlannedStep(None)
@@ -230,9 +230,9 @@ class Batcher:
     def _plan_ahead(self) -> Step | None:
         """The step behind the one that is in flight, if waiting would not make a better one.
 
-        Nobody is retracted for it, and no prompt that is here gets a smaller chunk or a later
+        No request is retracted for it, and no prompt that is here gets a smaller chunk or a later
         place: where pages are short, those that a sequence gives back when it ends now may do. A
-        step of prompts alone is full, for whoever comes meanwhile would have joined it; only one
+        step of prompts alone is full, for a prompt that comes now would have joined it; only one
         that would have passed the others waits for a step more.
         """
         decoding = self._decoding_ahead()
@@ -274,7 +274,7 @@ class Batcher:
             grants += sequence.take_grants()
         retired, self._retired = self._retired, []
         decode = [sequence.request_id for sequence in decoding]
-        # Ahead of the step that draws them they are not known, so then nobody may need them.
+        # Ahead of the step that draws them they are not known, so then no sequence may need them.
         is_told = self.limits.in_flight_max == 1
         latest = [sequence.token_ids[-1] for sequence in decoding] if is_told else []
         step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest)
@@ -299,7 +299,7 @@ class Batcher:
                 sequence = self._running.get(request_id)
 
     def _cheapest(self) -> Sequence:
-        """Whoever costs least to bring back: fewest tokens, latest arrival first among equals."""
+        """The sequence that costs least to bring back: the fewest tokens, the latest of equals."""
         return min(self.sequences(), key=lambda s: (len(s.token_ids), -s.request_id))
 
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
@@ -362,7 +362,7 @@ class Batcher:
             self._under_way.forget(sequence)
             del self._prompts[chunk.request_id]
             self._running[chunk.request_id] = sequence
-            # Whoever sends the window now keeps no more than it.
+            # A sequence that sends its window now keeps no more than it.
             self._account.recycle(sequence)
         prompt_logprobs = done.prompt_logprobs.get(chunk.request_id, b"")
         outcome.chunks.append(

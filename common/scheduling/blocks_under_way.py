@@ -47,7 +47,7 @@ class BlocksUnderWay:
         self, nodes: List[CacheNode], token_ids: list[int], token_max: int
     ) -> tuple[Sequence, int] | None:
         """Who computes the block behind a cached prefix of these tokens, and how many tokens the
-        two share in whole blocks; None if nobody does. token_max: that could be reused."""
+        two share in whole blocks; None if no prompt does. token_max: that could be reused."""
         if self._account.cache is None:
             return None
         size = self._account.groups[0].page_items

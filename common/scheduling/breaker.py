@@ -18,7 +18,7 @@ FAILURE_COUNT_MAX = 3
 # An open breaker waits this long, twice as long after every probe that failed, up to the maximum.
 OPEN_S = 1.0
 OPEN_S_MAX = 30.0
-# A probe that nobody ever answers, because its client went away, is replaced by another one.
+# A probe that is never answered, because its client went away, is replaced by another one.
 PROBE_S = 10.0
 
 

@@ -27,7 +27,7 @@ def share_step(left: List[int], most: List[int], budget: int) -> list[int]:
 
     Up to half of the budget goes to those that may pass the oldest, shortest first; all else goes
     by age. So the oldest has half of every step at least, and ends after twice its own steps at
-    most; and whoever is short waits for neither.
+    most; and a short prompt waits for neither.
 
     left: tokens that each lacks. most: those that it can take in this step, 1 or more.
     """

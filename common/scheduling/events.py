@@ -53,7 +53,7 @@ class ProcessesGone(msgspec.Struct, frozen=True):
 
 
 class LinkRefused(msgspec.Struct, frozen=True):
-    """A connection came to nothing before a word was said. link: "" where somebody else dialled."""
+    """A connection failed before its first message. link: "" where the other side dialled."""
 
     link: str
     reason: str
@@ -61,14 +61,14 @@ class LinkRefused(msgspec.Struct, frozen=True):
 
 class LinkDropped(msgspec.Struct, frozen=True):
     """A link that said nothing but nonsense is not listened to any more; one that we dialled is
-    closed. Whoever dialled may do so again, and that is another link."""
+    closed. The other side may dial again, and that is another link."""
 
     link: str
     reason: str
 
 
 class LinkBroke(msgspec.Struct, frozen=True):
-    """A connection that stood broke. is_refused: and nobody answers at its address now. Either is a
+    """A connection that stood broke. is_refused: its address refuses new ones. Either is a
     hint: ZMQ makes the connection anew, and neither proves that anybody writes no more."""
 
     link: str

@@ -1,4 +1,4 @@
-"""What a scheduler core is told at birth about its server. Values only."""
+"""The facts of a server that its scheduler core starts with. Values only."""
 
 from __future__ import annotations
 

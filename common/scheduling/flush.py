@@ -12,7 +12,7 @@ class Flushes:
     """Forgets cached prefixes, unless there are requests, which may be reading them.
 
     A request that has ended may still be in a step in flight; that is waited for. It is the last
-    one, so nobody waits longer than a step takes.
+    one, so a flush waits no longer than a step takes.
     """
 
     def __init__(self, account: PageAccount, batcher: Batcher, outbox: Outbox) -> None:

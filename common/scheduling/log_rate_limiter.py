@@ -1,4 +1,4 @@
-"""Lines that somebody else can cause as often as they like: a few at once, then one a second.
+"""Log lines that a peer or a client can cause at will: a few at once, then one a second.
 
 A few servers that are wrongly set up and start together each have their line; a flood has a count.
 Knows nothing of logs. Time is passed in.

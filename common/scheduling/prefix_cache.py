@@ -105,7 +105,7 @@ class PrefixCache:
         return path
 
     def cut(self, node: CacheNode) -> None:
-        """Nobody finds a page any more, nor those behind it. Who reads them goes on, and they are
+        """A page and those behind it are not found any more. Their readers go on, and they are
         freed as all others. Harmless if it was cut before."""
         siblings = self._roots if node.parent is None else node.parent.children
         if siblings.get(node.key) is node:  # another page may be there by now

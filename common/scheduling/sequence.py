@@ -334,7 +334,7 @@ class PageAccount:
             nodes = self.match(token_ids, sampling)
         needs = self.needs_to_compute(len(token_ids))
         needs[0] -= len(nodes)
-        # Pages of the prefix that nobody reads could be evicted otherwise.
+        # Pages of the prefix without a reader could be evicted otherwise.
         unread_count = sum(node.lock_count == 0 for node in nodes)
         if not self.can_allocate([needs[0] + unread_count, *needs[1:]]):
             return None
@@ -362,7 +362,7 @@ class PageAccount:
         ]
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Its computation came out wrong: nobody else is to find what it added to the prefix cache.
+        """Its computation came out wrong: what it added to the prefix cache is not to be found.
         What others had put there stays."""
         if self.cache is not None:
             found_count = sequence.cached_count // self.groups[0].page_items

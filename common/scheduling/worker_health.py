@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from common.scheduling.facts import Pace, ServerFacts
 
 # The longest time between two looks that counts as listening. A longer one means that this very
-# process did not run: what was said meanwhile has not been read yet, and nobody is to blame.
+# process did not run: messages of that time have not been read yet, and no peer is to blame.
 LOOK_GAP_MAX_S = 0.4
 
 

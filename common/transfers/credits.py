@@ -4,7 +4,7 @@ Credits are a level, not an increment: a decode server may have so many open, an
 newer level forgets the older one. A lost message so costs a heartbeat, and no credit.
 
     queue of 64, three decode servers       A has 30 open    B has 2 open    C has none
-    kept for whoever has none: 64 / 2 / 3                                    10
+    kept for those without: 64    / 2 / 3                                    10
     a fair share of the rest: 54 / 2        27               27
     level                                   30               12: of what is left, as much again
                                                                  as it has, or as is kept for one
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 # Half of the queue is kept, in equal parts, for decode servers that have nothing open, so that each
-# can begin without being told anything. All of it belongs to the others when nobody is idle.
+# can begin before it has heard of a level. All of it belongs to the others when none is idle.
 IDLE_SHARE = 1 / 2
 
 
@@ -29,7 +29,7 @@ class Credits:
         self._queue_max = queue_max
         self._open: Counter[str] = Counter()
         self._levels: dict[str, int] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._idle_level = queue_max
         self._seen: tuple[int, list[str]] = (0, [])
         self._is_stale = True
@@ -46,30 +46,30 @@ class Credits:
         self._is_stale = True
 
     def note_refused(self, peer: str) -> None:
-        """There was no room for a request, whatever had been told: it waits to hear of some."""
-        self._told[peer] = min(self._told.get(peer, 0), self._open[peer])
+        """There was no room for a request, whatever level was reported: the peer waits for a new one."""
+        self._reported[peer] = min(self._reported.get(peer, 0), self._open[peer])
         self._is_stale = True
 
-    def tell(self, peer: str) -> int:
+    def report(self, peer: str) -> int:
         """The level of a decode server, which hears of it now."""
-        self._told[peer] = self._levels.get(peer, self._idle_level)
-        return self._told[peer]
+        self._reported[peer] = self._levels.get(peer, self._idle_level)
+        return self._reported[peer]
 
     def update(self, peers: list[str], request_count: int) -> list[str]:
-        """Find the levels of these. Returns those to tell at once: they have used what they were
-        told of, so that requests may wait there, and may have more.
+        """Find the levels of these. Returns those to report to at once: they have used the level
+        that they know, so that requests may wait there, and may have more.
 
         request_count: of all that are here, those of routers included.
         """
         if not self._is_stale and self._seen == (request_count, peers):
             return []
         self._is_stale, self._seen = False, (request_count, peers)
-        self._told = {peer: self._told[peer] for peer in peers if peer in self._told}
+        self._reported = {peer: self._reported[peer] for peer in peers if peer in self._reported}
         self._find_levels(peers, request_count)
         return [
             peer
             for peer in peers
-            if self._levels[peer] > self._open[peer] >= self._told.get(peer, 0)
+            if self._levels[peer] > self._open[peer] >= self._reported.get(peer, 0)
         ]
 
     def _find_levels(self, peers: Iterable[str], request_count: int) -> None:
@@ -84,8 +84,8 @@ class Credits:
         self._levels = dict.fromkeys(idle, self._idle_level)
         left = max(0, room - len(idle) * self._idle_level)
         share = (left + open_count) // max(1, len(active))
-        # Whoever has least is first, so that those above their share leave the rest to others. What
-        # one was told of is on its way while others are told: a level at most doubles.
+        # The one with least is first, so that those above their share leave the rest. What
+        # is reported to one is on its way while others get theirs: a level at most doubles.
         for peer in active:
             step = max(self._open[peer], self._idle_level)
             extra = max(0, min(share - self._open[peer], step, left))

@@ -119,7 +119,7 @@ class Handshakes:
         return f"{hello.name} {hello.incarnation}".lstrip()
 
     def _send_welcome(self, connection: Connection) -> None:
-        level = self._credits.tell(connection.incarnation) if self._credits is not None else None
+        level = self._credits.report(connection.incarnation) if self._credits is not None else None
         self._outbox.to_peer(connection.link, self._introduction.welcome(level))
 
     def handle_welcome(self, link: str, welcome: Welcome, now: float) -> None:

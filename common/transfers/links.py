@@ -168,7 +168,7 @@ class Links:
     def send_due(self, now: float, condition: Condition) -> None:
         """Hello to every address that has not answered, heartbeats to the others.
 
-        A server in trouble dials nobody, for it would only be given up again.
+        A server in trouble does not dial, for it would only be given up again.
         """
         self.handshakes.trouble = condition.trouble
         self.refusals.expire(now)
@@ -186,7 +186,7 @@ class Links:
                 self._facts.incarnation, now, self._pace, condition
             )
             if beat is not None and self._credits is not None:
-                level = self._credits.tell(connection.incarnation)
+                level = self._credits.report(connection.incarnation)
                 beat = msgspec.structs.replace(beat, credits=level)
             if beat is not None:
                 self._outbox.to_peer(connection.link, beat)

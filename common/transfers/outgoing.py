@@ -41,7 +41,7 @@ ALL_COMPUTED = 0
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One cache that a peer waits for. owner: who computes it; None while nobody does.
+    """One cache that a peer waits for. owner: the request that computes it, if there is one.
 
     link, peer: where it was asked for, and the incarnation that asked. request: its pages.
     verify: how much of it that server compares; target_layout: its own, msgpack.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from common.scheduling.breaker import FAILURE_COUNT_MAX
 
-# What failed longer ago says nothing of now: where nobody hands over or tries, nothing can turn a
+# What failed longer ago says nothing of now: where no transfer is tried, nothing can turn a
 # red health check green.
 LATELY_S = 60.0
 # Peers that are remembered; one that comes back after its connection broke is the same one.
@@ -42,7 +42,7 @@ class TransferHealth:
 
     def describe(self, peers: Iterable[str], now: float) -> str:
         """What is the matter if none of the connected `peers` could be handed anything lately, ""
-        if some could, or if nobody knows."""
+        if some could, or if that is not known."""
         counts = [self._failure_count(peer, now) for peer in peers]
         if not counts or min(counts) < FAILURE_COUNT_MAX:
             return ""

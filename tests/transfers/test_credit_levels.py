@@ -16,7 +16,7 @@ def levels(queue_max: int, counts: list[int], other_count: int = 0) -> list[int]
         for _ in range(count):
             credits.begin(peer)
     credits.update(peers, sum(counts) + other_count)
-    return [credits.tell(peer) for peer in peers]
+    return [credits.report(peer) for peer in peers]
 
 
 def test_one_alone_may_have_all_of_the_queue() -> None:
@@ -66,19 +66,19 @@ def test_levels_take_nothing_away_and_add_up_to_the_queue(
 def test_only_who_has_used_all_is_told_at_once() -> None:
     credits, peers = Credits(8), ["d0", "d1"]
     credits.update(peers, 0)
-    assert [credits.tell(peer) for peer in peers] == [2, 2]
+    assert [credits.report(peer) for peer in peers] == [2, 2]
     credits.begin("d0")
     assert credits.update(peers, 1) == []
     credits.begin("d0")
     assert credits.update(peers, 2) == ["d0"]
-    assert credits.tell("d0") == 4 and credits.update(peers, 2) == []
+    assert credits.report("d0") == 4 and credits.update(peers, 2) == []
 
 
 def test_who_was_refused_is_told_once_there_is_room() -> None:
     credits, peers = Credits(2), ["d0", "d1"]
     credits.update(peers, 0)
     for peer in peers:
-        credits.tell(peer)
+        credits.report(peer)
     credits.begin("d0")
     credits.begin("d0")
     credits.update(peers, 2)

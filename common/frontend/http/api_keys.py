@@ -57,7 +57,7 @@ def bearer_key(headers: Headers) -> str:
 
 
 class KeyCheck:
-    """Answers 401 to whoever shows no key, or none that opens what is asked for."""
+    """Answers 401 to a request without a key that opens what it asks for."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app

@@ -215,7 +215,7 @@ class SampleGroup:
             handle.tell(partial(self._grow, one, handle))
 
     def _grow(self, one: Continuation, handle: RequestHandle) -> None:
-        """Called as tokens come, not when somebody asks: a slow client's stop string still stops.
+        """Called as tokens come, not when they are read: a slow client's stop string still stops.
 
         There is no task per sample, so that a token costs one switch of tasks, not two.
         """

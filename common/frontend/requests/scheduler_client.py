@@ -46,12 +46,12 @@ from common.stopped import is_stopped
 
 STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
-UNREADY_WATCH_INTERVAL_S = 0.1  # whoever waits for a server to be ready is told so soon
+UNREADY_WATCH_INTERVAL_S = 0.1  # a wait for a ready server ends so soon
 ANSWER_WAIT_S = 1.0  # for each look at a scheduler that is silent
 
 
 class SchedulerClient:
-    """Submits requests to the scheduler and hands its answers to whoever waits for them.
+    """Submits requests to the scheduler and hands its answers to the requests that wait for them.
 
     server_info: None until every worker is ready. log: of requests that have ended.
     is_draining: the server is to stop, nothing new is taken.
@@ -270,7 +270,7 @@ class SchedulerClient:
     # ---- what comes in -----------------------------------------------------------------------
 
     def handle(self, message: SchedulerToFrontend) -> None:
-        """Take one message of the scheduler. One for nobody is counted, not an error."""
+        """Take one message of the scheduler. One without a request is counted, not an error."""
         self._liveness.hear(self._clock.now())
         match message:
             case Outputs(items):

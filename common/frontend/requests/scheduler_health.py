@@ -20,7 +20,7 @@ class SchedulerHealth:
     """What the health checks ask. Starts out as heard from, and not ready.
 
     Silence and standstill count only while this process ran itself: a frontend that was stopped
-    for a minute blames nobody.
+    for a minute blames no scheduler.
     """
 
     def __init__(self, now: float) -> None:
@@ -46,7 +46,7 @@ class SchedulerHealth:
         self._lost_reason = self._lost_reason or reason
 
     def is_gone(self, now: float) -> bool:
-        """Whether nobody will answer the open requests any more."""
+        """Whether no scheduler will answer the open requests any more."""
         return bool(self._lost_reason) or self._silence.update(now) > GONE_AFTER_S
 
     def trouble(self, now: float, *, is_started: bool) -> str:

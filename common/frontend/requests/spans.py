@@ -67,7 +67,7 @@ def new_trace() -> SpanIds:
 
 
 def parse_trace_parent(text: str) -> SpanIds | None:
-    """None if there is none, or one that nobody can belong to."""
+    """None if there is none, or one that no span can belong to."""
     match = TRACE_PARENT.fullmatch(text)
     if match is None or not int(match[1], 16) or not int(match[2], 16):
         return None

@@ -120,7 +120,7 @@ class OtlpSink:
         for span in spans:
             trace_id, parent_id = span.ids.trace_id, span.parent_id
             kind = kinds.get(span.name, SpanKind.INTERNAL)
-            is_entry = kind is SpanKind.SERVER  # below a span of whoever asked
+            is_entry = kind is SpanKind.SERVER  # below a span of the client's
             self._processor.on_end(
                 ReadableSpan(
                     name=span.name,
@@ -138,7 +138,7 @@ class OtlpSink:
 
     def close(self) -> None:
         """Send what is queued, for at most CLOSE_TIMEOUT_S: the SDK itself would wait half a minute
-        for a collector that does not answer, and nobody joins a daemon thread."""
+        for a collector that does not answer, and a daemon thread is never joined."""
         last = threading.Thread(target=self._processor.shutdown, daemon=True)
         last.start()
         last.join(CLOSE_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """Compiles clients' grammars before any worker has to: a bad one is the client's 400.
 
-One at a time and off the event loop, so that costly ones delay each other and nobody else. Knows
+One at a time and off the event loop, so that costly ones delay only each other. Knows
 nothing of bodies.
 """
 
