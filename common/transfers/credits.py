@@ -46,7 +46,7 @@ class Credits:
         self._is_stale = True
 
     def note_refused(self, peer: str) -> None:
-        """There was no room for a request, whatever level was reported: the peer waits for a new one."""
+        """There was no room for a request, whatever level was reported: a new one is awaited."""
         self._reported[peer] = min(self._reported.get(peer, 0), self._open[peer])
         self._is_stale = True
 
