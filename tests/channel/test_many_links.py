@@ -81,7 +81,7 @@ def test_only_the_socket_that_can_be_read_is_tried(
     cluster.speak(3)
     tried: list[object] = []
     counted(monkeypatch, peer, "receive_dealt", tried)
-    counted(monkeypatch, Handshakes, "look", tried)
+    counted(monkeypatch, Handshakes, "read_events", tried)
     link = f"127.0.0.1:{cluster.listeners[3].port}"
     assert cluster.dialer.receive() == [(link, b"beat")]
     assert len(tried) == 1 and isinstance(tried[0], zmq.Socket)
