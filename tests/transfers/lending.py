@@ -40,9 +40,10 @@ class Lent:
 
 
 class Lending:
-    """What a lending core adds to the core of its role. lent: caches that came here, whole.
+    """The policy that a lending core adds to the core of its role.
 
-    tokens_of: by room, what is lent; the sequence that holds it is the owner's.
+    holds: by room, the sequences whose caches are lent. wanted: by room, the tokens of the caches
+    that were asked for. arrived: those that came; failed: why others did not.
     """
 
     def __init__(self, transfers: Transfers) -> None:
