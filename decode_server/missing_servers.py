@@ -64,7 +64,7 @@ class MissingServers:
 
     def _lost_holds(self, now: float) -> Iterator[Unbind]:
         """A cache that is held by a server that is gone, or missing for long, is computed anew."""
-        for request in list(self._requests.queue):
+        for request in self._requests.queue:
             bootstrap = request.bootstrap
             if bootstrap is None or not request.is_held:
                 continue
@@ -78,7 +78,7 @@ class MissingServers:
         """A request that has waited for any prefill server long enough is computed here."""
         if any(source.breaker.allows(now) for source in self._links.connections.sources()):
             return
-        for request in list(self._requests.queue):
+        for request in self._requests.queue:
             is_bound = request.bootstrap_link is not None
             if not is_bound and now - request.waiting_since >= FALLBACK_WAIT_S:
                 yield KeepHere(request)

@@ -126,7 +126,7 @@ class Outbound:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """link: where its messages come from. address: that it was dialled at; None if it dialled us.
+    """link: where its messages come from. is_dialled: by this server, and the link is the address.
 
     has_spoken: something after its handshake message was heard.
     is_suspect: its link broke, and it has not been heard since.
@@ -142,7 +142,7 @@ class Connection:
     remote: Remote
     liveness: PeerLiveness
     breaker: Breaker
-    address: Address | None = None
+    is_dialled: bool = False
     phase: ConnectionPhase = ConnectionPhase.WELCOMED
     inbound: Inbound | None = None
     outbound: Outbound | None = None
@@ -235,7 +235,7 @@ class Connection:
         remote = self.remote
         notes = self.outbound.notes if self.outbound is not None else {str(remote.transfer_mode)}
         return PeerState(
-            address=self.address.link if self.address is not None else shown_link(self.link),
+            address=self.link if self.is_dialled else shown_link(self.link),
             incarnation=remote.incarnation,
             state=str(self.phase),
             detail=self.detail or self.test_problem,
@@ -261,7 +261,8 @@ class Address:
 
     link: "host:port", which is the name of the link as well. twin: the incarnation that answers
     here, where that process is connected by another name.
-    is_refused: this server and the one that answered do not fit. detail: why nothing is connected.
+    is_refused: this server and the one that answered do not fit. detail: why
+    nothing is connected, unless a connection was lost, which has its own.
     link_failures: why no connection could be made, each logged once.
     must_redial: its link is of no use any more, and dialled anew before the next Hello.
     unanswered_hello_count: on this link, since anything of a handshake was heard.
@@ -293,6 +294,7 @@ class Address:
         self.connection = connection
         self.is_refused = False
         self.detail = ""
+        self.next_hello_at = 0.0  # due as soon as the connection is closed
         self.twin = ""
         self.link_failures = set()
         self.must_redial = False
@@ -305,13 +307,13 @@ class Address:
         return self.connection.request_token_max if self.connection is not None else 0
 
     @property
-    def name(self) -> str:
-        return self.connection.name if self.connection is not None else self.link
-
-    @property
     def shown(self) -> str:
         """Its state, for an error message."""
-        return f"{self.link} {self._phase}{f' ({self.detail})' if self.detail else ''}"
+        return f"{self.link} {self._phase}{f' ({self._detail})' if self._detail else ''}"
+
+    @property
+    def _detail(self) -> str:
+        return self.detail or (self.connection.detail if self.connection is not None else "")
 
     @property
     def _phase(self) -> str:
@@ -327,7 +329,7 @@ class Address:
                 self.link, "", self._phase, self.detail, breaker=closed, name=self.link
             )
         found = self.connection.state(in_flight_count)
-        detail = self.detail or self.connection.test_problem
+        detail = self._detail or self.connection.test_problem
         return msgspec.structs.replace(found, state=self._phase, detail=detail)
 
 

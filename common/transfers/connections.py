@@ -41,11 +41,11 @@ class Connections:
 
     def sources(self) -> list[Connection]:
         """Servers that can be asked for caches."""
-        return [connection for connection in self if connection.is_source]
+        return [one for one in self._connections.values() if one.is_source]
 
     def targets(self) -> list[Connection]:
         """Servers that caches can be sent to."""
-        return [connection for connection in self if connection.is_target]
+        return [one for one in self._connections.values() if one.is_target]
 
     def target(self, incarnation: str, link: str) -> Connection | None:
         """The server that a message is of, if it may ask for caches on that link."""
@@ -57,7 +57,7 @@ class Connections:
 
     def on_link(self, link: str) -> Connection | None:
         """The open connection whose messages come on a link."""
-        for connection in self:
+        for connection in self._connections.values():
             if connection.link == link and connection.is_open:
                 return connection
         return None
@@ -84,8 +84,6 @@ class Connections:
         ours = self._facts.incarnation
         self._outbox.to_peer(connection.link, Detached(ours, incarnation, reason))
         connection.detail = reason
-        if connection.address is not None:
-            connection.address.detail = reason
         self.lost_count += not is_planned
         self._report_loss(connection, reason, now, is_planned=is_planned)
         if not connection.needs_close:
@@ -117,8 +115,6 @@ class Connections:
         if not connection.closed.add(rank):
             return None
         self.remove(connection)
-        if connection.address is not None:
-            connection.address.next_hello_at = 0.0
         return connection
 
     def note_gone(self, incarnation: str) -> bool:

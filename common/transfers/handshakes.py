@@ -95,7 +95,7 @@ class Handshakes:
         if predecessor is not None:
             lost = self._connections.lose(predecessor, "another process took its link", now)
         differences, layout = self._introduction.compare(hello)
-        if sum(one.address is None for one in self._connections) >= PEER_COUNT_MAX:
+        if sum(not one.is_dialled for one in self._connections) >= PEER_COUNT_MAX:
             differences.append(
                 f"peers: {PEER_COUNT_MAX} {hello.role} servers are connected already"
             )
@@ -146,7 +146,8 @@ class Handshakes:
         breaker = Breaker(self._rng)
         if before is not None and before.incarnation == remote.incarnation:
             breaker = before.breaker  # a new process is not to blame for the old one
-        connection = Connection(link, remote, PeerLiveness.start(now), breaker, address)
+        liveness = PeerLiveness.start(now)
+        connection = Connection(link, remote, liveness, breaker, is_dialled=True)
         connection.credits = welcome.credits
         address.begin(connection)
         self._begin(connection, welcome)

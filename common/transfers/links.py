@@ -37,10 +37,6 @@ from common.transfers.handshakes import Handshakes
 from common.transfers.introduction import Introduction
 from common.transfers.refusals import Refusals
 
-# Servers that may dial this one at a time; each costs a UCX endpoint per pair of ranks.
-PEER_COUNT_MAX = 256
-SPOKEN_FOR = "incarnation: another link speaks for this process already"
-
 
 class Links:
     """connections, handshakes, addresses, refusals: what it is composed of.
@@ -112,7 +108,7 @@ class Links:
         connection = self.connections.on_link(link)
         if connection is None or message.peer_incarnation != self._facts.incarnation:
             return None
-        if connection.address is None and connection.incarnation != message.incarnation:
+        if not connection.is_dialled and connection.incarnation != message.incarnation:
             return None
         reason = message.reason if message.is_planned else f"it gave us up: {message.reason}"
         return self.connections.lose(connection, reason, now, is_planned=message.is_planned)
@@ -244,6 +240,6 @@ class Links:
         accepted = [
             connection.state(in_flight.get(connection.incarnation, 0))
             for connection in self.connections
-            if connection.address is None
+            if not connection.is_dialled
         ]
         return [*dialled, *accepted, *self.refusals.states()]

@@ -1,4 +1,4 @@
-"""Whether transfers from this server reach anybody: what became of the last ones to each peer.
+"""Whether transfers from this server arrive: the outcome of the last ones to each peer.
 
 Knows nothing of requests. Time is passed in.
 """

@@ -1,4 +1,4 @@
-"""A prefill server whose transfers reach nobody says so, until one of them does."""
+"""A prefill server whose transfers all fail says so, until one of them arrives."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def check_decode_requests(core: DecodeScheduler) -> None:
                 assert request.transfer is None and request.sequence is None, name
             case DecodeState.TRANSFERRING:
                 transfer = request.transfer
-                assert transfer is not None, f"{name} waits for a transfer that nobody knows of"
+                assert transfer is not None, f"{name} waits for an unknown transfer"
                 assert incoming.get(transfer.transfer_id) is transfer, f"{name}: it was given up"
                 assert transfer.owner == request.request_id, f"{name}: it is another's"
             case DecodeState.RUNNING:
@@ -61,7 +61,7 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     assert computing_count <= batcher.limits.running_max, "more compute than may"
     has_begun = [request.requested_at > 0.0 for request in queue]
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
-    assert incoming.under_way_count <= len(core.requests), "transfers of nobody"
+    assert incoming.under_way_count <= len(core.requests), "transfers without an owner"
     assert all(core.requests.get(request.request_id) is request for request in queue), (
         "a ghost waits"
     )
