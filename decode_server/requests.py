@@ -252,9 +252,7 @@ class Requests:
         if counted in self.counters:
             self.counters[counted] += 1
         trace = request.trace(now, status=kind, message=failure.message)
-        self._outbox.to_frontend(
-            Failed(request.request_id, kind.status, kind, failure.message, trace)
-        )
+        self._outbox.to_frontend(Failed.of(request.request_id, failure, trace))
 
     def _withdraw_room(self, request: DecodeRequest, reason: str) -> None:
         """A routed request that has reserved nothing yet ends: its other half waits for that."""

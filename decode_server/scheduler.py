@@ -262,9 +262,7 @@ class DecodeScheduler:
         self._counters["requests"] += 1
         failure = self._check(submit)
         if failure is not None:
-            kind = failure.kind
-            failed = Failed(submit.request_id, kind.status, kind, failure.message)
-            self._outbox.to_frontend(failed)
+            self._outbox.to_frontend(Failed.of(submit.request_id, failure))
             return
         request = self.requests.submit(submit, now)
         decision = self._missing_servers.check_length(request, now)
@@ -357,7 +355,7 @@ class DecodeScheduler:
                 self._counters["computed_here"] += not self._is_local
         for undrawn in outcome.failed:
             request = self.requests.of_sequence(undrawn.sequence)
-            self._fail(request, Failure(FailureKind.of(undrawn.kind), undrawn.reason), now)
+            self._fail(request, undrawn.failure, now)
         for token in outcome.tokens:
             request = self.requests.of_sequence(token.sequence)
             self.requests.send_token(request, token.token_id, token.logprobs, token.finish, now)

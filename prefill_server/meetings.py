@@ -86,8 +86,7 @@ class Meetings:
         return None
 
     def _refuse(self, submit: Submit, failure: Failure) -> None:
-        kind = failure.kind
-        self._outbox.to_frontend(Failed(submit.request_id, kind.status, kind, failure.message))
+        self._outbox.to_frontend(Failed.of(submit.request_id, failure))
 
     def _refuse_room(self, room: int, problem: str, now: float) -> None:
         """The client's half of a room was not taken: its reservation ends, now or when it comes."""

@@ -269,10 +269,7 @@ class Requests:
             return
         request.failure = failure = request.failure or failure
         if request.client_id is not None:
-            trace, kind = request.trace(now), failure.kind
-            self._outbox.to_frontend(
-                Failed(request.client_id, failure.status, kind, failure.message, trace)
-            )
+            self._outbox.to_frontend(Failed.of(request.client_id, failure, request.trace(now)))
         self.queue.discard(request)
         if request.sequence is not None:
             self._batcher.stop(request.sequence)

@@ -320,8 +320,7 @@ class PrefillScheduler:
         for undrawn in outcome.failed:
             failed = self.requests.get(undrawn.sequence.request_id)
             assert failed is not None
-            failure = Failure(FailureKind.of(undrawn.kind), undrawn.reason)
-            self.meetings.fail(failed, failure, now)
+            self.meetings.fail(failed, undrawn.failure, now)
         for token in outcome.tokens:
             request = self.requests.note_computed(token, now)
             if request.is_ahead:

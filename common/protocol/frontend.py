@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from common.failures import Failure
 from common.request import (
     Bootstrap,
     FinishReason,
@@ -86,6 +87,10 @@ class Failed(_Message, frozen=True):
     kind: str
     message: str
     trace: RequestTrace | None = None
+
+    @staticmethod
+    def of(request_id: int, failure: Failure, trace: RequestTrace | None = None) -> Failed:
+        return Failed(request_id, failure.status, failure.kind, failure.message, trace)
 
 
 class Outputs(_Message, frozen=True):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import msgspec
 
 from common.config import TransferMode, Verify
+from common.failures import Failure
 from common.protocol.descriptor import RankDescriptor
 from common.request import Origin, SamplingParams, TokenLogprobs, TransferTrace
 
@@ -210,6 +211,17 @@ class TransferFailed(_Message, frozen=True):
     message: str
     status: int
     is_retryable: bool
+
+    @staticmethod
+    def of(transfer_id: int, peer_incarnation: str, failure: Failure) -> TransferFailed:
+        return TransferFailed(
+            transfer_id,
+            peer_incarnation,
+            failure.kind,
+            failure.message,
+            failure.status,
+            failure.is_retryable,
+        )
 
 
 class Abort(_Message, frozen=True):

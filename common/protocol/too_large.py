@@ -7,6 +7,7 @@ request ends, with a typed error. Pure; knows nothing of sockets.
 from __future__ import annotations
 
 from common.errors import MessageTooLarge, ProtocolError
+from common.failures import Failure, FailureKind
 from common.protocol.frontend import Failed, Outputs, SchedulerToFrontend, Tokens
 from common.protocol.peer import (
     DecodeToPrefill,
@@ -15,9 +16,6 @@ from common.protocol.peer import (
     TransferFailed,
     TransferRequest,
 )
-
-KIND = "too_large"
-STATUS = 400
 
 
 def replacement_for_peer(
@@ -29,7 +27,8 @@ def replacement_for_peer(
         return None
     transfer_id, incarnation = message.transfer_id, message.peer_incarnation
     if isinstance(error, MessageTooLarge):
-        return TransferFailed(transfer_id, incarnation, KIND, str(error), STATUS, False)
+        failure = Failure(FailureKind.TOO_LARGE, str(error))
+        return TransferFailed.of(transfer_id, incarnation, failure)
     return failure_of_unread_result(transfer_id, incarnation, error)
 
 
@@ -39,10 +38,9 @@ def failure_of_unsent_request(
     """The answer to a reservation that never left. No rank writes, so its pages are quiet."""
     if not isinstance(message, TransferRequest):
         return None
-    kind = KIND if isinstance(error, MessageTooLarge) else "bad_reservation"
-    return TransferFailed(
-        message.transfer_id, message.incarnation, kind, str(error), STATUS, is_retryable=False
-    )
+    is_large = isinstance(error, MessageTooLarge)
+    kind = FailureKind.TOO_LARGE if is_large else FailureKind.BAD_RESERVATION
+    return TransferFailed.of(message.transfer_id, message.incarnation, Failure(kind, str(error)))
 
 
 def failure_of_unread_result(
@@ -50,12 +48,14 @@ def failure_of_unread_result(
 ) -> TransferFailed:
     """The failure that stands for a result that can't be read. A result is the last message of its
     transfer, so the writers are quiet. Another prefill server may send a readable one."""
-    return TransferFailed(transfer_id, incarnation, "transfer_failed", str(error), 500, True)
+    failure = Failure(FailureKind.TRANSFER_FAILED, str(error), is_retryable=True)
+    return TransferFailed.of(transfer_id, incarnation, failure)
 
 
 def replacement_for_frontend(message: SchedulerToFrontend, problem: str) -> Outputs | None:
     """The failure that a client gets in place of its tokens."""
     match message:
         case Outputs([Tokens(request_id, trace=trace)]):
-            return Outputs([Failed(request_id, STATUS, KIND, problem, trace)])
+            failure = Failure(FailureKind.TOO_LARGE, problem)
+            return Outputs([Failed.of(request_id, failure, trace)])
     return None

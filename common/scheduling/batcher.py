@@ -20,6 +20,7 @@ from itertools import chain
 
 import msgspec
 
+from common.failures import Failure, FailureKind
 from common.protocol.worker import NewSequence, PrefillChunk, Step, StepDone
 from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs
 from common.scheduling.blocks_under_way import BlocksUnderWay
@@ -64,12 +65,10 @@ class TokenDone(msgspec.Struct, frozen=True):
 
 
 class Undrawn(msgspec.Struct, frozen=True):
-    """A sequence that got no token. kind, status: as its client is told of it."""
+    """A sequence that got no token."""
 
     sequence: Sequence
-    kind: str
-    status: int
-    reason: str
+    failure: Failure
 
 
 @dataclass(slots=True)
@@ -331,10 +330,9 @@ class Batcher:
                 continue
             if request_id in done.failed:
                 self._account.withdraw(sampled)
-                kind, status = ("bad_logits", 500)
-                if request_id in done.unfit:  # no other server would do better
-                    kind, status = ("no_token", 400)
-                outcome.failed.append(Undrawn(sampled, kind, status, done.failed[request_id]))
+                is_unfit = request_id in done.unfit  # no other server would do better
+                kind = FailureKind.NO_TOKEN if is_unfit else FailureKind.BAD_LOGITS
+                outcome.failed.append(Undrawn(sampled, Failure(kind, done.failed[request_id])))
                 continue
             sampled.token_ids.append(token_id)
             finish = self.finish_of(sampled)

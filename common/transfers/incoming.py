@@ -284,7 +284,7 @@ class Incoming:
         for transfer in self.under_way:
             if transfer.peer == incarnation and not transfer.is_quiet:
                 assert transfer.owner is not None
-                failed.append(CacheFailed(transfer, transfer.owner, failure, is_lost=True))
+                failed.append(CacheFailed(transfer, transfer.owner, failure))
                 self._take_away(transfer)
         return failed
 

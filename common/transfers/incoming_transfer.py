@@ -68,14 +68,13 @@ class CacheReady:
 class CacheFailed:
     """A transfer brought nothing; its pages are taken care of.
 
-    is_lost: its peer was lost, and said nothing. is_other_half_used: the peer took the transfer for
+    is_other_half_used: the peer took the transfer for
     well done, so a room that it met in is used up.
     """
 
     transfer: IncomingTransfer
     owner: int
     failure: Failure
-    is_lost: bool = False
     is_other_half_used: bool = False
 
 

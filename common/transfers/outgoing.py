@@ -356,17 +356,7 @@ class Outgoing:
         self._forget(transfer)
 
     def _send_failed(self, link: str, transfer_id: int, peer: str, failure: Failure) -> None:
-        self._outbox.to_peer(
-            link,
-            TransferFailed(
-                transfer_id=transfer_id,
-                peer_incarnation=peer,
-                kind=failure.kind,
-                message=failure.message,
-                status=failure.status,
-                is_retryable=failure.is_retryable,
-            ),
-        )
+        self._outbox.to_peer(link, TransferFailed.of(transfer_id, peer, failure))
 
     def _forget(self, transfer: OutgoingTransfer) -> None:
         """If workers know pages of it, they can forget them."""

@@ -125,7 +125,6 @@ class Transfers:
         credits: Credits | None = None,
     ) -> None:
         facts = introduction.facts
-        self._outbox = outbox
         self.links = Links(introduction, pace, addresses, credits, outbox, rng)
         self.incoming = Incoming(facts, account, outbox)
         self.outgoing = Outgoing(facts, self.links, outbox, token_max=token_max)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.failures import Failure, FailureKind
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.protocol.worker import Step, StepDone
@@ -153,8 +154,9 @@ def test_a_sequence_that_fails_in_both_steps_is_told_once(
         outcomes.append(rig.batcher.apply_done(done))
         for undrawn in outcomes[-1].failed:
             rig.batcher.remove(undrawn.sequence)
-    told_once = Undrawn(sequence, kind, status, "why")
-    assert [outcome.failed for outcome in outcomes] == [[told_once], []]
+    failure = Failure(FailureKind(kind), "why")
+    assert [outcome.failed for outcome in outcomes] == [[Undrawn(sequence, failure)], []]
+    assert failure.status == status
     assert rig.account.pool.used_count(0) == 0
 
 

@@ -18,6 +18,7 @@ from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import ChannelClosed, SendResult
 from common.clock import Clock
 from common.errors import ProtocolError, RequestError
+from common.failures import Failure, FailureKind
 from common.frontend.requests.failure_log import FailureLog
 from common.frontend.requests.request_handle import RequestHandle
 from common.frontend.requests.request_log import RequestLog
@@ -384,27 +385,27 @@ class SchedulerClient:
         self.is_draining = True
         self.cancel_matching("", STOPPING)
         self._liveness.lose(STOPPING)
-        self._fail_open(STOPPING, kind="stopping", status=503)
+        self._fail_open(STOPPING, FailureKind.STOPPING)
 
     def lose(self, reason: str) -> None:
         """The scheduler is known to be gone: answer what is open, and take nothing more."""
         self._liveness.lose(reason)
         self._fail_open(reason)
 
-    def _fail_open(self, reason: str, kind: str = "scheduler_lost", status: int = 500) -> None:
+    def _fail_open(self, reason: str, kind: FailureKind = FailureKind.SCHEDULER_LOST) -> None:
         """Answer every open request in the scheduler's place."""
         for handle in list(self._open.values()):
-            self._fail(handle, kind, reason, status)
+            self._fail(handle, Failure(kind, reason))
 
     def _fail_lost(self, handle: RequestHandle, reason: str) -> None:
         """End a request whose answer can't be whole any more, here and at the scheduler."""
         self.cancel(handle.request_id, reason)
-        self._fail(handle, "output_lost", reason, 500)
+        self._fail(handle, Failure(FailureKind.OUTPUT_LOST, reason))
 
-    def _fail(self, handle: RequestHandle, kind: str, reason: str, status: int) -> None:
+    def _fail(self, handle: RequestHandle, failure: Failure) -> None:
         """Answer a request in the scheduler's place."""
-        self._close(handle, None, kind)
-        handle.deliver(Failed(handle.request_id, status, kind, reason))
+        self._close(handle, None, failure.kind)
+        handle.deliver(Failed.of(handle.request_id, failure))
 
     def _send(self, message: FrontendToScheduler) -> bool:
         """Whether the message was queued; not if the scheduler has not read for a long time."""
