@@ -131,6 +131,22 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     trace_parent: str = ""
 
 
+class CachedTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens of a prompt whose cache was there before the request came.
+
+    prefill: on the prefill server, which did not compute them. decode: on the decode server, to
+    which they were not sent.
+    """
+
+    prefill: int = 0
+    decode: int = 0
+
+    @property
+    def count(self) -> int:
+        """Those that at least one of the servers had: both count from the prompt's beginning."""
+        return max(self.prefill, self.decode)
+
+
 class TransferTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     """The prefill server's account of one transfer; durations in seconds on its own clock.
 
@@ -171,7 +187,7 @@ class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     arrived_s: float = 0.0
     prompt_token_count: int = 0
     output_token_count: int = 0
-    cached_token_count: int = 0
+    cached: CachedTokens = CachedTokens()
     retraction_count: int = 0
     reserve_s: float = 0.0
     transfer: TransferTrace = TransferTrace()

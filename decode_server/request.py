@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.request import Bootstrap, Origin, RequestTrace, SamplingParams, TransferTrace
+from common.request import (
+    Bootstrap,
+    CachedTokens,
+    Origin,
+    RequestTrace,
+    SamplingParams,
+    TransferTrace,
+)
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState
 from common.transfers.incoming_transfer import IncomingTransfer
@@ -42,6 +49,7 @@ class DecodeRequest:
     requested_at: float = 0.0
     first_token_at: float = 0.0
     transfer_trace: TransferTrace = field(default_factory=TransferTrace)
+    cached: CachedTokens = field(default_factory=CachedTokens)
     source_name: str = ""
     origin: Origin = field(default_factory=Origin)
 
@@ -85,7 +93,7 @@ class DecodeRequest:
             arrived_s=self.arrived_at,
             prompt_token_count=self.prompt_count,
             output_token_count=self.output_count,
-            cached_token_count=stages.cached_token_count,
+            cached=self.cached,
             retraction_count=self.retraction_count,
             reserve_s=requested_at - self.arrived_at,
             transfer=stages,

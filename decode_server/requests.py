@@ -15,7 +15,14 @@ import msgspec
 from common.failures import Failure, FailureKind
 from common.protocol.frontend import Failed, Submit, Tokens
 from common.protocol.peer import Withdraw
-from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs, TransferTrace
+from common.request import (
+    CachedTokens,
+    FinishKind,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    TransferTrace,
+)
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.peers import Outbox
@@ -181,6 +188,7 @@ class Requests:
         self._advance(request, DecodeEvent.DONE)
         if request.first_token_at == 0.0:
             request.transfer_trace = done.trace
+            request.cached = CachedTokens(prefill=done.trace.cached_token_count)
             request.prompt_logprobs = done.prompt_logprobs
         request.transfer = None
         request.token_ids.append(done.first_token)
@@ -275,8 +283,8 @@ class Requests:
         assert request.sequence is not None
         request.transfer_trace = TransferTrace(
             prefill_s=now - request.requested_at,
-            cached_token_count=request.sequence.cached_count,
         )
+        request.cached = CachedTokens(decode=request.sequence.cached_count)
         return True
 
     def send_token(
@@ -302,7 +310,7 @@ class Requests:
                 [token_id],
                 logprobs=[logprobs] if logprobs is not None else [],
                 prompt_logprobs=request.prompt_logprobs if is_first else [],
-                cached_token_count=request.transfer_trace.cached_token_count,
+                cached=request.cached,
                 finish=finish,
                 trace=request.trace(now) if finish is not None else None,
                 offset=request.output_count - 1,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.failures import Failure
 from common.request import (
+    CachedTokens,
     Origin,
     RequestTrace,
     SamplingParams,
@@ -104,7 +105,7 @@ class PrefillRequest:
             arrived_s=self.arrived_at,
             prompt_token_count=len(self.token_ids),
             output_token_count=0 if self.first_token is None else 1,
-            cached_token_count=self.cached_token_count,
+            cached=CachedTokens(prefill=self.cached_token_count),
             reserve_s=queued_at - self.arrived_at,
             transfer=self.transfer_trace(now),
             ttft_s=now - self.arrived_at,

@@ -14,7 +14,7 @@ import msgspec
 
 from common.failures import Failure
 from common.protocol.frontend import Failed, Submit, Tokens, Traced
-from common.request import CHUNK_MARK_COUNT_MAX, FinishKind, FinishReason
+from common.request import CHUNK_MARK_COUNT_MAX, CachedTokens, FinishKind, FinishReason
 from common.scheduling.batcher import Batcher, ChunkDone, TokenDone
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.peers import Outbox
@@ -256,7 +256,7 @@ class Requests:
                 request.client_id,
                 [request.first_token],
                 logprobs=request.first_logprob_list,
-                cached_token_count=request.cached_token_count,
+                cached=CachedTokens(prefill=request.cached_token_count),
                 finish=FinishReason(FinishKind.LENGTH),
                 trace=request.trace(now),
             )

@@ -93,7 +93,7 @@ class ServerMetrics:
         """
         flag = _flag(is_streaming)
         self._counters["prompt_tokens"].inc(trace.prompt_token_count, flag)
-        self._counters["cached_tokens"].inc(trace.cached_token_count, "device")
+        self._counters["cached_tokens"].inc(trace.cached.count, "device")
         if self._is_prefill:
             self.observe_transfer(trace)
         if trace.status != "ok":
@@ -168,7 +168,7 @@ class ServerMetrics:
         self._counters["transfer_runs"].inc(transfer.run_count)
 
     def _note_prompt(self, trace: RequestTrace) -> None:
-        self._prompts.append((trace.cached_token_count, trace.prompt_token_count))
+        self._prompts.append((trace.cached.count, trace.prompt_token_count))
 
     def _peer(self, peer: str) -> str:
         """The label of a peer; clients can name peers, and peers come and go, so it is bounded."""

@@ -20,6 +20,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from common.errors import ProtocolError
+from common.prefix_digests import digests_nbytes
 from common.protocol.descriptor import RankDescriptor, StagingBufferDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
 from common.protocol.value_checks import (
@@ -71,6 +72,8 @@ SLOT_NBYTES_MAX = 1 << 30
 RING_SLOT_COUNT_MAX = 4096
 
 DIGESTS_NBYTES_MAX = 8 << 20  # of all ranks; ours stay below a megabyte
+PREFIX_DIGESTS_NBYTES_MAX = digests_nbytes(TOKEN_COUNT_MAX)
+CACHED_PREFIXES_NBYTES_MAX = 1 << 20  # ours stay below 64 KiB
 
 
 def check_peer_message(message: DecodeToPrefill | PrefillToDecode) -> None:
@@ -260,6 +263,11 @@ def _check_sampling(name: str, value: object) -> None:
         check_sampling_params(name, value)
 
 
+def _check_cached_prefixes(name: str, value: object) -> None:
+    if value is not None:
+        check_blob(name, value, CACHED_PREFIXES_NBYTES_MAX)
+
+
 def _check_top_k(name: str, value: object) -> None:
     if value != TOP_K_ALL:
         check_int(name, value, 1, TOP_K_MAX)
@@ -337,6 +345,7 @@ _FIELD_CHECKS: dict[str, _Check] = {
     "version_max": _int_in(0, INT32_MAX),
     "status": _int_in(400, 599),
     "token_count": _int_in(1, TOKEN_COUNT_MAX),
+    "token_start": _int_in(0, TOKEN_COUNT_MAX),
     "prompt_count": _int_in(0, TOKEN_COUNT_MAX),
     "first_token": _int_in(0, TOKEN_ID_MAX),
     "budget_ms": _int_in(0, BUDGET_MS_MAX),
@@ -349,6 +358,8 @@ _FIELD_CHECKS: dict[str, _Check] = {
     "differences": _check_texts,
     "transports": _check_texts,
     "pages": _check_pages,
+    "prefix_digests": lambda name, value: check_blob(name, value, PREFIX_DIGESTS_NBYTES_MAX),
+    "cached_prefixes": _check_cached_prefixes,
     "digests": lambda name, value: _check_blobs(name, value, RANK_COUNT_MAX, DIGESTS_NBYTES_MAX),
     "prompt_logprobs": lambda name, value: _check_blobs(
         name, value, TOKEN_COUNT_MAX, PROMPT_LOGPROBS_NBYTES_MAX

@@ -11,7 +11,8 @@ class Digest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Digest the cache of a transfer in this rank's pages; answered by Digested.
 
     No write touches these pages until then. is_source: whether these are the source pages; layout:
-    the other side's ServerLayout, msgpack. token_count, pages: as in `Send`.
+    the other side's ServerLayout, msgpack. token_start, token_count: of what is transferred; pages:
+    as in `Send`.
     """
 
     transfer_id: int
@@ -20,6 +21,7 @@ class Digest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     token_count: int
     pages: list[tuple[int, list[int]]]
     verify: Verify
+    token_start: int = 0
 
 
 class Digested(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -11,6 +11,7 @@ import msgspec
 from common.failures import Failure
 from common.request import (
     Bootstrap,
+    CachedTokens,
     FinishReason,
     Origin,
     RequestTrace,
@@ -27,7 +28,11 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Submit(_Message, frozen=True):
-    """A validated request. budget_s: seconds it may still take. bootstrap: None for a plain one."""
+    """A validated request. budget_s: seconds it may still take. bootstrap: None for a plain one.
+
+    prefix_digests: of the prompt's beginnings (see prefix_digests.py); none if nothing of it is to
+        be found in a cache, or kept there.
+    """
 
     request_id: int
     token_ids: list[int]
@@ -35,6 +40,7 @@ class Submit(_Message, frozen=True):
     budget_s: float
     bootstrap: Bootstrap | None = None
     origin: Origin = Origin()
+    prefix_digests: bytes = b""
 
 
 class Cancel(_Message, frozen=True):
@@ -73,7 +79,7 @@ class Tokens(_Message, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[bytes] = []
-    cached_token_count: int = 0
+    cached: CachedTokens = CachedTokens()
     finish: FinishReason | None = None
     trace: RequestTrace | None = None
     offset: int = 0

@@ -39,7 +39,7 @@ class JoinedTokens:
             token_ids,
             logprobs,
             prompt_logprobs,
-            max(known.cached_token_count, message.cached_token_count),
+            max(known.cached, message.cached, key=lambda cached: cached.count),
             message.finish,
             message.trace,
             known.offset,

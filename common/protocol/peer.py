@@ -40,6 +40,7 @@ class Hello(_Message, frozen=True):
     verify: the share of a cache that it wants compared. A peer without the field can't compare.
     name, http_address: for operators; no decision depends on them.
     sends, receives: whether caches leave it, and whether it takes some.
+    sends_rest: whether it can send the rest of a cache whose beginning the other side has.
     """
 
     version_min: int
@@ -56,6 +57,7 @@ class Hello(_Message, frozen=True):
     http_address: str = ""
     sends: bool = False
     receives: bool = True
+    sends_rest: bool = False
 
 
 class Welcome(_Message, frozen=True):
@@ -64,7 +66,7 @@ class Welcome(_Message, frozen=True):
     credits: as in Heartbeat.
     host_ids, pids: of the ranks that will write (see hosts.py), for the proof that they are gone.
     name, http_address: for operators; no decision depends on them.
-    role, sends, receives: as in Hello.
+    role, sends, receives, sends_rest: as in Hello.
     """
 
     version: int
@@ -82,6 +84,7 @@ class Welcome(_Message, frozen=True):
     role: str = "prefill"
     sends: bool = True
     receives: bool = False
+    sends_rest: bool = False
 
 
 class Refuse(_Message, frozen=True):
@@ -135,6 +138,8 @@ class Heartbeat(_Message, frozen=True):
     trouble: why its engine makes no progress; "" if it does.
     credits: how many requests that bring their tokens the decode server may have open at this
         prefill server, until a newer number arrives. None: no limit.
+    cached_prefixes: of its prefix cache, the first 8 bytes of each digest from which it can go on
+        computing, in any order; None if they are as they were told last.
     """
 
     incarnation: str
@@ -147,6 +152,7 @@ class Heartbeat(_Message, frozen=True):
     trouble: str = ""
     is_draining: bool = False
     credits: int | None = None
+    cached_prefixes: bytes | None = None
 
 
 class TransferRequest(_Message, frozen=True):
@@ -156,7 +162,10 @@ class TransferRequest(_Message, frozen=True):
     room: the number that a router gave both sides. None: token_ids and sampling are sent instead.
     is_held: the room is one under which the prefill server holds a cache that it has computed.
     token_count: tokens whose cache is wanted; both sides count positions from it.
-    pages: per page group (first logical page index, page ids) for the live items.
+    token_start: the cache of the tokens before it is there already, of what grows with every token;
+        a border of pages. Windows, tails and slots are wanted whole.
+    pages: per page group (first logical page index, page ids) for the live items that are wanted.
+    prefix_digests: of the beginnings of token_ids (see prefix_digests.py), if there are any.
     writers: ranks of the prefill server that the decode server expects to write.
     budget_ms: how long this may still take. is_self_test: no client waits, and no metric counts it.
     attachment: of the Attach that the pages were reserved behind; under another, it is ignored.
@@ -177,6 +186,8 @@ class TransferRequest(_Message, frozen=True):
     origin: Origin = Origin()
     is_held: bool = False
     attachment: int = 0
+    token_start: int = 0
+    prefix_digests: bytes = b""
 
 
 class TransferDone(_Message, frozen=True):

@@ -43,6 +43,14 @@ class PageGrant(_Message, frozen=True):
     page_ids: list[int]
 
 
+class PageCopies(_Message, frozen=True):
+    """Pages of one group, each copied whole, source to target. A target is no other's source."""
+
+    group: int
+    source_ids: list[int]
+    target_ids: list[int]
+
+
 class PrefillChunk(_Message, frozen=True):
     """Compute tokens [start, stop) of a sequence; sample the next token if is_last."""
 
@@ -53,8 +61,9 @@ class PrefillChunk(_Message, frozen=True):
 
 
 class Step(_Message, frozen=True):
-    """One forward pass: apply new sequences and page grants, run chunks and decodes, then forget.
+    """One forward pass: apply new sequences, page grants and copies, run chunks and decodes.
 
+    copies: of pages as the steps before have left them, made before this one computes.
     decode: sequences that compute the KV of their latest token and sample the next one.
     retired: sequences to forget before anything else is applied.
     decode_tokens: the latest token of each of `decode`, where a pipeline stage that draws no tokens
@@ -68,6 +77,7 @@ class Step(_Message, frozen=True):
     decode: list[int] = []
     retired: list[int] = []
     decode_tokens: list[int] = []
+    copies: list[PageCopies] = []
 
 
 class OpenPeer(_Message, frozen=True):
@@ -110,13 +120,14 @@ class ReclaimPeer(_Message, frozen=True):
 class Expect(_Message, frozen=True):
     """Staged pieces of this transfer may be scattered into these pages, if this peer sends them.
 
-    token_count, pages: as in the TransferRequest.
+    token_start, token_count, pages: as in the TransferRequest.
     """
 
     transfer_id: int
     peer: str
     token_count: int
     pages: list[tuple[int, list[int]]]
+    token_start: int = 0
 
 
 class Forget(_Message, frozen=True):
@@ -185,6 +196,8 @@ class WorkerReady(_Message, frozen=True):
     page_counts: pages per group without the scratch page. fingerprint: values that both sides must
     share. layout: this server's ServerLayout, msgpack. describe: for /server_info.
     host_id, pid: name the process that writes into the memory of a peer on the same host.
+    checkpoint_max: how many of the slots, tails and windows are there for checkpoints of prefixes,
+        beside those of requests that run.
     """
 
     rank: int
@@ -197,6 +210,7 @@ class WorkerReady(_Message, frozen=True):
     describe: dict[str, str]
     host_id: str = ""
     pid: int = 0
+    checkpoint_max: int = 0
 
 
 class WorkerBeat(_Message, frozen=True):

@@ -14,7 +14,7 @@ from common.metrics.recorded import RECORDED
 from common.metrics.seen import COUNTERS, QUEUES, SEEN
 from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX, ServerMetrics
 from common.metrics.snapshot import PageCounts, PeerGauge, Snapshot
-from common.request import FinishKind, RequestTrace, TransferTrace
+from common.request import CachedTokens, FinishKind, RequestTrace, TransferTrace
 
 # What the published dashboards ask for, as Prometheus stores it.
 SGLANG_DASHBOARD = (
@@ -71,7 +71,7 @@ def trace(output_count: int = 3, peer: str = "p:1", status: str = "ok") -> Reque
         status=status,
         prompt_token_count=32,
         output_token_count=output_count,
-        cached_token_count=8,
+        cached=CachedTokens(prefill=8),
         reserve_s=1,
         transfer=transfer,
         first_token_s=5,

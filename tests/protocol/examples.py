@@ -11,6 +11,7 @@ from common.protocol.codec import encode_layout, encode_logprobs
 from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.request import (
     Bootstrap,
+    CachedTokens,
     FinishKind,
     FinishReason,
     Grammar,
@@ -104,7 +105,9 @@ DESCRIPTOR = descriptor.RankDescriptor(
 )
 
 FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
-    frontend.Submit(1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1), ORIGIN),
+    frontend.Submit(
+        1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1), ORIGIN, b"d" * 16
+    ),
     frontend.Cancel(2, "because"),
     frontend.Drain(),
     frontend.FlushCache(3),
@@ -118,7 +121,7 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
                 [8],
                 LOGPROBS,
                 [TOLD],
-                16,
+                CachedTokens(16, 8),
                 FinishReason(FinishKind.STOP, matched=2, message="m"),
                 TRACE,
                 7,
@@ -170,13 +173,14 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
         [7],
         [6],
         [41],
+        [worker.PageCopies(0, [9], [4])],
     ),
     worker.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", TransferMode.STAGED),
     worker.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], TransferMode.AUTO),
     worker.ClosePeer("inc"),
     worker.ReclaimPeer("inc"),
-    worker.Expect(2**62, "inc", 17, [(0, [1, 2])]),
-    digests.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL),
+    worker.Expect(2**62, "inc", 17, [(0, [1, 2])], 8),
+    digests.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL, 8),
     worker.Forget(2**62),
     worker.OpenTransfer(2**62, "inc", [(0, [1]), (0, [])], [(0, [2]), (3, [4])]),
     worker.Send(1, 3, 2**62, 0, 16, True, [(0, []), (3, [5])]),
@@ -196,6 +200,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         {"ucx": "1.22"},
         "host",
         17,
+        3,
     ),
     worker.WorkerBeat(3, 2**40),
     worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),
@@ -223,6 +228,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         "d:30000",
         sends=True,
         receives=False,
+        sends_rest=True,
     ),
     peer.Attach("inc-d", "inc-p", [DESCRIPTOR], 4),
     peer.TransferRequest(
@@ -241,10 +247,12 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         origin=ORIGIN,
         is_held=True,
         attachment=4,
+        token_start=2,
+        prefix_digests=b"d" * 16,
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
-    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, 5, "stuck", True, 64),
+    peer.Heartbeat("inc-d", 1, 2, True, 3, 4, 5, "stuck", True, 64, b"cached-1"),
     peer.Detached("inc-d", "inc-p", "lost", True),
 ]
 PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
@@ -264,6 +272,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         role="decode",
         sends=False,
         receives=True,
+        sends_rest=True,
     ),
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
@@ -271,7 +280,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.TransferDone(1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""]),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
-    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, 5, "stuck", True, 64),
+    peer.Heartbeat("inc-p", 1, 2, True, 3, 4, 5, "stuck", True, 64, b"cached-1"),
 ]
 SLOT_FILLED: list[staging.SlotFilled] = [staging.SlotFilled(2**62, 9, 3, 2**62, 1, 4, 8, 16, 64)]
 SLOT_FREED: list[staging.SlotFreed] = [staging.SlotFreed(2**62, 9, 3, "not expected here")]

@@ -168,7 +168,7 @@ def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]
         "completion_tokens": output_count,
         "total_tokens": prompt_count + output_count,
         "prompt_tokens_details": {
-            "cached_tokens": sum(one.cached_token_count for one in of_prompt.values())
+            "cached_tokens": sum(one.cached.count for one in of_prompt.values())
         },
     }
 

@@ -90,7 +90,7 @@ class GenerateRun:
             "total_retractions": 0 if one.trace is None else one.trace.retraction_count,
             "reasoning_tokens": 0,
             "completion_tokens": len(one.token_ids),
-            "cached_tokens": one.cached_token_count,
+            "cached_tokens": one.cached.count,
             "dp_rank": 0,
         }
         if one.is_ended:

@@ -23,7 +23,7 @@ from common.frontend.text.stop_strings import StopStrings
 from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.codec import decode_logprobs
 from common.protocol.frontend import Failed, Tokens
-from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
+from common.request import CachedTokens, FinishKind, FinishReason, RequestTrace, TokenLogprobs
 
 # Names that stand for "whatever is served": SGLang's default, and what its router fills in.
 ANY_MODEL_NAMES = ("default", "unknown")
@@ -53,7 +53,7 @@ class Continuation:
         self.text_starts: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.cached_token_count = 0
+        self.cached = CachedTokens()
         self.finish: Finish | None = None
         self.failure: Failed | None = None
         self.trace: RequestTrace | None = None
@@ -106,7 +106,7 @@ class Continuation:
             else:
                 self.failure = message
             return
-        self.cached_token_count = max(self.cached_token_count, message.cached_token_count)
+        self.cached = max(self.cached, message.cached, key=lambda cached: cached.count)
         if not self._is_prefill:  # a router joins both servers' lists: one of them is empty
             self.prompt_logprobs += _read_logprobs(message.prompt_logprobs)
         if not self.sample.hides_output:

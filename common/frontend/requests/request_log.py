@@ -31,7 +31,7 @@ class LoggedRequest:
             "message": trace.message,
             "prompt_tokens": trace.prompt_token_count,
             "completion_tokens": trace.output_token_count,
-            "cached_tokens": trace.cached_token_count,
+            "cached_tokens": trace.cached.count,
             "retractions": trace.retraction_count,
             "bytes": trace.transfer.nbytes,
             "ttft_s": trace.ttft_s,

@@ -154,7 +154,7 @@ def _request_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
         "gen_ai.usage.completion_tokens": trace.output_token_count,
         "gen_ai.latency.time_to_first_token": trace.ttft_s,
         "gen_ai.latency.e2e": trace.e2e_s,
-        "baton.cached_tokens": trace.cached_token_count,
+        "baton.cached_tokens": trace.cached.count,
         "baton.retractions": trace.retraction_count,
         "baton.status": trace.status,
     }
