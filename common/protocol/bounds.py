@@ -263,11 +263,6 @@ def _check_sampling(name: str, value: object) -> None:
         check_sampling_params(name, value)
 
 
-def _check_cached_prefixes(name: str, value: object) -> None:
-    if value is not None:
-        check_blob(name, value, CACHED_PREFIXES_NBYTES_MAX)
-
-
 def _check_top_k(name: str, value: object) -> None:
     if value != TOP_K_ALL:
         check_int(name, value, 1, TOP_K_MAX)
@@ -315,6 +310,17 @@ def _number_in(bounds: NumberBounds) -> _Check:
     return lambda name, value: check_number(name, value, bounds)
 
 
+def _bytes_to(nbytes_max: int) -> _Check:
+    """None is left to the field's type."""
+
+    def check(name: str, value: object) -> None:
+        if value is not None:
+            assert isinstance(value, bytes), f"{name} is decoded as bytes"
+            check_blob(name, value, nbytes_max)
+
+    return check
+
+
 SAMPLING_CHECKS: dict[str, _Check] = {
     "max_new_tokens": _int_in(0, TOKEN_COUNT_MAX),
     "min_new_tokens": _int_in(0, TOKEN_COUNT_MAX),
@@ -358,8 +364,8 @@ _FIELD_CHECKS: dict[str, _Check] = {
     "differences": _check_texts,
     "transports": _check_texts,
     "pages": _check_pages,
-    "prefix_digests": lambda name, value: check_blob(name, value, PREFIX_DIGESTS_NBYTES_MAX),
-    "cached_prefixes": _check_cached_prefixes,
+    "prefix_digests": _bytes_to(PREFIX_DIGESTS_NBYTES_MAX),
+    "cached_prefixes": _bytes_to(CACHED_PREFIXES_NBYTES_MAX),
     "digests": lambda name, value: _check_blobs(name, value, RANK_COUNT_MAX, DIGESTS_NBYTES_MAX),
     "prompt_logprobs": lambda name, value: _check_blobs(
         name, value, TOKEN_COUNT_MAX, PROMPT_LOGPROBS_NBYTES_MAX
