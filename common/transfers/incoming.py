@@ -24,8 +24,8 @@ from common.protocol.digests import Digested
 from common.protocol.peer import Abort, Quiesced, TransferDone, TransferFailed, TransferRequest
 from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer
 from common.scheduling.facts import ServerFacts
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox, RankSet
-from common.scheduling.sequence import PageAccount
 from common.transfers.comparison import Comparisons
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import (

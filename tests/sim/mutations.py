@@ -20,9 +20,10 @@ from common.protocol.worker import SendSettled
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.events import Effect, ToFrontend
+from common.scheduling.page_account import PageAccount
 from common.scheduling.page_pool import PagePool
 from common.scheduling.peers import Outbox
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
 from common.transfers.connection import Connection
 from common.transfers.incoming import Incoming

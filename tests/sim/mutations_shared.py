@@ -11,9 +11,10 @@ import pytest
 
 from common.protocol.worker import CloseTransfer
 from common.scheduling.facts import ServerFacts
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import CacheNode, PrefixCache
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.sequence import Sequence
 from common.transfers.links import Links
 from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
 
