@@ -13,7 +13,7 @@ from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import Effect, ToPeer
 from common.scheduling.page_pool import PagePool
-from common.scheduling.sequence import PageSpan, Sequence
+from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
 from common.transfers.incoming_transfer import IncomingTransfer
 from decode_server.scheduler import DecodeScheduler
@@ -156,11 +156,11 @@ def check_pages(core: Core, kept: Iterable[IncomingTransfer] = ()) -> None:
         owned.add_sequence(sequence)
     incoming = core.transfers.incoming
     for transfer in [*incoming.under_way, *kept]:
-        owned.add(transfer.spans)
+        owned.add(transfer)
     quarantined = Owned(core.account.pool)
     for transfer in incoming.abandoned:
         is_hidden = transfer.mode is TransferMode.STAGED
-        (owned if is_hidden else quarantined).add(transfer.spans)
+        (owned if is_hidden else quarantined).add(transfer)
     owned.check("used", core.account.pool._used, cached_count=cached_count(core))
     quarantined.check("quarantined", core.account.pool._quarantined, cached_count=0)
 
@@ -176,9 +176,10 @@ class Owned:
     def __init__(self, pool: PagePool) -> None:
         self._pages: list[list[int]] = [[] for _ in pool.page_counts]
 
-    def add(self, spans: Iterable[PageSpan]) -> None:
-        for pages, span in zip(self._pages, spans, strict=True):
-            pages += span.page_ids
+    def add(self, transfer: IncomingTransfer) -> None:
+        """Those of its prefix are the prefix cache's."""
+        for pages, (_, owned) in zip(self._pages, transfer.pages, strict=True):
+            pages += owned
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Pages at the head of group 0 that are the prefix cache's are shared and not counted."""
