@@ -65,9 +65,9 @@ def no_quarantine(patch: Patch) -> None:
         set_aside(self, transfer, is_quiet=is_quiet)
         pool = self._account.pool
         is_hidden = transfer.mode is TransferMode.STAGED
-        for group, span in enumerate(transfer.spans):
-            (pool.release if is_hidden else pool.release_quarantined)(group, span.page_ids)
-            span.page_ids = []
+        for group, (_, pages) in enumerate(transfer.pages):
+            (pool.release if is_hidden else pool.release_quarantined)(group, pages)
+            transfer.spans[group].page_ids = []
 
     patch.setattr(Incoming, "_set_aside", set_aside_nothing)
 

@@ -54,7 +54,7 @@ def pages_of_a_transfer_are_kept(patch: Patch) -> None:
     forget = Outgoing._forget
 
     def forget_silently(self: Outgoing, transfer: OutgoingTransfer) -> None:
-        transfer.sent_token_count = 0
+        transfer.is_opened = False
         forget(self, transfer)
 
     patch.setattr(Outgoing, "_forget", forget_silently)
@@ -89,6 +89,6 @@ def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
         send(self, transfer, pages, token_stop, step_id, is_final=is_final)
         if is_final:
             self._outbox.to_workers(CloseTransfer(transfer.transfer_id))
-            transfer.sent_token_count = 0
+            transfer.is_opened = False
 
     patch.setattr(Outgoing, "send", send_and_close)
