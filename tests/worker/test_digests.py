@@ -160,6 +160,9 @@ def test_what_the_target_had_before_is_in_no_digest(live: Live, page_size: int, 
         after = pair.digests(is_source=True, verify=Verify.FULL, transfer=TRANSFER)
         is_prefix = item < start // max(1, live.size)
         assert (after == before) == is_prefix, item
+        found = [(d.first_page, d.last_page) for d in pair.differences()]
+        page = page_of_item(live, page_size, item)
+        assert found == ([] if is_prefix else [(page, page)])
         pair.source.memory[0, 0][place] ^= 1
 
 
