@@ -11,7 +11,8 @@ from operator import le
 from common.layout.component import LiveKind
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.sequence import Sequence
 from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Reserve

@@ -25,8 +25,9 @@ from common.request import (
 )
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import Ask, CacheReady
@@ -234,7 +235,7 @@ class Requests:
     def finish(self, request: DecodeRequest) -> None:
         """RUNNING -> FINISHED: its last token is there. Its cache is kept for equal beginnings."""
         self._advance(request, DecodeEvent.LAST_TOKEN)
-        self._drop_sequence(request, remember=True)
+        self._drop_sequence(request)
         self._forget(request)
         self.counters["finished"] += not request.tested_link
 
@@ -247,7 +248,7 @@ class Requests:
         if request.transfer is not None and request.transfer.owner is not None:
             self._transfers.incoming.abandon(request.transfer, failure.message)
         request.transfer = None
-        self._drop_sequence(request, remember=False)
+        self._drop_sequence(request)
         self._forget(request)
 
     def _answer_failed(self, request: DecodeRequest, failure: Failure, now: float) -> None:
@@ -336,10 +337,8 @@ class Requests:
         request.failure_count += 1
         request.tried_links.add(request.link)
 
-    def _drop_sequence(self, request: DecodeRequest, *, remember: bool) -> None:
+    def _drop_sequence(self, request: DecodeRequest) -> None:
         if request.sequence is not None:
-            if remember:
-                self._account.remember(request.sequence)
             self._batcher.remove(request.sequence)
             request.sequence = None
 

@@ -41,8 +41,8 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
-from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import DecodeState
 from common.scheduling.worker_health import WorkerHealth
 from common.transfers.incoming_transfer import CacheFailed, CacheReady

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
-from common.scheduling.prefix_cache import CacheNode
-from common.scheduling.sequence import PageAccount, reusable_count
+from common.scheduling.page_account import PageAccount
+from common.scheduling.prefix_cache import Match
+from common.scheduling.sequence import reusable_count
 from prefill_server.followers import Followers
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import Requests
@@ -23,10 +24,10 @@ SPARED_SHARE_MIN = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Begin to compute a request, if its pages are there. nodes: of its cached prefix."""
+    """Begin to compute a request, if its pages are there. match: what is cached of its prompt."""
 
     request: PrefillRequest
-    nodes: list[CacheNode]
+    match: Match
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,14 @@ class Admission:
             request = self._next(now)
             if request is None:
                 return
-            nodes = self._account.match(request.token_ids, request.sampling)
-            if not self._follows(request, nodes):
-                yield Schedule(request, nodes)
+            match = self._match(request)
+            if not self._follows(request, match):
+                yield Schedule(request, match)
+
+    def _match(self, request: PrefillRequest) -> Match:
+        tokens = request.token_ids
+        reusable = reusable_count(tokens, request.sampling)
+        return self._account.match(request.digests, tokens, reusable)
 
     def _held_to_give_up(self, now: float) -> PrefillRequest | None:
         """The oldest held cache, if the next request has waited too long for its pages."""
@@ -103,16 +109,16 @@ class Admission:
         """Whether its pages were not there, and none have come back since."""
         return request.relief_seen == self._account.relief_count
 
-    def _follows(self, request: PrefillRequest, nodes: list[CacheNode]) -> bool:
+    def _follows(self, request: PrefillRequest, match: Match) -> bool:
         """Whether a request waits for a prompt that is being computed, because the two begin
         alike."""
         tokens = request.token_ids
         reusable = reusable_count(tokens, request.sampling)
-        found = self._batcher.find_writer(nodes, tokens, reusable)
+        found = self._batcher.find_writer(match, request.digests, reusable)
         if found is None:
             return False
         leader, shared_count = found
-        cached_count = len(nodes) * self._account.groups[0].page_items
+        cached_count = match.token_count
         if shared_count - cached_count < SPARED_SHARE_MIN * (len(tokens) - cached_count):
             return False
         self._followers.add(request, leader, shared_count)

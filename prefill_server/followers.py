@@ -45,6 +45,7 @@ class Followers:
             sequence.request_id, _Leader(sequence, sequence.computed_count)
         )
         leader.followers.append((token_count, request))
+        self._batcher.stop_at(sequence, token_count)
         self._tell(leader)
 
     def wake(self) -> None:
@@ -59,7 +60,7 @@ class Followers:
             for token_count, request in leader.followers:
                 if request.request_id not in self._queue:
                     continue  # it was given up meanwhile
-                if is_gone or token_count <= sequence.computed_count:
+                if is_gone or self._batcher.has_reached(sequence, token_count):
                     self._queue.put_back(request)
                 else:
                     waiting.append((token_count, request))

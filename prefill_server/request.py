@@ -22,6 +22,7 @@ from common.transfers.outgoing import OutgoingTransfer
 class PrefillRequest:
     """client_id: the frontend's id, or None if only the decode server knows of the request.
 
+    digests: of its prompt's beginnings (see prefix_digests.py).
     is_ahead: it is computed before any decode server asks for it, and held until one does.
     transfer: to the decode server that asked for it; None before one has.
     short_since: when it was first found that its pages are not there; 0.0 if never.
@@ -35,6 +36,7 @@ class PrefillRequest:
     sampling: SamplingParams
     arrived_at: float
     deadline: float
+    digests: bytes = b""
     room: int | None = None
     is_ahead: bool = False
     state: PrefillState = PrefillState.WAITING

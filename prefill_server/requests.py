@@ -17,9 +17,9 @@ from common.protocol.frontend import Failed, Submit, Tokens, Traced
 from common.request import CHUNK_MARK_COUNT_MAX, CachedTokens, FinishKind, FinishReason
 from common.scheduling.batcher import Batcher, ChunkDone, TokenDone
 from common.scheduling.deadlines import Deadlines
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
-from common.scheduling.prefix_cache import CacheNode
-from common.scheduling.sequence import PageAccount
+from common.scheduling.prefix_cache import Match
 from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
 from common.transfers.credits import Credits
 from common.transfers.outgoing import ALL_COMPUTED, Outgoing, OutgoingTransfer
@@ -107,6 +107,7 @@ class Requests:
             sampling=submit.sampling,
             arrived_at=now,
             deadline=now + submit.budget_s,
+            digests=submit.prefix_digests,
             room=room,
             is_ahead=is_ahead,
             origin=submit.origin,
@@ -128,6 +129,7 @@ class Requests:
             sampling=message.sampling,
             arrived_at=now,
             deadline=now + message.budget_ms / 1000,
+            digests=message.prefix_digests,
             origin=message.origin,
         )
         self._add(request)
@@ -172,25 +174,29 @@ class Requests:
         self._outgoing.send(transfer, pages, token_count, ALL_COMPUTED, is_final=True)
         self._outgoing.ask_digests(transfer, pages)
 
-    def schedule(self, request: PrefillRequest, nodes: list[CacheNode], now: float) -> None:
-        """QUEUED -> PREFILLING, if there are pages. nodes: of the cached prefix that it begins
-        with."""
-        tokens, sampling = request.token_ids, request.sampling
+    def schedule(self, request: PrefillRequest, match: Match, now: float) -> None:
+        """QUEUED -> PREFILLING, if there are pages. match: what is cached of its prompt. What of
+        that the decode server lacks leaves at once."""
+        tokens, sampling, digests = request.token_ids, request.sampling, request.digests
         sequence = self._account.open(
-            request.request_id, tokens, request.prompt_count, sampling, nodes
+            request.request_id, list(tokens), request.prompt_count, sampling, digests, match
         )
         if sequence is None:
             request.short_since = request.short_since or now
             request.relief_seen = self._account.relief_count
             return
         self._advance(request, PrefillEvent.SCHEDULED)
-        # It grows by the first token; the request keeps what it was asked to compute.
-        sequence.token_ids = list(tokens)
         request.sequence = sequence
         request.cached_token_count = sequence.cached_count
         request.scheduled_at = now
         self.queue.discard(request)
         self._batcher.add(sequence)
+        if request.transfer is not None:
+            # Of a block that is cached in part, the first step makes the rest.
+            stop = self._account.cached.whole_blocks(sequence.cached_count)
+            if stop > request.transfer.sent_token_count:
+                pages = sequence.page_lists()
+                self._outgoing.send(request.transfer, pages, stop, ALL_COMPUTED, is_final=False)
 
     def note_chunk(self, chunk: ChunkDone, now: float) -> None:
         """A chunk of a prompt is computed."""

@@ -39,8 +39,8 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
-from common.scheduling.sequence import PageAccount
 from common.scheduling.transitions import PrefillState
 from common.scheduling.worker_health import WorkerHealth
 from common.transfers.credits import Credits
@@ -174,8 +174,8 @@ class PrefillScheduler:
     def _admit(self, now: float) -> None:
         for decision in self._admission.decide(now):
             match decision:
-                case Schedule(request=request, nodes=nodes):
-                    self.requests.schedule(request, nodes, now)
+                case Schedule(request=request, match=match):
+                    self.requests.schedule(request, match, now)
                 case GiveUpHeld(request=request):
                     self.meetings.fail(request, failure_of_expired(request), now)
                 case _:

@@ -21,13 +21,22 @@ from itertools import chain
 import msgspec
 
 from common.failures import Failure, FailureKind
-from common.protocol.worker import NewSequence, PrefillChunk, Step, StepDone
+from common.protocol.worker import (
+    NewSequence,
+    PageCopies,
+    PageGrant,
+    PrefillChunk,
+    Step,
+    StepDone,
+)
 from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs
 from common.scheduling.blocks_under_way import BlocksUnderWay
 from common.scheduling.chunks import is_passing, plan_chunks
 from common.scheduling.in_flight import Flight, InFlight
-from common.scheduling.prefix_cache import CacheNode
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.prefix_cache import Match
+from common.scheduling.prefix_tree import Checkpoint
+from common.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +158,24 @@ class Batcher:
         return self._prompts.get(sequence.request_id) is sequence
 
     def find_writer(
-        self, nodes: list[CacheNode], token_ids: list[int], token_max: int
+        self, match: Match, digests: bytes, token_max: int
     ) -> tuple[Sequence, int] | None:
         """Who computes what comes behind a cached prefix; see `BlocksUnderWay.find`."""
-        return self._under_way.find(nodes, token_ids, token_max)
+        return self._under_way.find(match, digests, token_max)
+
+    def stop_at(self, sequence: Sequence, token_count: int) -> None:
+        """Another prompt waits for so many tokens of one that is computed."""
+        cache = self._account.cache
+        if cache is not None and cache.needs_checkpoint and token_count not in sequence.cuts:
+            sequence.cuts.append(token_count)
+
+    def has_reached(self, sequence: Sequence, token_count: int) -> bool:
+        """Whether others can go on from so many tokens of a sequence. Where that takes a
+        checkpoint, the step behind those tokens makes it."""
+        cache = self._account.cache
+        if cache is not None and cache.needs_checkpoint:
+            return sequence.computed_count > token_count
+        return sequence.computed_count >= token_count
 
     @property
     def uncomputed_token_count(self) -> int:
@@ -265,8 +288,11 @@ class Batcher:
         if not computing:
             return None
         new: list[NewSequence] = []
-        grants = []
+        grants: list[PageGrant] = []
+        copies: list[PageCopies] = []
+        checkpoints = self._begin_checkpoints(chunks, decoding)
         for sequence in computing:
+            copies += sequence.take_copies()
             if not sequence.is_known:
                 sequence.is_known = True
                 new.append(_introduce(sequence))
@@ -276,11 +302,20 @@ class Batcher:
         # Ahead of the step that draws them they are not known, so then no sequence may need them.
         is_told = self.limits.in_flight_max == 1
         latest = [sequence.token_ids[-1] for sequence in decoding] if is_told else []
-        step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest)
+        step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest, copies)
         self._next_step_id += 1
         self.unplanned_count -= sum(chunk.stop - chunk.start for chunk in chunks)
-        self._in_flight.begin(step, computing)
+        self._in_flight.begin(step, computing, checkpoints)
         return step
+
+    def _begin_checkpoints(
+        self, chunks: list[PrefillChunk], decoding: list[Sequence]
+    ) -> list[tuple[Sequence, Checkpoint]]:
+        """Those that the step of these copies before it computes."""
+        at = [(self._prompts[chunk.request_id], chunk.start) for chunk in chunks]
+        at += [(sequence, sequence.token_count - 1) for sequence in decoding]
+        begun = [(one, self._account.cached.begin_checkpoint(one, start)) for one, start in at]
+        return [(one, checkpoint) for one, checkpoint in begun if checkpoint is not None]
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Give every decoding sequence the page of its next token; retract the cheapest until all
@@ -313,6 +348,12 @@ class Batcher:
         what was drawn for them is dropped."""
         flight = self._in_flight.end(done)
         self.step_count += 1
+        for sequence in flight.sequences.values():
+            self._account.cached.note_copied(sequence)
+        for sequence, checkpoint in flight.checkpoints:
+            self._account.cached.end_checkpoint(sequence, checkpoint)
+        for request_id in done.failed:
+            self._account.cached.withdraw(flight.sequences[request_id])
         leaving, self._leaving = self._leaving, []
         for sequence in leaving:
             self._close_or_wait(sequence)
@@ -320,16 +361,11 @@ class Batcher:
         outcome = StepOutcome()
         for chunk in flight.step.chunks:
             self._finish_chunk(flight, chunk, done, outcome)
-        for request_id in flight.step.decode:
-            decoding = self._still_running(flight, request_id)
-            if decoding is not None:
-                decoding.computed_count = len(decoding.token_ids)
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
             sampled = self._still_running(flight, request_id)
             if sampled is None:
                 continue
             if request_id in done.failed:
-                self._account.withdraw(sampled)
                 is_unfit = request_id in done.unfit  # no other server would do better
                 kind = FailureKind.NO_TOKEN if is_unfit else FailureKind.BAD_LOGITS
                 outcome.failed.append(Undrawn(sampled, Failure(kind, done.failed[request_id])))
@@ -353,8 +389,7 @@ class Batcher:
         sequence = flight.sequences[chunk.request_id]
         if self._prompts.get(chunk.request_id) is not sequence:
             return
-        sequence.computed_count = chunk.stop
-        self._account.remember(sequence)
+        self._account.cached.remember(sequence)
         self._under_way.note(sequence)
         if chunk.is_last:
             self._under_way.forget(sequence)

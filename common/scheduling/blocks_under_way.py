@@ -1,21 +1,19 @@
 """Which sequence computes the block behind a cached prefix, so that others can wait for it.
 
-    prefix cache   a b c d | e f g h |
-    sequence 1             | cached  | i j k l | m n o p     computes i j k l next
-    a newcomer     a b c d   e f g h   i j k l   x           waits until sequence 1 has those
+    prefix cache   b1 | b2 |
+    sequence 1     cached  | b3 | b4         computes b3 next
+    a newcomer     b1   b2   b3   x          waits until sequence 1 has b3
 
-A block is a full page of the group that the prefix cache serves. Knows nothing of who waits.
+Knows nothing of who waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
-
-from common.scheduling.prefix_cache import CacheNode
-from common.scheduling.sequence import PageAccount, Sequence
-
-# The last cached page before a block, None if there is none, and the block's tokens.
-Key = tuple[CacheNode | None, tuple[int, ...]]
+from common.prefix_digests import DIGEST_NBYTES
+from common.scheduling.page_account import PageAccount
+from common.scheduling.prefix_cache import Match
+from common.scheduling.prefix_tree import equal_count
+from common.scheduling.sequence import Sequence
 
 
 class BlocksUnderWay:
@@ -23,19 +21,21 @@ class BlocksUnderWay:
 
     def __init__(self, account: PageAccount) -> None:
         self._account = account
-        self._writers: dict[Key, Sequence] = {}
-        self._keys: dict[int, Key] = {}
+        self._writers: dict[bytes, Sequence] = {}
+        self._keys: dict[int, bytes] = {}
 
     def note(self, sequence: Sequence) -> None:
         """It computes the block behind those that it has in the cache. To be said again after each
         chunk. Of two that compute the same block, the first one counts."""
         self.forget(sequence)
-        size = self._account.groups[0].page_items
-        cached_count = len(sequence.nodes) * size
-        if self._account.cache is not None and cached_count + size <= len(sequence.token_ids):
-            key = _key(sequence.nodes, sequence.token_ids, cached_count, size)
-            if self._writers.setdefault(key, sequence) is sequence:
-                self._keys[sequence.request_id] = key
+        cache = self._account.cache
+        if cache is None or not sequence.digests:
+            return
+        _, keys = cache.keys_of(sequence.digests)
+        at = sequence.block_count * DIGEST_NBYTES
+        key = keys[at : at + DIGEST_NBYTES]
+        if key and self._writers.setdefault(key, sequence) is sequence:
+            self._keys[sequence.request_id] = key
 
     def forget(self, sequence: Sequence) -> None:
         """It computes no further. Harmless if it was not noted."""
@@ -43,27 +43,28 @@ class BlocksUnderWay:
         if key is not None:
             del self._writers[key]
 
-    def find(
-        self, nodes: List[CacheNode], token_ids: list[int], token_max: int
-    ) -> tuple[Sequence, int] | None:
-        """Who computes the block behind a cached prefix of these tokens, and how many tokens the
-        two share in whole blocks; None if no prompt does. token_max: that could be reused."""
-        if self._account.cache is None:
+    def find(self, match: Match, digests: bytes, token_max: int) -> tuple[Sequence, int] | None:
+        """Who computes the block behind what was found, and how many tokens the two share in whole
+        blocks; None if no prompt does, or if none can be gone on from. token_max: that could be
+        reused."""
+        cache = self._account.cache
+        if cache is None or not digests:
             return None
-        size = self._account.groups[0].page_items
-        stop = len(nodes) * size
-        if stop + size > token_max:
-            return None
-        writer = self._writers.get(_key(nodes, token_ids, stop, size))
+        _, keys = cache.keys_of(digests)
+        start, block_max = match.block_count, cache.blocks_in(token_max)
+        at = start * DIGEST_NBYTES
+        writer = self._writers.get(keys[at : at + DIGEST_NBYTES]) if start < block_max else None
         if writer is None:
             return None
-        last = min(token_max, len(writer.token_ids)) - size
-        while (
-            stop <= last and token_ids[stop : stop + size] == writer.token_ids[stop : stop + size]
-        ):
-            stop += size
-        return writer, stop
+        _, theirs = cache.keys_of(writer.digests)
+        block_max = min(block_max, len(theirs) // DIGEST_NBYTES)
+        shared = start + equal_count(keys, start, theirs, start, block_max - start)
+        token_count = shared * cache.block_tokens
+        if cache.needs_checkpoint and not _can_stop(writer, token_count):
+            return None
+        return writer, token_count
 
 
-def _key(nodes: List[CacheNode], token_ids: list[int], start: int, size: int) -> Key:
-    return (nodes[-1] if nodes else None, tuple(token_ids[start : start + size]))
+def _can_stop(writer: Sequence, token_count: int) -> bool:
+    """Whether a chunk of a sequence can end there yet."""
+    return writer.chunk_start <= token_count < len(writer.token_ids)

@@ -10,7 +10,8 @@ from collections.abc import Sequence as List
 
 from common.protocol.worker import PrefillChunk
 from common.request import logprobs_nbytes
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.sequence import Sequence
 
 # What a step may tell of prompts: far below what a worker's message may have, and as much as a
 # worker encodes between two beats.
@@ -78,7 +79,8 @@ def plan_chunks(
 def _token_max(account: PageAccount, sequence: Sequence) -> int:
     """Tokens that a prompt can take in this step, whatever others take."""
     account.recycle(sequence)
-    count = account.chunk_stop_max(sequence) - sequence.chunk_start
+    start = sequence.chunk_start
+    count = min(account.chunk_stop_max(sequence), sequence.next_cut(start)) - start
     assert count > 0, f"request {sequence.request_id}: no page for token {sequence.chunk_start}"
     token_nbytes = _reported_nbytes(sequence)
     return min(count, max(1, STEP_LOGPROBS_NBYTES_MAX // token_nbytes)) if token_nbytes else count

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.protocol.frontend import FlushCache, FlushDone
 from common.scheduling.batcher import Batcher
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
-from common.scheduling.sequence import PageAccount
 
 
 class Flushes:

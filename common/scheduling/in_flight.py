@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from common.protocol.worker import Step, StepDone
+from common.scheduling.prefix_tree import Checkpoint
 from common.scheduling.sequence import Sequence
 
 # Steps that may be with the workers: one that runs and the one that it is followed by. A third
@@ -20,10 +21,13 @@ IN_FLIGHT_MAX = 2
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A step that has not returned. sequences: all that it computes, by request id, because a
-    request that comes back under the same id is another sequence."""
+    request that comes back under the same id is another sequence. counts: tokens of each whose
+    cache is there when it returns. checkpoints: that it copies, and of which sequence."""
 
     step: Step
     sequences: dict[int, Sequence]
+    counts: dict[int, int]
+    checkpoints: list[tuple[Sequence, Checkpoint]]
 
     def drawn(self) -> list[Sequence]:
         """Who gets a token from it."""
@@ -32,7 +36,8 @@ class Flight:
 
 
 class InFlight:
-    """Owner of `Sequence.planned_count` and `Sequence.pending_count`."""
+    """Owner of `Sequence.planned_count` and `Sequence.pending_count`, and of `computed_count` while
+    steps compute a sequence: one that has left is computed by the steps that it was in."""
 
     def __init__(self) -> None:
         self._flights: deque[Flight] = deque()
@@ -40,9 +45,17 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def begin(self, step: Step, sequences: list[Sequence]) -> None:
+    def begin(
+        self,
+        step: Step,
+        sequences: list[Sequence],
+        checkpoints: list[tuple[Sequence, Checkpoint]],
+    ) -> None:
         """A step is sent that computes these."""
-        flight = Flight(step, {sequence.request_id: sequence for sequence in sequences})
+        counts = {sequence.request_id: sequence.token_count for sequence in sequences}
+        counts |= {chunk.request_id: chunk.stop for chunk in step.chunks}
+        by_id = {sequence.request_id: sequence for sequence in sequences}
+        flight = Flight(step, by_id, counts, checkpoints)
         for chunk in step.chunks:
             flight.sequences[chunk.request_id].planned_count = chunk.stop
         for sequence in flight.drawn():
@@ -55,6 +68,8 @@ class InFlight:
         assert flight.step.step_id == done.step_id, (flight.step.step_id, done.step_id)
         for sequence in flight.drawn():
             sequence.pending_count -= 1
+        for request_id, sequence in flight.sequences.items():
+            sequence.computed_count = flight.counts[request_id]
         return flight
 
     def touches(self, sequence: Sequence) -> bool:

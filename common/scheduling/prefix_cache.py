@@ -1,128 +1,221 @@
-"""Full pages of earlier prompts, kept for prompts that begin alike. A tree of pages, least recently
-used leaves evicted first.
+"""What is kept of earlier prompts and answers for those that begin alike, of any family.
 
-Knows nothing of requests. It serves one page group whose items are plain tokens; families with
-state or windows do not use it. A page in the tree is *used* in the pool and owned by the tree; a
-node is locked while a sequence reads its page, and a locked node's ancestors are locked with it, so
-every unlocked node can be evicted sooner or later.
+Groups that grow with every token (full, block) are kept as blocks in a tree. What else it takes to
+go on from a prefix is kept as checkpoints, at single token counts: slots, tails, windows, and the
+pages behind the last whole block. So a prompt is *found* as far as its blocks are there, and can be
+*continued* from the last checkpoint on the way; where all groups grow, from any block.
+
+    blocks        | b1 | b2 | b3 | b4 |
+    checkpoints             ^37        ^66        page size 16: found 64 tokens, or 66 with the rest
+    second prompt | b1 | b2 | b3 | x             found 48; of a model with slots, continued from 37
+
+Knows nothing of sequences. A page in here is *used* in the pool.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import lcm
 
+from common.layout.cache_layout import PageGroup
+from common.prefix_digests import DIGEST_NBYTES
+from common.scheduling.checkpoints import Checkpoints
 from common.scheduling.page_pool import PagePool
+from common.scheduling.prefix_tree import Checkpoint, Node, PrefixTree
+
+# A tree whose model has no group that grows holds no pages that would bound it.
+BLOCK_COUNT_MAX = 1 << 20
+MARK_NBYTES = 8
+MARK_COUNT_MAX = 4096
+# Of a long run of blocks, how far marks are from each other.
+MARK_TOKENS = 512
 
 
-@dataclass(slots=True, eq=False)
-class CacheNode:
-    """One full page of tokens below its parent's."""
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is there of a prompt. node: where its last block is; None for nothing at all.
 
-    key: tuple[int, ...]
-    page: int
-    parent: CacheNode | None
-    children: dict[tuple[int, ...], CacheNode] = field(default_factory=dict)
-    lock_count: int = 0
+    block_count: blocks that are there. token_count: from where on it would be computed.
+    checkpoint: to be copied for that, if there is one to be.
+    """
+
+    node: Node | None = None
+    block_count: int = 0
+    token_count: int = 0
+    checkpoint: Checkpoint | None = None
+
+
+NOTHING = Match()
 
 
 class PrefixCache:
-    """Tree of full pages of group `group`, `page_size` tokens each.
+    """tree, checkpoints: of one server. block_tokens: tokens of a block.
 
+    page_counts: pages of a block per page group, 0 for groups that don't grow.
     relief_count: pages so far that were adopted, or let go of by their last reader.
+    evicted_token_count: so far.
     """
 
-    def __init__(self, pool: PagePool, group: int, page_size: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        groups: Sequence[PageGroup],
+        digest_tokens: int,
+        checkpoint_max: int,
+    ) -> None:
         self._pool = pool
-        self._group = group
-        self._page_size = page_size
-        self._roots: dict[tuple[int, ...], CacheNode] = {}
-        self._unlocked: OrderedDict[int, CacheNode] = OrderedDict()
-        self.node_count = 0
+        self._growing = [i for i, group in enumerate(groups) if group.live.is_streamable]
+        self.block_tokens = lcm(digest_tokens, *(groups[i].page_tokens for i in self._growing))
+        self._key_stride = self.block_tokens // digest_tokens
+        self.page_counts = [
+            self.block_tokens // group.page_tokens if group.live.is_streamable else 0
+            for group in groups
+        ]
+        self.needs_checkpoint = len(self._growing) < len(groups)
+        self.tree = PrefixTree([self.page_counts[i] for i in self._growing])
+        self.checkpoints = Checkpoints(self.tree, pool, checkpoint_max)
         self.relief_count = 0
+        self.evicted_token_count = 0
+
+    # ---- found -----------------------------------------------------------------------------------
+
+    def keys_of(self, digests: bytes) -> tuple[bytes, bytes]:
+        """The seed, and the keys of all whole blocks, from a prompt's digests."""
+        seed, rest = digests[:DIGEST_NBYTES], digests[DIGEST_NBYTES:]
+        if self._key_stride == 1:
+            return seed, rest
+        stride = self._key_stride * DIGEST_NBYTES
+        ends = range(stride, len(rest) + 1, stride)
+        return seed, b"".join([rest[end - DIGEST_NBYTES : end] for end in ends])
+
+    def match(self, digests: bytes, token_ids: Sequence[int], token_max: int) -> Match:
+        """What is there of the first `token_max` tokens of a prompt."""
+        if not digests or token_max < 1:
+            return NOTHING
+        seed, keys = self.keys_of(digests)
+        block_max = min(token_max // self.block_tokens, len(keys) // DIGEST_NBYTES)
+        node, count = self.tree.find(seed, keys, block_max)
+        if node is None:
+            return NOTHING
+        checkpoint = self.checkpoints.find(node, count, self.block_tokens, token_ids, token_max)
+        token_count = 0 if self.needs_checkpoint else count * self.block_tokens
+        if checkpoint is not None and checkpoint.token_count > token_count:
+            return Match(node, count, checkpoint.token_count, checkpoint)
+        return Match(node, count, token_count)
+
+    def blocks_in(self, token_count: int) -> int:
+        return token_count // self.block_tokens
+
+    def pages(self, node: Node, block_count: int) -> list[list[int]]:
+        """Per page group, the pages of the first blocks of a path; none for those that don't
+        grow."""
+        found = iter(self.tree.pages(node, block_count))
+        return [next(found) if count else [] for count in self.page_counts]
+
+    def idle_pages(self, match: Match, block_count: int) -> list[int]:
+        """Per group, pages of a match that could be evicted now, and not once it is used."""
+        idle_count = 0
+        if match.node is not None:
+            idle_count = self.tree.idle_count(match.node, block_count)
+        idle = [idle_count * count for count in self.page_counts]
+        if match.checkpoint is not None and match.checkpoint.users == 0:
+            for group, pages in enumerate(match.checkpoint.pages):
+                idle[group] += len(pages)
+        return idle
+
+    def evictable_count(self, group: int) -> int:
+        blocks = self.tree.idle_block_count * self.page_counts[group]
+        return blocks + self.checkpoints.idle_page_counts[group]
+
+    # ---- kept and let go -------------------------------------------------------------------------
+
+    def lock(self, node: Node, block_count: int) -> Node:
+        return self.tree.lock(node, block_count)
+
+    def unlock(self, node: Node) -> None:
+        before = self.tree.idle_block_count
+        self.tree.unlock(node)
+        self.relief_count += self.tree.idle_block_count - before
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        """Its pages are copied."""
+        self.checkpoints.let_go(checkpoint)
+        self.relief_count += 1
+
+    def add(self, checkpoint: Checkpoint, node: Node) -> None:
+        """As `Checkpoints.add`."""
+        self.checkpoints.add(checkpoint, node)
+        self.relief_count += 1
+
+    def extend(
+        self, node: Node, digests: bytes, pages: Sequence[Sequence[int]], block_count: int
+    ) -> tuple[Node, list[range]]:
+        """As `PrefixTree.extend`. pages: per page group."""
+        _, keys = self.keys_of(digests)
+        before = self.tree.block_count
+        node, twice = self.tree.extend(node, keys, [pages[i] for i in self._growing], block_count)
+        self.relief_count += self.tree.block_count - before
+        if self.tree.block_count > BLOCK_COUNT_MAX:
+            self._evict_blocks(self.tree.block_count - BLOCK_COUNT_MAX)
+        return node, twice
+
+    # ---- gone ------------------------------------------------------------------------------------
+
+    def evict(self, needs: Sequence[int]) -> None:
+        """Make so many pages per group free, as far as there are any that nobody uses."""
+        missing = self._pool.shortfall(needs)
+        blocks = [-(-missing[group] // self.page_counts[group]) for group in self._growing]
+        if any(blocks):
+            self._evict_blocks(max(blocks))
+            missing = self._pool.shortfall(needs)
+        if any(missing):
+            self.checkpoints.evict(missing)
+
+    def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """Pages per group for a checkpoint; None if there are not enough."""
+        for group, need in enumerate(needs):
+            if need > self._pool.free_count(group) + self.evictable_count(group):
+                return None
+        self.evict(needs)
+        return [self._pool.allocate(group, need) for group, need in enumerate(needs)]
+
+    def _evict_blocks(self, count: int) -> None:
+        evicted = self.tree.evict(count)
+        for group, pages in zip(self._growing, evicted.pages, strict=True):
+            self._pool.release(group, pages)
+        self.checkpoints.forget(evicted.checkpoints)
+        self.evicted_token_count += evicted.block_count * self.block_tokens
+
+    def flush(self) -> bool:
+        """Forget all that nobody uses; whether nothing is left."""
+        self.checkpoints.forget_idle()
+        self._evict_blocks(self.tree.idle_block_count)
+        return self.tree.block_count == 0 and self.checkpoints.count == 0
+
+    # ---- told ------------------------------------------------------------------------------------
 
     @property
-    def evictable_count(self) -> int:
-        return len(self._unlocked)
+    def version(self) -> int:
+        """Another number after every change."""
+        return self.tree.version + self.checkpoints.made_count + self.checkpoints.evicted_count
 
-    def match(self, tokens: Sequence[int], token_max: int) -> list[CacheNode]:
-        """Nodes of the longest cached prefix of `tokens`, at most `token_max` tokens long."""
-        nodes: list[CacheNode] = []
-        children = self._roots
-        for start in range(0, min(token_max, len(tokens)) - self._page_size + 1, self._page_size):
-            node = children.get(tuple(tokens[start : start + self._page_size]))
-            if node is None:
+    def marks(self) -> bytes:
+        """From where prompts can be continued here: the first bytes of the keys, of so many at
+        most. Of long runs of blocks, some."""
+        found: list[bytes] = []
+        for node in self.tree.nodes():
+            if len(found) >= MARK_COUNT_MAX:
                 break
-            nodes.append(node)
-            children = node.children
-        return nodes
+            found += self._marks_of(node)
+        return b"".join(found[:MARK_COUNT_MAX])
 
-    def lock(self, nodes: Sequence[CacheNode]) -> None:
-        """Keep the pages of a path from its root downwards."""
-        for node in nodes:
-            node.lock_count += 1
-            if node.lock_count == 1:
-                self._unlocked.pop(id(node), None)
-
-    def unlock(self, nodes: Sequence[CacheNode]) -> None:
-        """Let go of a path. Leaves become older than their parents, so that they go first."""
-        for node in reversed(nodes):
-            assert node.lock_count > 0
-            node.lock_count -= 1
-            if node.lock_count == 0:
-                self._unlocked[id(node)] = node
-                self.relief_count += 1
-
-    def insert(
-        self,
-        tokens: Sequence[int],
-        computed_count: int,
-        pages: Sequence[int],
-        locked: list[CacheNode],
-    ) -> list[CacheNode]:
-        """Offer the full pages of the first `computed_count` tokens behind the already locked path.
-
-        The nodes of these pages come back locked. A page of the caller is adopted, and belongs to
-        the tree from now on, unless another prompt has put one there meanwhile: then the node has
-        that page, and the caller keeps its own copy.
-        """
-        children = locked[-1].children if locked else self._roots
-        parent = locked[-1] if locked else None
-        path: list[CacheNode] = []
-        for index in range(len(locked), computed_count // self._page_size):
-            start = index * self._page_size
-            key = tuple(tokens[start : start + self._page_size])
-            node = children.get(key)
-            if node is None:
-                node = children[key] = CacheNode(key, pages[index], parent, lock_count=1)
-                self.node_count += 1
-                self.relief_count += 1
-            else:
-                self.lock([node])
-            path.append(node)
-            children, parent = node.children, node
-        return path
-
-    def cut(self, node: CacheNode) -> None:
-        """A page and those behind it are not found any more. Their readers go on, and they are
-        freed as all others. Harmless if it was cut before."""
-        siblings = self._roots if node.parent is None else node.parent.children
-        if siblings.get(node.key) is node:  # another page may be there by now
-            del siblings[node.key]
-
-    def evict(self, count: int) -> int:
-        """Free up to `count` pages, least recently used first; returns how many."""
-        freed = 0
-        while freed < count and self._unlocked:
-            _, node = self._unlocked.popitem(last=False)
-            if node.children:
-                # Its children were unlocked later than it was: they go first.
-                self._unlocked[id(node)] = node
-                continue
-            self.cut(node)
-            self._pool.release(self._group, [node.page])
-            self.node_count -= 1
-            self.relief_count -= 1  # the pool counts it again
-            freed += 1
-        return freed
+    def _marks_of(self, node: Node) -> list[bytes]:
+        if self.needs_checkpoint:
+            ends = {one.block_count for one in node.checkpoints if one.block_count > node.start}
+        else:
+            stride = max(1, MARK_TOKENS // self.block_tokens)
+            first = (node.start // stride + 1) * stride
+            ends = {*range(first, node.end + 1, stride), node.end} if node.block_count else set()
+        starts = [(end - node.start - 1) * DIGEST_NBYTES for end in sorted(ends)]
+        return [node.keys[start : start + MARK_NBYTES] for start in starts]

@@ -45,8 +45,8 @@ from common.scheduling.events import (
     UnreadableRequest,
 )
 from common.scheduling.facts import Pace
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
-from common.scheduling.sequence import PageAccount
 from common.transfers.credits import Credits
 from common.transfers.incoming import Incoming
 from common.transfers.incoming_transfer import CacheFailed, CacheReady

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import EngineType, Role, ServerConfig, read_config, write_config
+from common.config import EngineType, LocalPrefill, Role, ServerConfig, read_config, write_config
 from common.errors import ConfigError
 from common.flag_help import GROUPS, PLACEHOLDERS
 from common.flags import COMMON_FLAGS
@@ -117,6 +117,9 @@ VALID = [
     (("--max-body-bytes", "1024"), "max_body_nbytes", 1024),
     (("--port", "1", "--port", "65535"), "port", 65535),
     (("--host", "::1"), "host", "::1"),
+    ((), "local_prefill", LocalPrefill.AUTO),
+    (("--local-prefill", "off"), "local_prefill", LocalPrefill.OFF),
+    (("--local-prefill", "fallback"), "local_prefill", LocalPrefill.FALLBACK),
     (("--prefill", "a:1,b:2"), "prefill", ("a:1", "b:2")),
     (("--prefill", "[::1]:8998, b:2"), "prefill", ("[::1]:8998", "b:2")),
 ]
@@ -131,6 +134,7 @@ def test_a_good_value_is_taken(
 
 
 BAD = [
+    ("--local-prefill", "always", "must be one of off, auto, fallback"),
     ("--page-size", "48", "power of two in 1..256"),
     ("--page-size", "0", "power of two in 1..256"),
     ("--page-size", "512", "power of two in 1..256"),

@@ -21,7 +21,8 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.component import LiveKind
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.sequence import Sequence
 from tests.engine.tiny_checkpoints import Reference, random_prompt
 
 Checkpoints = Callable[[str], Path]

@@ -26,7 +26,8 @@ from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.sequence import Sequence
 from common.worker.pools import page_counts_for
 from tests.families.ranks import Crew, contexts
 

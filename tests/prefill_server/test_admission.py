@@ -11,7 +11,7 @@ from common.protocol.worker import WorkerBeat
 from common.request import Bootstrap
 from common.scheduling.events import FromPeer, FromWorker, Tick
 from common.scheduling.facts import PASSED_OVER_MAX_S
-from common.scheduling.sequence import PageAccount
+from common.scheduling.page_account import PageAccount
 from common.scheduling.transitions import PrefillState
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import UNDISTURBED_S

@@ -161,6 +161,7 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         17,
         [{"rank": "0"}],
         "stuck",
+        frontend.PrefixCacheState(4096, 16, 3, 2, 8, 5, "switched off"),
     ),
     frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc", 17),
 ]

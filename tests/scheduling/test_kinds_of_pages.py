@@ -10,7 +10,7 @@ from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, 
 from common.protocol.handshake import check_transfer_request, expected_writers
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams
-from common.scheduling.sequence import PageAccount
+from common.scheduling.page_account import PageAccount
 
 LIVES = (
     SLOT,
@@ -101,16 +101,6 @@ def test_a_sequence_that_grows_keeps_its_slot_and_tails_and_takes_blocks_as_they
         for group, span in zip(account.groups, sequence.spans, strict=True):
             assert len(span.page_ids) == group.page_end(token_count)
     assert [len(span.page_ids) for span in sequence.spans] == [1, 25, 1, 1, 25, 16]
-
-
-@pytest.mark.parametrize("lives", [(SLOT, FULL), (SLOT,), (Live(LiveKind.BLOCK, 4),)])
-def test_a_prefix_is_kept_only_where_its_tokens_are_all_of_the_cache(
-    lives: tuple[Live, ...],
-) -> None:
-    groups = layout_of(16, lives).groups
-    assert PageAccount(groups, [5] * len(groups), has_prefix_cache=True).cache is None
-    plain = layout_of(16, (FULL,)).groups
-    assert PageAccount(plain, [5], has_prefix_cache=True).cache is not None
 
 
 def test_a_stage_that_caches_nothing_is_no_writer() -> None:

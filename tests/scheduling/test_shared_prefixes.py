@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.protocol.worker import StepDone
 from common.request import SamplingParams
 from common.scheduling.sequence import Sequence
-from tests.scheduling.test_steps_ahead import CHUNK_MAX, PAGE_SIZE, Rig
+from tests.scheduling.test_steps_ahead import CHUNK_MAX, PAGE_SIZE, Rig, digests_of
 
 GREEDY = SamplingParams(max_new_tokens=9, seed=0)
 
@@ -16,7 +16,8 @@ def rig_of() -> Rig:
 
 def found_count(rig: Rig, token_count: int) -> int:
     """Tokens of a prompt like the others' that are cached."""
-    return len(rig.account.match([1] * token_count, GREEDY)) * PAGE_SIZE
+    tokens = [1] * token_count
+    return rig.account.match(digests_of(tokens), tokens, token_count - 1).token_count
 
 
 def fail(rig: Rig, sequence: Sequence) -> None:
@@ -115,7 +116,9 @@ def test_two_that_computed_the_same_blocks_both_offer_what_they_have_beyond() ->
     while rig.batcher.prompt_count:
         finish_step(rig)
     for end in ends:
-        assert len(rig.account.match([*shared, *end, 9], GREEDY)) == 2
+        tokens = [*shared, *end, 9]
+        match = rig.account.match(digests_of(tokens), tokens, len(tokens) - 1)
+        assert match.block_count == 2
     assert rig.account.pool.used_count(0) == 4
     for sequence in sequences:
         rig.batcher.remove(sequence)

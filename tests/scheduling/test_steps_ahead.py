@@ -8,15 +8,21 @@ import pytest
 from common.failures import Failure, FailureKind
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, CacheComponent, Segment, Shard
+from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import Step, StepDone
 from common.request import FinishKind, SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits, StepOutcome, Undrawn
 from common.scheduling.in_flight import IN_FLIGHT_MAX
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.sequence import Sequence
 
 EOS = 7
 CHUNK_MAX = 8
 PAGE_SIZE = 4
+
+
+def digests_of(tokens: list[int]) -> bytes:
+    return extend_digests(bytes(DIGEST_NBYTES), tokens, PAGE_SIZE)
 
 
 class Rig:
@@ -32,7 +38,12 @@ class Rig:
     ) -> None:
         component = CacheComponent("c", (0,), (Segment("h", 1, 8),), FULL, Shard.SPLIT, "float32")
         layout = ServerLayout((component,), 1, ((0, 1),), PAGE_SIZE)
-        self.account = PageAccount(layout.groups, (page_count,), has_prefix_cache=has_prefix_cache)
+        self.account = PageAccount(
+            layout.groups,
+            (page_count,),
+            has_prefix_cache=has_prefix_cache,
+            digest_tokens=PAGE_SIZE,
+        )
         limits = BatchLimits(
             CHUNK_MAX, 8, token_max, frozenset({EOS}), IN_FLIGHT_MAX, is_prompt_only
         )
@@ -44,7 +55,9 @@ class Rig:
 
     def open(self, request_id: int, prompt: list[int], max_new_tokens: int = 100) -> Sequence:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
-        sequence = self.account.open(request_id, prompt, len(prompt), sampling)
+        digests = digests_of(prompt)
+        match = self.account.match(digests, prompt, len(prompt) - 1)
+        sequence = self.account.open(request_id, prompt, len(prompt), sampling, digests, match)
         assert sequence is not None
         self.batcher.add(sequence)
         return sequence
@@ -202,7 +215,9 @@ def test_the_last_token_of_a_request_that_comes_again_is_a_chunk_where_it_is_han
     rig.end()
     rig.batcher.remove(earlier)
     tokens, sampling = [1] * (CHUNK_MAX + 1), SamplingParams(max_new_tokens=9, seed=0)
-    again = rig.account.open(2, tokens, prompt_count=3, sampling=sampling)
+    digests = digests_of(tokens)
+    match = rig.account.match(digests, tokens, len(tokens) - 1)
+    again = rig.account.open(2, tokens, 3, sampling, digests, match)
     assert again is not None and again.computed_count == CHUNK_MAX
     rig.batcher.add(again)
     step = rig.plan()

@@ -12,7 +12,7 @@ from common.request import SamplingParams, TokenLogprobs, logprobs_nbytes
 from common.request_bounds import TOKEN_ID_MAX, TOP_LOGPROB_COUNT_MAX
 from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.chunks import STEP_LOGPROBS_NBYTES_MAX
-from common.scheduling.sequence import PageAccount
+from common.scheduling.page_account import PageAccount
 
 PROMPT_COUNT = 20_000
 TOLD = SamplingParams(

@@ -19,7 +19,8 @@ from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
-from common.scheduling.sequence import PageAccount, PageSpan, Sequence, touched_page_max
+from common.scheduling.page_account import PageAccount, touched_page_max
+from common.scheduling.sequence import PageSpan, Sequence
 
 
 def layout_of(lives: tuple[Live, ...], page_size: int) -> ServerLayout:
@@ -127,7 +128,6 @@ def test_every_token_reads_its_own_window_whatever_is_computed_beside_it(seed: i
     ]
     chunk_max = rng.randint(1, 40)
     account = PageAccount(groups, counts, has_prefix_cache=True, chunk_token_max=chunk_max)
-    assert account.cache is None
     in_flight_max = 1 + seed % IN_FLIGHT_MAX
     token_max = min(60, account.token_capacity)
     limits = BatchLimits(chunk_max, 8, token_max, frozenset(), in_flight_max)

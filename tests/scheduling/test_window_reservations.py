@@ -10,7 +10,7 @@ from common.layout.families import windowed_gqa_components
 from common.protocol.handshake import check_transfer_request
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams
-from common.scheduling.sequence import PageAccount
+from common.scheduling.page_account import PageAccount
 
 WINDOW = 24
 COUNTS = (200, 60)

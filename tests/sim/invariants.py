@@ -13,7 +13,8 @@ from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import Effect, ToPeer
 from common.scheduling.page_pool import PagePool
-from common.scheduling.sequence import PageSpan, Sequence
+from common.scheduling.prefix import Prefix
+from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
 from common.transfers.incoming_transfer import IncomingTransfer
 from decode_server.scheduler import DecodeScheduler
@@ -145,10 +146,12 @@ def is_computed(batcher: Batcher, sequence: Sequence) -> bool:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def check_pages(core: Core, kept: Iterable[IncomingTransfer] = ()) -> None:
+def check_pages(
+    core: Core, kept: Iterable[IncomingTransfer] = (), prefixes: Iterable[Prefix] = ()
+) -> None:
     """Used pages are those of sequences, of transfers and of the prefix cache; quarantined ones
     those of abandoned transfers. kept: transfers that have ended and whose pages are not given
-    back."""
+    back. prefixes: that a test keeps."""
     owned = Owned(core.account.pool)
     sequences = [request.sequence for request in core.requests if request.sequence is not None]
     leaving = core.batcher._leaving if isinstance(core, DecodeScheduler) else []
@@ -156,11 +159,13 @@ def check_pages(core: Core, kept: Iterable[IncomingTransfer] = ()) -> None:
         owned.add_sequence(sequence)
     incoming = core.transfers.incoming
     for transfer in [*incoming.under_way, *kept]:
-        owned.add(transfer.spans)
+        owned.add(transfer)
+    for prefix in prefixes:
+        owned.add_prefix(prefix)
     quarantined = Owned(core.account.pool)
     for transfer in incoming.abandoned:
         is_hidden = transfer.mode is TransferMode.STAGED
-        (owned if is_hidden else quarantined).add(transfer.spans)
+        (owned if is_hidden else quarantined).add(transfer)
     owned.check("used", core.account.pool._used, cached_count=cached_count(core))
     quarantined.check("quarantined", core.account.pool._quarantined, cached_count=0)
 
@@ -176,9 +181,14 @@ class Owned:
     def __init__(self, pool: PagePool) -> None:
         self._pages: list[list[int]] = [[] for _ in pool.page_counts]
 
-    def add(self, spans: Iterable[PageSpan]) -> None:
-        for pages, span in zip(self._pages, spans, strict=True):
-            pages += span.page_ids
+    def add(self, transfer: IncomingTransfer) -> None:
+        """Those of its prefix are the prefix cache's."""
+        for pages, (_, owned) in zip(self._pages, transfer.pages, strict=True):
+            pages += owned
+
+    def add_prefix(self, prefix: Prefix) -> None:
+        for pages, owned in zip(self._pages, prefix.pages, strict=True):
+            pages += owned
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Pages at the head of group 0 that are the prefix cache's are shared and not counted."""

@@ -20,9 +20,10 @@ from common.protocol.worker import SendSettled
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.events import Effect, ToFrontend
+from common.scheduling.page_account import PageAccount
 from common.scheduling.page_pool import PagePool
 from common.scheduling.peers import Outbox
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
 from common.transfers.connection import Connection
 from common.transfers.incoming import Incoming
@@ -64,9 +65,9 @@ def no_quarantine(patch: Patch) -> None:
         set_aside(self, transfer, is_quiet=is_quiet)
         pool = self._account.pool
         is_hidden = transfer.mode is TransferMode.STAGED
-        for group, span in enumerate(transfer.spans):
-            (pool.release if is_hidden else pool.release_quarantined)(group, span.page_ids)
-            span.page_ids = []
+        for group, (_, pages) in enumerate(transfer.pages):
+            (pool.release if is_hidden else pool.release_quarantined)(group, pages)
+            transfer.spans[group].page_ids = []
 
     patch.setattr(Incoming, "_set_aside", set_aside_nothing)
 

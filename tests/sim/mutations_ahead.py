@@ -9,7 +9,8 @@ import pytest
 
 from common.scheduling.batcher import Batcher, PlannedStep
 from common.scheduling.in_flight import Flight
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.sequence import Sequence
 from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
 
 Patch = pytest.MonkeyPatch

@@ -11,9 +11,10 @@ import pytest
 
 from common.protocol.worker import CloseTransfer
 from common.scheduling.facts import ServerFacts
+from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import CacheNode, PrefixCache
-from common.scheduling.sequence import PageAccount, Sequence
+from common.scheduling.sequence import Sequence
 from common.transfers.links import Links
 from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
 
@@ -53,7 +54,7 @@ def pages_of_a_transfer_are_kept(patch: Patch) -> None:
     forget = Outgoing._forget
 
     def forget_silently(self: Outgoing, transfer: OutgoingTransfer) -> None:
-        transfer.sent_token_count = 0
+        transfer.is_opened = False
         forget(self, transfer)
 
     patch.setattr(Outgoing, "_forget", forget_silently)
@@ -88,6 +89,6 @@ def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
         send(self, transfer, pages, token_stop, step_id, is_final=is_final)
         if is_final:
             self._outbox.to_workers(CloseTransfer(transfer.transfer_id))
-            transfer.sent_token_count = 0
+            transfer.is_opened = False
 
     patch.setattr(Outgoing, "send", send_and_close)

@@ -1,0 +1,235 @@
+"""What sequences find in the prefix cache, and what they leave there.
+
+Knows nothing of steps: it says which pages the next one has to copy. Without a cache nothing is
+found and nothing kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+from common.layout.cache_layout import PageGroup
+from common.prefix_digests import DIGEST_NBYTES, extend_digests
+from common.protocol.worker import PageCopies
+from common.scheduling.prefix_cache import Match, PrefixCache
+from common.scheduling.prefix_tree import Checkpoint, Node
+from common.scheduling.sequence import Sequence
+
+# A long prompt gets a checkpoint every quarter, but no more often than this.
+CHECKPOINT_TOKENS_MIN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """Blocks of the cache that a request keeps while the rest of its cache is on its way.
+
+    token_count: of the blocks. pages: theirs, per page group; none for groups that don't grow.
+    """
+
+    node: Node
+    block_count: int
+    token_count: int
+    pages: list[list[int]]
+
+
+class CachedSequences:
+    """Owner of what a sequence has of the cache: its node, blocks, copies, checkpoint and cuts.
+
+    cache: None if there is none.
+    """
+
+    def __init__(
+        self, cache: PrefixCache | None, groups: List[PageGroup], digest_tokens: int
+    ) -> None:
+        self.cache = cache
+        self._groups = tuple(groups)
+        self._digest_tokens = digest_tokens
+
+    def whole_blocks(self, token_count: int) -> int:
+        """Tokens of the whole blocks among so many; 0 without a cache."""
+        if self.cache is None:
+            return 0
+        return self.cache.blocks_in(token_count) * self.cache.block_tokens
+
+    def hold(self, match: Match) -> HeldPrefix | None:
+        """Keep the blocks that were found for a cache whose rest is on its way."""
+        if self.cache is None or match.node is None or not match.block_count:
+            return None
+        node = self.cache.lock(match.node, match.block_count)
+        token_count = match.block_count * self.cache.block_tokens
+        pages = self.cache.pages(node, match.block_count)
+        return HeldPrefix(node, match.block_count, token_count, pages)
+
+    def let_go(self, held: HeldPrefix) -> None:
+        """The rest did not come."""
+        assert self.cache is not None
+        self.cache.unlock(held.node)
+
+    # ---- they begin ------------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence, match: Match) -> None:
+        """Keep what a sequence goes on from, and say where its chunks have to end."""
+        cache = self.cache
+        if cache is None or not sequence.digests:
+            return
+        start, token_count = match.token_count, len(sequence.token_ids)
+        sequence.block_count = cache.blocks_in(start)
+        node = match.node or cache.tree.root(sequence.digests[:DIGEST_NBYTES])
+        for one in node.path():
+            if one.start < sequence.block_count or one.parent is None:
+                sequence.node = cache.lock(one, sequence.block_count)
+                break
+        assert sequence.node is not None
+        pages = cache.pages(sequence.node, sequence.block_count)
+        for span, of_blocks in zip(sequence.spans, pages, strict=True):
+            span.page_ids += of_blocks
+        if match.checkpoint is not None:
+            cache.checkpoints.use(match.checkpoint)
+            sequence.checkpoint = match.checkpoint
+        if cache.needs_checkpoint:
+            known = match.block_count * cache.block_tokens  # where it leaves what others computed
+            every = max(CHECKPOINT_TOKENS_MIN, token_count // 4)
+            every = -(-every // cache.block_tokens) * cache.block_tokens
+            wanted = {known, token_count, *range(every, token_count, every)}
+            sequence.cuts = sorted(cut for cut in wanted if start < cut <= token_count)
+
+    def adopt(self, sequence: Sequence, held: HeldPrefix | None) -> None:
+        """Its cache has come, behind the blocks that were held. Others find it from now on."""
+        cache = self.cache
+        if cache is None or not sequence.digests:
+            return
+        if held is not None:
+            sequence.node, sequence.block_count = held.node, held.block_count
+        else:
+            sequence.node = cache.lock(cache.tree.root(sequence.digests[:DIGEST_NBYTES]), 0)
+        if cache.needs_checkpoint:
+            sequence.cuts = [sequence.computed_count]
+        self.remember(sequence)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def _checkpoint_indices(self, token_count: int) -> list[range]:
+        """Per group, the logical indices of the pages that a checkpoint has."""
+        assert self.cache is not None
+        blocks = self.cache.blocks_in(token_count)
+        ranges: list[range] = []
+        for group, each in zip(self._groups, self.cache.page_counts, strict=True):
+            first = blocks * each if each else group.page_first(token_count)
+            ranges.append(range(first, group.page_end(token_count)))
+        return ranges
+
+    def copy_checkpoint(self, sequence: Sequence) -> None:
+        """If a sequence goes on from one: its first step makes the pages its own."""
+        checkpoint = sequence.checkpoint
+        if checkpoint is None:
+            return
+        for group, indices in enumerate(self._checkpoint_indices(checkpoint.token_count)):
+            if indices:
+                own = sequence.spans[group].between(indices)
+                sequence.page_copies.append(PageCopies(group, checkpoint.pages[group], own))
+
+    def note_copied(self, sequence: Sequence) -> None:
+        """The first step of a sequence has returned."""
+        if sequence.checkpoint is not None and self.cache is not None:
+            self.cache.let_go(sequence.checkpoint)
+            sequence.checkpoint = None
+
+    def begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
+        """If one is wanted of so many tokens, which the steps before the next compute: the next one
+        copies it. None if there are no pages for it."""
+        if token_count not in sequence.cuts:
+            return None
+        sequence.cuts.remove(token_count)
+        cache = self.cache
+        if cache is None or not sequence.digests:
+            return None
+        indices = self._checkpoint_indices(token_count)
+        if not cache.checkpoints.begin():
+            return None
+        blocks = cache.blocks_in(token_count)
+        rest = tuple(sequence.token_ids[blocks * cache.block_tokens : token_count])
+        taken = cache.allocate([len(one) for one in indices])
+        checkpoint = Checkpoint(token_count, blocks, rest, taken or [])
+        if taken is None:
+            cache.checkpoints.give_up(checkpoint)
+            return None
+        for group, (one, pages) in enumerate(zip(indices, checkpoint.pages, strict=True)):
+            if pages:
+                own = sequence.spans[group].between(one)
+                sequence.page_copies.append(PageCopies(group, own, pages))
+        return checkpoint
+
+    def end_checkpoint(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
+        """The step that copied it has returned: it is found from now on, if its blocks are."""
+        assert self.cache is not None
+        is_found = checkpoint.block_count <= sequence.block_count
+        if sequence.node is not None and sequence.digests and is_found:
+            self.cache.add(checkpoint, sequence.node)
+        else:
+            self.cache.checkpoints.give_up(checkpoint)
+
+    def _leave_checkpoint(self, sequence: Sequence, cache: PrefixCache) -> None:
+        """What a sequence that ends has beside its blocks becomes a checkpoint, without a copy."""
+        count, node = sequence.computed_count, sequence.node
+        blocks = cache.blocks_in(count)
+        rest = tuple(sequence.token_ids[blocks * cache.block_tokens : count])
+        is_there = sequence.checkpoint is None and blocks == sequence.block_count and count > 0
+        if node is None or not is_there or not (rest or cache.needs_checkpoint):
+            return
+        indices = self._checkpoint_indices(count)
+        spans = sequence.spans
+        for span, one in zip(spans, indices, strict=True):
+            if one and not (span.first_index <= one.start and one.stop <= span.end_index):
+                return
+        if not cache.checkpoints.begin():
+            return
+        pages = [span.between(one) if one else [] for span, one in zip(spans, indices, strict=True)]
+        for span, one in zip(spans, indices, strict=True):
+            if one:
+                del span.page_ids[one.start - span.first_index : one.stop - span.first_index]
+        cache.add(Checkpoint(count, blocks, rest, pages), node)
+
+    def remember(self, sequence: Sequence) -> None:
+        """Whole blocks of a sequence that are computed are found from now on."""
+        cache = self.cache
+        if cache is None or not sequence.digests or sequence.node is None:
+            return
+        known, blocks = sequence.block_count, cache.blocks_in(sequence.computed_count)
+        if blocks <= known:
+            return
+        sequence.digests = extend_digests(sequence.digests, sequence.token_ids, self._digest_tokens)
+        pages = [span.page_ids for span in sequence.spans]
+        node, twice = cache.extend(sequence.node, sequence.digests, pages, blocks)
+        sequence.node, sequence.block_count = node, blocks
+        for span, copies, each in zip(
+            sequence.spans, sequence.copies, cache.page_counts, strict=True
+        ):
+            for one in twice:
+                copies += span.page_ids[one.start * each : one.stop * each]
+        if sequence.added_from is None:
+            twice_there = {block for one in twice for block in one}
+            added = (block for block in range(known, blocks) if block not in twice_there)
+            sequence.added_from = next(added, None)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Its computation came out wrong: what it added to the prefix cache is not to be found, nor
+        what others put behind that. What they had put there before stays."""
+        if self.cache is not None and sequence.node is not None and sequence.added_from is not None:
+            self.cache.tree.cut_off(sequence.node, sequence.added_from)
+        sequence.digests = b""
+
+    # ---- they end --------------------------------------------------------------------------------
+
+    def leave(self, sequence: Sequence) -> None:
+        """What is computed of a sequence that ends may be found."""
+        if self.cache is not None and sequence.digests:
+            self.remember(sequence)
+            self._leave_checkpoint(sequence, self.cache)
+
+    def end(self, sequence: Sequence) -> None:
+        """Its pages are given back."""
+        self.note_copied(sequence)
+        if self.cache is not None and sequence.node is not None:
+            self.cache.unlock(sequence.node)
+        sequence.node, sequence.block_count, sequence.digests = None, 0, b""

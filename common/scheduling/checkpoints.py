@@ -1,0 +1,142 @@
+"""Checkpoints of the prefix tree: least recently used ones go first, and never those in use.
+
+Knows nothing of sequences, nor of what a page group is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from common.scheduling.page_pool import PagePool
+from common.scheduling.prefix_tree import Checkpoint, Node, PrefixTree
+
+
+class Checkpoints:
+    """Owner of all checkpoints of a tree, and of their pages.
+
+    count_max: how many there may be. idle_page_counts: per page group, pages of those that nobody
+    copies. made_count, used_count, evicted_count: so far.
+    """
+
+    def __init__(self, tree: PrefixTree, pool: PagePool, count_max: int) -> None:
+        self._tree = tree
+        self._pool = pool
+        self.count_max = count_max
+        self.count = 0
+        self.idle_page_counts = [0] * len(pool.page_counts)
+        self._idle: OrderedDict[Checkpoint, None] = OrderedDict()
+        self.made_count = 0
+        self.used_count = 0
+        self.evicted_count = 0
+
+    def find(
+        self,
+        node: Node,
+        block_count: int,
+        block_tokens: int,
+        token_ids: Sequence[int],
+        token_max: int,
+    ) -> Checkpoint | None:
+        """The longest one of a prompt, of at most `token_max` tokens, along the first blocks of a
+        path."""
+        for one in node.path():
+            best: Checkpoint | None = None
+            for checkpoint in one.checkpoints:
+                if checkpoint.block_count > block_count or checkpoint.token_count > token_max:
+                    continue
+                start = checkpoint.block_count * block_tokens
+                if tuple(token_ids[start : checkpoint.token_count]) != checkpoint.rest:
+                    continue
+                if best is None or checkpoint.token_count > best.token_count:
+                    best = checkpoint
+            if best is not None:
+                return best
+        return None
+
+    # ---- made ------------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Whether one more may be made. If so it is counted, and `add` or `give_up` follows."""
+        if self.count >= self.count_max and self._idle:
+            self.forget([next(iter(self._idle))])
+        if self.count >= self.count_max:
+            return False
+        self.count += 1
+        return True
+
+    def give_up(self, checkpoint: Checkpoint) -> None:
+        """It was begun and is of no use: its pages come back."""
+        self.count -= 1
+        for group, pages in enumerate(checkpoint.pages):
+            self._pool.release(group, pages)
+
+    def add(self, checkpoint: Checkpoint, node: Node) -> None:
+        """Its pages are filled: it hangs on its place in a locked path from now on. One of the same
+        tokens may be there; then this one is of no use."""
+        for one in node.path():
+            if one.start < checkpoint.block_count or one.parent is None:
+                node = one
+                break
+        for other in node.checkpoints:
+            if (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest):
+                self.give_up(checkpoint)
+                return
+        checkpoint.node = node
+        node.checkpoints.append(checkpoint)
+        self.made_count += 1
+        self._note_idle(checkpoint)
+
+    # ---- used ------------------------------------------------------------------------------------
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """Its pages are copied from now on, until `let_go`."""
+        checkpoint.users += 1
+        self.used_count += 1
+        if checkpoint.users == 1:
+            self._note_busy(checkpoint)
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        checkpoint.users -= 1
+        if checkpoint.users == 0:
+            self._note_idle(checkpoint)
+
+    def _note_idle(self, checkpoint: Checkpoint) -> None:
+        self._idle[checkpoint] = None
+        for group, pages in enumerate(checkpoint.pages):
+            self.idle_page_counts[group] += len(pages)
+
+    def _note_busy(self, checkpoint: Checkpoint) -> None:
+        del self._idle[checkpoint]
+        for group, pages in enumerate(checkpoint.pages):
+            self.idle_page_counts[group] -= len(pages)
+
+    # ---- gone ------------------------------------------------------------------------------------
+
+    def forget(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Idle ones go, and their pages are free."""
+        for checkpoint in checkpoints:
+            assert checkpoint.users == 0, "its pages are being copied"
+            self._note_busy(checkpoint)
+            node = checkpoint.node
+            assert node is not None
+            if checkpoint in node.checkpoints:
+                node.checkpoints.remove(checkpoint)
+            self._tree.drop_if_empty(node)
+            checkpoint.node = None
+            self.evicted_count += 1
+            self.give_up(checkpoint)
+
+    def forget_idle(self) -> None:
+        self.forget(list(self._idle))
+
+    def evict(self, missing: Sequence[int]) -> None:
+        """Free so many pages per group, as far as idle ones have them."""
+        left = list(missing)
+        for checkpoint in list(self._idle):
+            if not any(count > 0 for count in left):
+                return
+            helps = [bool(pages) and left[g] > 0 for g, pages in enumerate(checkpoint.pages)]
+            if any(helps):
+                self.forget([checkpoint])
+                left = [n - len(pages) for n, pages in zip(left, checkpoint.pages, strict=True)]
