@@ -105,6 +105,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "sdpa" is torch whatever the layers are; "flashinfer" starts only if all layers can use it.
     chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
     max_running_requests: None: as many as a pool without states allows, or as have room for theirs.
+    max_checkpoints: ends of prefixes that are kept with slots, tails and windows of their own, so
+        that later requests go on from there; None: as many as running requests, as far as a share
+        of the pool holds them.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
@@ -172,6 +175,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_size: int = 16
     chunked_prefill_size: int = 2048
     max_running_requests: int | None = None
+    max_checkpoints: int | None = None
     max_queued_requests: int = 1024
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85

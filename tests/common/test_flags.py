@@ -93,6 +93,10 @@ VALID = [
     (("--tensor-parallel-size=4",), "tp_size", 4),
     (("--random-seed", str(2**63 - 1)), "random_seed", 2**63 - 1),
     (("--disable-radix-cache",), "disable_radix_cache", True),
+    ((), "max_checkpoints", None),
+    (("--max-checkpoints", "0"), "max_checkpoints", 0),
+    (("--max-checkpoints", "0", "--disable-radix-cache"), "max_checkpoints", 0),
+    (("--max-checkpoints", "65536"), "max_checkpoints", 65536),
     (("--disable-cuda-graph",), "disable_cuda_graph", True),
     (("--cuda-graph-max-bs", "64"), "cuda_graph_max_bs", 64),
     ((), "disable_overlap_schedule", False),
@@ -238,6 +242,11 @@ def test_required_flags_are_named(model: Path) -> None:
     [
         (["--chunked-prefill-size", "100"], "--chunked-prefill-size 100: must be a multiple of"),
         (["--max-total-tokens", "15"], "--max-total-tokens 15: must be at least one page"),
+        (
+            ["--max-checkpoints", "5", "--disable-radix-cache"],
+            "--max-checkpoints 5: must be 0 with --disable-radix-cache",
+        ),
+        (["--max-checkpoints", "-1"], "--max-checkpoints -1: must be an integer in 0..65536"),
         (["--port", "8998"], "--bootstrap-port 8998: must differ from --port 8998"),
         (
             ["--device", "cuda", "--transport", "stream"],
