@@ -36,6 +36,7 @@ from common.scheduling.in_flight import Flight, InFlight
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.prefix_tree import Checkpoint
+from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
 
 
@@ -99,7 +100,8 @@ class PlannedStep(msgspec.Struct):
 class Batcher:
     """Sequences that compute on this server's workers.
 
-    unplanned_count: prompt tokens that are in no step yet.
+    unplanned_count: prompt tokens that are in no step yet. rates: of the steps that returned.
+    shared_step_tokens: prompt tokens that a step may have which also decodes; None for no limit.
     """
 
     def __init__(self, account: PageAccount, limits: BatchLimits) -> None:
@@ -115,6 +117,8 @@ class Batcher:
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
+        self.rates = StepRates()
+        self.shared_step_tokens: int | None = None
 
     @property
     def running_count(self) -> int:
@@ -339,6 +343,8 @@ class Batcher:
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
         """Within the token budget that the decodes leave."""
         budget = max(1, self.limits.chunk_token_max - decode_count)
+        if decode_count and self.shared_step_tokens is not None:
+            budget = min(budget, self.shared_step_tokens)
         return plan_chunks(self._account, self._prompts.values(), budget)
 
     # ---- a finished step -------------------------------------------------------------------------
@@ -348,6 +354,8 @@ class Batcher:
         what was drawn for them is dropped."""
         flight = self._in_flight.end(done)
         self.step_count += 1
+        prompt_token_count = sum(chunk.stop - chunk.start for chunk in flight.step.chunks)
+        self.rates.note(prompt_token_count, len(flight.step.decode), done.seconds)
         for sequence in flight.sequences.values():
             self._account.cached.note_copied(sequence)
         for sequence, checkpoint in flight.checkpoints:

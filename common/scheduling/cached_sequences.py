@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.layout.cache_layout import PageGroup
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import PageCopies
+from common.scheduling.prefix import Prefix
 from common.scheduling.prefix_cache import Match, PrefixCache
 from common.scheduling.prefix_tree import Checkpoint, Node
 from common.scheduling.sequence import Sequence
@@ -24,13 +25,16 @@ CHECKPOINT_TOKENS_MIN = 8192
 class HeldPrefix:
     """Blocks of the cache that a request keeps while the rest of its cache is on its way.
 
-    token_count: of the blocks. pages: theirs, per page group; none for groups that don't grow.
+    prefix: their tokens and pages.
     """
 
     node: Node
     block_count: int
-    token_count: int
-    pages: list[list[int]]
+    prefix: Prefix
+
+    @property
+    def token_count(self) -> int:
+        return self.prefix.token_count
 
 
 class CachedSequences:
@@ -56,10 +60,18 @@ class CachedSequences:
         """Keep the blocks that were found for a cache whose rest is on its way."""
         if self.cache is None or match.node is None or not match.block_count:
             return None
+        if not any(self.cache.page_counts):
+            return None  # nothing grows: all of the cache always comes anew
         node = self.cache.lock(match.node, match.block_count)
         token_count = match.block_count * self.cache.block_tokens
         pages = self.cache.pages(node, match.block_count)
-        return HeldPrefix(node, match.block_count, token_count, pages)
+        return HeldPrefix(node, match.block_count, Prefix(token_count, pages))
+
+    def digests_of(self, digests: bytes, token_ids: List[int]) -> bytes:
+        """Of more tokens than they were made of: those that were generated since."""
+        if self.cache is None or not digests:
+            return b""
+        return extend_digests(digests, token_ids, self._digest_tokens)
 
     def let_go(self, held: HeldPrefix) -> None:
         """The rest did not come."""

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from common.scheduling.batcher import Batcher
-from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
+
+
+# A prompt waits for another one if that spares it this much of what it lacks. For less it would
+# lose a step that it could have been part of: all prompts of a template begin alike.
+SPARED_SHARE_MIN = 1 / 8
 
 
 class Waiting(Protocol):
@@ -58,7 +62,24 @@ class Followers(Generic[R]):
         self._leaders: dict[int, _Leader[R]] = {}
         self.count = 0
 
-    def add(self, request: R, sequence: Sequence, token_count: int) -> None:
+    def follows(
+        self, request: R, match: Match, digests: bytes, reusable_count: int, token_count: int
+    ) -> bool:
+        """Whether a request waits for a prompt that is being computed, because the two begin alike.
+
+        match: what is there of its `token_count` tokens, of which it can reuse so many.
+        """
+        found = self._batcher.find_writer(match, digests, reusable_count)
+        if found is None:
+            return False
+        leader, shared_count = found
+        spared = shared_count - match.token_count
+        if spared < SPARED_SHARE_MIN * (token_count - match.token_count):
+            return False
+        self._add(request, leader, shared_count)
+        return True
+
+    def _add(self, request: R, sequence: Sequence, token_count: int) -> None:
         """A request waits until so many tokens of a sequence are computed."""
         self.count += 1
         self._queue.set_aside(request)

@@ -139,6 +139,8 @@ class Connection:
     asked_token_count: of the transfers that it was asked for since its last heartbeat.
     credits: requests that it may be asked for at a time, by its own word; None if it sets no limit.
     is_full: it had no room for a request, and has not been heard since.
+    cached_prefixes: marks of the prefixes that it has cached, by its own word. told_prefixes: what
+    it was told of ours; None for nothing yet.
     """
 
     link: str
@@ -160,6 +162,8 @@ class Connection:
     test_failed_at: float = 0.0
     asked_token_count: int = 0
     credits: int | None = None
+    cached_prefixes: frozenset[bytes] = frozenset()
+    told_prefixes: bytes | None = None
     is_full: bool = False
 
     @property
