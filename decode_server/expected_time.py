@@ -7,8 +7,9 @@ known of is taken to compute as fast as this one. Writes nothing but its own ave
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from common.prefix_digests import DIGEST_NBYTES
+from common.prefix_digests import DIGEST_NBYTES, DIGEST_TOKENS
 from common.scheduling.batcher import Batcher
 from common.scheduling.prefix_cache import MARK_NBYTES
 from common.scheduling.rates import FORGOTTEN_SHARE
@@ -22,6 +23,8 @@ STEP_SHARE = 0.25
 STEP_TOKENS_MIN = 16
 # Below this, what a prefill server took for a prompt is mostly something else.
 TIMED_TOKENS_MIN = 16
+# Requests that wait are looked at again with every event.
+KNOWN_COUNT_MAX = 256
 
 
 @dataclass(slots=True)
@@ -80,21 +83,20 @@ class ExpectedTime:
 
 
 def cached_there(source: Connection, request: DecodeRequest) -> int:
-    """Tokens of a prompt that a prefill server has cached, by its own word, as far as it is told."""
-    marks = source.cached_prefixes
-    if not marks or not request.digests:
+    """Tokens of a prompt that a prefill server has cached, as far as it tells."""
+    if not source.cached_prefixes or not request.digests:
         return 0
-    found = marks & request.marks.keys()
-    return max((request.marks[mark] for mark in found), default=0)
+    return _known_digests(request.digests, source.cached_prefixes) * DIGEST_TOKENS
 
 
-def marks_of(digests: bytes, digest_tokens: int) -> dict[bytes, int]:
-    """The marks of all beginnings of a prompt, and how many tokens each has."""
-    starts = range(DIGEST_NBYTES, len(digests), DIGEST_NBYTES)
-    return {
-        digests[start : start + MARK_NBYTES]: index * digest_tokens
-        for index, start in enumerate(starts, 1)
-    }
+@lru_cache(KNOWN_COUNT_MAX)
+def _known_digests(digests: bytes, marks: frozenset[bytes]) -> int:
+    """Number of the last digest that is among the marks; 0 if none is."""
+    for number in range(len(digests) // DIGEST_NBYTES - 1, 0, -1):
+        start = number * DIGEST_NBYTES
+        if digests[start : start + MARK_NBYTES] in marks:
+            return number
+    return 0
 
 
 def _mean(before: float | None, value: float) -> float:

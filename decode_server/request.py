@@ -22,8 +22,7 @@ from common.transfers.incoming_transfer import IncomingTransfer
 class DecodeRequest:
     """token_ids: the prompt and everything generated so far.
 
-    digests: of its tokens' beginnings (see prefix_digests.py). marks: what prefill servers tell of
-    those that they have, and how many tokens each has.
+    digests: of its tokens' beginnings (see prefix_digests.py).
     held: what is here of its cache while the rest is on its way. asked_at: when that was asked for.
     link, source_name: of the server that its cache comes from.
     failure_count: transfers that brought nothing since it last ran; tried_links: the prefill
@@ -59,7 +58,6 @@ class DecodeRequest:
     cached: CachedTokens = field(default_factory=CachedTokens)
     source_name: str = ""
     origin: Origin = field(default_factory=Origin)
-    marks: dict[bytes, int] = field(default_factory=dict)
 
     @property
     def output_count(self) -> int:

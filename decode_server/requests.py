@@ -154,9 +154,7 @@ class Requests:
 
     # ---- rows of the table -----------------------------------------------------------------------
 
-    def reserve(
-        self, request: DecodeRequest, source: Connection, match: Match, now: float
-    ) -> None:
+    def reserve(self, request: DecodeRequest, source: Connection, match: Match, now: float) -> None:
         """WAITING -> TRANSFERRING: pages for what is not here of the cache are there, and are asked
         to be filled. What is here is kept meanwhile."""
         self._advance(request, DecodeEvent.RESERVED)

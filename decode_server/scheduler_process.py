@@ -34,6 +34,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         limits,
         list(config.prefill),
         is_local=not config.prefill,
+        computes_rests=config.local_prefill is not LocalPrefill.OFF,
         may_fall_back=config.local_prefill is LocalPrefill.FALLBACK,
         seed=secrets.randbits(64),
     )

@@ -17,6 +17,7 @@ from common.scheduling.sequence import reusable_count
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import Requests
 
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Begin to compute a request, if its pages are there. match: what is cached of its prompt."""

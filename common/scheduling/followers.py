@@ -12,7 +12,6 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
 
-
 # A prompt waits for another one if that spares it this much of what it lacks. For less it would
 # lose a step that it could have been part of: all prompts of a template begin alike.
 SPARED_SHARE_MIN = 1 / 8

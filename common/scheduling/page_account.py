@@ -11,7 +11,7 @@ from functools import lru_cache
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import LiveKind
 from common.prefix_digests import DIGEST_TOKENS
-from common.protocol.frontend import PageGroupState
+from common.protocol.frontend import PageGroupState, PrefixCacheState
 from common.request import SamplingParams
 from common.scheduling.cached_sequences import CachedSequences, HeldPrefix
 from common.scheduling.page_pool import PagePool
@@ -291,6 +291,32 @@ class PageAccount:
     def flush_cache(self) -> bool:
         """Forget cached prefixes; True if nothing is left of them."""
         return self.cache is None or self.cache.flush()
+
+    def prefix_state(self, told_count: int = 0) -> PrefixCacheState:
+        """What /server_info tells of the prefix cache. told_count: beginnings that peers know of."""
+        cache = self.cache
+        if cache is None:
+            return PrefixCacheState(reason="switched off by --disable-radix-cache")
+        return PrefixCacheState(
+            token_count=cache.tree.block_count * cache.block_tokens,
+            block_tokens=cache.block_tokens,
+            node_count=cache.tree.node_count,
+            checkpoint_count=cache.checkpoints.count,
+            checkpoint_max=cache.checkpoints.count_max,
+            digest_count=told_count,
+        )
+
+    def prefix_counters(self) -> dict[str, float]:
+        """What came of the prefix cache since the start."""
+        if self.cache is None:
+            return {}
+        checkpoints = self.cache.checkpoints
+        return {
+            "prefix_evicted_tokens": float(self.cache.evicted_token_count),
+            "checkpoints_made": float(checkpoints.made_count),
+            "checkpoints_used": float(checkpoints.used_count),
+            "checkpoints_evicted": float(checkpoints.evicted_count),
+        }
 
     def states(self, layout: ServerLayout) -> list[PageGroupState]:
         """What /metrics and /server_info tell of the pages; sizes are those of all ranks."""

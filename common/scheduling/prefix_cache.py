@@ -49,6 +49,12 @@ class Match:
 NOTHING = Match()
 
 
+def marks_in(told: bytes) -> list[bytes]:
+    """The marks that a server tells of its cache."""
+    ends = range(MARK_NBYTES, len(told) + 1, MARK_NBYTES)
+    return [told[end - MARK_NBYTES : end] for end in ends]
+
+
 class PrefixCache:
     """tree, checkpoints: of one server. block_tokens: tokens of a block.
 

@@ -26,6 +26,7 @@ from common.scheduling.peers import (
     Condition,
     Outbox,
 )
+from common.scheduling.prefix_cache import marks_in
 from common.transfers.addresses import Addresses
 from common.transfers.connection import (
     Connection,
