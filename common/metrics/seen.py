@@ -130,11 +130,13 @@ COUNTERS = (
         "transfer_tokens_spared",
         "Prompt tokens that were not sent, as the decode server had their cache.",
         "baton:transfer_tokens_spared",
+        side=Side.DECODE,
     ),
     _counter(
         "transfer_nbytes_spared",
         "Cache bytes that were not sent, as the decode server had them.",
         "baton:transfer_bytes_spared",
+        side=Side.DECODE,
     ),
     _counter(
         "prefix_evicted_tokens",
