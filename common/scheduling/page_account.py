@@ -293,7 +293,7 @@ class PageAccount:
         return self.cache is None or self.cache.flush()
 
     def prefix_state(self, told_count: int = 0) -> PrefixCacheState:
-        """What /server_info tells of the prefix cache. told_count: beginnings that peers know of."""
+        """What /server_info tells of the prefix cache. told_count: beginnings that peers know."""
         cache = self.cache
         if cache is None:
             return PrefixCacheState(reason="switched off by --disable-radix-cache")
