@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bench.serve.client import LoadClient, Outcome, Run
+from bench.serve.client import LoadClient
 from bench.serve.dialects import SglangDialect
+from bench.serve.outcome import Outcome, Run
 from bench.serve.settings import Settings, parse_settings
 from bench.serve.workload import Ask
 
