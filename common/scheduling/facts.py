@@ -49,6 +49,8 @@ class ServerFacts:
     verify: Verify = Verify.OFF
     checkpoint_max: int = 0
 
+    digest_tokens: int = DIGEST_TOKENS
+
     @property
     def rank_count(self) -> int:
         return len(self.layout.ranks)
@@ -95,7 +97,6 @@ class SchedulerLimits:
         what the one before it drew.
     self_test_interval_s: time without a transfer until one is tried, as one is when a peer has
         been connected; 0: never.
-    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
 
     chunk_token_max: int
@@ -106,7 +107,6 @@ class SchedulerLimits:
     pace: Pace = Pace()
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     in_flight_max: int = IN_FLIGHT_MAX
-    digest_tokens: int = DIGEST_TOKENS
 
     def of_batch(
         self, facts: ServerFacts, sequence_token_max: int, *, is_prompt_only: bool = False

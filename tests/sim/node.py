@@ -40,7 +40,7 @@ from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
-from tests.sim.client import EOS
+from tests.sim.client import DIGEST_TOKENS, EOS
 from tests.sim.invariants import check_core, check_credits
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
@@ -64,6 +64,9 @@ class Node:
         self.is_local = False
         self.host_ids: tuple[str, ...] = ("here",)
         self.may_fall_back = False
+        self.computes_rests = False
+        self.has_prefix_cache = True
+        self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
         self.running_max = 8
         self.queue_max = 64
@@ -120,6 +123,8 @@ class Node:
             pids=tuple(hash_pid(self.name, self.life) for _ in self.host_ids),
             transfer_mode=self.transfer_mode,
             verify=self.verify,
+            checkpoint_max=self.checkpoint_max,
+            digest_tokens=DIGEST_TOKENS,
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
@@ -128,6 +133,7 @@ class Node:
             self_test_interval_s=self.self_test_interval_s,
             bootstrap_timeout_s=self.world.hold_s,
             in_flight_max=self.in_flight_max,
+            has_prefix_cache=self.has_prefix_cache,
         )
         self.core = self.make_core(limits)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
@@ -145,6 +151,7 @@ class Node:
             self.links,
             is_local=self.is_local,
             may_fall_back=self.may_fall_back,
+            computes_rests=self.computes_rests,
             seed=self.world.rng.getrandbits(32),
         )
 

@@ -131,6 +131,9 @@ class SimWorker:
         for grant in step.grants:
             granted = self._known[grant.request_id].pages[grant.group]
             granted.update(enumerate(grant.page_ids, grant.first_index))
+        for copies in step.copies:
+            self.cache.copy(copies.group, copies.source_ids, copies.target_ids)
+            self._tally["pages copied"] += len(copies.source_ids)
         sampled = self._compute(step)
         for request_id, token in sampled.items():
             self._known[request_id].tokens.append(token)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from common.config import TransferMode, Verify
 from common.layout.component import SLOT, Live, LiveKind
+from common.prefix_digests import DIGEST_NBYTES
 from common.request import Bootstrap
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from decode_server.scheduler import DecodeScheduler
@@ -66,6 +67,11 @@ OUTAGE_SHARE = 0.15
 # Routed requests whose first half comes late.
 LATE_HALF_SHARE = 0.2
 LATE_HALF_S = (0.3, 2.0)
+
+# Sessions of a story, how long their prompts may become, and when no new turn begins any more.
+SESSION_COUNT_MAX = 4
+SESSION_TOKENS_MAX = 200
+TURNS_UNTIL = 10.0
 
 # Requests that come at once and begin alike, in stories whose prefixes are cached.
 BURST_COUNT_MAX = 3
@@ -128,6 +134,7 @@ def run_story(
     for decode in decodes:
         decode.may_fall_back = fallback.random() < 0.3
         decode.links = [f"{prefill.name}:1" for prefill in prefills]
+    _choose_caches(world, seed)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
@@ -148,8 +155,8 @@ def run_story(
             is_hungry=is_hungry,
             two_step_share=TWO_STEP_SHARE if has_two_steps else 0.0,
         )
-    if len(world.lives) == 1:
-        _plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
+    _plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
+    _plan_turns(world, random.Random(seed ^ 0x7423), decodes)
     if has_accidents:
         for _ in range(rng.randint(0, ACCIDENT_COUNT_MAX)):
             plan_accident(world, rng)
@@ -251,6 +258,15 @@ def _choose_lives(world: World, seed: int) -> None:
         node.has_bare_stage = rng.random() < 0.3
 
 
+def _choose_caches(world: World, seed: int) -> None:
+    """Who keeps prefixes, with how many checkpoints, and who computes rests."""
+    rng = random.Random(seed ^ 0xCAC4E)
+    for node in world.nodes.values():
+        node.has_prefix_cache = rng.random() < 0.85
+        node.checkpoint_max = rng.choice((0, 1, 3, 16))
+        node.computes_rests = rng.random() < 0.5
+
+
 def _page_count(node: Node, live: Live, rng: random.Random) -> int:
     if not live.is_paged:
         return rng.choice((1, 2, 5, 16))
@@ -334,6 +350,43 @@ def _plan_burst_request(
         world.after(at + rng.uniform(0.02, 0.3), lambda: held and world.cancel(held[0]))
 
 
+def _plan_turns(world: World, rng: random.Random, decodes: list[Node]) -> None:
+    """Sessions: each prompt goes on where the last answer ended, or where its prompt did."""
+    for _ in range(rng.randint(0, SESSION_COUNT_MAX)):
+        prompt = [rng.randint(10, 900) for _ in range(rng.randint(1, 50))]
+        seed = bytes(DIGEST_NBYTES - 1) + bytes([rng.randint(0, 1)])
+        _plan_turn(world, rng_of(prompt), decodes, prompt, rng.uniform(0.5, 6.0), seed)
+
+
+def _plan_turn(
+    world: World,
+    rng: random.Random,
+    decodes: list[Node],
+    prompt: list[int],
+    at: float,
+    seed: bytes,
+) -> None:
+    count, decode = rng.randint(1, 25), rng.choice(decodes)
+
+    def submit() -> None:
+        client = world.submit(decode, prompt, count, seed=seed)
+        world.tally["turns of sessions"] += 1
+
+        def look() -> None:
+            if not client.finals and world.now < QUIET_AT:
+                world.after(POLL_S, look)
+            elif client.finals == ["finished"] and world.now < TURNS_UNTIL:
+                answer = client.output if rng.random() < 0.8 else []
+                more = [rng.randint(10, 900) for _ in range(rng.choice((0, 1, 4, 9)))]
+                longer = [*prompt, *answer, *more]
+                if len(longer) < SESSION_TOKENS_MAX:
+                    _plan_turn(world, rng, decodes, longer, world.now + POLL_S, seed)
+
+        look()
+
+    world.after(max(0.0, at - world.now), submit)
+
+
 def rng_of(prompt: list[int]) -> random.Random:
     """Dice of one request's own."""
     return random.Random(repr(prompt))
@@ -379,7 +432,30 @@ def _is_at_rest(world: World) -> bool:
 def _kept(node: Node, group: int) -> int:
     """Pages that nobody has and that hold prefixes."""
     cache = node.core.account.cache
-    return cache.node_count if cache is not None and group == 0 else 0
+    return cache.evictable_count(group) if cache is not None else 0
+
+
+def check_cached(world: World, client: Client) -> None:
+    """No more of a prompt is cached than others under its salt have begun with. Where accidents
+    happen, it may be found because it was computed before."""
+    if not client.cached_count:
+        return
+    assert client.cached_count <= len(client.prompt), "more is cached than the prompt has"
+    others = [o for o in world.clients.values() if o.seed == client.seed and o is not client]
+    known = max((_common(client.prompt, [*o.prompt, *o.output]) for o in others), default=0)
+    if not world.is_hurried and client.retraction_count == 0:
+        assert client.cached_count <= known, (
+            f"request {client.request_id}: {client.cached_count} tokens are cached of {known}"
+        )
+
+
+def _common(ours: list[int], theirs: list[int]) -> int:
+    count = 0
+    for our, their in zip(ours, theirs, strict=False):
+        if our != their:
+            break
+        count += 1
+    return count
 
 
 def judge(world: World) -> None:
@@ -399,6 +475,7 @@ def judge(world: World) -> None:
         assert client.output == expected[: len(client.output)], (
             f"request {client.request_id} on {client.node}: wrong tokens"
         )
+        check_cached(world, client)
         if is_finished:
             assert client.output == expected, f"request {client.request_id}: incomplete"
     check_rooms(world)
