@@ -362,16 +362,14 @@ class Batcher:
             self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id in done.failed:
             self._account.cached.withdraw(flight.sequences[request_id])
-        leaving, self._leaving = self._leaving, []
-        for sequence in leaving:
-            self._close_or_wait(sequence)
-
         outcome = StepOutcome()
         for chunk in flight.step.chunks:
             self._finish_chunk(flight, chunk, done, outcome)
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
             sampled = self._still_running(flight, request_id)
             if sampled is None:
+                # Who has left is computed with it by the next step, if that is in flight.
+                flight.sequences[request_id].token_ids.append(token_id)
                 continue
             if request_id in done.failed:
                 is_unfit = request_id in done.unfit  # no other server would do better
@@ -382,6 +380,9 @@ class Batcher:
             finish = self.finish_of(sampled)
             logprobs = done.logprobs.get(request_id)
             outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            self._close_or_wait(sequence)
         return outcome
 
     def _still_running(self, flight: Flight, request_id: int) -> Sequence | None:

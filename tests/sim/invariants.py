@@ -199,12 +199,11 @@ def check_tree(cache: PrefixCache, readers: Iterable[Node]) -> set[Node]:
         assert not leaf.is_locked and leaf.is_leaf, "what is read could be evicted"
         nodes.update(leaf.path())
     nodes |= locked
-    nodes.discard(tree._cut_off)
     for node in nodes:
         assert node.users == users[node], "a lock was forgotten"
         assert node.is_locked == (node in locked), "what is above a lock is not locked"
         end, parent = node.end, node.parent
-        assert parent is None or parent is tree._cut_off or parent.end == node.start
+        assert parent is None or parent.end == node.start, "a path with a gap"
         for checkpoint in node.checkpoints:
             assert checkpoint.block_count <= end, "a checkpoint without its blocks"
     assert tree.block_count == sum(node.block_count for node in nodes)
