@@ -174,6 +174,7 @@ class Batcher:
         cache = self._account.cache
         if cache is not None and cache.needs_checkpoint and token_count not in sequence.cuts:
             sequence.cuts.append(token_count)
+            self._under_way.note(sequence)
 
     def has_reached(self, sequence: Sequence, token_count: int) -> bool:
         """Whether others can go on from so many tokens of a sequence. Where that takes a
@@ -370,8 +371,6 @@ class Batcher:
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
             sampled = self._still_running(flight, request_id)
             if sampled is None:
-                # Who has left is computed with it by the next step, if that is in flight.
-                flight.sequences[request_id].token_ids.append(token_id)
                 continue
             if request_id in done.failed:
                 is_unfit = request_id in done.unfit  # no other server would do better

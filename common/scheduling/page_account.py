@@ -205,7 +205,7 @@ class PageAccount:
     def _has_ever(self, match: Match, token_count: int) -> bool:
         """Whether the pool has the pages of a prompt and of the checkpoint that it goes on from."""
         assert self.cache is not None and match.checkpoint is not None
-        blocks = self.cache.blocks_in(match.token_count)
+        blocks = self.cache.kept_blocks(match)
         needs = self.needs_to_compute(token_count, match.token_count)
         return all(
             need + len(pages) + blocks * count <= total
@@ -222,7 +222,7 @@ class PageAccount:
         """Pages per group to compute a prompt behind what was found, and those that could not be
         evicted any more."""
         needs = self.needs_to_compute(token_count, match.token_count)
-        return self._with_idle(needs, match, match.token_count)
+        return self._with_idle(needs, match)
 
     def needs_to_receive(self, match: Match, token_count: int) -> list[int]:
         """As `needs_behind`, of a cache whose blocks are here and whose rest is sent."""
@@ -231,13 +231,13 @@ class PageAccount:
             return needs
         counts = self.cache.page_counts
         needs = [n - match.block_count * c for n, c in zip(needs, counts, strict=True)]
-        blocks_only = Match(match.node, match.block_count)
-        return self._with_idle(needs, blocks_only, match.block_count * self.cache.block_tokens)
+        token_count = match.block_count * self.cache.block_tokens
+        return self._with_idle(needs, Match(match.node, match.block_count, token_count))
 
-    def _with_idle(self, needs: list[int], match: Match, token_count: int) -> list[int]:
+    def _with_idle(self, needs: list[int], match: Match) -> list[int]:
         if self.cache is None or match.node is None:
             return needs
-        idle = self.cache.idle_pages(match, self.cache.blocks_in(token_count))
+        idle = self.cache.idle_pages(match, self.cache.kept_blocks(match))
         return [need + pages for need, pages in zip(needs, idle, strict=True)]
 
     # ---- sequences begin -------------------------------------------------------------------------

@@ -175,6 +175,8 @@ def check_pages(
         held = [r.held for r in core.requests if isinstance(r, DecodeRequest) and r.held]
         readers = [one.node for one in [*sequences, *leaving] if one.node is not None]
         readers += [one.node for one in held]
+        readers += [one.copied_node for one in sequences if one.copied_node is not None]
+        readers += [one.copied_node for one in leaving if one.copied_node is not None]
         owned.add_cache(cache, check_tree(cache, readers))
         for flight in core.batcher._in_flight._flights:
             for _, checkpoint in flight.checkpoints:
