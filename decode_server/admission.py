@@ -18,7 +18,7 @@ from common.scheduling.sequence import Sequence, reusable_count
 from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Reserve
-from decode_server.expected_time import ExpectedTime
+from decode_server.expected_time import ExpectedTime, cached_there
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
@@ -156,7 +156,8 @@ class Admission:
         return self._account.match(request.digests, request.token_ids, len(request.token_ids))
 
     def _is_quicker_here(self, request: DecodeRequest, room: list[int], now: float) -> bool:
-        """Whether the rest of a prompt is computed sooner than a prefill server's would be here.
+        """Whether the rest of a prompt is computed sooner than a prefill server's would be here. It
+        may take longer as the other one would have more to compute: its cache lacks the answers.
         One that a router named may have computed it already, and its other half waits."""
         if not self._computes_rests or request.tested_link or request.room is not None:
             return False
@@ -164,11 +165,15 @@ class Admission:
             return False
         match, _ = self._match_to_compute(request)
         token_count = len(request.token_ids)
-        computed_s = self._times.computed_s(token_count - match.token_count)
+        lacking = token_count - match.token_count
+        computed_s = self._times.computed_s(lacking)
         if not match.token_count or computed_s is None:
             return False
         source = self._choice.choose(request, now)
-        asked_s = MISSING_S if source is None else self._times.asked_s(source, request)
+        asked_s = MISSING_S
+        if source is not None:
+            lacking_there = token_count - cached_there(source, request)
+            asked_s = self._times.asked_s(source, request) * max(1.0, lacking_there / lacking)
         if computed_s > asked_s:
             return False
         needs = self._account.needs_behind(match, token_count + 1)
