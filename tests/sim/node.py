@@ -350,8 +350,8 @@ class Node:
                     self.worker.handle(wire.to_worker(worker_message), self.world.find_worker)
                 case ToPeer(link=link, message=peer_message):
                     self.world.tally[type(peer_message).__name__] += 1
-                    if isinstance(peer_message, TransferRequest) and peer_message.is_self_test:
-                        self.world.tally["self-tests"] += 1
+                    if isinstance(peer_message, TransferRequest):
+                        self._note_asked(peer_message)
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
                     self.given_up = reason
@@ -361,6 +361,14 @@ class Node:
                     self.world.watches.add((self.name, incarnation))
                     if self.world.find_worker(incarnation) is None:
                         self.feed(ProcessesGone(incarnation))
+
+    def _note_asked(self, message: TransferRequest) -> None:
+        self.world.tally["self-tests"] += message.is_self_test
+        transfer = self.core.transfers.incoming.get(message.transfer_id)
+        owner = transfer.owner if transfer is not None else None
+        client = self.world.clients.get(owner or 0)
+        if client is not None:
+            client.asked_count += 1
 
     def harvest(self) -> None:
         """Add what its core has counted in this life to what happened."""
