@@ -115,6 +115,9 @@ class Admission:
                 room, may_ask_any = None, None
                 continue
             match = self._match_to_receive(request)
+            is_free = request.room is None and not request.tested_link
+            if is_free and self._requests.arriving.is_awaited(request, match.block_count):
+                continue
             needs = self._account.needs_to_receive(match, len(request.token_ids))
             fits = all(map(le, needs, room))
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
@@ -173,8 +176,8 @@ class Admission:
 
     @property
     def followed_count(self) -> int:
-        """How often a request waited for what another prompt computed."""
-        return self._followers.count
+        """How often a request waited for what another one computed, or had sent."""
+        return self._followers.count + self._requests.arriving.count
 
     def short_count(self, queue: Sized, now: float) -> int:
         """Of those that wait, how many wait for pages or places here: all, unless no prefill server

@@ -104,7 +104,9 @@ class Batcher:
     shared_step_tokens: prompt tokens that a step may have which also decodes; None for no limit.
     """
 
-    def __init__(self, account: PageAccount, limits: BatchLimits) -> None:
+    def __init__(
+        self, account: PageAccount, limits: BatchLimits, rates: StepRates | None = None
+    ) -> None:
         self._account = account
         self.limits = limits
         self._prompts: dict[int, Sequence] = {}
@@ -117,7 +119,7 @@ class Batcher:
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
-        self.rates = StepRates()
+        self.rates = rates or StepRates()
         self.shared_step_tokens: int | None = None
 
     @property

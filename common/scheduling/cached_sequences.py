@@ -178,12 +178,15 @@ class CachedSequences:
         is_found = checkpoint.block_count <= sequence.block_count
         if sequence.node is not None and sequence.digests and is_found:
             self.cache.add(checkpoint, sequence.node)
+            sequence.made.append(checkpoint)
         else:
             self.cache.checkpoints.give_up(checkpoint)
 
     def _leave_checkpoint(self, sequence: Sequence, cache: PrefixCache) -> None:
         """What a sequence that ends has beside its blocks becomes a checkpoint, without a copy."""
         count, node = sequence.computed_count, sequence.node
+        if count > len(sequence.token_ids):
+            return  # it left before its last token was known, which its slot and tails have
         blocks = cache.blocks_in(count)
         rest = tuple(sequence.token_ids[blocks * cache.block_tokens : count])
         is_there = sequence.checkpoint is None and blocks == sequence.block_count and count > 0
@@ -207,7 +210,9 @@ class CachedSequences:
         cache = self.cache
         if cache is None or not sequence.digests or sequence.node is None:
             return
-        known, blocks = sequence.block_count, cache.blocks_in(sequence.computed_count)
+        # A token that was drawn for who had left is computed, and not known.
+        count = min(sequence.computed_count, len(sequence.token_ids))
+        known, blocks = sequence.block_count, cache.blocks_in(count)
         if blocks <= known:
             return
         sequence.digests = extend_digests(sequence.digests, sequence.token_ids, self._digest_tokens)
@@ -227,9 +232,11 @@ class CachedSequences:
     def withdraw(self, sequence: Sequence) -> None:
         """Its computation came out wrong: what it added to the prefix cache is not to be found, nor
         what others put behind that. What they had put there before stays."""
-        if self.cache is not None and sequence.node is not None and sequence.added_from is not None:
-            self.cache.tree.cut_off(sequence.node, sequence.added_from)
-        sequence.digests = b""
+        if self.cache is not None and sequence.node is not None:
+            self.cache.checkpoints.withdraw(sequence.made)
+            if sequence.added_from is not None:
+                self.cache.tree.cut_off(sequence.node, sequence.added_from)
+        sequence.digests, sequence.made = b"", []
 
     # ---- they end --------------------------------------------------------------------------------
 
@@ -245,3 +252,4 @@ class CachedSequences:
         if self.cache is not None and sequence.node is not None:
             self.cache.unlock(sequence.node)
         sequence.node, sequence.block_count, sequence.digests = None, 0, b""
+        sequence.made = []

@@ -16,7 +16,8 @@ class Checkpoints:
     """Owner of all checkpoints of a tree, and of their pages.
 
     count_max: how many there may be. idle_page_counts: per page group, pages of those that nobody
-    copies. made_count, used_count, evicted_count: so far.
+    copies. version: another number after every change of what is found. made_count, used_count, evicted_count, withdrawn_count: so far; of the last, those that
+    were being copied.
     """
 
     def __init__(self, tree: PrefixTree, pool: PagePool, count_max: int) -> None:
@@ -29,6 +30,11 @@ class Checkpoints:
         self.made_count = 0
         self.used_count = 0
         self.evicted_count = 0
+        self.withdrawn_count = 0
+
+    @property
+    def version(self) -> int:
+        return self.made_count + self.evicted_count + self.withdrawn_count
 
     def find(
         self,
@@ -126,6 +132,18 @@ class Checkpoints:
             checkpoint.node = None
             self.evicted_count += 1
             self.give_up(checkpoint)
+
+    def withdraw(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """They are not found any more. One that is being copied goes with the idle ones later."""
+        for checkpoint in checkpoints:
+            node = checkpoint.node
+            if node is None:
+                continue  # it has gone
+            if checkpoint.users == 0:
+                self.forget([checkpoint])
+            elif checkpoint in node.checkpoints:
+                node.checkpoints.remove(checkpoint)
+                self.withdrawn_count += 1
 
     def forget_idle(self) -> None:
         self.forget(list(self._idle))

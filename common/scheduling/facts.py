@@ -31,7 +31,9 @@ class ServerFacts:
     sequence_token_max: context length. host_ids, pids: of the worker processes, by rank.
     name, http_address: what peers show of it.
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
-    it wants compared."""
+    it wants compared.
+    prompt_token_s, decode_s: what steps took at the start, by `WorkerReady`.
+    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py)."""
 
     incarnation: str
     layout: ServerLayout
@@ -49,6 +51,8 @@ class ServerFacts:
     verify: Verify = Verify.OFF
     checkpoint_max: int = 0
 
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
     digest_tokens: int = DIGEST_TOKENS
 
     @property
