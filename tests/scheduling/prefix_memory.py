@@ -84,7 +84,9 @@ class PrefixMemory:
                 self._put(known, group, item, BAD if known.is_bad else known.names[count])
         for group, page_group in enumerate(self._groups):
             for item in seen_items(page_group.live, count):
-                self._compare(known, group, item, known.names[row_tokens(page_group.live, item, count)])
+                self._compare(
+                    known, group, item, known.names[row_tokens(page_group.live, item, count)]
+                )
 
     def receive(self, known: KnownSequence, count: int, streamed_from: int) -> None:
         """What a transfer leaves of a prompt, behind the tokens that were here."""

@@ -68,7 +68,9 @@ def all_checkpoints(world: World, cache: PrefixCache, nodes: list[Node]) -> set[
     for one in found:
         assert one.node is not None and one in one.node.checkpoints
         assert one.node.start < one.block_count <= one.node.end or one.node.parent is None
-    copied = Counter(one.checkpoint for one in world.account.sequences if one.checkpoint is not None)
+    copied = Counter(
+        one.checkpoint for one in world.account.sequences if one.checkpoint is not None
+    )
     for one in found | set(copied) | set(cache.checkpoints._idle):
         assert one.users == copied[one]
         assert (one in cache.checkpoints._idle) == (not one.users)

@@ -297,7 +297,9 @@ class World:
         self.batcher.add(sequence)
 
     def _is_suspect(self, request: Request) -> bool:
-        return request.sequence in self.account.sequences and (request.bad_from is not None or request.may_read_bad)
+        return request.sequence in self.account.sequences and (
+            request.bad_from is not None or request.may_read_bad
+        )
 
     def ask(self) -> None:
         """A cache whose beginning may be here is asked for elsewhere."""
@@ -493,7 +495,9 @@ class World:
             if not (self.waiting or self.account.sequences or self.sent or self.arriving):
                 break
         else:
-            raise AssertionError(f"{len(self.waiting)} wait, {len(self.account.sequences)} never end")
+            raise AssertionError(
+                f"{len(self.waiting)} wait, {len(self.account.sequences)} never end"
+            )
         assert self.account.flush_cache()
         self.account.pool.check()
         cache = self.account.cache

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
+    prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
     """
@@ -65,6 +66,7 @@ class Node:
         self.host_ids: tuple[str, ...] = ("here",)
         self.may_fall_back = False
         self.computes_rests = False
+        self.prompt_token_s = 0.0
         self.has_prefix_cache = True
         self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
@@ -125,6 +127,7 @@ class Node:
             verify=self.verify,
             checkpoint_max=self.checkpoint_max,
             digest_tokens=DIGEST_TOKENS,
+            prompt_token_s=self.prompt_token_s,
         )
         limits = SchedulerLimits(
             chunk_token_max=24,

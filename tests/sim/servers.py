@@ -36,6 +36,9 @@ OTHER_LIVES = (
 # What prefill servers take at a time; some have less room than requests come at once.
 QUEUE_MAXES = (64, 64, 4)
 
+# As measured at a server's start. Its steps take about 10 ms, with 24 tokens or one.
+PROMPT_TOKEN_S = (0.0, 0.0002, 0.002)
+
 # Tokens of a pool. The longest prompts and answers just fit.
 CROWDED_TOKENS = (120, 200)
 
@@ -140,6 +143,7 @@ def _choose_caches(world: World, seed: int, *, is_crowded: bool) -> None:
         node.has_prefix_cache = is_crowded or rng.random() < 0.85
         node.checkpoint_max = rng.choice((0, 1, 3, 16))
         node.computes_rests = rng.random() < 0.5
+        node.prompt_token_s = rng.choice(PROMPT_TOKEN_S)
 
 
 def _page_count(node: Node, live: Live, rng: random.Random) -> int:
