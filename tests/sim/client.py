@@ -18,7 +18,7 @@ BUDGET_S = 20.0
 class Client:
     """submitted_at: when its scheduler got to see it. room: that it shares with its other half,
     where both are asked at once. could_tell: whether all servers were connected when it failed.
-    seed: of its prefix digests."""
+    seed: of its prefix digests. asked_count: how often its cache was asked for."""
 
     request_id: int
     prompt: list[int]
@@ -36,6 +36,7 @@ class Client:
     could_tell: bool = False
     cached_count: int = 0
     retraction_count: int = 0
+    asked_count: int = 0
     seed: bytes = bytes(DIGEST_NBYTES)
 
     def expected(

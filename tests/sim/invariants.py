@@ -67,6 +67,8 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     has_begun = [request.requested_at > 0.0 for request in queue]
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
     assert incoming.under_way_count <= len(core.requests), "transfers without an owner"
+    for awaited in core.requests.arriving._first.values():
+        assert awaited.transfer is not None, "blocks are waited for that nobody brings"
     assert all(core.requests.get(request.request_id) is request for request in queue), (
         "a ghost waits"
     )
