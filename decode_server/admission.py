@@ -18,7 +18,7 @@ from common.scheduling.sequence import Sequence, reusable_count
 from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Reserve
-from decode_server.expected_time import ExpectedTime
+from decode_server.expected_time import ExpectedTime, cached_there
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
@@ -115,6 +115,9 @@ class Admission:
                 room, may_ask_any = None, None
                 continue
             match = self._match_to_receive(request)
+            is_free = request.room is None and not request.tested_link
+            if is_free and self._requests.arriving.is_awaited(request, match.block_count):
+                continue
             needs = self._account.needs_to_receive(match, len(request.token_ids))
             fits = all(map(le, needs, room))
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
@@ -153,7 +156,8 @@ class Admission:
         return self._account.match(request.digests, request.token_ids, len(request.token_ids))
 
     def _is_quicker_here(self, request: DecodeRequest, room: list[int], now: float) -> bool:
-        """Whether the rest of a prompt is computed sooner than a prefill server's would be here.
+        """Whether the rest of a prompt is computed sooner than a prefill server's would be here. It
+        may take longer as the other one would have more to compute: its cache lacks the answers.
         One that a router named may have computed it already, and its other half waits."""
         if not self._computes_rests or request.tested_link or request.room is not None:
             return False
@@ -161,11 +165,15 @@ class Admission:
             return False
         match, _ = self._match_to_compute(request)
         token_count = len(request.token_ids)
-        computed_s = self._times.computed_s(token_count - match.token_count)
+        lacking = token_count - match.token_count
+        computed_s = self._times.computed_s(lacking)
         if not match.token_count or computed_s is None:
             return False
         source = self._choice.choose(request, now)
-        asked_s = MISSING_S if source is None else self._times.asked_s(source, request)
+        asked_s = MISSING_S
+        if source is not None:
+            lacking_there = token_count - cached_there(source, request)
+            asked_s = self._times.asked_s(source, request) * max(1.0, lacking_there / lacking)
         if computed_s > asked_s:
             return False
         needs = self._account.needs_behind(match, token_count + 1)
@@ -173,8 +181,8 @@ class Admission:
 
     @property
     def followed_count(self) -> int:
-        """How often a request waited for what another prompt computed."""
-        return self._followers.count
+        """How often a request waited for what another one computed, or had sent."""
+        return self._followers.count + self._requests.arriving.count
 
     def short_count(self, queue: Sized, now: float) -> int:
         """Of those that wait, how many wait for pages or places here: all, unless no prefill server

@@ -33,6 +33,7 @@ from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import Ask, CacheReady
 from common.transfers.transfers import Transfers
+from decode_server.arriving_blocks import ArrivingBlocks
 from decode_server.output_lengths import OutputLengths
 from decode_server.request import DecodeRequest
 from decode_server.waiting import WaitingQueue
@@ -47,7 +48,8 @@ TRANSFER_ID_BITS = 63
 
 
 class Requests:
-    """Owner of every `DecodeRequest`. lengths: of the outputs that have ended."""
+    """Owner of every `DecodeRequest`. lengths: of the outputs that have ended. arriving: what the
+    transfers under way bring."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Requests:
         self._rng = rng
         self._requests: dict[int, DecodeRequest] = {}
         self._next_test_id = -1  # clients' requests have positive ones
+        self.arriving = ArrivingBlocks(account.cache)
         self.deadlines = Deadlines()
         self.queue = WaitingQueue()
         self.lengths = OutputLengths()
@@ -164,6 +167,7 @@ class Requests:
         incoming = self._transfers.incoming
         request.held = self._account.cached.hold(match)
         prefix = request.held.prefix if request.held is not None else None
+        self.arriving.add(request, match.block_count)
         request.transfer = incoming.reserve(
             source, transfer_id, request.request_id, token_count, _ask(request, now), prefix
         )
@@ -201,6 +205,7 @@ class Requests:
             request.prompt_logprobs = done.prompt_logprobs
         request.transfer = None
         request.token_ids.append(done.first_token)
+        self.arriving.remove(request)
         held, request.held = request.held, None
         request.sequence = self._account.adopt(
             request.request_id,
@@ -353,6 +358,7 @@ class Requests:
 
     def _let_go(self, request: DecodeRequest) -> None:
         """What is here of its cache may be evicted, if it was kept: nothing else comes."""
+        self.arriving.remove(request)
         if request.held is not None:
             self._account.cached.let_go(request.held)
             request.held = None

@@ -43,6 +43,7 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
+from common.scheduling.rates import StepRates
 from common.scheduling.transitions import DecodeState
 from common.scheduling.worker_health import WorkerHealth
 from common.transfers.incoming_transfer import CacheFailed, CacheReady
@@ -100,10 +101,12 @@ class DecodeScheduler:
             has_prefix_cache=limits.has_prefix_cache,
             chunk_token_max=limits.chunk_token_max,
             checkpoint_max=facts.checkpoint_max,
-            digest_tokens=limits.digest_tokens,
+            digest_tokens=facts.digest_tokens,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        self.batcher = Batcher(self.account, limits.of_batch(facts, self.request_token_max))
+        rates = StepRates(facts.prompt_token_s, facts.decode_s)
+        batch_limits = limits.of_batch(facts, self.request_token_max)
+        self.batcher = Batcher(self.account, batch_limits, rates)
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
         self.transfers = Transfers(
             Introduction(facts, "decode", sends=sends, receives=True),

@@ -88,7 +88,7 @@ class PrefillScheduler:
             has_prefix_cache=limits.has_prefix_cache,
             chunk_token_max=limits.chunk_token_max,
             checkpoint_max=facts.checkpoint_max,
-            digest_tokens=limits.digest_tokens,
+            digest_tokens=facts.digest_tokens,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)

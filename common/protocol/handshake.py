@@ -16,7 +16,7 @@ from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.conversion import why_not_convertible
 from common.planner.pairing import TokenRange
-from common.prefix_digests import digests_nbytes
+from common.prefix_digests import DIGEST_TOKENS, digests_nbytes
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams, logprobs_nbytes
@@ -162,14 +162,16 @@ def check_transfer_request(
     target: ServerLayout,
     page_counts: Sequence[int],
     request: TransferRequest,
+    digest_tokens: int = DIGEST_TOKENS,
 ) -> str | None:
     """The first fault of a reservation; None if its pages can be planned for.
 
     source: our layout. target: the peer's. page_counts: pages per group that the peer announced.
+    digest_tokens: of each digest of a prompt's beginnings.
     """
     if request.token_count < 1:
         return f"token_count={request.token_count}: must be at least 1"
-    problem = _check_prefix(request, target)
+    problem = _check_prefix(request, target, digest_tokens)
     if problem is None and request.room is None:
         problem = _check_prompt(request)
     if problem is not None:
@@ -192,10 +194,10 @@ def check_transfer_request(
 # ---- helpers -------------------------------------------------------------------------------------
 
 
-def _check_prefix(request: TransferRequest, target: ServerLayout) -> str | None:
+def _check_prefix(request: TransferRequest, target: ServerLayout, digest_tokens: int) -> str | None:
     """What the target has already are whole pages of every group that grows."""
     start, count = request.token_start, request.token_count
-    nbytes, due = len(request.prefix_digests), digests_nbytes(count)
+    nbytes, due = len(request.prefix_digests), digests_nbytes(count, digest_tokens)
     if nbytes not in (0, due):
         return f"prefix_digests of {nbytes} bytes: must be 0, or {due} for {count} tokens"
     if not 0 <= start <= count:

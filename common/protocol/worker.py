@@ -200,6 +200,8 @@ class WorkerReady(_Message, frozen=True):
     host_id, pid: name the process that writes into the memory of a peer on the same host.
     checkpoint_max: how many of the slots, tails and windows are there for checkpoints of prefixes,
         beside those of requests that run.
+    prompt_token_s, decode_s: seconds per token of a prompt, and of a step that decodes one
+        sequence, as a first pass took; 0 if they were not measured.
     """
 
     rank: int
@@ -213,6 +215,8 @@ class WorkerReady(_Message, frozen=True):
     host_id: str = ""
     pid: int = 0
     checkpoint_max: int = 0
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class WorkerBeat(_Message, frozen=True):

@@ -41,6 +41,8 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
         checkpoint_max=min(worker.checkpoint_max for worker in ordered),
+        prompt_token_s=max(worker.prompt_token_s for worker in ordered),
+        decode_s=max(worker.decode_s for worker in ordered),
     )
 
 

@@ -104,7 +104,9 @@ class Batcher:
     shared_step_tokens: prompt tokens that a step may have which also decodes; None for no limit.
     """
 
-    def __init__(self, account: PageAccount, limits: BatchLimits) -> None:
+    def __init__(
+        self, account: PageAccount, limits: BatchLimits, rates: StepRates | None = None
+    ) -> None:
         self._account = account
         self.limits = limits
         self._prompts: dict[int, Sequence] = {}
@@ -117,7 +119,7 @@ class Batcher:
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
-        self.rates = StepRates()
+        self.rates = rates or StepRates()
         self.shared_step_tokens: int | None = None
 
     @property
@@ -172,6 +174,7 @@ class Batcher:
         cache = self._account.cache
         if cache is not None and cache.needs_checkpoint and token_count not in sequence.cuts:
             sequence.cuts.append(token_count)
+            self._under_way.note(sequence)
 
     def has_reached(self, sequence: Sequence, token_count: int) -> bool:
         """Whether others can go on from so many tokens of a sequence. Where that takes a
@@ -362,10 +365,6 @@ class Batcher:
             self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id in done.failed:
             self._account.cached.withdraw(flight.sequences[request_id])
-        leaving, self._leaving = self._leaving, []
-        for sequence in leaving:
-            self._close_or_wait(sequence)
-
         outcome = StepOutcome()
         for chunk in flight.step.chunks:
             self._finish_chunk(flight, chunk, done, outcome)
@@ -382,6 +381,9 @@ class Batcher:
             finish = self.finish_of(sampled)
             logprobs = done.logprobs.get(request_id)
             outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            self._close_or_wait(sequence)
         return outcome
 
     def _still_running(self, flight: Flight, request_id: int) -> Sequence | None:

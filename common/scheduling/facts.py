@@ -31,7 +31,9 @@ class ServerFacts:
     sequence_token_max: context length. host_ids, pids: of the worker processes, by rank.
     name, http_address: what peers show of it.
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
-    it wants compared."""
+    it wants compared.
+    prompt_token_s, decode_s: what steps took at the start, by `WorkerReady`.
+    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py)."""
 
     incarnation: str
     layout: ServerLayout
@@ -48,6 +50,10 @@ class ServerFacts:
     transfer_mode: TransferMode = TransferMode.DIRECT
     verify: Verify = Verify.OFF
     checkpoint_max: int = 0
+
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
+    digest_tokens: int = DIGEST_TOKENS
 
     @property
     def rank_count(self) -> int:
@@ -95,7 +101,6 @@ class SchedulerLimits:
         what the one before it drew.
     self_test_interval_s: time without a transfer until one is tried, as one is when a peer has
         been connected; 0: never.
-    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
 
     chunk_token_max: int
@@ -106,7 +111,6 @@ class SchedulerLimits:
     pace: Pace = Pace()
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     in_flight_max: int = IN_FLIGHT_MAX
-    digest_tokens: int = DIGEST_TOKENS
 
     def of_batch(
         self, facts: ServerFacts, sequence_token_max: int, *, is_prompt_only: bool = False

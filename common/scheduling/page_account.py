@@ -190,16 +190,39 @@ class PageAccount:
     # ---- what a request finds --------------------------------------------------------------------
 
     def match(self, digests: bytes, token_ids: List[int], token_max: int) -> Match:
-        """What is there of the first `token_max` tokens of a prompt."""
+        """What is there of the first `token_max` tokens of a prompt.
+
+        A checkpoint and the pages that it is copied to may be more than the pool has. Who waited
+        for them would wait for ever, so then the checkpoint is none to go on from.
+        """
         if self.cache is None:
             return NOTHING
-        return self.cache.match(digests, token_ids, token_max)
+        match = self.cache.match(digests, token_ids, token_max)
+        if match.checkpoint is not None and not self._has_ever(match, len(token_ids) + 1):
+            return self.cache.without_checkpoint(match)
+        return match
+
+    def _has_ever(self, match: Match, token_count: int) -> bool:
+        """Whether the pool has the pages of a prompt and of the checkpoint that it goes on from."""
+        assert self.cache is not None and match.checkpoint is not None
+        blocks = self.cache.kept_blocks(match)
+        needs = self.needs_to_compute(token_count, match.token_count)
+        return all(
+            need + len(pages) + blocks * count <= total
+            for need, pages, count, total in zip(
+                needs,
+                match.checkpoint.pages,
+                self.cache.page_counts,
+                self.pool.page_counts,
+                strict=True,
+            )
+        )
 
     def needs_behind(self, match: Match, token_count: int) -> list[int]:
         """Pages per group to compute a prompt behind what was found, and those that could not be
         evicted any more."""
         needs = self.needs_to_compute(token_count, match.token_count)
-        return self._with_idle(needs, match, match.token_count)
+        return self._with_idle(needs, match)
 
     def needs_to_receive(self, match: Match, token_count: int) -> list[int]:
         """As `needs_behind`, of a cache whose blocks are here and whose rest is sent."""
@@ -208,13 +231,13 @@ class PageAccount:
             return needs
         counts = self.cache.page_counts
         needs = [n - match.block_count * c for n, c in zip(needs, counts, strict=True)]
-        blocks_only = Match(match.node, match.block_count)
-        return self._with_idle(needs, blocks_only, match.block_count * self.cache.block_tokens)
+        token_count = match.block_count * self.cache.block_tokens
+        return self._with_idle(needs, Match(match.node, match.block_count, token_count))
 
-    def _with_idle(self, needs: list[int], match: Match, token_count: int) -> list[int]:
+    def _with_idle(self, needs: list[int], match: Match) -> list[int]:
         if self.cache is None or match.node is None:
             return needs
-        idle = self.cache.idle_pages(match, self.cache.blocks_in(token_count))
+        idle = self.cache.idle_pages(match, self.cache.kept_blocks(match))
         return [need + pages for need, pages in zip(needs, idle, strict=True)]
 
     # ---- sequences begin -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from common.prefix_digests import DIGEST_NBYTES
 
@@ -28,7 +29,7 @@ class Node:
     keys: of its blocks, one after the other. pages: per group that grows, those of its blocks.
     checkpoints: that begin in one of its blocks, or at its end.
     users: who reads its last block and none behind it. locked_child_count: children that are
-    locked. used_at: when it was let go of last, on a clock that counts uses.
+    locked. used_at: of an idle one, when it was let go of last, on a clock that counts that.
     """
 
     __slots__ = (
@@ -84,12 +85,14 @@ class Node:
 class Checkpoint:
     """What else is needed to go on from the first `token_count` tokens: pages of its own.
 
+    least_count: tokens that it serves to go on from as well, the last one being computed again.
     block_count: whole blocks among them; rest: the tokens behind. pages: per page group: those
     behind the last whole block, a window's, a tail, a slot. node: where it hangs; None while its
     pages are still to be filled. users: sequences that copy it.
     """
 
     token_count: int
+    least_count: int
     block_count: int
     rest: tuple[int, ...]
     pages: list[list[int]]
@@ -108,7 +111,6 @@ class PrefixTree:
         self._page_counts = tuple(page_counts)
         self._roots: dict[bytes, Node] = {}
         self._idle_leaves: OrderedDict[Node, None] = OrderedDict()
-        self._cut_off = Node(None, 0, len(self._page_counts))
         self._clock = 0
         self.block_count = 0
         self.locked_block_count = 0
@@ -169,7 +171,7 @@ class PrefixTree:
         for one in node.path():
             if one.is_locked:
                 break
-            count += min(one.end, block_count) - one.start
+            count += max(0, min(one.end, block_count) - one.start)
         return count
 
     # ---- kept ------------------------------------------------------------------------------------
@@ -187,8 +189,6 @@ class PrefixTree:
         """Let go of a path."""
         assert node.users > 0
         node.users -= 1
-        self._clock += 1
-        node.used_at = self._clock
         if not node.is_locked:
             self._note_unlocked(node)
 
@@ -210,8 +210,11 @@ class PrefixTree:
                 return
 
     def _note_unlocked(self, node: Node) -> None:
+        """It is not locked any more; so those above it may not be."""
+        self._clock += 1
         for one in node.path():
             self.locked_block_count -= one.block_count
+            one.used_at = self._clock
             if one.parent is None:
                 self.drop_if_empty(one)
                 return
@@ -253,7 +256,8 @@ class PrefixTree:
     ) -> Node:
         """Blocks that are in no child of a locked node. Where nobody else ends, it grows."""
         first = node.end
-        is_own = node.users == 1 and node.is_leaf and node.parent is not None
+        is_alone = node.users == 1 and node.locked_child_count == 0
+        is_own = is_alone and node.is_leaf and node.parent is not None
         target = node if is_own else Node(node, first, len(self._page_counts))
         target.keys += keys[first * DIGEST_NBYTES : block_count * DIGEST_NBYTES]
         for of_node, given, each in zip(target.pages, pages, self._page_counts, strict=True):
@@ -299,15 +303,17 @@ class PrefixTree:
 
     def cut_off(self, node: Node, block_count: int) -> None:
         """The blocks of a path behind so many are not found any more, nor what hangs below them.
-        Their readers go on, and they are evicted as all others."""
+        Their readers go on and keep all that they read; without readers they are evicted as all
+        others."""
         for one in node.path():
             if one.start <= block_count < one.end:
                 if block_count > one.start:
                     self._split(one, block_count)
-                self._detach(one)
+                self._hide(one)
                 return
 
-    def _detach(self, node: Node) -> None:
+    def _hide(self, node: Node) -> None:
+        """Its parent leads to it no more. It still knows its parent, which it keeps locked."""
         parent = node.parent
         assert parent is not None, "a root has no blocks"
         key = node.keys[:DIGEST_NBYTES]
@@ -315,14 +321,8 @@ class PrefixTree:
             return  # it was cut off before, and another block may be there by now
         self.version += 1
         del parent.children[key]
-        node.parent = self._cut_off
-        if node.is_locked:
-            self._cut_off.locked_child_count += 1
-            parent.locked_child_count -= 1
-            if not parent.is_locked:
-                self._note_unlocked(parent)
-        elif parent.is_leaf and not parent.is_locked:
-            self._add_leaf(parent, node.used_at)
+        if parent.is_leaf and not parent.is_locked:
+            self._add_leaf(parent)
 
     def evict(self, count: int) -> Evicted:
         """Take away up to `count` blocks, those of the least recently used leaf first, its last
@@ -360,18 +360,23 @@ class PrefixTree:
         if parent.children.get(first_key) is node:
             del parent.children[first_key]
             if parent.is_leaf and not parent.is_locked:
-                self._add_leaf(parent, node.used_at)
+                self._add_leaf(parent)
 
-    def _add_leaf(self, node: Node, used_at: int) -> None:
-        """A node has lost its last child, which was used then: it goes next, unless it was used
-        later itself."""
+    def _add_leaf(self, node: Node) -> None:
+        """An idle node has lost its last child. It goes after the leaves that were used before it.
+        Mostly it is the oldest, as its child was; else those used since are not many."""
         if node.parent is None:
             self.drop_if_empty(node)
             return
-        self._idle_leaves[node] = None
-        if node.used_at <= used_at:
-            node.used_at = used_at
-            self._idle_leaves.move_to_end(node, last=False)
+        leaves = self._idle_leaves
+        oldest = next(iter(leaves), None)
+        leaves[node] = None
+        if oldest is None or node.used_at <= oldest.used_at:
+            leaves.move_to_end(node, last=False)
+            return
+        others = (one for one in reversed(leaves) if one is not node)
+        for one in reversed(list(takewhile(lambda one: one.used_at > node.used_at, others))):
+            leaves.move_to_end(one)
 
 
 @dataclass(slots=True)

@@ -13,10 +13,11 @@ FORGOTTEN_SHARE = 0.1
 class StepRates:
     """decode_s: of a step without prompts; token_s: per prompt token; None before one has run."""
 
-    def __init__(self) -> None:
-        self.decode_s: float | None = None
-        self._weight = 0.0
-        self._sum = 0.0
+    def __init__(self, token_s: float = 0.0, decode_s: float = 0.0) -> None:
+        """What was measured at the start, 0.0 for nothing. It counts like one token."""
+        self.decode_s = decode_s or None
+        self._weight = 1.0 if token_s else 0.0
+        self._sum = token_s
 
     @property
     def token_s(self) -> float | None:
@@ -36,9 +37,10 @@ class StepRates:
         self._sum = kept * self._sum + prompt_token_count * max(0.0, seconds - base)
 
     def prompt_s(self, token_count: int) -> float | None:
-        """Seconds to compute so many tokens of a prompt with nothing beside; None if not known."""
+        """Seconds to compute so many tokens of a prompt with nothing beside, no less than a step
+        takes; None if not known."""
         token_s = self.token_s
-        return None if token_s is None else token_count * token_s
+        return None if token_s is None else max(token_count * token_s, self.decode_s or 0.0)
 
     def tokens_within(self, share: float) -> int | None:
         """Prompt tokens that make a step that decodes longer by this share; None if not known."""

@@ -169,7 +169,9 @@ class Outgoing:
             message, link, target.incarnation, target.name, remote.verify, remote.layout_bytes
         )
         counts = target.outbound.page_counts
-        problem = check_transfer_request(self._facts.layout, remote.layout, counts, message)
+        problem = check_transfer_request(
+            self._facts.layout, remote.layout, counts, message, self._facts.digest_tokens
+        )
         if problem is None and message.token_count > self._token_max:
             problem = f"token_count={message.token_count}: at most {self._token_max} here"
         self._transfers[message.transfer_id] = transfer

@@ -122,7 +122,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     runner = ModelRunner(model, pool, clock, grammars, graphs)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
-        warm_up(runner, layout, model_config.vocab_size, tokens)
+        times = warm_up(runner, layout, model_config.vocab_size, tokens)
     ready = WorkerReady(
         rank=rank,
         page_counts=page_counts,
@@ -136,6 +136,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         host_id=host_id(),
         pid=os.getpid(),
         checkpoint_max=size.checkpoint_max,
+        prompt_token_s=times.prompt_token_s,
+        decode_s=times.decode_s,
     )
     digester = Digester(pool.buffers, layout)
     return StartedRank(

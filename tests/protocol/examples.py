@@ -202,6 +202,8 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         "host",
         17,
         3,
+        0.5,
+        0.25,
     ),
     worker.WorkerBeat(3, 2**40),
     worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),

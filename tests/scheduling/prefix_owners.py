@@ -1,0 +1,99 @@
+"""Who has each page of a story: everything that is used has one owner, and nobody two.
+
+Knows nothing of how it came to that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from common.scheduling.prefix_cache import PrefixCache
+from common.scheduling.prefix_tree import Checkpoint, Node
+
+if TYPE_CHECKING:
+    from tests.scheduling.prefix_story import World
+
+
+def check_owners(world: World) -> None:
+    """Raises: AssertionError naming a page that is lost, owned twice, or free and owned."""
+    account, cache = world.account, world.account.cache
+    assert cache is not None
+    account.pool.check()
+    owned: list[Counter[int]] = [Counter() for _ in world.page_counts]
+    readers = [one.node for one in account.sequences if one.node is not None]
+    readers += [one.held.node for one in world.arriving if one.held is not None]
+    for sequence in account.sequences:
+        for pages, own in zip(owned, account.owned_pages(sequence), strict=True):
+            pages.update(own)
+        assert sequence.cached_count <= len(sequence.token_ids)
+        assert sequence.block_count * cache.block_tokens <= len(sequence.token_ids)
+    for one in world.arriving:
+        blocks = one.held.block_count if one.held is not None else 0
+        for pages, span, each in zip(owned, one.spans, cache.page_counts, strict=True):
+            pages.update(span.page_ids[blocks * each :])
+    nodes = all_nodes(cache, readers)
+    for node in nodes:
+        for pages, of_node in zip(growing(cache, owned), node.pages, strict=True):
+            pages.update(of_node)
+    for checkpoint in all_checkpoints(world, cache, nodes):
+        for pages, taken in zip(owned, checkpoint.pages, strict=True):
+            pages.update(taken)
+    for group, pages in enumerate(owned):
+        twice = [page for page, count in pages.items() if count > 1]
+        assert not twice, f"group {group}: pages {twice} are owned twice"
+        used = account.pool._used[group]
+        assert pages.keys() == used, (
+            f"group {group}: {sorted(used - pages.keys())} are nobody's, "
+            f"{sorted(pages.keys() - used)} are owned and not used"
+        )
+    check_locks(cache, nodes, readers)
+
+
+def growing(cache: PrefixCache, owned: list[Counter[int]]) -> list[Counter[int]]:
+    return [pages for pages, each in zip(owned, cache.page_counts, strict=True) if each]
+
+
+def all_nodes(cache: PrefixCache, readers: list[Node]) -> list[Node]:
+    """Those that are found, and those that were cut off and are not evicted yet."""
+    nodes = set(cache.tree.nodes())
+    for leaf in (*readers, *cache.tree._idle_leaves):
+        nodes.update(one for one in leaf.path() if one.block_count)
+    return list(nodes)
+
+
+def all_checkpoints(world: World, cache: PrefixCache, nodes: list[Node]) -> set[Checkpoint]:
+    """Those that are found, that are being copied, and that are being made."""
+    found = {one for node in nodes for one in node.checkpoints}
+    for one in found:
+        assert one.node is not None and one in one.node.checkpoints
+        assert one.node.start < one.block_count <= one.node.end or one.node.parent is None
+    copied = Counter(
+        one.checkpoint for one in world.account.sequences if one.checkpoint is not None
+    )
+    for one in found | set(copied) | set(cache.checkpoints._idle):
+        assert one.users == copied[one]
+        assert (one in cache.checkpoints._idle) == (not one.users)
+    made = {one for flight in world.batcher._in_flight._flights for _, one in flight.checkpoints}
+    every = found | set(copied) | set(cache.checkpoints._idle) | made
+    assert cache.checkpoints.count == len(every) <= cache.checkpoints.count_max
+    for group, count in enumerate(cache.checkpoints.idle_page_counts):
+        assert count == sum(len(one.pages[group]) for one in cache.checkpoints._idle)
+    return every
+
+
+def check_locks(cache: PrefixCache, nodes: list[Node], readers: list[Node]) -> None:
+    """A node is locked while a sequence or a cache on its way reads it, or what is below."""
+    users = Counter(readers)
+    locked = {one for reader in readers for one in reader.path()}
+    for node in nodes:
+        assert node.users == users[node], f"{users[node]} read a node, and it knows {node.users}"
+        assert node.is_locked == (node in locked)
+    tree = cache.tree
+    assert tree.block_count == sum(node.block_count for node in nodes)
+    assert tree.locked_block_count == sum(node.block_count for node in nodes if node.is_locked)
+    assert tree.node_count == sum(node.block_count > 0 for node in nodes)
+    for leaf in tree._idle_leaves:
+        assert leaf.is_leaf and not leaf.is_locked
+    times = [leaf.used_at for leaf in tree._idle_leaves]
+    assert times == sorted(times)
