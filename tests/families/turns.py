@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from common.layout.cache_layout import PageGroup
+from common.layout.component import LiveKind
 from common.planner.pairing import TokenRange
 from common.request import SamplingParams
 from common.scheduling.cached_sequences import HeldPrefix
@@ -26,11 +28,12 @@ class Kept:
     """What a server has of token lists that were computed there, as nothing was evicted.
 
     block_tokens: of a block. needs_checkpoint: whether a prompt is gone on from only where one of
-    the lists ended. lists: the tokens of each.
+    the lists ended. groups: of pages. lists: the tokens of each.
     """
 
     block_tokens: int
     needs_checkpoint: bool
+    groups: tuple[PageGroup, ...]
     lists: list[list[int]] = field(default_factory=list)
 
     @staticmethod
@@ -38,7 +41,7 @@ class Kept:
         cache = server.account.cache
         assert cache is not None
         is_growing = [group.live.is_streamable for group in server.layout.groups]
-        return Kept(cache.block_tokens, not all(is_growing))
+        return Kept(cache.block_tokens, not all(is_growing), tuple(server.layout.groups))
 
     def blocks(self, prompt: list[int], most: int) -> int:
         """Tokens in whole blocks that a prompt has in common with a list."""
@@ -48,9 +51,26 @@ class Kept:
     def start(self, prompt: list[int]) -> int:
         """From where on a prompt is computed."""
         most = len(prompt) - 1
-        ends = [len(one) for one in self.lists if len(one) <= most and one == prompt[: len(one)]]
-        longest = max(ends, default=0)
+        longest = max((self._end(one, prompt, most) for one in self.lists), default=0)
         return longest if self.needs_checkpoint else max(longest, self.blocks(prompt, most))
+
+    def _end(self, one: list[int], prompt: list[int], most: int) -> int:
+        """Where a prompt can go on from the end of a list: there, or a token before, which is
+        computed again; 0 if it can't."""
+        count, blocks = min(len(one), most), len(one) // self.block_tokens * self.block_tokens
+        if blocks == len(one) and not self.needs_checkpoint:
+            return 0  # its blocks are all that it left
+        is_near = len(one) - count <= self._can_step_back(len(one))
+        is_equal = one[:blocks] == prompt[:blocks] and one[:count] == prompt[:count]
+        return count if is_near and is_equal else 0
+
+    def _can_step_back(self, count: int) -> bool:
+        """Windows may have let go of the page that a token less reads; states have no way back."""
+        return all(
+            group.live.kind is not LiveKind.SLOT
+            and (group.live.is_streamable or group.page_first(count) == group.page_first(count - 1))
+            for group in self.groups
+        )
 
     def compute(self, prompt: list[int]) -> int:
         """A prompt is computed; from where on. Where it leaves what was there, one more ends."""
