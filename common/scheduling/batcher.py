@@ -15,7 +15,7 @@ its pages, and joins the steps when another one leaves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -29,7 +29,7 @@ from common.protocol.worker import (
     Step,
     StepDone,
 )
-from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs
+from common.request import FinishKind, FinishReason, SamplingParams
 from common.scheduling.blocks_under_way import BlocksUnderWay
 from common.scheduling.chunks import is_passing, plan_chunks
 from common.scheduling.in_flight import Flight, InFlight
@@ -38,6 +38,7 @@ from common.scheduling.prefix_cache import Match
 from common.scheduling.prefix_tree import Checkpoint
 from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
+from common.scheduling.step_outcome import ChunkDone, StepOutcome, TokenDone, Undrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +54,6 @@ class BatchLimits:
     eos_token_ids: frozenset[int]
     in_flight_max: int = 1
     is_prompt_only: bool = False
-
-
-class ChunkDone(msgspec.Struct, frozen=True):
-    """Tokens [start, stop) of a prompt are computed."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    is_last: bool
-    prompt_logprobs: bytes
-
-
-class TokenDone(msgspec.Struct, frozen=True):
-    """A sequence has a new token at its end; `finish` says whether it was the last one."""
-
-    sequence: Sequence
-    token_id: int
-    logprobs: TokenLogprobs | None
-    finish: FinishReason | None
-
-
-class Undrawn(msgspec.Struct, frozen=True):
-    """A sequence that got no token."""
-
-    sequence: Sequence
-    failure: Failure
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What a step brought. Order: chunks first, then tokens, as the worker computed them."""
-
-    chunks: list[ChunkDone] = field(default_factory=list)
-    tokens: list[TokenDone] = field(default_factory=list)
-    failed: list[Undrawn] = field(default_factory=list)
 
 
 class PlannedStep(msgspec.Struct):
