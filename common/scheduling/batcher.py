@@ -265,7 +265,8 @@ class Batcher:
         copies: list[PageCopies] = []
         checkpoints = self._begin_checkpoints(chunks, decoding)
         for sequence in computing:
-            copies += sequence.take_copies()
+            if sequence.page_copies:
+                copies += sequence.take_copies()
             if not sequence.is_known:
                 sequence.is_known = True
                 new.append(_introduce(sequence))
@@ -286,7 +287,7 @@ class Batcher:
     ) -> list[tuple[Sequence, Checkpoint]]:
         """Those that the step of these copies before it computes."""
         at = [(self._prompts[chunk.request_id], chunk.start) for chunk in chunks]
-        at += [(sequence, sequence.token_count - 1) for sequence in decoding]
+        at += [(sequence, sequence.token_count - 1) for sequence in decoding if sequence.cuts]
         begun = [(one, self._account.cached.begin_checkpoint(one, start)) for one, start in at]
         return [(one, checkpoint) for one, checkpoint in begun if checkpoint is not None]
 
@@ -326,7 +327,8 @@ class Batcher:
         prompt_token_count = sum(chunk.stop - chunk.start for chunk in flight.step.chunks)
         self.rates.note(prompt_token_count, len(flight.step.decode), done.seconds)
         for sequence in flight.sequences.values():
-            self._account.cached.note_copied(sequence)
+            if sequence.checkpoint is not None:
+                self._account.cached.note_copied(sequence)
         for sequence, checkpoint in flight.checkpoints:
             self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id in done.failed:

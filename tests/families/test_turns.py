@@ -167,8 +167,10 @@ class Checked:
         turned = turn(self.source, self.target, prompts, samplings)
         assert [one.output for one in turned] == outputs
         for prompt, one in zip(prompts, turned, strict=True):
-            assert one.cached_count == self.source_kept.compute(prompt), len(prompt)
-            assert one.start == self.target_kept.receive(prompt), len(prompt)
+            assert one.cached_count in self.source_kept.starts(prompt), len(prompt)
+            assert one.start == self.target_kept.blocks(prompt, len(prompt)), len(prompt)
+            self.source_kept.note_computed(prompt, one.cached_count)
+            self.target_kept.note_received(prompt)
             self.target_kept.lists.append([*prompt, *one.output[:-1]])
             self._check_nbytes(len(prompt), one)
 
@@ -184,7 +186,8 @@ class Checked:
         turned = turn_alone(self.target, prompts, samplings)
         assert [one.output for one in turned] == outputs
         for prompt, one in zip(prompts, turned, strict=True):
-            assert one.cached_count == self.target_kept.compute(prompt), len(prompt)
+            assert one.cached_count in self.target_kept.starts(prompt), len(prompt)
+            self.target_kept.note_computed(prompt, one.cached_count)
             self.target_kept.lists.append([*prompt, *one.output[:-1]])
 
 

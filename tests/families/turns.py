@@ -27,63 +27,64 @@ NAN_BYTE = 0xFF
 class Kept:
     """What a server has of token lists that were computed there, as nothing was evicted.
 
-    block_tokens: of a block. needs_checkpoint: whether a prompt is gone on from only where one of
-    the lists ended. groups: of pages. lists: the tokens of each.
+    block_tokens: of a block. lists: the tokens of each; where one ends, a prompt goes on from it.
+    needs_checkpoint: whether one goes on from nowhere else, as something does not grow with the
+    tokens. windows: those groups that move along with the tokens.
     """
 
     block_tokens: int
     needs_checkpoint: bool
-    groups: tuple[PageGroup, ...]
+    has_slots: bool
+    windows: list[PageGroup]
     lists: list[list[int]] = field(default_factory=list)
 
     @staticmethod
     def of(server: Server) -> Kept:
-        cache = server.account.cache
+        cache, groups = server.account.cache, server.layout.groups
         assert cache is not None
-        is_growing = [group.live.is_streamable for group in server.layout.groups]
-        return Kept(cache.block_tokens, not all(is_growing), tuple(server.layout.groups))
+        return Kept(
+            cache.block_tokens,
+            not all(group.live.is_streamable for group in groups),
+            any(group.live.kind is LiveKind.SLOT for group in groups),
+            [group for group in groups if group.live.kind is LiveKind.WINDOW],
+        )
 
     def blocks(self, prompt: list[int], most: int) -> int:
         """Tokens in whole blocks that a prompt has in common with a list."""
         found = [common_count(one, prompt[:most]) for one in self.lists]
         return max(found, default=0) // self.block_tokens * self.block_tokens
 
-    def start(self, prompt: list[int]) -> int:
-        """From where on a prompt is computed."""
-        most = len(prompt) - 1
-        longest = max((self._end(one, prompt, most) for one in self.lists), default=0)
-        return longest if self.needs_checkpoint else max(longest, self.blocks(prompt, most))
-
-    def _end(self, one: list[int], prompt: list[int], most: int) -> int:
-        """Where a prompt can go on from the end of a list: there, or a token before, which is
-        computed again; 0 if it can't."""
-        count, blocks = min(len(one), most), len(one) // self.block_tokens * self.block_tokens
-        if blocks == len(one) and not self.needs_checkpoint:
-            return 0  # its blocks are all that it left
-        is_near = len(one) - count <= self._can_step_back(len(one))
-        is_equal = one[:blocks] == prompt[:blocks] and one[:count] == prompt[:count]
-        return count if is_near and is_equal else 0
-
-    def _can_step_back(self, count: int) -> bool:
-        """Windows may have let go of the page that a token less reads; states have no way back."""
-        return all(
-            group.live.kind is not LiveKind.SLOT
-            and (group.live.is_streamable or group.page_first(count) == group.page_first(count - 1))
-            for group in self.groups
-        )
-
-    def compute(self, prompt: list[int]) -> int:
-        """A prompt is computed; from where on. Where it leaves what was there, one more ends."""
-        start, known = self.start(prompt), self.blocks(prompt, len(prompt) - 1)
+    def note_computed(self, prompt: list[int], start: int) -> None:
+        """A prompt is computed from a token on. Where it leaves what is there, one more ends."""
+        known = self.blocks(prompt, len(prompt) - 1)
         self.lists += [prompt[:known]] * (self.needs_checkpoint and known > start)
         self.lists.append(prompt)
-        return start
 
-    def receive(self, prompt: list[int]) -> int:
-        """A prompt's cache comes; from where on."""
-        start = self.blocks(prompt, len(prompt))
+    def note_received(self, prompt: list[int]) -> None:
+        """A prompt's cache has come."""
         self.lists += [prompt] * self.needs_checkpoint
-        return start
+
+    def starts(self, prompt: list[int]) -> set[int]:
+        """From where on a prompt may be computed; two where a page of a window may be gone."""
+        most = len(prompt) - 1
+        ends = [len(one) for one in self.lists if len(one) <= most and one == prompt[: len(one)]]
+        start = max(ends, default=0)
+        if not self.needs_checkpoint:
+            start = max(start, self.blocks(prompt, most))
+        if not any(self._goes_a_token_back(one, prompt) for one in self.lists):
+            return {start}
+        is_whole = all(w.page_first(most) == w.page_first(most + 1) for w in self.windows)
+        return {most} if is_whole else {start, most}
+
+    def _goes_a_token_back(self, one: list[int], prompt: list[int]) -> bool:
+        """Whether a prompt goes on from all of a list but its last token, which it computes again.
+        A recurrent state can't take a token back."""
+        if self.has_slots or len(one) != len(prompt) or one[:-1] != prompt[:-1]:
+            return False
+        if len(one) % self.block_tokens:
+            return True
+        # The last token is in a block, which is found by its name and copied.
+        return one == prompt and self.needs_checkpoint
 
 
 def common_count(one: list[int], other: list[int]) -> int:

@@ -1,0 +1,91 @@
+"""Many sessions at once on servers that have room for few: prompts and checkpoints are evicted,
+requests are retracted and given up, and every answer is the reference's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
+from tests.e2e.replies import Reply
+from tests.engine.tiny_checkpoints import Reference, random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
+
+FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT))
+PREFILL = ("--page-size", "8", "--chunked-prefill-size", "48", "--max-total-tokens", "768",
+           "--max-checkpoints", "4")  # fmt: skip
+DECODE = ("--page-size", "16", "--max-total-tokens", "640", "--max-checkpoints", "3",
+          "--max-running-requests", "6")  # fmt: skip
+CLIENT_COUNT = 12
+SESSION_COUNT = 24
+TURN_COUNT = 4
+SHARED_LENGTHS = (40, 96, 131)
+OUTPUT_COUNTS = (1, 5, 18, 40)
+GIVEN_UP_SHARE = 0.15
+
+
+@dataclass
+class Turn:
+    """given_up: its client has gone before its end; the answer is a beginning of the right one."""
+
+    prompt: list[int]
+    output: list[int]
+    given_up: bool
+
+
+def run_session(fleet: Fleet, node: Node, seed: int) -> list[Turn]:
+    """Turns of one client, whose prompts begin as those of others do."""
+    rng = random.Random(seed)
+    shared = rng.choice(SHARED_LENGTHS)
+    prompt = random_prompt(shared, seed=shared) + random_prompt(rng.randrange(1, 40), seed=seed)
+    turns: list[Turn] = []
+    for index in range(TURN_COUNT):
+        count = rng.choice(OUTPUT_COUNTS)
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        rid = f"{seed} {index} {node.name}"
+        body: Body = {"input_ids": prompt, "sampling_params": sampling, "rid": rid}
+        is_given_up = rng.random() < GIVEN_UP_SHARE
+        pending = fleet.in_background(node, body)
+        if is_given_up:
+            node.post("/abort_request", {"rid": rid})
+        reply: Reply = reply_of(pending.result())
+        assert reply.meta_info.cached_tokens <= len(prompt)
+        turns.append(Turn(prompt, reply.output_ids, len(reply.output_ids) < count))
+        if turns[-1].given_up:
+            assert reply.finish.type == "abort"
+        more = random_prompt(rng.randrange(1, 20), seed=seed * 10 + index)
+        prompt = [*prompt, *reply.output_ids, *more]
+    return turns
+
+
+@pytest.mark.parametrize("recipe", ["llama", "gemma3", "qwen3_next", "deepseek_v4"])
+@pytest.mark.parametrize("mode", ["auto", "off", "alone"])
+def test_crowded_sessions_are_answered_as_by_the_reference(
+    recipe: str, mode: str, tmp_path: Path, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    checkpoint = tiny_checkpoint(recipe)
+    with Fleet(tmp_path, checkpoint) as fleet:
+        if mode == "alone":
+            node = fleet.decode([], *FLAGS, *DECODE)
+        else:
+            prefill = fleet.prefill(*FLAGS, *PREFILL)
+            node = fleet.decode([prefill], *FLAGS, *DECODE, "--local-prefill", mode)
+        fleet.wait_ready()
+        oracle = Reference.load(checkpoint)
+        with ThreadPoolExecutor(CLIENT_COUNT) as clients:
+            sessions = list(
+                clients.map(lambda seed: run_session(fleet, node, seed), range(SESSION_COUNT))
+            )
+        fleet.wait_at_rest()
+        counters = node.info().counters
+    for turns in sessions:
+        for turn in turns:
+            if turn.output:
+                assert turn.output == oracle.continues(turn.prompt, turn.output), len(turn.prompt)
+    assert counters["prefix_evicted_tokens"] > 0
