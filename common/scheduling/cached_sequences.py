@@ -137,23 +137,24 @@ class CachedSequences:
 
     def begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
         """If one is wanted of so many tokens, which the steps before the next compute: the next one
-        copies it. None if there are no pages for it."""
+        copies it. None if there are no pages for it, or if it is there."""
         if token_count not in sequence.cuts:
             return None
         sequence.cuts.remove(token_count)
         cache = self.cache
-        if cache is None or not sequence.digests:
+        if cache is None or not sequence.digests or sequence.node is None:
             return None
         indices = self._checkpoint_indices(token_count)
-        if not cache.checkpoints.begin():
-            return None
         blocks = cache.blocks_in(token_count)
         rest = tuple(sequence.token_ids[blocks * cache.block_tokens : token_count])
+        checkpoint = Checkpoint(token_count, blocks, rest, [])
+        if cache.checkpoints.renew(sequence.node, checkpoint) or not cache.checkpoints.begin():
+            return None
         taken = cache.allocate([len(one) for one in indices])
-        checkpoint = Checkpoint(token_count, blocks, rest, taken or [])
         if taken is None:
             cache.checkpoints.give_up(checkpoint)
             return None
+        checkpoint.pages = taken
         for group, (one, pages) in enumerate(zip(indices, checkpoint.pages, strict=True)):
             if pages:
                 own = sequence.spans[group].between(one)
@@ -166,12 +167,15 @@ class CachedSequences:
         is_found = checkpoint.block_count <= sequence.block_count
         if sequence.node is not None and sequence.digests and is_found:
             self.cache.add(checkpoint, sequence.node)
+            sequence.made.append(checkpoint)
         else:
             self.cache.checkpoints.give_up(checkpoint)
 
     def _leave_checkpoint(self, sequence: Sequence, cache: PrefixCache) -> None:
         """What a sequence that ends has beside its blocks becomes a checkpoint, without a copy."""
         count, node = sequence.computed_count, sequence.node
+        if count > len(sequence.token_ids):
+            return  # it left before its last token was known, which its slot and tails have
         blocks = cache.blocks_in(count)
         rest = tuple(sequence.token_ids[blocks * cache.block_tokens : count])
         is_there = sequence.checkpoint is None and blocks == sequence.block_count and count > 0
@@ -182,20 +186,25 @@ class CachedSequences:
         for span, one in zip(spans, indices, strict=True):
             if one and not (span.first_index <= one.start and one.stop <= span.end_index):
                 return
-        if not cache.checkpoints.begin():
+        checkpoint = Checkpoint(count, blocks, rest, [])
+        if cache.checkpoints.renew(node, checkpoint) or not cache.checkpoints.begin():
             return
-        pages = [span.between(one) if one else [] for span, one in zip(spans, indices, strict=True)]
+        checkpoint.pages = [
+            span.between(one) if one else [] for span, one in zip(spans, indices, strict=True)
+        ]
         for span, one in zip(spans, indices, strict=True):
             if one:
                 del span.page_ids[one.start - span.first_index : one.stop - span.first_index]
-        cache.add(Checkpoint(count, blocks, rest, pages), node)
+        cache.add(checkpoint, node)
 
     def remember(self, sequence: Sequence) -> None:
         """Whole blocks of a sequence that are computed are found from now on."""
         cache = self.cache
         if cache is None or not sequence.digests or sequence.node is None:
             return
-        known, blocks = sequence.block_count, cache.blocks_in(sequence.computed_count)
+        # A token that was drawn for who had left is computed, and not known.
+        count = min(sequence.computed_count, len(sequence.token_ids))
+        known, blocks = sequence.block_count, cache.blocks_in(count)
         if blocks <= known:
             return
         sequence.digests = extend_digests(sequence.digests, sequence.token_ids, self._digest_tokens)
@@ -215,9 +224,11 @@ class CachedSequences:
     def withdraw(self, sequence: Sequence) -> None:
         """Its computation came out wrong: what it added to the prefix cache is not to be found, nor
         what others put behind that. What they had put there before stays."""
-        if self.cache is not None and sequence.node is not None and sequence.added_from is not None:
-            self.cache.tree.cut_off(sequence.node, sequence.added_from)
-        sequence.digests = b""
+        if self.cache is not None and sequence.node is not None:
+            self.cache.checkpoints.withdraw(sequence.made)
+            if sequence.added_from is not None:
+                self.cache.tree.cut_off(sequence.node, sequence.added_from)
+        sequence.digests, sequence.made = b"", []
 
     # ---- they end --------------------------------------------------------------------------------
 
@@ -233,3 +244,4 @@ class CachedSequences:
         if self.cache is not None and sequence.node is not None:
             self.cache.unlock(sequence.node)
         sequence.node, sequence.block_count, sequence.digests = None, 0, b""
+        sequence.made = []

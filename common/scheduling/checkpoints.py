@@ -16,7 +16,9 @@ class Checkpoints:
     """Owner of all checkpoints of a tree, and of their pages.
 
     count_max: how many there may be. idle_page_counts: per page group, pages of those that nobody
-    copies. made_count, used_count, evicted_count: so far.
+    copies. version: another number after every change of what is found.
+    made_count, used_count, evicted_count, withdrawn_count: so far; of the last, those that were
+    being copied.
     """
 
     def __init__(self, tree: PrefixTree, pool: PagePool, count_max: int) -> None:
@@ -29,6 +31,11 @@ class Checkpoints:
         self.made_count = 0
         self.used_count = 0
         self.evicted_count = 0
+        self.withdrawn_count = 0
+
+    @property
+    def version(self) -> int:
+        return self.made_count + self.evicted_count + self.withdrawn_count
 
     def find(
         self,
@@ -74,18 +81,23 @@ class Checkpoints:
     def add(self, checkpoint: Checkpoint, node: Node) -> None:
         """Its pages are filled: it hangs on its place in a locked path from now on. One of the same
         tokens may be there; then this one is of no use."""
-        for one in node.path():
-            if one.start < checkpoint.block_count or one.parent is None:
-                node = one
-                break
-        for other in node.checkpoints:
-            if (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest):
-                self.give_up(checkpoint)
-                return
+        if self.renew(node, checkpoint):
+            self.give_up(checkpoint)
+            return
+        node = place_of(node, checkpoint)
         checkpoint.node = node
         node.checkpoints.append(checkpoint)
         self.made_count += 1
         self._note_idle(checkpoint)
+
+    def renew(self, node: Node, checkpoint: Checkpoint) -> bool:
+        """Whether one of the same tokens is there, which counts as used now."""
+        for other in place_of(node, checkpoint).checkpoints:
+            if (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest):
+                if other.users == 0:
+                    self._idle.move_to_end(other)
+                return True
+        return False
 
     # ---- used ------------------------------------------------------------------------------------
 
@@ -127,6 +139,18 @@ class Checkpoints:
             self.evicted_count += 1
             self.give_up(checkpoint)
 
+    def withdraw(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """They are not found any more. One that is being copied goes with the idle ones later."""
+        for checkpoint in checkpoints:
+            node = checkpoint.node
+            if node is None:
+                continue  # it has gone
+            if checkpoint.users == 0:
+                self.forget([checkpoint])
+            elif checkpoint in node.checkpoints:
+                node.checkpoints.remove(checkpoint)
+                self.withdrawn_count += 1
+
     def forget_idle(self) -> None:
         self.forget(list(self._idle))
 
@@ -140,3 +164,11 @@ class Checkpoints:
             if any(helps):
                 self.forget([checkpoint])
                 left = [n - len(pages) for n, pages in zip(left, checkpoint.pages, strict=True)]
+
+
+def place_of(node: Node, checkpoint: Checkpoint) -> Node:
+    """Where a checkpoint hangs along a path: at its last block, or at the root."""
+    for one in node.path():
+        if one.start < checkpoint.block_count or one.parent is None:
+            return one
+    raise AssertionError("a path ends in a root")

@@ -190,10 +190,33 @@ class PageAccount:
     # ---- what a request finds --------------------------------------------------------------------
 
     def match(self, digests: bytes, token_ids: List[int], token_max: int) -> Match:
-        """What is there of the first `token_max` tokens of a prompt."""
+        """What is there of the first `token_max` tokens of a prompt.
+
+        A checkpoint and the pages that it is copied to may be more than the pool has. Who waited
+        for them would wait for ever, so then the checkpoint is none to go on from.
+        """
         if self.cache is None:
             return NOTHING
-        return self.cache.match(digests, token_ids, token_max)
+        match = self.cache.match(digests, token_ids, token_max)
+        if match.checkpoint is not None and not self._has_ever(match, len(token_ids) + 1):
+            return self.cache.without_checkpoint(match)
+        return match
+
+    def _has_ever(self, match: Match, token_count: int) -> bool:
+        """Whether the pool has the pages of a prompt and of the checkpoint that it goes on from."""
+        assert self.cache is not None and match.checkpoint is not None
+        blocks = self.cache.blocks_in(match.token_count)
+        needs = self.needs_to_compute(token_count, match.token_count)
+        return all(
+            need + len(pages) + blocks * count <= total
+            for need, pages, count, total in zip(
+                needs,
+                match.checkpoint.pages,
+                self.cache.page_counts,
+                self.pool.page_counts,
+                strict=True,
+            )
+        )
 
     def needs_behind(self, match: Match, token_count: int) -> list[int]:
         """Pages per group to compute a prompt behind what was found, and those that could not be

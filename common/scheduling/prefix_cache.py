@@ -98,11 +98,16 @@ class PrefixCache:
         node, count = self.tree.find(seed, keys, block_max)
         if node is None:
             return NOTHING
+        match = self.without_checkpoint(Match(node, count))
         checkpoint = self.checkpoints.find(node, count, self.block_tokens, token_ids, token_max)
-        token_count = 0 if self.needs_checkpoint else count * self.block_tokens
-        if checkpoint is not None and checkpoint.token_count > token_count:
+        if checkpoint is not None and checkpoint.token_count > match.token_count:
             return Match(node, count, checkpoint.token_count, checkpoint)
-        return Match(node, count, token_count)
+        return match
+
+    def without_checkpoint(self, match: Match) -> Match:
+        """The same blocks, to go on from the last one, or from none if that takes a checkpoint."""
+        token_count = 0 if self.needs_checkpoint else match.block_count * self.block_tokens
+        return Match(match.node, match.block_count, token_count)
 
     def blocks_in(self, token_count: int) -> int:
         return token_count // self.block_tokens
@@ -198,7 +203,7 @@ class PrefixCache:
     @property
     def version(self) -> int:
         """Another number after every change."""
-        return self.tree.version + self.checkpoints.made_count + self.checkpoints.evicted_count
+        return self.tree.version + self.checkpoints.version
 
     def marks(self) -> bytes:
         """From where prompts can be continued here: the first bytes of the keys, of so many at

@@ -64,7 +64,8 @@ class Sequence:
     aside: those of blocks that another sequence was first with. added_from: the first block that
     this one put there.
     checkpoint: whose pages the first step copies; None once it has. page_copies: for the next step.
-    cuts: token counts at which a chunk has to end, because a checkpoint is made there.
+    cuts: token counts at which a chunk has to end, because a checkpoint is made there. made: those
+    that were, of what it computed.
     planned_count: tokens of the prompt up to the end of the last chunk that was sent.
     pending_count: tokens that steps in flight draw, not known yet.
     wanted_count: tokens of the prompt that another one waits for; 0 if none does.
@@ -88,6 +89,7 @@ class Sequence:
     checkpoint: Checkpoint | None = None
     page_copies: list[PageCopies] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
+    made: list[Checkpoint] = field(default_factory=list)
     is_known: bool = False
 
     def __post_init__(self) -> None:
