@@ -40,6 +40,8 @@ SECTIONS = {
     "scheduler": "bench.scheduler",
     "engine": "bench.engine",
     "pair": "bench.pair",
+    "prefix_tree": "bench.prefix_tree",
+    "prefix_reuse": "bench.prefix_reuse",
     "staging": "bench.staging",
     "cache_kinds": "bench.cache_kinds",
     "states": "bench.states",

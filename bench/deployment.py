@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.sending import send_to
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.serve.workload import Ask
 from demo.__main__ import CHECKPOINT
 from demo.servers import Server, free_ports, start_server, stop_servers, wait_ready

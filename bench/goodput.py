@@ -20,7 +20,7 @@ import msgspec
 from bench.deployment import VOCAB_SIZE, Deployment, Shape, missing_cores
 from bench.report import NotRun, Row, at_most
 from bench.sending import load_settings
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.serve.workload import Ask, make_workload
 from bench.simulator.calibrate import Calibration, Ranges
 from bench.simulator.comparison import ERROR_MAX, Measured, Probe, goodput_of, relative_error

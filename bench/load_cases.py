@@ -10,11 +10,12 @@ import asyncio
 from dataclasses import dataclass
 
 from bench.sending import load_settings
-from bench.serve.client import LoadClient, Outcome, Run
+from bench.serve.client import LoadClient
 from bench.serve.dialects import SglangDialect
+from bench.serve.outcome import Outcome, Run
 from bench.serve.settings import Settings
 from bench.serve.summary import Summary, summarize
-from bench.serve.workload import make_warm_ups, make_workload
+from bench.serve.workload import lengths_of, make_warm_ups, make_workload
 
 PERCENTILES = (50.0, 99.0)
 # A request that hangs is one that failed, and the other cases still have their time.
@@ -54,7 +55,7 @@ def send_case(case: LoadCase, url: str, vocab_size: int) -> Summary:
 async def _send(settings: Settings, vocab_size: int) -> Run:
     workload = make_workload(settings, vocab_size)
     client = LoadClient(settings, SglangDialect(settings))
-    await client.run(make_warm_ups(settings, workload, vocab_size), _ignore)
+    await client.run(make_warm_ups(settings, lengths_of(workload), vocab_size), _ignore)
     return await client.run(workload, _ignore)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.serve.summary import Summary, summarize
 
 

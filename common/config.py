@@ -77,6 +77,19 @@ class Verify(StrEnum):
     FULL = "full"
 
 
+class LocalPrefill(StrEnum):
+    """Which prompts a decode server with prefill servers computes itself; each level has those
+    before it.
+
+    auto: short rests of prompts whose beginning is cached here, where that is quicker than asking
+    for them. fallback: whole prompts too, if no prefill server can be found for them.
+    """
+
+    OFF = "off"
+    AUTO = "auto"
+    FALLBACK = "fallback"
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one server, checked by `to_config`; None means: decided at start.
 
@@ -92,6 +105,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "sdpa" is torch whatever the layers are; "flashinfer" starts only if all layers can use it.
     chunked_prefill_size: prompt tokens per forward pass, a multiple of page_size.
     max_running_requests: None: as many as a pool without states allows, or as have room for theirs.
+    max_checkpoints: ends of prefixes that are kept with slots, tails and windows of their own, so
+        that later requests go on from there; None: as many as running requests, as far as a share
+        of the pool holds them.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
@@ -114,8 +130,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging_buffer_mb: MiB of each decode rank's staging buffer, in which staged transfers arrive.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
-    local_prefill: "fallback" lets a decode server compute a prompt itself when no prefill server
-        can be found for it; "off" answers 503.
+    local_prefill: what a decode server computes itself. Without "fallback" a prompt for which no
+        prefill server can be found is answered 503.
     self_test_interval_s: a decode server that was handed nothing for so long tries one token, and
         another one right after it was connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
@@ -159,6 +175,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_size: int = 16
     chunked_prefill_size: int = 2048
     max_running_requests: int | None = None
+    max_checkpoints: int | None = None
     max_queued_requests: int = 1024
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85
@@ -189,7 +206,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verify_transfer: Verify = Verify.OFF
     staging_buffer_mb: int = 64
     ucx: str = "auto"
-    local_prefill: str = "off"
+    local_prefill: LocalPrefill = LocalPrefill.AUTO
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     bootstrap_timeout_s: float = DEFAULT_BOOTSTRAP_TIMEOUT_S
     request_timeout_s: float = 600.0

@@ -30,6 +30,10 @@ def check_config(config: ServerConfig) -> None:
             f"--max-total-tokens {config.max_total_tokens}: must be at least one page, "
             f"--page-size {config.page_size}"
         )
+    if config.disable_radix_cache and config.max_checkpoints:
+        raise ConfigError(
+            f"--max-checkpoints {config.max_checkpoints}: must be 0 with --disable-radix-cache"
+        )
     if config.role is Role.PREFILL and config.port == config.bootstrap_port:
         raise ConfigError(
             f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"

@@ -91,6 +91,12 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "requests computed together [256, or as many as have room for their state]",
     ),
     Flag(
+        "max_checkpoints",
+        ("max-checkpoints",),
+        integer(0, 1 << 16),
+        "ends of prefixes kept to go on from; 0: none [as many as requests, if there is memory]",
+    ),
+    Flag(
         "max_queued_requests",
         ("max-queued-requests",),
         integer(1, 1 << 16),

@@ -66,6 +66,7 @@ SAMPLE_COUNT_MAX = 4096  # of one body; each is a request of its own in the sche
 RID_LENGTH_MAX = 256
 NUMBERED_RID_LENGTH_MAX = RID_LENGTH_MAX + len(f"_{SAMPLE_COUNT_MAX - 1}")
 """A rid with the number of its sample behind it."""
+CACHE_SALT_LENGTH_MAX = 256  # characters; twice vLLM's
 
 # W3C's, version 00: trace id, parent span id, flags.
 TRACE_PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")

@@ -11,17 +11,22 @@ from operator import le
 from common.layout.component import LiveKind
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
+from common.scheduling.followers import Followers
 from common.scheduling.page_account import PageAccount
-from common.scheduling.sequence import Sequence
+from common.scheduling.prefix_cache import NOTHING, Match
+from common.scheduling.sequence import Sequence, reusable_count
 from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Reserve
+from decode_server.expected_time import ExpectedTime, cached_there
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
 
 # Tokens that the window of every active request is expected to grow by soon.
 WINDOW_TOKENS = 64
+# What a rest may take to compute here while no prefill server can be asked.
+MISSING_S = 2.0
 # Requests whose growth is looked at in vain, until no more are looked at for the moment.
 GROWTH_LOOK_COUNT_MAX = 8
 
@@ -30,7 +35,8 @@ class Admission:
     """Chooses requests that leave the waiting queue, as many as find pages beside those that the
     active ones are expected to grow by: then a newcomer seldom pushes another request out.
 
-    is_local: this server computes all prompts. Writes nothing.
+    is_local: this server computes all prompts. computes_rests: it computes short rests of prompts
+    whose beginning is here. Writes nothing.
     """
 
     def __init__(
@@ -40,8 +46,10 @@ class Admission:
         choice: Choice,
         requests: Requests,
         transfers: Transfers,
+        times: ExpectedTime,
         *,
         is_local: bool,
+        computes_rests: bool,
     ) -> None:
         self._account = account
         self._batcher = batcher
@@ -49,6 +57,9 @@ class Admission:
         self._requests = requests
         self._incoming = transfers.incoming
         self._is_local = is_local
+        self._computes_rests = computes_rests
+        self._times = times
+        self._followers = Followers(requests.queue, batcher)
         self._growth = (-1, 0, 0)
 
     @property
@@ -60,25 +71,30 @@ class Admission:
 
     def decide(self, now: float) -> Iterator[Reserve | ComputeHere]:
         """One request after the other. Each decision is applied before the next one is made."""
+        self._followers.wake()
         yield from self._decide_here(now)
         if not self._is_local:
             yield from self._decide_elsewhere(now)
 
     def _decide_here(self, now: float) -> Iterator[ComputeHere]:
         """Requests whose prompt this server starts to compute itself."""
-        for request in list(self._requests.queue):
+        for request in list(self._requests.queue.ready):
             if not (self._is_local or request.is_computed_here):
                 continue
             if self._batcher.is_full:
                 return
-            needs = self._account.needs_to_compute(len(request.token_ids) + 1)
+            match, reusable = self._match_to_compute(request)
+            tokens, digests = request.token_ids, request.digests
+            if self._followers.follows(request, match, digests, reusable, len(tokens)):
+                continue
+            needs = self._account.needs_behind(match, len(tokens) + 1)
             if self._fits_grown(request, needs, self._room()):
-                yield ComputeHere(request)
+                yield ComputeHere(request, match)
             elif now - request.waiting_since > PASSED_OVER_MAX_S:
                 return
 
-    def _decide_elsewhere(self, now: float) -> Iterator[Reserve]:
-        """Requests that a prefill server is asked for.
+    def _decide_elsewhere(self, now: float) -> Iterator[Reserve | ComputeHere]:
+        """Requests that a prefill server is asked for, and rests that are computed here sooner.
 
         Pages bound the transfers under way, for how many it takes to keep the batch full depends
         on how long prefill servers take. Nothing more is asked for while caches that have come wait
@@ -93,7 +109,16 @@ class Admission:
             if self._batcher.ready_count:
                 return
             room = self._room() if room is None else room
-            needs = self._account.needs_of_prompt(len(request.token_ids))
+            if self._is_quicker_here(request, room, now):
+                match, _ = self._match_to_compute(request)
+                yield ComputeHere(request, match, is_rest=True)
+                room, may_ask_any = None, None
+                continue
+            match = self._match_to_receive(request)
+            is_free = request.room is None and not request.tested_link
+            if is_free and self._requests.arriving.is_awaited(request, match.block_count):
+                continue
+            needs = self._account.needs_to_receive(match, len(request.token_ids))
             fits = all(map(le, needs, room))
             is_late = now - request.waiting_since > PASSED_OVER_MAX_S
             if not fits and not is_late and request.bootstrap is None:
@@ -106,14 +131,58 @@ class Admission:
             source = self._choice.choose(request, now)
             if source is None:
                 continue
+            if not source.remote.sends_rest and match.block_count:
+                match = NOTHING
+                needs = self._account.needs_to_receive(match, len(request.token_ids))
+                fits = all(map(le, needs, room))
             if fits and look_count < GROWTH_LOOK_COUNT_MAX:
                 fits = self._fits_grown(request, needs, room)
                 look_count += not fits
             if fits:
-                yield Reserve(request, source)
+                yield Reserve(request, source, match)
                 room, may_ask_any = None, None
             elif is_late:
                 return
+
+    def _match_to_compute(self, request: DecodeRequest) -> tuple[Match, int]:
+        """What is here to go on from, and how many tokens that may be at most."""
+        tokens = request.token_ids
+        count = len(tokens) - 1
+        if not request.output_count:
+            count = reusable_count(tokens, request.sampling)
+        return self._account.match(request.digests, tokens, count), count
+
+    def _match_to_receive(self, request: DecodeRequest) -> Match:
+        return self._account.match(request.digests, request.token_ids, len(request.token_ids))
+
+    def _is_quicker_here(self, request: DecodeRequest, room: list[int], now: float) -> bool:
+        """Whether the rest of a prompt is computed sooner than a prefill server's would be here. It
+        may take longer as the other one would have more to compute: its cache lacks the answers.
+        One that a router named may have computed it already, and its other half waits."""
+        if not self._computes_rests or request.tested_link or request.room is not None:
+            return False
+        if self._batcher.is_full:
+            return False
+        match, _ = self._match_to_compute(request)
+        token_count = len(request.token_ids)
+        lacking = token_count - match.token_count
+        computed_s = self._times.computed_s(lacking)
+        if not match.token_count or computed_s is None:
+            return False
+        source = self._choice.choose(request, now)
+        asked_s = MISSING_S
+        if source is not None:
+            lacking_there = token_count - cached_there(source, request)
+            asked_s = self._times.asked_s(source, request) * max(1.0, lacking_there / lacking)
+        if computed_s > asked_s:
+            return False
+        needs = self._account.needs_behind(match, token_count + 1)
+        return self._fits_grown(request, needs, room)
+
+    @property
+    def followed_count(self) -> int:
+        """How often a request waited for what another one computed, or had sent."""
+        return self._followers.count + self._requests.arriving.count
 
     def short_count(self, queue: Sized, now: float) -> int:
         """Of those that wait, how many wait for pages or places here: all, unless no prefill server
@@ -132,7 +201,8 @@ class Admission:
         first = next(iter(queue), None)
         if first is None or not self.may_starve:
             return False
-        needs = self._account.needs_to_compute(len(first.token_ids) + 1)
+        match, _ = self._match_to_compute(first)
+        needs = self._account.needs_behind(match, len(first.token_ids) + 1)
         return not all(map(le, needs, self._room()))
 
     def _fits_grown(self, request: DecodeRequest, needs: list[int], room: list[int]) -> bool:

@@ -1,8 +1,9 @@
 """Which prefill server a request is sent to: the one its router named, or one of those that can.
 
-Of those, two are drawn and the one with less load is asked. Decode servers that heard the same
-loads at the same time would otherwise all ask the same server. None is asked for more at a time
-than it says it takes: a request beyond that waits here, where it can still go to another one.
+Of those, two are drawn, and of the two and those that have some of the prompt cached, the one is
+asked that will be done first. Decode servers that heard the same at the same time would otherwise
+all ask the same server. None is asked for more at a time than it says it takes: a request beyond
+that waits here, where it can still go to another one.
 
 Knows nothing of pages. Writes nothing.
 """
@@ -13,13 +14,15 @@ import random
 
 from common.transfers.connection import Connection
 from common.transfers.transfers import Transfers
+from decode_server.expected_time import ExpectedTime, cached_there
 from decode_server.request import DecodeRequest
 
 
 class Choice:
-    def __init__(self, transfers: Transfers, rng: random.Random) -> None:
+    def __init__(self, transfers: Transfers, times: ExpectedTime, rng: random.Random) -> None:
         self._links = transfers.links
         self._incoming = transfers.incoming
+        self._times = times
         self._rng = rng
 
     def may_ask_any(self, now: float) -> bool:
@@ -55,9 +58,16 @@ class Choice:
         if not candidates:
             return None
         fresh = [source for source in candidates if source.link not in request.tried_links]
-        return self._draw(fresh or candidates)
+        return self._draw(request, fresh or candidates)
 
-    def _draw(self, sources: list[Connection]) -> Connection:
-        """The less loaded of two; which two, and which of equals, is chance."""
+    def _draw(self, request: DecodeRequest, sources: list[Connection]) -> Connection:
+        """Which two, and which of equals, is chance. Before anything was measured, the one with
+        less to do."""
         drawn = self._rng.sample(sources, min(2, len(sources)))
-        return min(drawn, key=lambda source: source.load_token_count)
+        knowing = [one for one in sources if one not in drawn and cached_there(one, request)]
+
+        def key(source: Connection) -> tuple[float, int]:
+            lacking = len(request.token_ids) - cached_there(source, request)
+            return self._times.asked_s(source, request), source.load_token_count + lacking
+
+        return min(drawn + knowing, key=key)

@@ -9,7 +9,7 @@ import ipaddress
 import re
 from collections.abc import Sequence
 
-from common.config import Role, ServerConfig
+from common.config import LocalPrefill, Role, ServerConfig
 from common.errors import ConfigError
 from common.flag_reading import parse_settings, to_config
 from common.flag_values import address, choice, number
@@ -53,8 +53,9 @@ FLAGS = (
     Flag(
         "local_prefill",
         ("local-prefill",),
-        choice("off", "fallback"),
-        "off, or fallback: compute a prompt here if no prefill server can be found for it",
+        choice(*LocalPrefill),
+        "what is computed here: off, nothing; auto, short rests of cached prompts where that is "
+        "quicker; fallback, whole prompts too if no prefill server can be found",
     ),
     Flag(
         "prefill",

@@ -5,23 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.failures import Failure
+from common.scheduling.prefix_cache import Match
 from common.transfers.connection import Connection
 from decode_server.request import DecodeRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Pages are there: ask this server for the cache."""
+    """Pages are there: ask this server for what is not here of the cache. match: what is."""
 
     request: DecodeRequest
     source: Connection
+    match: Match
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeHere:
-    """Pages are there: this server begins to compute the prompt."""
+    """Pages are there: this server begins to compute the prompt. match: what is cached of it.
+
+    is_rest: a prefill server could have been asked, and this is quicker.
+    """
 
     request: DecodeRequest
+    match: Match
+    is_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

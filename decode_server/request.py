@@ -12,6 +12,7 @@ from common.request import (
     SamplingParams,
     TransferTrace,
 )
+from common.scheduling.cached_sequences import HeldPrefix
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState
 from common.transfers.incoming_transfer import IncomingTransfer
@@ -21,6 +22,8 @@ from common.transfers.incoming_transfer import IncomingTransfer
 class DecodeRequest:
     """token_ids: the prompt and everything generated so far.
 
+    digests: of its tokens' beginnings (see prefix_digests.py).
+    held: what is here of its cache while the rest is on its way. asked_at: when that was asked for.
     link, source_name: of the server that its cache comes from.
     failure_count: transfers that brought nothing since it last ran; tried_links: the prefill
     servers that failed them.
@@ -33,11 +36,13 @@ class DecodeRequest:
     prompt_count: int
     sampling: SamplingParams
     bootstrap: Bootstrap | None
+    digests: bytes
     arrived_at: float
     deadline: float
     state: DecodeState = DecodeState.WAITING
     link: str = ""
     transfer: IncomingTransfer | None = None
+    held: HeldPrefix | None = None
     sequence: Sequence | None = None
     failure_count: int = 0
     retraction_count: int = 0
@@ -47,6 +52,7 @@ class DecodeRequest:
     prompt_logprobs: list[bytes] = field(default_factory=list)
     waiting_since: float = 0.0
     requested_at: float = 0.0
+    asked_at: float = 0.0
     first_token_at: float = 0.0
     transfer_trace: TransferTrace = field(default_factory=TransferTrace)
     cached: CachedTokens = field(default_factory=CachedTokens)

@@ -27,11 +27,13 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
+from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import Ask, CacheReady
 from common.transfers.transfers import Transfers
+from decode_server.arriving_blocks import ArrivingBlocks
 from decode_server.output_lengths import OutputLengths
 from decode_server.request import DecodeRequest
 from decode_server.waiting import WaitingQueue
@@ -46,7 +48,8 @@ TRANSFER_ID_BITS = 63
 
 
 class Requests:
-    """Owner of every `DecodeRequest`. lengths: of the outputs that have ended."""
+    """Owner of every `DecodeRequest`. lengths: of the outputs that have ended. arriving: what the
+    transfers under way bring."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Requests:
         self._rng = rng
         self._requests: dict[int, DecodeRequest] = {}
         self._next_test_id = -1  # clients' requests have positive ones
+        self.arriving = ArrivingBlocks(account.cache)
         self.deadlines = Deadlines()
         self.queue = WaitingQueue()
         self.lengths = OutputLengths()
@@ -108,6 +112,7 @@ class Requests:
             prompt_count=len(submit.token_ids),
             sampling=submit.sampling,
             bootstrap=submit.bootstrap,
+            digests=submit.prefix_digests,
             arrived_at=now,
             deadline=now + submit.budget_s,
             waiting_since=now,
@@ -125,6 +130,7 @@ class Requests:
             prompt_count=1,
             sampling=sampling,
             bootstrap=None,
+            digests=b"",
             arrived_at=now,
             deadline=now + budget_s,
             waiting_since=now,
@@ -151,27 +157,32 @@ class Requests:
 
     # ---- rows of the table -----------------------------------------------------------------------
 
-    def reserve(self, request: DecodeRequest, source: Connection, now: float) -> None:
-        """WAITING -> TRANSFERRING: pages for the whole cache are there, and are asked to be
-        filled."""
+    def reserve(self, request: DecodeRequest, source: Connection, match: Match, now: float) -> None:
+        """WAITING -> TRANSFERRING: pages for what is not here of the cache are there, and are asked
+        to be filled. What is here is kept meanwhile."""
         self._advance(request, DecodeEvent.RESERVED)
         self.queue.discard(request.request_id)
         token_count = len(request.token_ids)
         transfer_id = self._rng.getrandbits(TRANSFER_ID_BITS)
         incoming = self._transfers.incoming
+        request.held = self._account.cached.hold(match)
+        prefix = request.held.prefix if request.held is not None else None
+        self.arriving.add(request, match.block_count)
         request.transfer = incoming.reserve(
-            source, transfer_id, request.request_id, token_count, _ask(request, now)
+            source, transfer_id, request.request_id, token_count, _ask(request, now), prefix
         )
+        request.asked_at = now
         self._transfers.links.note_asked(source, token_count, now)
         request.link = source.link
         request.source_name = source.name
         request.requested_at = request.requested_at or now
 
-    def compute_here(self, request: DecodeRequest, now: float) -> None:
-        """WAITING -> RUNNING, if there are pages: this server computes the prompt."""
-        tokens = request.token_ids
+    def compute_here(self, request: DecodeRequest, match: Match, now: float) -> None:
+        """WAITING -> RUNNING, if there are pages: this server computes what is not here of the
+        prompt's cache."""
+        tokens, digests = request.token_ids, request.digests
         sequence = self._account.open(
-            request.request_id, tokens, request.prompt_count, request.sampling
+            request.request_id, tokens, request.prompt_count, request.sampling, digests, match
         )
         if sequence is None:
             return
@@ -189,17 +200,22 @@ class Requests:
         self._advance(request, DecodeEvent.DONE)
         if request.first_token_at == 0.0:
             request.transfer_trace = done.trace
-            request.cached = CachedTokens(prefill=done.trace.cached_token_count)
+            here = request.held.token_count if request.held is not None else 0
+            request.cached = CachedTokens(prefill=done.trace.cached_token_count, decode=here)
             request.prompt_logprobs = done.prompt_logprobs
         request.transfer = None
         request.token_ids.append(done.first_token)
-        request.sequence = Sequence(
+        self.arriving.remove(request)
+        held, request.held = request.held, None
+        request.sequence = self._account.adopt(
             request.request_id,
             request.token_ids,
             request.prompt_count,
             request.sampling,
             ready.transfer.spans,
-            computed_count=done.token_count,
+            done.token_count,
+            request.digests,
+            held,
         )
         self._batcher.add(request.sequence)
         return self._batcher.finish_of(request.sequence)
@@ -222,11 +238,13 @@ class Requests:
         request.failure_count = 0
         request.tried_links.clear()
         request.retraction_count += 1
+        request.digests = self._account.cached.digests_of(request.digests, request.token_ids)
         self.counters["retracted"] += 1
         self._wait_again(request, now)
 
     def _wait_again(self, request: DecodeRequest, now: float) -> None:
         """Back to the queue, ahead of those that have not begun."""
+        self._let_go(request)
         request.transfer = None
         request.sequence = None
         request.waiting_since = now
@@ -248,6 +266,7 @@ class Requests:
         if request.transfer is not None and request.transfer.owner is not None:
             self._transfers.incoming.abandon(request.transfer, failure.message)
         request.transfer = None
+        self._let_go(request)
         self._drop_sequence(request)
         self._forget(request)
 
@@ -337,6 +356,13 @@ class Requests:
         request.failure_count += 1
         request.tried_links.add(request.link)
 
+    def _let_go(self, request: DecodeRequest) -> None:
+        """What is here of its cache may be evicted, if it was kept: nothing else comes."""
+        self.arriving.remove(request)
+        if request.held is not None:
+            self._account.cached.let_go(request.held)
+            request.held = None
+
     def _drop_sequence(self, request: DecodeRequest) -> None:
         if request.sequence is not None:
             self._batcher.remove(request.sequence)
@@ -363,4 +389,5 @@ def _ask(request: DecodeRequest, now: float) -> Ask:
         origin=request.origin,
         is_self_test=bool(request.tested_link),
         is_held=request.is_held,
+        prefix_digests=b"" if room is not None else request.digests,
     )

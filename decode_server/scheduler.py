@@ -43,6 +43,7 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
+from common.scheduling.rates import StepRates
 from common.scheduling.transitions import DecodeState
 from common.scheduling.worker_health import WorkerHealth
 from common.transfers.incoming_transfer import CacheFailed, CacheReady
@@ -55,6 +56,7 @@ from common.transfers.transfers import (
 from decode_server.admission import Admission
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Unbind
+from decode_server.expected_time import ExpectedTime
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
 from decode_server.request import DecodeRequest
@@ -62,6 +64,7 @@ from decode_server.requests import Requests
 from decode_server.self_test import SelfTests
 from decode_server.starvation import Starvation
 
+COUNTED = ("requests", "stale_messages", "computed_here", "local_prefills")
 Decision = Reserve | ComputeHere | KeepHere | Unbind | Fail | Retry
 
 
@@ -70,6 +73,7 @@ class DecodeScheduler:
 
     links: addresses of prefill servers to dial. is_local: compute prompts here and dial no server.
     may_fall_back: compute a prompt here if no prefill server can be found for it.
+    computes_rests: compute the rest of a prompt here whose beginning is, where that is quicker.
     sends: whether other servers may ask this one for caches as well.
     """
 
@@ -81,6 +85,7 @@ class DecodeScheduler:
         *,
         is_local: bool = False,
         may_fall_back: bool = False,
+        computes_rests: bool = False,
         sends: bool = False,
         seed: int = 0,
     ) -> None:
@@ -93,11 +98,15 @@ class DecodeScheduler:
         self.account = PageAccount(
             facts.layout.groups,
             facts.page_counts,
-            has_prefix_cache=is_local and limits.has_prefix_cache,
+            has_prefix_cache=limits.has_prefix_cache,
             chunk_token_max=limits.chunk_token_max,
+            checkpoint_max=facts.checkpoint_max,
+            digest_tokens=facts.digest_tokens,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        self.batcher = Batcher(self.account, limits.of_batch(facts, self.request_token_max))
+        rates = StepRates(facts.prompt_token_s, facts.decode_s)
+        batch_limits = limits.of_batch(facts, self.request_token_max)
+        self.batcher = Batcher(self.account, batch_limits, rates)
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
         self.transfers = Transfers(
             Introduction(facts, "decode", sends=sends, receives=True),
@@ -116,21 +125,25 @@ class DecodeScheduler:
             self._outbox,
             random.Random(seed),
         )
+        self._times = ExpectedTime(self.batcher)
         self._admission = Admission(
             self.account,
             self.batcher,
-            Choice(self.transfers, random.Random(seed + 2)),
+            Choice(self.transfers, self._times, random.Random(seed + 2)),
             self.requests,
             self.transfers,
+            self._times,
             is_local=is_local,
+            computes_rests=computes_rests and not is_local,
         )
+        self._computes_rests = computes_rests and not is_local
         self._missing_servers = MissingServers(
             self.transfers, self.requests, is_local=is_local, may_fall_back=may_fall_back
         )
         self._self_tests = SelfTests(self.transfers.links, limits.self_test_interval_s)
         self._starvation = Starvation(self._admission, self._outbox)
         self._is_frontend_behind = False
-        self._counters = dict.fromkeys(("requests", "stale_messages", "computed_here"), 0.0)
+        self._counters = dict.fromkeys(COUNTED, 0.0)
 
     @property
     def is_idle(self) -> bool:
@@ -199,6 +212,8 @@ class DecodeScheduler:
         self._apply_events(self.transfers.expire(now), now)
 
     def _send_steps(self, now: float) -> None:
+        if self._computes_rests:
+            self.batcher.shared_step_tokens = self._times.step_tokens()
         while not self._is_frontend_behind:
             planned = self.batcher.plan_step()
             for sequence in planned.retracted:
@@ -216,10 +231,11 @@ class DecodeScheduler:
     def _apply(self, decision: Decision, now: float) -> None:
         request = decision.request
         match decision:
-            case Reserve(source=source):
-                self.requests.reserve(request, source, now)
-            case ComputeHere():
-                self.requests.compute_here(request, now)
+            case Reserve(source=source, match=match):
+                self.requests.reserve(request, source, match, now)
+            case ComputeHere(match=match, is_rest=is_rest):
+                self.requests.compute_here(request, match, now)
+                self._counters["local_prefills"] += is_rest
             case KeepHere():
                 self.requests.keep_here(request)
             case Unbind():
@@ -313,6 +329,7 @@ class DecodeScheduler:
             failure = Failure(FailureKind.UNFIT_TOKEN, text, is_retryable=True)
             self._handle_failed(CacheFailed(ready.transfer, ready.owner, failure), now)
             return
+        self._times.note_ready(ready, request.asked_at, now)
         finish = self.requests.adopt(request, ready, now)
         logprobs = done.logprobs[0] if done.logprobs else None
         self.requests.send_token(request, done.first_token, logprobs, finish, now)
@@ -381,12 +398,15 @@ class DecodeScheduler:
                 **self._starvation.counters,
                 **requests.counters,
                 **incoming.counters,
+                **self.account.prefix_counters(),
+                "waited_for_equal": float(self._admission.followed_count),
                 **self._self_tests.counters,
                 "stale_messages": self._counters["stale_messages"] + self.transfers.stale_count,
                 "peers_lost": float(self.transfers.links.connections.lost_count),
             },
             page_groups=self.account.states(self._facts.layout),
             peers=self.transfers.states(),
+            prefix_cache=self.account.prefix_state(),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
             trouble=self._worker_health.trouble or self._starvation.trouble,

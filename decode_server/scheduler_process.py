@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
-from common.config import ServerConfig
+from common.config import LocalPrefill, ServerConfig
 from common.runtime import scheduler_loop
 from common.runtime.peer_ends import dial
 from common.runtime.start import read_process_config
@@ -34,7 +34,8 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         limits,
         list(config.prefill),
         is_local=not config.prefill,
-        may_fall_back=config.local_prefill == "fallback",
+        computes_rests=config.local_prefill is not LocalPrefill.OFF,
+        may_fall_back=config.local_prefill is LocalPrefill.FALLBACK,
         seed=secrets.randbits(64),
     )
 

@@ -17,12 +17,18 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._begun: dict[int, DecodeRequest] = {}
         self._new: dict[int, DecodeRequest] = {}
+        self._aside: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._begun) + len(self._new)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._begun or request_id in self._new
+
+    @property
+    def ready(self) -> Iterator[DecodeRequest]:
+        """Those that wait for nothing that another one computes."""
+        return (request for request in self if request.request_id not in self._aside)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return chain(self._begun.values(), self._new.values())
@@ -38,3 +44,11 @@ class WaitingQueue:
         """Harmless if the request does not wait."""
         self._begun.pop(request_id, None)
         self._new.pop(request_id, None)
+        self._aside.discard(request_id)
+
+    def set_aside(self, request: DecodeRequest) -> None:
+        """It waits as well, for what another one computes, until it is put back."""
+        self._aside.add(request.request_id)
+
+    def put_back(self, request: DecodeRequest) -> None:
+        self._aside.discard(request.request_id)

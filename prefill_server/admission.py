@@ -10,16 +10,12 @@ from dataclasses import dataclass
 
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
+from common.scheduling.followers import Followers
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import reusable_count
-from prefill_server.followers import Followers
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import Requests
-
-# A prompt waits for another one if that spares it this much of what it lacks. For less it would
-# lose a step that it could have been part of: all prompts of a template begin alike.
-SPARED_SHARE_MIN = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +69,11 @@ class Admission:
             request = self._next(now)
             if request is None:
                 return
-            match = self._match(request)
-            if not self._follows(request, match):
+            tokens = request.token_ids
+            reusable = reusable_count(tokens, request.sampling)
+            match = self._account.match(request.digests, tokens, reusable)
+            if not self._followers.follows(request, match, request.digests, reusable, len(tokens)):
                 yield Schedule(request, match)
-
-    def _match(self, request: PrefillRequest) -> Match:
-        tokens = request.token_ids
-        reusable = reusable_count(tokens, request.sampling)
-        return self._account.match(request.digests, tokens, reusable)
 
     def _held_to_give_up(self, now: float) -> PrefillRequest | None:
         """The oldest held cache, if the next request has waited too long for its pages."""
@@ -108,18 +101,3 @@ class Admission:
     def _is_short(self, request: PrefillRequest) -> bool:
         """Whether its pages were not there, and none have come back since."""
         return request.relief_seen == self._account.relief_count
-
-    def _follows(self, request: PrefillRequest, match: Match) -> bool:
-        """Whether a request waits for a prompt that is being computed, because the two begin
-        alike."""
-        tokens = request.token_ids
-        reusable = reusable_count(tokens, request.sampling)
-        found = self._batcher.find_writer(match, request.digests, reusable)
-        if found is None:
-            return False
-        leader, shared_count = found
-        cached_count = match.token_count
-        if shared_count - cached_count < SPARED_SHARE_MIN * (len(tokens) - cached_count):
-            return False
-        self._followers.add(request, leader, shared_count)
-        return True

@@ -41,6 +41,7 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
+from common.scheduling.told_prefixes import ToldPrefixes
 from common.scheduling.transitions import PrefillState
 from common.scheduling.worker_health import WorkerHealth
 from common.transfers.credits import Credits
@@ -86,6 +87,8 @@ class PrefillScheduler:
             facts.page_counts,
             has_prefix_cache=limits.has_prefix_cache,
             chunk_token_max=limits.chunk_token_max,
+            checkpoint_max=facts.checkpoint_max,
+            digest_tokens=facts.digest_tokens,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
@@ -114,6 +117,7 @@ class PrefillScheduler:
             queue_max=limits.queue_max,
             room_timeout_s=limits.bootstrap_timeout_s,
         )
+        self._told_prefixes = ToldPrefixes(self.account.cache)
         self._admission = Admission(self.account, self.batcher, self.requests)
         self._transfer_trouble = ""
         self._stale_count = 0
@@ -157,6 +161,7 @@ class PrefillScheduler:
             self._worker_health.check(now, is_busy=is_busy),
             self.meetings.is_draining,
             queued_token_count=self._admission.queued_token_count,
+            cached_prefixes=self._told_prefixes.take(now),
         )
         targets = [target.incarnation for target in links.connections.targets()]
         links.hurry(self._credits.update(targets, len(self.requests)))
@@ -351,7 +356,8 @@ class PrefillScheduler:
             counters={
                 **requests.counters,
                 "requests": float(self.meetings.count),
-                "followed": float(self._admission.followed_count),
+                **self.account.prefix_counters(),
+                "waited_for_equal": float(self._admission.followed_count),
                 "stale_messages": float(self._stale_count + transfers.stale_count),
                 "peers_lost": float(transfers.links.connections.lost_count),
                 "refused_peers": float(refusals.count),
@@ -359,6 +365,7 @@ class PrefillScheduler:
             },
             page_groups=self.account.states(self._facts.layout),
             peers=transfers.states(),
+            prefix_cache=self.account.prefix_state(self._told_prefixes.count),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
             trouble=self._worker_health.trouble or self._transfer_trouble,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -19,11 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
-from bench.serve.client import LoadClient, Outcome, Run, headers_of
-from bench.serve.dialects import Decode, Dialect, OpenAiDialect, SglangDialect
-from bench.serve.settings import Settings, parse_settings
+from bench.serve.client import LoadClient, headers_of
+from bench.serve.conversation import Decode
+from bench.serve.dialects import Dialect, OpenAiDialect, SglangDialect
+from bench.serve.outcome import Outcome, Run
+from bench.serve.sessions import lengths_of_first_turns, make_sessions, turn_count
+from bench.serve.settings import SESSIONS, Settings, parse_settings
 from bench.serve.summary import METRICS, Summary, request_fields, summarize
-from bench.serve.workload import make_warm_ups, make_workload
+from bench.serve.turns import TurnSummary
+from bench.serve.workload import lengths_of, make_warm_ups, make_workload
 from common.errors import ConfigError
 
 EXIT_SOME_FAILED = 1
@@ -71,9 +75,9 @@ async def _measure(settings: Settings, console: Console) -> Run:
     if vocab_size is None:
         vocab_size = await _ask_vocab_size(settings)
     dialect = await _choose_dialect(settings, tokenizer)
-    workload = make_workload(settings, vocab_size)
-    warm_ups = make_warm_ups(settings, workload, vocab_size)
     client = LoadClient(settings, dialect)
+    load = _prepare(settings, client, vocab_size)
+    warm_ups = make_warm_ups(settings, load.lengths, vocab_size)
     for warm_up in warm_ups:
         outcome = (await client.run([warm_up], _ignore)).outcomes[0]
         if not outcome.is_good:
@@ -87,8 +91,29 @@ async def _measure(settings: Settings, console: Console) -> Run:
     with Progress(
         *columns, TimeElapsedColumn(), console=console, disable=not settings.has_progress
     ) as progress:
-        bar = progress.add_task("requests", total=len(workload))
-        return await client.run(workload, lambda outcome: progress.advance(bar))
+        bar = progress.add_task("requests", total=load.request_count)
+        return await load.send(lambda outcome: progress.advance(bar))
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What is to be sent. lengths: of first prompts and their outputs, in tokens."""
+
+    request_count: int
+    lengths: list[tuple[int, int]]
+    send: Callable[[Callable[[Outcome], None]], Awaitable[Run]]
+
+
+def _prepare(settings: Settings, client: LoadClient, vocab_size: int) -> _Load:
+    if settings.dataset_name == SESSIONS:
+        sessions, source = make_sessions(settings, vocab_size)
+        return _Load(
+            turn_count(sessions),
+            lengths_of_first_turns(sessions),
+            lambda on_end: client.replay(sessions, source, on_end),
+        )
+    workload = make_workload(settings, vocab_size)
+    return _Load(len(workload), lengths_of(workload), lambda on_end: client.run(workload, on_end))
 
 
 def _ignore(outcome: Outcome) -> None:
@@ -191,7 +216,7 @@ def _draw(settings: Settings, run: Run, path: Path) -> None:
     from bench.serve.picture import draw  # only now: matplotlib takes half a second to load
 
     title = f"{settings.dataset_name}, {len(run.outcomes)} requests, {settings.backend}"
-    if settings.dataset_name != "trace":
+    if settings.request_rate is not None:
         title += f", {settings.request_rate:g} per second"
     try:
         draw(run, title, path)
@@ -209,6 +234,8 @@ def print_summary(summary: Summary) -> None:
             if found is not None:
                 rows.append((metric.upper(), *(f"{value:.2f}" for value in found.values())))
         _print_columns(rows)
+    if summary.turns:
+        _print_columns(_turn_rows(summary.turns))
     if summary.errors:
         _print_columns(
             [("error", "requests", "for example")]
@@ -217,6 +244,25 @@ def print_summary(summary: Summary) -> None:
                 for kind, count in summary.errors.items()
             ]
         )
+
+
+def _turn_rows(turns: Sequence[TurnSummary]) -> list[tuple[str, ...]]:
+    names = ("turn", "requests", "prompt", "cached", "hit rate", "TTFT p50, ms", "TTFT p99, ms")
+    return [
+        names,
+        *(
+            (
+                str(one.turn),
+                str(one.request_count),
+                f"{one.prompt_tokens:.0f}",
+                "?" if one.cached_tokens is None else f"{one.cached_tokens:.0f}",
+                "?" if one.hit_rate is None else f"{one.hit_rate:.1%}",
+                f"{one.ttft_p50:.2f}",
+                f"{one.ttft_p99:.2f}",
+            )
+            for one in turns
+        ),
+    ]
 
 
 def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
@@ -241,6 +287,11 @@ def _figures(summary: Summary) -> list[tuple[str, ...]]:
         ("held back, p99", f"{summary.held_ms:.2f} ms"),
         ("client's lag, p99", f"{summary.lag_ms:.2f} ms"),
     ]
+    if summary.cached_token_count is not None and summary.hit_rate is not None:
+        cached = f"{summary.cached_token_count} ({summary.hit_rate:.1%} of input tokens)"
+        figures.append(("cached tokens", cached))
+    if summary.unsent_count:
+        figures.append(("turns not sent", f"{summary.unsent_count}, behind one that failed"))
     if summary.goodput is not None:
         figures.append(("good requests per s", f"{summary.goodput:.2f}"))
     return figures

@@ -3,19 +3,26 @@
 The schedule is open: a request leaves at its time however slow the answers to others are. Only
 --max-concurrency holds requests back, and says so in its own number. Where this process itself is
 late, because it has more to do than one core can, that is measured too.
+
+Sessions are open beside each other and closed within: a turn is due when the answer before it has
+ended and its think time is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import aiohttp
 import msgspec
 
+from bench.serve.conversation import Conversation
 from bench.serve.dialects import Dialect
+from bench.serve.outcome import Outcome, Run
+from bench.serve.sessions import PromptSource, Session, turn_count
 from bench.serve.settings import Settings
 from bench.serve.workload import Ask
 
@@ -24,41 +31,6 @@ CONNECT_TIMEOUT_S = 30.0
 DONE = b"[DONE]"
 END_OF_EVENT = b"\n\n"
 ERROR_TEXT_MAX = 400  # characters kept of an answer that is an error
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The outcome of one request. Times in seconds from the beginning of the run.
-
-    began_s: when its turn came here; due_s if this process was not late. sent_s: when it was sent,
-        later than that only if --max-concurrency held it back.
-    arrivals: (time, tokens so far) of every event that brought some.
-    error_kind: "" if all went well, else a short word for a table; error: the text of the answer.
-    """
-
-    ask: Ask
-    due_s: float
-    began_s: float = 0.0
-    sent_s: float = 0.0
-    ended_s: float = 0.0
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    prompt_count: int = 0
-    output_count: int = 0
-    error_kind: str = ""
-    error: str = ""
-
-    @property
-    def is_good(self) -> bool:
-        return not self.error_kind
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Everything that was noted. lags_s: how late this process came to look, once in 10 ms."""
-
-    outcomes: list[Outcome]
-    duration_s: float
-    lags_s: list[float]
 
 
 class StreamBroken(Exception):
@@ -82,6 +54,48 @@ class LoadClient:
 
     async def run(self, asks: Sequence[Ask], on_end: Callable[[Outcome], None]) -> Run:
         """Send everything; returns when the last request has ended. on_end: called after each."""
+
+        async def send(http: aiohttp.ClientSession) -> list[Outcome]:
+            tasks: list[asyncio.Task[Outcome]] = []
+            for ask in asks:
+                await self._wait_until(ask.arrival_s)
+                tasks.append(asyncio.create_task(self._one(http, ask, on_end)))
+            return await asyncio.gather(*tasks)
+
+        return await self._measure(send)
+
+    async def replay(
+        self,
+        sessions: Sequence[Session],
+        source: PromptSource,
+        on_end: Callable[[Outcome], None],
+    ) -> Run:
+        """Play all sessions to their ends; one of which a turn failed ends with it."""
+        limit = self._settings.max_sessions
+        places = asyncio.Semaphore(limit if limit is not None else max(1, len(sessions)))
+        starts = accumulate((len(session.turns) for session in sessions), initial=0)
+
+        async def send(http: aiohttp.ClientSession) -> list[Outcome]:
+            played = await asyncio.gather(
+                *(
+                    self._play(
+                        http,
+                        session,
+                        self._dialect.converse(session, source, start),
+                        places,
+                        on_end,
+                    )
+                    for session, start in zip(sessions, starts, strict=False)
+                )
+            )
+            return [outcome for outcomes in played for outcome in outcomes]
+
+        run = await self._measure(send)
+        return replace(run, unsent_count=turn_count(sessions) - len(run.outcomes))
+
+    async def _measure(
+        self, send: Callable[[aiohttp.ClientSession], Awaitable[list[Outcome]]]
+    ) -> Run:
         timeout = aiohttp.ClientTimeout(
             total=self._settings.request_timeout_s, sock_connect=CONNECT_TIMEOUT_S
         )
@@ -89,18 +103,41 @@ class LoadClient:
             headers=headers_of(self._settings),
             timeout=timeout,
             connector=aiohttp.TCPConnector(limit=0),
-        ) as session:
+        ) as http:
             lags_s: list[float] = []
             self._started_at = time.perf_counter()
             watching = asyncio.create_task(_watch_lag(lags_s))
-            tasks: list[asyncio.Task[Outcome]] = []
-            for ask in asks:
-                await self._wait_until(ask.arrival_s)
-                tasks.append(asyncio.create_task(self._one(session, ask, on_end)))
-            outcomes = await asyncio.gather(*tasks)
+            outcomes = await send(http)
             watching.cancel()
         duration_s = max(outcome.ended_s for outcome in outcomes)
         return Run(outcomes, duration_s, lags_s)
+
+    async def _play(
+        self,
+        http: aiohttp.ClientSession,
+        session: Session,
+        conversation: Conversation,
+        places: asyncio.Semaphore,
+        on_end: Callable[[Outcome], None],
+    ) -> list[Outcome]:
+        """The turns of one session. Their outcomes don't keep the prompts, which are long."""
+        outcomes: list[Outcome] = []
+        await self._wait_until(session.begin_s)
+        is_limited = places.locked()
+        async with places:
+            # Waiting for a place is no lateness: with a limit, sessions begin when they can.
+            due_s = max(session.begin_s, self._now()) if is_limited else session.begin_s
+            for number, turn in enumerate(session.turns):
+                if number:
+                    due_s = outcomes[-1].ended_s + turn.think_s
+                    await self._wait_until(due_s)
+                outcome = await self._one(
+                    http, conversation.ask(number, due_s), on_end, conversation
+                )
+                outcomes.append(outcome)
+                if not outcome.is_good:
+                    break
+        return outcomes
 
     def _now(self) -> float:
         return time.perf_counter() - self._started_at
@@ -111,7 +148,11 @@ class LoadClient:
             await asyncio.sleep(delay_s)
 
     async def _one(
-        self, session: aiohttp.ClientSession, ask: Ask, on_end: Callable[[Outcome], None]
+        self,
+        http: aiohttp.ClientSession,
+        ask: Ask,
+        on_end: Callable[[Outcome], None],
+        conversation: Conversation | None = None,
     ) -> Outcome:
         outcome = Outcome(ask, due_s=ask.arrival_s, began_s=self._now())
         payload = self._encoder.encode(self._dialect.body(ask))
@@ -119,7 +160,9 @@ class LoadClient:
             await self._slots.acquire()
         try:
             outcome.sent_s = self._now()
-            await self._exchange(session, payload, outcome)
+            await self._exchange(http, payload, outcome)
+            if conversation is not None and (why := conversation.hear(outcome)):
+                raise StreamBroken("no token ids", why)
         except StreamBroken as broken:
             outcome.error_kind, outcome.error = broken.kind, str(broken)
         except aiohttp.ConnectionTimeoutError:
@@ -136,17 +179,21 @@ class LoadClient:
             outcome.error_kind, outcome.error = "unreadable", str(error)
         finally:
             outcome.ended_s = self._now()
+            outcome.prompt_count = outcome.prompt_count or len(ask.prompt)
             if self._slots is not None:
                 self._slots.release()
+            if conversation is not None:  # all of them together are too much
+                outcome.ask = replace(ask, prompt=(), messages=())
+                outcome.output_ids, outcome.text = [], ""
         on_end(outcome)
         return outcome
 
     async def _exchange(
-        self, session: aiohttp.ClientSession, payload: bytes, outcome: Outcome
+        self, http: aiohttp.ClientSession, payload: bytes, outcome: Outcome
     ) -> None:
         url = self._settings.url + self._dialect.path
         json_header = {"Content-Type": "application/json"}
-        async with session.post(url, data=payload, headers=json_header) as response:
+        async with http.post(url, data=payload, headers=json_header) as response:
             if response.status != 200:
                 text = (await response.text(errors="replace"))[:ERROR_TEXT_MAX]
                 raise StreamBroken(f"http {response.status}", text)
@@ -172,6 +219,8 @@ class LoadClient:
             raise StreamBroken("failed", heard.failure)
         if heard.prompt_count is not None:
             outcome.prompt_count = heard.prompt_count
+        if heard.cached_count is not None:
+            outcome.cached_count = heard.cached_count
         reported = heard.output_count
         count = outcome.output_count + int(heard.has_text) if reported is None else reported
         # The sum at the end may count tokens without text, which had no event of their own.
@@ -179,6 +228,11 @@ class LoadClient:
         if count > outcome.output_count and is_arrival:
             outcome.arrivals.append((now_s, count))
         outcome.output_count = max(outcome.output_count, count)
+        if heard.has_all_ids:
+            outcome.output_ids = heard.output_ids
+        else:
+            outcome.output_ids += heard.output_ids
+        outcome.text += heard.text
 
 
 def headers_of(settings: Settings) -> dict[str, str]:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.axes import make_logarithmic
-from bench.serve.client import Outcome, Run
+from bench.serve.outcome import Outcome, Run
 from bench.serve.summary import Latencies, concurrency_steps, measure
 
 MARKED_PERCENTILES = (50, 99)

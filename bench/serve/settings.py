@@ -14,13 +14,16 @@ from typing import NoReturn
 
 import msgspec
 
+from bench.serve.traces.read import FORMATS
 from common.errors import ConfigError
 from common.flag_values import number
 
 API_KEY_VARIABLE = "BATON_API_KEY"
 BACKENDS = ("sglang", "openai", "openai-chat")
-DATASETS = ("random", "shared-prefix", "trace")
+SESSIONS = "sessions"
+DATASETS = ("random", "shared-prefix", "trace", SESSIONS)
 PROMPT_COUNT_DEFAULT = 1000
+SESSION_COUNT_DEFAULT = 8
 GOALS = ("ttft", "tpot", "itl", "e2el")
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -31,8 +34,11 @@ class Settings:
 
     url: root of the server. model: what OpenAI's APIs are asked for; "": the server's first one.
     num_prompts: None: all of a trace, 1000 of anything else.
-    request_rate: arrivals per second, inf: all at once. burstiness: shape of the gamma distribution
-        of the gaps between arrivals; 1 is a Poisson process, less comes in bursts.
+    num_sessions: None: all of a trace, 8 of drawn ones. max_sessions: under way at a time; None: no
+        limit.
+    request_rate: arrivals per second, of sessions their beginnings; inf: all at once; None: a
+        trace's own. burstiness: shape of the gamma distribution of the gaps between arrivals; 1 is
+        a Poisson process, less comes in bursts.
     max_concurrency: requests under way at a time; None: no limit.
     random_range_ratio: lengths are drawn evenly from ratio x length .. length.
     goals: upper limits in ms that a request must keep to count as good.
@@ -56,9 +62,15 @@ class Settings:
     gsp_system_prompt_len: int
     gsp_question_len: int
     gsp_output_len: int
+    trace_format: str | None
     trace_slowdown: float
-    trace_block_size: int
-    request_rate: float
+    trace_block_size: int | None
+    num_sessions: int | None
+    max_sessions: int | None
+    session_turns: int
+    session_turn_len: int
+    think_time_s: float
+    request_rate: float | None
     burstiness: float
     max_concurrency: int | None
     request_timeout_s: float
@@ -98,6 +110,7 @@ def parse_settings(argv: Sequence[str]) -> Settings:
     )
     _add_server_flags(parser)
     _add_dataset_flags(parser)
+    _add_session_flags(parser)
     _add_load_flags(parser)
     _add_result_flags(parser)
     given = parser.parse_args(list(argv))
@@ -119,9 +132,17 @@ def parse_settings(argv: Sequence[str]) -> Settings:
         gsp_system_prompt_len=given.gsp_system_prompt_len,
         gsp_question_len=given.gsp_question_len,
         gsp_output_len=given.gsp_output_len,
+        trace_format=given.trace_format,
         trace_slowdown=given.trace_slowdown_factor,
         trace_block_size=given.trace_block_size,
-        request_rate=math.inf if given.request_rate is None else given.request_rate,
+        num_sessions=given.num_sessions,
+        max_sessions=given.max_sessions,
+        session_turns=given.session_turns,
+        session_turn_len=given.session_turn_len,
+        think_time_s=given.think_time,
+        request_rate=math.inf
+        if given.request_rate is None and given.dataset_path is None
+        else given.request_rate,
         burstiness=given.burstiness,
         max_concurrency=given.max_concurrency,
         request_timeout_s=given.request_timeout,
@@ -136,23 +157,31 @@ def parse_settings(argv: Sequence[str]) -> Settings:
         save_detailed=given.save_detailed,
         has_progress=not given.disable_tqdm,
     )
-    _check(settings, has_rate=given.request_rate is not None)
+    _check(settings)
     return settings
 
 
-def _check(settings: Settings, *, has_rate: bool) -> None:
+def _check(settings: Settings) -> None:
     is_trace = settings.dataset_name == "trace"
+    is_session = settings.dataset_name == SESSIONS
     if is_trace and settings.dataset_path is None:
         raise ConfigError("--dataset-name trace: needs --dataset-path FILE, a .jsonl or a .csv")
-    if is_trace and has_rate:
+    if is_trace and settings.request_rate is not None:
         raise ConfigError(
             f"--request-rate {settings.request_rate:g}: a trace has its own arrivals; "
             "--trace-slowdown-factor stretches them"
         )
-    if settings.dataset_path is not None and not is_trace:
+    if settings.dataset_path is not None and not (is_trace or is_session):
         raise ConfigError(
-            f"--dataset-path {settings.dataset_path}: only --dataset-name trace reads a file"
+            f"--dataset-path {settings.dataset_path}: only --dataset-name trace and sessions "
+            "read a file"
         )
+    if is_session and settings.num_prompts is not None:
+        raise ConfigError(
+            f"--num-prompts {settings.num_prompts}: --dataset-name sessions takes --num-sessions"
+        )
+    if not is_session and (settings.num_sessions or settings.max_sessions):
+        raise ConfigError("--num-sessions, --max-sessions: only --dataset-name sessions has them")
     if settings.backend == "openai-chat" and settings.tokenizer is None:
         raise ConfigError(
             "--backend openai-chat: needs --tokenizer DIR: a chat is text, prompts are tokens"
@@ -180,7 +209,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument("--dataset-name", choices=DATASETS, default="random", help="see README")
-    group.add_argument("--dataset-path", type=Path, help="trace: a .jsonl or a .csv")
+    group.add_argument(
+        "--dataset-path", type=Path, help="of a trace: .jsonl, .csv, .json or a directory of these"
+    )
+    group.add_argument(
+        "--trace-format", choices=FORMATS, help="of the trace; else found from the file"
+    )
     group.add_argument(
         "--num-prompts", type=_integer(1, 1 << 24), help="trace: all; else 1000 if not given"
     )
@@ -202,14 +236,40 @@ def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         "--trace-slowdown-factor", type=_number(1e-6, 1e6), default=1.0, help="2: half as fast"
     )
     group.add_argument(
-        "--trace-block-size", type=length, default=512, help="tokens that one hash id stands for"
+        "--trace-block-size",
+        type=length,
+        help="tokens that one hash id stands for; else as the file says, or 512",
+    )
+
+
+def _add_session_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sessions",
+        "--dataset-name sessions: a prompt is all before it in its session, the server's own "
+        "answers too, and new tokens. It leaves when the answer before has ended and its think "
+        "time is over. Sessions are those of --dataset-path, or drawn ones.",
+    )
+    count = _integer(1, 1 << 24)
+    group.add_argument("--num-sessions", type=count, help="trace: all; else 8 if not given")
+    group.add_argument("--max-sessions", type=count, help="sessions under way at a time")
+    group.add_argument("--session-turns", type=count, default=10, help="of a drawn session")
+    group.add_argument(
+        "--session-turn-len",
+        type=count,
+        default=64,
+        help="new tokens of its later prompts; the first has --random-input-len",
+    )
+    group.add_argument(
+        "--think-time", type=_number(0, 86400), default=0.0, help="seconds, of drawn sessions"
     )
 
 
 def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument(
-        "--request-rate", type=_number(1e-6, math.inf), help="arrivals per second; inf: all at once"
+        "--request-rate",
+        type=_number(1e-6, math.inf),
+        help="arrivals a second, or beginnings of sessions; inf: at once",
     )
     group.add_argument(
         "--burstiness", type=_number(1e-3, 1e6), default=1.0, help="1: Poisson; less: in bursts"

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.serve.client import Outcome, Run
+from bench.serve.outcome import Outcome, Run
+from bench.serve.turns import TurnSummary, cached_count_of, summarize_turns
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 # A client that is later than this does not send the load it was asked for, or notes tokens of a
@@ -45,6 +46,8 @@ class Summary:
     goodput: requests per second that kept every goal; None if there are no goals.
     late_ms, held_ms: p99 of how much after its time a request's turn came, and of how long
         --max-concurrency then held it back. lag_ms: p99 of how late this process looks.
+    cached_token_count: of prompts, None if the server did not say. hit_rate: of input tokens.
+    unsent_count: turns that did not leave because one before them failed. turns: of sessions.
     """
 
     duration_s: float
@@ -65,6 +68,10 @@ class Summary:
     held_ms: float
     lag_ms: float
     warnings: list[str]
+    cached_token_count: int | None = None
+    hit_rate: float | None = None
+    unsent_count: int = 0
+    turns: list[TurnSummary] = field(default_factory=list)
 
 
 def measure(outcome: Outcome) -> Latencies:
@@ -112,6 +119,7 @@ def summarize(run: Run, percentiles: Sequence[float], goals: Mapping[str, float]
     held_ms = _p99_ms([outcome.sent_s - outcome.began_s for outcome in run.outcomes])
     lag_ms = _p99_ms(run.lags_s)
     kept_count = sum(keeps_goals(one, goals) for one in measured)
+    cached_count = cached_count_of(good)
     steps = concurrency_steps(run.outcomes)
     busy_s = sum(outcome.ended_s - outcome.sent_s for outcome in run.outcomes)
     return Summary(
@@ -135,6 +143,10 @@ def summarize(run: Run, percentiles: Sequence[float], goals: Mapping[str, float]
         held_ms=held_ms,
         lag_ms=lag_ms,
         warnings=_warnings(late_ms, lag_ms),
+        cached_token_count=cached_count,
+        hit_rate=None if cached_count is None else cached_count / input_count,
+        unsent_count=run.unsent_count,
+        turns=summarize_turns(good),
     )
 
 
@@ -169,7 +181,9 @@ def request_fields(outcome: Outcome) -> dict[str, object]:
         "due_s": outcome.due_s,
         "sent_s": outcome.sent_s,
         "ended_s": outcome.ended_s,
+        "turn": None if outcome.ask.turn is None else outcome.ask.turn + 1,
         "prompt_tokens": outcome.prompt_count or len(outcome.ask.prompt),
+        "cached_tokens": outcome.cached_count,
         "output_tokens": outcome.output_count,
         "error_kind": outcome.error_kind,
         "error": outcome.error,

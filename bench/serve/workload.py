@@ -12,21 +12,28 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
+from bench.serve.noise import block_tokens
 from bench.serve.settings import PROMPT_COUNT_DEFAULT, Settings
-from bench.serve.trace import TraceRow, read_trace
+from bench.serve.traces.read import read_trace
+from bench.serve.traces.row import Trace
 
-TOKENS_OF_BLOCKS = 1  # keeps the draws of a trace's blocks apart from those of its own prompts
 WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. arrival_s: when it is due, counted from the beginning of the run."""
+    """One request. arrival_s: when it is due, counted from the beginning of the run.
+
+    turn: of its session, from 0 on; None outside of sessions. messages: role and text of those
+        before the prompt, where a chat is text.
+    """
 
     index: int
     arrival_s: float
     prompt: tuple[int, ...]
     output_count: int
+    turn: int | None = None
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 def make_workload(settings: Settings, vocab_size: int) -> list[Ask]:
@@ -34,9 +41,10 @@ def make_workload(settings: Settings, vocab_size: int) -> list[Ask]:
     rng = np.random.default_rng(settings.seed)
     if settings.dataset_name == "trace":
         assert settings.dataset_path is not None, "the settings were checked"
-        rows = read_trace(settings.dataset_path)[: settings.num_prompts]
-        return _replay(rows, settings, vocab_size, rng)
+        trace = read_trace(settings.dataset_path, settings.trace_format)
+        return _replay(trace, settings, vocab_size, rng)
     count = settings.num_prompts or PROMPT_COUNT_DEFAULT
+    assert settings.request_rate is not None, "only of a trace"
     if settings.dataset_name == "shared-prefix":
         drawn = _shared_prefixes(settings, count, vocab_size, rng)
     else:
@@ -50,14 +58,23 @@ def make_workload(settings: Settings, vocab_size: int) -> list[Ask]:
     ]
 
 
-def make_warm_ups(settings: Settings, workload: Sequence[Ask], vocab_size: int) -> list[Ask]:
-    """Requests as long as the first ones, of other tokens, so that they warm no prefix."""
+def make_warm_ups(
+    settings: Settings, lengths: Sequence[tuple[int, int]], vocab_size: int
+) -> list[Ask]:
+    """Requests as long as the first ones, of other tokens, so that they warm no prefix.
+
+    lengths: (prompt, output) of the first ones, in tokens.
+    """
     rng = np.random.default_rng((settings.seed, WARM_UPS))
-    like = [workload[index % len(workload)] for index in range(settings.warmup_requests)]
+    like = [lengths[index % len(lengths)] for index in range(settings.warmup_requests)]
     return [
-        Ask(index, 0.0, _tokens(rng, len(ask.prompt), vocab_size), ask.output_count)
-        for index, ask in enumerate(like)
+        Ask(index, 0.0, _tokens(rng, input_length, vocab_size), output_length)
+        for index, (input_length, output_length) in enumerate(like)
     ]
+
+
+def lengths_of(workload: Sequence[Ask]) -> list[tuple[int, int]]:
+    return [(len(ask.prompt), ask.output_count) for ask in workload]
 
 
 def draw_arrivals(count: int, rate: float, burstiness: float, rng: Generator) -> list[float]:
@@ -71,12 +88,12 @@ def draw_arrivals(count: int, rate: float, burstiness: float, rng: Generator) ->
 def _random_prompts(
     settings: Settings, count: int, vocab_size: int, rng: Generator
 ) -> list[tuple[tuple[int, ...], int]]:
-    inputs = _lengths(settings.random_input_len, settings.random_range_ratio, count, rng)
-    outputs = _lengths(settings.random_output_len, settings.random_range_ratio, count, rng)
+    inputs = draw_lengths(settings.random_input_len, settings.random_range_ratio, count, rng)
+    outputs = draw_lengths(settings.random_output_len, settings.random_range_ratio, count, rng)
     return [(_tokens(rng, n, vocab_size), out) for n, out in zip(inputs, outputs, strict=True)]
 
 
-def _lengths(length: int, ratio: float, count: int, rng: Generator) -> list[int]:
+def draw_lengths(length: int, ratio: float, count: int, rng: Generator) -> list[int]:
     low = max(1, math.floor(length * ratio))
     drawn: list[int] = rng.integers(low, length + 1, size=count).tolist()
     return drawn
@@ -100,21 +117,17 @@ def _shared_prefixes(
     ]
 
 
-def _replay(
-    rows: Sequence[TraceRow], settings: Settings, vocab_size: int, rng: Generator
-) -> list[Ask]:
+def _replay(trace: Trace, settings: Settings, vocab_size: int, rng: Generator) -> list[Ask]:
     """A hash id always stands for the same tokens; what no id covers is the prompt's own."""
-    blocks: dict[int, tuple[int, ...]] = {}
+    block_size = settings.trace_block_size or trace.block_size
+    rows = trace.rows[: settings.num_prompts]
     asks: list[Ask] = []
     for index, row in enumerate(rows):
-        prompt: tuple[int, ...] = ()
-        for hash_id in row.hash_ids:
-            if hash_id not in blocks:
-                of_block = np.random.default_rng((settings.seed, TOKENS_OF_BLOCKS, hash_id))
-                blocks[hash_id] = _tokens(of_block, settings.trace_block_size, vocab_size)
-            prompt += blocks[hash_id]
-        prompt = prompt[: row.input_length]
-        prompt += _tokens(rng, row.input_length - len(prompt), vocab_size)
+        covered = min(row.input_length, len(row.hash_ids) * block_size)
+        shared = block_tokens(
+            settings.seed, row.scope, row.hash_ids, block_size, (0, covered), vocab_size
+        )
+        prompt = (*shared, *_tokens(rng, row.input_length - covered, vocab_size))
         arrival_s = (row.timestamp - rows[0].timestamp) / 1e3 * settings.trace_slowdown
         asks.append(Ask(index, arrival_s, prompt, row.output_length))
     return asks

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     size = commands.add_parser("size", help="how many servers?")
     size.add_argument("--profile", type=Path, default=PROFILE_PATH)
     load = size.add_mutually_exclusive_group(required=True)
-    load.add_argument("--trace", type=Path, help=".jsonl or .csv, as of `bench serve`")
+    load.add_argument("--trace", type=Path, help="of any format that `bench serve` reads")
     load.add_argument("--rate", type=float, help="requests per second, a Poisson process")
     size.add_argument("--input-len", type=int, default=1024, help="tokens of a prompt")
     size.add_argument("--output-len", type=int, default=128, help="tokens of an answer")

@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import msgspec
 import numpy as np
 
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.serve.summary import measure
 from bench.serve.workload import Ask
 from bench.simulator.fit import fit_costs

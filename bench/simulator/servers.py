@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench.serve.client import Outcome
+from bench.serve.outcome import Outcome
 from bench.simulator.machine import Machine
 from bench.simulator.profile import Profile
 from common.scheduling.chunks import share_step

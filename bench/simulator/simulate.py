@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.serve.client import Outcome, Run
+from bench.serve.outcome import Outcome, Run
 from bench.serve.workload import Ask
 from bench.simulator.machine import Machine
 from bench.simulator.profile import Profile

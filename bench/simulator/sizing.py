@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.serve.workload import Ask
 from bench.simulator.profile import Profile
 from bench.simulator.simulate import own_cards, simulate

@@ -104,6 +104,12 @@ class ParallelContext:
         dist.all_reduce(shared, dist.ReduceOp.MIN)
         return int(shared)
 
+    def wait_for_ranks(self, device: torch.device) -> None:
+        """What is launched next runs once every rank, of all stages, has run what it launched
+        before this. The host waits on a CPU only."""
+        if self.tp_size * self.pp_size > 1:
+            dist.all_reduce(torch.zeros(1, device=device))
+
     def gather_last_dim(self, part: Tensor) -> Tensor:
         """[..., n] of every TP rank, side by side in rank order: [..., tp_size * n]."""
         if self.tp_size == 1:

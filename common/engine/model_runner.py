@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.clock import Clock
 from common.engine.cache.kv_pool import KvPool
+from common.engine.cache.page_copies import copy_pages
 from common.engine.forward_batch import ForwardBatch
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
@@ -113,7 +114,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step, on_layer: OnLayer | None = None) -> PendingStep:
-        """Apply the step's changes, compute, draw; on a CPU all is done when it returns.
+        """Apply the step's changes, copy, compute, draw; on a CPU all is done when it returns.
 
         on_layer: called for each layer behind its last kernel, when its cache is complete.
         Every sequence that was due a token is in `request_ids`; those in `failed` have none, and
@@ -127,6 +128,7 @@ class ModelRunner:
         for new in step.new:
             self._introduce(new)
         self._grant(step.grants)
+        copy_pages(self._pool, step.copies)
         if not self._draws_tokens:
             self._hear_tokens(step)
         due = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
@@ -142,6 +144,9 @@ class ModelRunner:
             row_count = len(work.sampled_slots)
             scored = self._score_prompts(work, logits[row_count:])
             draw = self._draw(work, inputs, logits[:row_count])
+        elif step.copies:
+            # One rank answers for all, and elsewhere the forward pass makes it wait for the others.
+            self._model.context.parallel.wait_for_ranks(self._device)
         return PendingStep(
             step_id=step.step_id,
             clock=self._clock,

@@ -49,6 +49,7 @@ class FrontendContext:
         is_streaming: bool = False,
         is_measured: bool = True,
         trace_parent: str = "",
+        prefix_digests: bytes = b"",
     ) -> RequestHandle:
         """Send a validated request. budget_s: what it may take, if less than configured.
 
@@ -64,4 +65,5 @@ class FrontendContext:
             is_streaming=is_streaming,
             is_measured=is_measured,
             trace_parent=trace_parent,
+            prefix_digests=prefix_digests,
         )

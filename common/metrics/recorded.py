@@ -8,6 +8,8 @@ from common.metrics.definitions import Kind, Metric, Side, View
 
 _STREAMING = ("is_streaming",)
 _FLAGS = (("true",), ("false",))
+DEVICE = "device"  # the only tier that there is, in SGLang's words
+CACHED_ON = ("prefill", "decode", "both")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 LATENCIES = (
@@ -147,10 +149,14 @@ REQUESTS = (
     Metric(
         "cached_tokens",
         Kind.COUNTER,
-        "Prompt tokens whose cache was there already.",
-        (View("sglang:cached_tokens", ("cache_source",)), View("vllm:prefix_cache_hits")),
-        ("cache_source",),
-        starts_at=(("device",),),
+        "Prompt tokens whose cache was there already, on one server alone or on both.",
+        (
+            View("sglang:cached_tokens", ("cache_source",)),
+            View("vllm:prefix_cache_hits"),
+            View("baton:cached_tokens", ("server",)),
+        ),
+        ("cache_source", "server"),
+        starts_at=tuple((DEVICE, server) for server in CACHED_ON),
     ),
 )
 

@@ -115,6 +115,47 @@ COUNTERS = (
         "baton:holds_lost",
         side=Side.DECODE,
     ),
+    _counter(
+        "waited_for_equal",
+        "Prompts that waited while another one computed their beginning.",
+        "baton:waited_for_equal_prompts",
+    ),
+    _counter(
+        "local_prefills",
+        "Short rests of prompts that the decode server computed, as it had their beginning.",
+        "baton:local_prefills",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "transfer_tokens_spared",
+        "Prompt tokens that were not sent, as the decode server had their cache.",
+        "baton:transfer_tokens_spared",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "transfer_nbytes_spared",
+        "Cache bytes that were not sent, as the decode server had them.",
+        "baton:transfer_bytes_spared",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "prefix_evicted_tokens",
+        "Tokens that left the prefix cache to make room.",
+        "baton:prefix_evicted_tokens",
+    ),
+    _counter(
+        "checkpoints_made",
+        "Checkpoints that were kept of prompts and answers.",
+        "baton:checkpoints_made",
+    ),
+    _counter(
+        "checkpoints_used", "Prompts that went on from a checkpoint.", "baton:checkpoints_used"
+    ),
+    _counter(
+        "checkpoints_evicted",
+        "Checkpoints that were given up to make room.",
+        "baton:checkpoints_evicted",
+    ),
     _counter("self_tests", "Self-tests that ended.", "baton:self_tests", side=Side.DECODE),
     _counter(
         "self_tests_failed",
@@ -169,6 +210,18 @@ GAUGES = (
         "block_size",
         "num_gpu_blocks",
     ),
+    _gauge(
+        "prefix_cache_tokens",
+        "Tokens in the prefix cache, in use or not; common beginnings count once.",
+        "baton:prefix_cache_tokens",
+    ),
+    _gauge("prefix_cache_nodes", "Nodes of the prefix cache.", "baton:prefix_cache_nodes"),
+    _gauge(
+        "checkpoints",
+        "Checkpoints: states and open pages that a prompt can go on from.",
+        "baton:checkpoints",
+    ),
+    _gauge("checkpoint_max", "Checkpoints that have room.", "baton:checkpoint_max"),
     _labelled(
         "pages",
         "Pages by state; the states of a group add up to its pool.",

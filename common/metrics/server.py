@@ -17,9 +17,9 @@ from common.failures import FailureKind
 from common.metrics.definitions import Kind, Metric
 from common.metrics.exposition import Exposition, Instrument
 from common.metrics.instruments import Counter, Histogram
-from common.metrics.recorded import RECORDED
+from common.metrics.recorded import CACHED_ON, DEVICE, RECORDED
 from common.metrics.snapshot import Snapshot
-from common.request import FinishKind, RequestTrace, TransferTrace
+from common.request import CachedTokens, FinishKind, RequestTrace, TransferTrace
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER_PEERS = "other"  # label of all peers beyond the first PEER_COUNT_MAX
@@ -93,7 +93,7 @@ class ServerMetrics:
         """
         flag = _flag(is_streaming)
         self._counters["prompt_tokens"].inc(trace.prompt_token_count, flag)
-        self._counters["cached_tokens"].inc(trace.cached.count, "device")
+        self._count_cached(trace.cached)
         if self._is_prefill:
             self.observe_transfer(trace)
         if trace.status != "ok":
@@ -127,7 +127,7 @@ class ServerMetrics:
     def observe_transfer(self, trace: RequestTrace) -> None:
         """A transfer that this prefill server has sent has ended."""
         transfer, peer = trace.transfer, self._peer(trace.peer)
-        if trace.status == "ok" and transfer.nbytes:
+        if trace.status == "ok" and _is_transferred(trace):
             self._histograms["queue_time"].observe(transfer.queue_s)
             self._histograms["bootstrap_ms"].observe(trace.reserve_s * 1e3)
             stages = self._histograms["per_stage"]
@@ -154,7 +154,7 @@ class ServerMetrics:
         ):
             self._histograms["stage"].observe(seconds, stage, peer)
         self._note_prompt(trace)
-        if transfer.nbytes:
+        if _is_transferred(trace):
             stages = self._histograms["per_stage"]
             stages.observe(trace.reserve_s, "decode_bootstrap")
             stages.observe(trace.ttft_s - trace.reserve_s, "decode_transferred")
@@ -166,6 +166,13 @@ class ServerMetrics:
         self._counters["transfer_bytes"].inc(transfer.nbytes, peer)
         self._counters["exposed_bytes"].inc(transfer.exposed_nbytes)
         self._counters["transfer_runs"].inc(transfer.run_count)
+
+    def _count_cached(self, cached: CachedTokens) -> None:
+        """Both servers count from a prompt's beginning, so the smaller part is what both had."""
+        both = min(cached.prefill, cached.decode)
+        counts = (cached.prefill - both, cached.decode - both, both)
+        for server, count in zip(CACHED_ON, counts, strict=True):
+            self._counters["cached_tokens"].inc(count, DEVICE, server)
 
     def _note_prompt(self, trace: RequestTrace) -> None:
         self._prompts.append((trace.cached.count, trace.prompt_token_count))
@@ -209,6 +216,11 @@ class ServerMetrics:
         """The whole exposition, with the gauges of `snapshot`."""
         self._exposition.snapshot = snapshot
         return generate_latest(self._registry)
+
+
+def _is_transferred(trace: RequestTrace) -> bool:
+    """Also of no bytes: a decode server may have the cache of a whole prompt."""
+    return trace.peer != "" or trace.transfer.nbytes > 0
 
 
 def _flag(is_set: bool) -> str:

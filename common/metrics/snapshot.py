@@ -40,6 +40,16 @@ class PeerGauge:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCounts:
+    """What is kept of prompts for later ones. checkpoint_max: checkpoints that have room."""
+
+    token_count: int = 0
+    node_count: int = 0
+    checkpoint_count: int = 0
+    checkpoint_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of a server at one moment. queues, counters: the scheduler's own names.
 
@@ -60,6 +70,7 @@ class Snapshot:
     counters: dict[str, float] = field(default_factory=dict)
     pages: Sequence[PageCounts] = ()
     peers: Sequence[PeerGauge] = ()
+    prefixes: PrefixCounts = PrefixCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,10 @@ def see(now: Snapshot) -> Iterator[Seen]:
     yield Seen("page_count", page_count)
     yield Seen("cache_config", 1, (str(now.page_size), str(page_count)))
     yield Seen("block_config", 1, (str(now.page_size), str(page_count)))
+    yield Seen("prefix_cache_tokens", now.prefixes.token_count)
+    yield Seen("prefix_cache_nodes", now.prefixes.node_count)
+    yield Seen("checkpoints", now.prefixes.checkpoint_count)
+    yield Seen("checkpoint_max", now.prefixes.checkpoint_max)
     for group in now.pages:
         yield from _see_pages(group)
     for queue, depth in sorted(now.queues.items()):

@@ -3,8 +3,9 @@
 A *digest* is a number over the logical content of one plane: one segment of one component on one
 layer, its units and items. Pages, layer groups and the way it travelled are no part of it. Every
 target rank has digests of its own, since every rank that holds a unit checks its own copy; those of
-the source ranks that wrote to it add up to them, modulo 2**64. A plane's items are cut into a few
-*buckets*, so that a difference has a place. Knows nothing of memory.
+the source ranks that wrote to it add up to them, modulo 2**64. Items that the target had before the
+transfer are in none. A plane's other items are cut into a few *buckets*, so that a difference has a
+place. Knows nothing of memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from common.layout.cache_layout import Cell, PageGroup, RankLayout, ServerLayout
 from common.layout.conversion import wire_dtype
 from common.layout.parallel import units_of_rank
 from common.planner.copy_plan import Int64Array
+from common.planner.pairing import TokenRange
 
 BUCKET_COUNT_MAX = 16
 DIGEST_COUNT_MAX = 1 << 16
@@ -84,12 +86,12 @@ def bucket_count(target: ServerLayout) -> int:
 
 
 def bucket_of_item(item_count: int, count: int) -> Int64Array:
-    """int64[item_count]: the bucket of each live item, counted from the first one."""
+    """int64[item_count]: the bucket of each transferred item, counted from the first one."""
     return np.arange(item_count, dtype=np.int64) * count // max(1, item_count)
 
 
 def items_of_bucket(items: range, bucket: int, count: int) -> range:
-    """The live items that lie in a bucket."""
+    """The transferred items that lie in a bucket."""
     first = -(-bucket * len(items) // count)
     stop = -(-(bucket + 1) * len(items) // count)
     return items[first:stop]
@@ -128,10 +130,13 @@ def find_difference(
     token_count: int,
     sent: bytes,
     found: bytes,
+    *,
+    token_start: int = 0,
 ) -> Difference | str | None:
     """The difference between the digests of one target rank; None if there is none.
 
-    sent, found: int64[plane][bucket], little-endian. A text says why they can't be compared.
+    sent, found: int64[plane][bucket], little-endian. token_start: first token of the transfer, of
+    token_count. A text says why they can't be compared.
     """
     count = bucket_count(target.server)
     expected_nbytes = len(planes) * count * 8
@@ -146,7 +151,8 @@ def find_difference(
     plane_index, bucket = divmod(int(np.flatnonzero(unequal)[0]), count)
     plane = planes[plane_index]
     group: PageGroup = target.groups[plane.group].group
-    pages = group.page_indices(items_of_bucket(group.live.items(token_count), bucket, count))
+    items = TokenRange(token_start, token_count, is_final=True).items(group.live)
+    pages = group.page_indices(items_of_bucket(items, bucket, count))
     cell = plane.cell
     return Difference(
         target.index,

@@ -22,7 +22,8 @@ from common.planner.copy_plan import Int64Array
 class TokenRange:
     """Positions start..stop - 1 of a request, whose computation is finished.
 
-    is_final: nothing is computed after `stop`, so windows, tails and slots leave as well.
+    is_final: nothing is computed after `stop`, so windows, tails and slots leave as well. They
+    leave whole, wherever the range starts; it may even be empty.
     """
 
     start: int

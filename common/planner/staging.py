@@ -119,10 +119,11 @@ class StagedPair:
         rows = self._groups[piece.group].wire_nbytes[piece.row_first : piece.row_stop]
         return int(rows.sum()) * (piece.item_stop - piece.item_first)
 
-    def why_bad(self, piece: StagedPiece, token_count: int, slot_nbytes: int) -> str | None:
+    def why_bad(self, piece: StagedPiece, tokens: TokenRange, slot_nbytes: int) -> str | None:
         """The reason why a piece that a peer named can't be scattered; None if it can.
 
-        token_count: of the request; only its live items are written.
+        tokens: all that are transferred, to the last of the request; only their live items are
+        written, and the items before them are of other requests too.
         """
         if not 0 <= piece.group < len(self._groups):
             return f"group {piece.group}: must be in 0..{len(self._groups) - 1}"
@@ -132,7 +133,7 @@ class StagedPair:
         kinds = group.conversion_of_row[piece.row_first : piece.row_stop]
         if (kinds != kinds[0]).any():
             return f"rows {piece.row_first}..{piece.row_stop}: are not of one element type"
-        live = group.live.items(token_count)
+        live = tokens.items(group.live)
         if not live.start <= piece.item_first < piece.item_stop <= live.stop:
             return (
                 f"items {piece.item_first}..{piece.item_stop}: must lie in "

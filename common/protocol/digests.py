@@ -11,8 +11,9 @@ class Digest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Digest the cache of a transfer in this rank's pages; answered by Digested.
 
     No write touches these pages until then. is_source: whether these are the source pages; layout:
-    the other side's ServerLayout, msgpack. token_start, token_count: of what is transferred; pages:
-    as in `Send`.
+    the other side's ServerLayout, msgpack. token_start, token_count: as in the TransferRequest.
+    pages: per page group (first logical page index, page ids) that hold what was transferred; they
+    may hold more.
     """
 
     transfer_id: int

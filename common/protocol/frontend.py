@@ -177,10 +177,31 @@ class PageGroupState(_Message, frozen=True):
         return self.page_nbytes / self.page_tokens if self.page_tokens else 0.0
 
 
+class PrefixCacheState(_Message, frozen=True):
+    """What a server keeps of prompts and answers for later ones.
+
+    token_count: tokens in the tree, in use or not, each beginning counted once. block_tokens: of
+        one block; 0 if nothing is kept. node_count: of the tree.
+    checkpoint_count: states and open pages that a prompt can go on from; checkpoint_max: as many
+        have room, 0 also where the cache needs none.
+    digest_count: beginnings that peers are told of.
+    reason: why nothing is kept, "" if it is.
+    """
+
+    token_count: int = 0
+    block_tokens: int = 0
+    node_count: int = 0
+    checkpoint_count: int = 0
+    checkpoint_max: int = 0
+    digest_count: int = 0
+    reason: str = ""
+
+
 class State(_Message, frozen=True):
     """Answer to GetState. queues: queue name -> depth; counters: name -> value since start.
 
     trouble: why this server can't serve although its scheduler answers, "" if nothing is wrong.
+    prefix_cache: None from a scheduler that says nothing of it.
     """
 
     call_id: int
@@ -192,6 +213,7 @@ class State(_Message, frozen=True):
     step_count: int = 0
     workers: list[dict[str, str]] = []
     trouble: str = ""
+    prefix_cache: PrefixCacheState | None = None
 
 
 class ServerInfo(_Message, frozen=True):

@@ -15,6 +15,8 @@ from common.errors import ProtocolError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
 from common.layout.component import CacheComponent
 from common.layout.conversion import why_not_convertible
+from common.planner.pairing import TokenRange
+from common.prefix_digests import DIGEST_TOKENS, digests_nbytes
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.peer import TransferRequest
 from common.request import SamplingParams, logprobs_nbytes
@@ -160,17 +162,20 @@ def check_transfer_request(
     target: ServerLayout,
     page_counts: Sequence[int],
     request: TransferRequest,
+    digest_tokens: int = DIGEST_TOKENS,
 ) -> str | None:
     """The first fault of a reservation; None if its pages can be planned for.
 
     source: our layout. target: the peer's. page_counts: pages per group that the peer announced.
+    digest_tokens: of each digest of a prompt's beginnings.
     """
     if request.token_count < 1:
         return f"token_count={request.token_count}: must be at least 1"
-    if request.room is None:
+    problem = _check_prefix(request, target, digest_tokens)
+    if problem is None and request.room is None:
         problem = _check_prompt(request)
-        if problem is not None:
-            return problem
+    if problem is not None:
+        return problem
     writers = expected_writers(source, target)
     if request.writers != writers:
         return f"writers={_show(request.writers)}: must be {_show(writers)}"
@@ -179,13 +184,35 @@ def check_transfer_request(
     for index, (group, (first_index, page_ids), page_count) in enumerate(
         zip(target.groups, request.pages, page_counts, strict=True)
     ):
-        problem = _check_pages(group, first_index, page_ids, page_count, request.token_count)
+        tokens = TokenRange(request.token_start, request.token_count, is_final=True)
+        problem = _check_pages(group, first_index, page_ids, page_count, tokens)
         if problem is not None:
             return f"pages of group {index}: {problem}"
     return None
 
 
 # ---- helpers -------------------------------------------------------------------------------------
+
+
+def _check_prefix(request: TransferRequest, target: ServerLayout, digest_tokens: int) -> str | None:
+    """What the target has already are whole pages of every group that grows."""
+    start, count = request.token_start, request.token_count
+    nbytes, due = len(request.prefix_digests), digests_nbytes(count, digest_tokens)
+    if nbytes not in (0, due):
+        return f"prefix_digests of {nbytes} bytes: must be 0, or {due} for {count} tokens"
+    if not 0 <= start <= count:
+        return f"token_start={start}: must be in 0..{count}"
+    growing = [i for i, group in enumerate(target.groups) if group.live.is_streamable]
+    if start and not growing:
+        return f"token_start={start}: must be 0 where no cache grows with every token"
+    for index in growing:
+        page_tokens = target.groups[index].page_tokens
+        if start % page_tokens:
+            return (
+                f"token_start={start}: must be a multiple of {page_tokens}, the tokens of a page "
+                f"of group {index}"
+            )
+    return None
 
 
 def _check_prompt(request: TransferRequest) -> str | None:
@@ -214,13 +241,20 @@ def _check_told(sampling: SamplingParams, token_count: int) -> str | None:
 
 
 def _check_pages(
-    group: PageGroup, first_index: int, page_ids: list[int], page_count: int, token_count: int
+    group: PageGroup, first_index: int, page_ids: list[int], page_count: int, tokens: TokenRange
 ) -> str | None:
-    needed = group.page_indices(group.live.items(token_count))
-    if needed and (first_index, len(page_ids)) != (needed.start, len(needed)):
+    items = tokens.items(group.live)
+    needed = group.page_indices(items)
+    if group.live.is_streamable and not needed:
+        first = items.start // group.page_items
+        needed = range(first, first)
+    # A window of one token is never live, and its page is reserved all the same.
+    is_exact = group.live.is_streamable or bool(needed)
+    if is_exact and (first_index, len(page_ids)) != (needed.start, len(needed)):
+        behind = f" behind {tokens.start}" if tokens.start else ""
         return (
-            f"{len(page_ids)} from index {first_index}; {token_count} tokens need {len(needed)} "
-            f"from index {needed.start}"
+            f"{len(page_ids)} from index {first_index}; {tokens.stop} tokens{behind} need "
+            f"{len(needed)} from index {needed.start}"
         )
     for page in page_ids:
         if not 1 <= page <= page_count:

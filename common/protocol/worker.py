@@ -140,7 +140,8 @@ class OpenTransfer(_Message, frozen=True):
     """Pages of a transfer that this rank is to write, for all of its Sends; comes before them.
 
     source_pages, target_pages: per page group (first logical page index, page ids). Of window
-        groups the source's pages are not known yet; they come with the last Send.
+        groups the source's pages are not known yet; they come with the last Send. The target's
+        are those that the TransferRequest names: what it has already is not among them.
     """
 
     transfer_id: int
@@ -156,7 +157,8 @@ class Send(_Message, frozen=True):
     step_id: the step that computes these tokens: layer groups leave as it finishes them. 0 if all
         is computed already.
     transfer_id: of an OpenTransfer that was sent before.
-    token_start, token_stop: the token range whose streamable items leave now.
+    token_start, token_stop: the token range whose streamable items leave now. It may be empty if
+        is_final: the target has all of them then.
     is_final: also send what is only final after `token_stop` tokens (windows, tails, slots).
     window_pages: source pages of window groups, if this is the final Send of a cache that has any.
         Per page group as in OpenTransfer; of the other groups empty.
@@ -198,6 +200,8 @@ class WorkerReady(_Message, frozen=True):
     host_id, pid: name the process that writes into the memory of a peer on the same host.
     checkpoint_max: how many of the slots, tails and windows are there for checkpoints of prefixes,
         beside those of requests that run.
+    prompt_token_s, decode_s: seconds per token of a prompt, and of a step that decodes one
+        sequence, as a first pass took; 0 if they were not measured.
     """
 
     rank: int
@@ -211,6 +215,8 @@ class WorkerReady(_Message, frozen=True):
     host_id: str = ""
     pid: int = 0
     checkpoint_max: int = 0
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class WorkerBeat(_Message, frozen=True):

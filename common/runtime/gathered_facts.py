@@ -40,6 +40,9 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         workers=tuple(worker.describe for worker in ordered),
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
+        checkpoint_max=min(worker.checkpoint_max for worker in ordered),
+        prompt_token_s=max(worker.prompt_token_s for worker in ordered),
+        decode_s=max(worker.decode_s for worker in ordered),
     )
 
 
@@ -64,10 +67,12 @@ def describe_server(
 def log_ready(config: ServerConfig, facts: ServerFacts, running_max: int) -> None:
     is_bound_by_slots = config.max_running_requests is None and facts.state_count is not None
     log.info(
-        "all %d workers are ready: incarnation %s, %s pages, %d requests at a time%s",
+        "all %d workers are ready: incarnation %s, %s pages, %d requests at a time%s, "
+        "%d checkpoints of prefixes",
         config.rank_count,
         facts.incarnation,
         list(facts.page_counts),
         running_max,
         ", as many as there are slots" if is_bound_by_slots else "",
+        facts.checkpoint_max,
     )

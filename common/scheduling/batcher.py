@@ -36,6 +36,7 @@ from common.scheduling.in_flight import Flight, InFlight
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.prefix_tree import Checkpoint
+from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
 
 
@@ -99,10 +100,13 @@ class PlannedStep(msgspec.Struct):
 class Batcher:
     """Sequences that compute on this server's workers.
 
-    unplanned_count: prompt tokens that are in no step yet.
+    unplanned_count: prompt tokens that are in no step yet. rates: of the steps that returned.
+    shared_step_tokens: prompt tokens that a step may have which also decodes; None for no limit.
     """
 
-    def __init__(self, account: PageAccount, limits: BatchLimits) -> None:
+    def __init__(
+        self, account: PageAccount, limits: BatchLimits, rates: StepRates | None = None
+    ) -> None:
         self._account = account
         self.limits = limits
         self._prompts: dict[int, Sequence] = {}
@@ -115,6 +119,8 @@ class Batcher:
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
+        self.rates = rates or StepRates()
+        self.shared_step_tokens: int | None = None
 
     @property
     def running_count(self) -> int:
@@ -168,6 +174,7 @@ class Batcher:
         cache = self._account.cache
         if cache is not None and cache.needs_checkpoint and token_count not in sequence.cuts:
             sequence.cuts.append(token_count)
+            self._under_way.note(sequence)
 
     def has_reached(self, sequence: Sequence, token_count: int) -> bool:
         """Whether others can go on from so many tokens of a sequence. Where that takes a
@@ -339,6 +346,8 @@ class Batcher:
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
         """Within the token budget that the decodes leave."""
         budget = max(1, self.limits.chunk_token_max - decode_count)
+        if decode_count and self.shared_step_tokens is not None:
+            budget = min(budget, self.shared_step_tokens)
         return plan_chunks(self._account, self._prompts.values(), budget)
 
     # ---- a finished step -------------------------------------------------------------------------
@@ -348,16 +357,14 @@ class Batcher:
         what was drawn for them is dropped."""
         flight = self._in_flight.end(done)
         self.step_count += 1
+        prompt_token_count = sum(chunk.stop - chunk.start for chunk in flight.step.chunks)
+        self.rates.note(prompt_token_count, len(flight.step.decode), done.seconds)
         for sequence in flight.sequences.values():
             self._account.cached.note_copied(sequence)
         for sequence, checkpoint in flight.checkpoints:
             self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id in done.failed:
             self._account.cached.withdraw(flight.sequences[request_id])
-        leaving, self._leaving = self._leaving, []
-        for sequence in leaving:
-            self._close_or_wait(sequence)
-
         outcome = StepOutcome()
         for chunk in flight.step.chunks:
             self._finish_chunk(flight, chunk, done, outcome)
@@ -374,6 +381,9 @@ class Batcher:
             finish = self.finish_of(sampled)
             logprobs = done.logprobs.get(request_id)
             outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            self._close_or_wait(sequence)
         return outcome
 
     def _still_running(self, flight: Flight, request_id: int) -> Sequence | None:

@@ -22,26 +22,33 @@ class BlocksUnderWay:
     def __init__(self, account: PageAccount) -> None:
         self._account = account
         self._writers: dict[bytes, Sequence] = {}
-        self._keys: dict[int, bytes] = {}
+        self._stops: dict[bytes, Sequence] = {}
+        self._keys: dict[int, list[tuple[dict[bytes, Sequence], bytes]]] = {}
 
     def note(self, sequence: Sequence) -> None:
-        """It computes the block behind those that it has in the cache. To be said again after each
-        chunk. Of two that compute the same block, the first one counts."""
+        """It computes the block behind those that it has in the cache, and stops at its cuts. To be
+        said again after each chunk. Of two that compute the same block, the first one counts."""
         self.forget(sequence)
         cache = self._account.cache
         if cache is None or not sequence.digests:
             return
         _, keys = cache.keys_of(sequence.digests)
+        found = self._keys.setdefault(sequence.request_id, [])
         at = sequence.block_count * DIGEST_NBYTES
-        key = keys[at : at + DIGEST_NBYTES]
-        if key and self._writers.setdefault(key, sequence) is sequence:
-            self._keys[sequence.request_id] = key
+        if at < len(keys):
+            found.append((self._writers, keys[at : at + DIGEST_NBYTES]))
+        for cut in (*sequence.cuts, *sequence.making):
+            at = cache.blocks_in(cut) * DIGEST_NBYTES
+            if cut % cache.block_tokens == 0 and 0 < at <= len(keys):
+                found.append((self._stops, keys[at - DIGEST_NBYTES : at]))
+        for table, key in found:
+            table.setdefault(key, sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """It computes no further. Harmless if it was not noted."""
-        key = self._keys.pop(sequence.request_id, None)
-        if key is not None:
-            del self._writers[key]
+        for table, key in self._keys.pop(sequence.request_id, ()):
+            if table.get(key) is sequence:
+                del table[key]
 
     def find(self, match: Match, digests: bytes, token_max: int) -> tuple[Sequence, int] | None:
         """Who computes the block behind what was found, and how many tokens the two share in whole
@@ -55,12 +62,26 @@ class BlocksUnderWay:
         at = start * DIGEST_NBYTES
         writer = self._writers.get(keys[at : at + DIGEST_NBYTES]) if start < block_max else None
         if writer is None:
-            return None
+            return self._find_stop(match, keys, min(start, block_max))
         _, theirs = cache.keys_of(writer.digests)
         block_max = min(block_max, len(theirs) // DIGEST_NBYTES)
         shared = start + equal_count(keys, start, theirs, start, block_max - start)
         token_count = shared * cache.block_tokens
         if cache.needs_checkpoint and not _can_stop(writer, token_count):
+            return self._find_stop(match, keys, min(start, block_max))
+        return writer, token_count
+
+    def _find_stop(
+        self, match: Match, keys: bytes, block_count: int
+    ) -> tuple[Sequence, int] | None:
+        """Who makes a checkpoint at the end of so many blocks, which are there."""
+        cache = self._account.cache
+        assert cache is not None
+        token_count = block_count * cache.block_tokens
+        writer = self._stops.get(
+            keys[(block_count - 1) * DIGEST_NBYTES : block_count * DIGEST_NBYTES]
+        )
+        if writer is None or not block_count or token_count <= match.token_count:
             return None
         return writer, token_count
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.layout.cache_layout import PageGroup
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import PageCopies
+from common.scheduling.prefix import Prefix
 from common.scheduling.prefix_cache import Match, PrefixCache
 from common.scheduling.prefix_tree import Checkpoint, Node
 from common.scheduling.sequence import Sequence
@@ -24,13 +25,16 @@ CHECKPOINT_TOKENS_MIN = 8192
 class HeldPrefix:
     """Blocks of the cache that a request keeps while the rest of its cache is on its way.
 
-    token_count: of the blocks. pages: theirs, per page group; none for groups that don't grow.
+    prefix: their tokens and pages.
     """
 
     node: Node
     block_count: int
-    token_count: int
-    pages: list[list[int]]
+    prefix: Prefix
+
+    @property
+    def token_count(self) -> int:
+        return self.prefix.token_count
 
 
 class CachedSequences:
@@ -56,10 +60,18 @@ class CachedSequences:
         """Keep the blocks that were found for a cache whose rest is on its way."""
         if self.cache is None or match.node is None or not match.block_count:
             return None
+        if not any(self.cache.page_counts):
+            return None  # nothing grows: all of the cache always comes anew
         node = self.cache.lock(match.node, match.block_count)
         token_count = match.block_count * self.cache.block_tokens
         pages = self.cache.pages(node, match.block_count)
-        return HeldPrefix(node, match.block_count, token_count, pages)
+        return HeldPrefix(node, match.block_count, Prefix(token_count, pages))
+
+    def digests_of(self, digests: bytes, token_ids: List[int]) -> bytes:
+        """Of more tokens than they were made of: those that were generated since."""
+        if self.cache is None or not digests:
+            return b""
+        return extend_digests(digests, token_ids, self._digest_tokens)
 
     def let_go(self, held: HeldPrefix) -> None:
         """The rest did not come."""
@@ -76,11 +88,10 @@ class CachedSequences:
         start, token_count = match.token_count, len(sequence.token_ids)
         sequence.block_count = cache.blocks_in(start)
         node = match.node or cache.tree.root(sequence.digests[:DIGEST_NBYTES])
-        for one in node.path():
-            if one.start < sequence.block_count or one.parent is None:
-                sequence.node = cache.lock(one, sequence.block_count)
-                break
-        assert sequence.node is not None
+        if match.checkpoint is not None and match.checkpoint.block_count > sequence.block_count:
+            sequence.copied_node = cache.lock(node, match.checkpoint.block_count)
+            node = sequence.copied_node
+        sequence.node = cache.lock(node, sequence.block_count)
         pages = cache.pages(sequence.node, sequence.block_count)
         for span, of_blocks in zip(sequence.spans, pages, strict=True):
             span.page_ids += of_blocks
@@ -109,31 +120,59 @@ class CachedSequences:
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def _checkpoint_indices(self, token_count: int) -> list[range]:
+    def _checkpoint_indices(self, token_count: int, least_count: int) -> list[range]:
         """Per group, the logical indices of the pages that a checkpoint has."""
         assert self.cache is not None
         blocks = self.cache.blocks_in(token_count)
         ranges: list[range] = []
         for group, each in zip(self._groups, self.cache.page_counts, strict=True):
-            first = blocks * each if each else group.page_first(token_count)
+            first = blocks * each if each else group.page_first(least_count)
             ranges.append(range(first, group.page_end(token_count)))
         return ranges
+
+    def _new_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint:
+        """One without pages. It serves for a token less, if the windows for that are there."""
+        assert self.cache is not None
+        blocks = self.cache.blocks_in(token_count)
+        rest = tuple(sequence.token_ids[blocks * self.cache.block_tokens : token_count])
+        least = token_count - 1 if self.cache.can_step_back else token_count
+        first = [r.start for r in self._checkpoint_indices(token_count, least)]
+        grown = [bool(count) for count in self.cache.page_counts]
+        spans = zip(sequence.spans, first, grown, strict=True)
+        if any(span.first_index > start for span, start, grows in spans if not grows):
+            least = token_count
+        return Checkpoint(token_count, least, blocks, rest, [[] for _ in self._groups])
 
     def copy_checkpoint(self, sequence: Sequence) -> None:
         """If a sequence goes on from one: its first step makes the pages its own."""
         checkpoint = sequence.checkpoint
         if checkpoint is None:
             return
-        for group, indices in enumerate(self._checkpoint_indices(checkpoint.token_count)):
-            if indices:
-                own = sequence.spans[group].between(indices)
-                sequence.page_copies.append(PageCopies(group, checkpoint.pages[group], own))
+        assert self.cache is not None
+        indices = self._checkpoint_indices(checkpoint.token_count, checkpoint.least_count)
+        blocks = range(sequence.block_count, checkpoint.block_count)  # one, or none
+        of_blocks: list[list[int]] = [[] for _ in self._groups]
+        if sequence.copied_node is not None:
+            of_blocks = self.cache.pages(sequence.copied_node, checkpoint.block_count)
+        for group, (span, each) in enumerate(
+            zip(sequence.spans, self.cache.page_counts, strict=True)
+        ):
+            sources = of_blocks[group][blocks.start * each :] + checkpoint.pages[group]
+            first = indices[group].start - len(blocks) * each
+            start = max(first, span.first_index)
+            if sources:
+                own = span.between(range(start, indices[group].stop))
+                sources = sources[start - first :]
+                sequence.page_copies.append(PageCopies(group, sources, own))
 
     def note_copied(self, sequence: Sequence) -> None:
         """The first step of a sequence has returned."""
         if sequence.checkpoint is not None and self.cache is not None:
             self.cache.let_go(sequence.checkpoint)
             sequence.checkpoint = None
+        if sequence.copied_node is not None and self.cache is not None:
+            self.cache.unlock(sequence.copied_node)
+            sequence.copied_node = None
 
     def begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
         """If one is wanted of so many tokens, which the steps before the next compute: the next one
@@ -144,10 +183,8 @@ class CachedSequences:
         cache = self.cache
         if cache is None or not sequence.digests or sequence.node is None:
             return None
-        indices = self._checkpoint_indices(token_count)
-        blocks = cache.blocks_in(token_count)
-        rest = tuple(sequence.token_ids[blocks * cache.block_tokens : token_count])
-        checkpoint = Checkpoint(token_count, blocks, rest, [])
+        checkpoint = self._new_checkpoint(sequence, token_count)
+        indices = self._checkpoint_indices(token_count, checkpoint.least_count)
         if cache.checkpoints.renew(sequence.node, checkpoint) or not cache.checkpoints.begin():
             return None
         taken = cache.allocate([len(one) for one in indices])
@@ -155,6 +192,7 @@ class CachedSequences:
             cache.checkpoints.give_up(checkpoint)
             return None
         checkpoint.pages = taken
+        sequence.making.append(token_count)
         for group, (one, pages) in enumerate(zip(indices, checkpoint.pages, strict=True)):
             if pages:
                 own = sequence.spans[group].between(one)
@@ -164,6 +202,7 @@ class CachedSequences:
     def end_checkpoint(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
         """The step that copied it has returned: it is found from now on, if its blocks are."""
         assert self.cache is not None
+        sequence.making.remove(checkpoint.token_count)
         is_found = checkpoint.block_count <= sequence.block_count
         if sequence.node is not None and sequence.digests and is_found:
             self.cache.add(checkpoint, sequence.node)
@@ -176,24 +215,21 @@ class CachedSequences:
         count, node = sequence.computed_count, sequence.node
         if count > len(sequence.token_ids):
             return  # it left before its last token was known, which its slot and tails have
-        blocks = cache.blocks_in(count)
-        rest = tuple(sequence.token_ids[blocks * cache.block_tokens : count])
-        is_there = sequence.checkpoint is None and blocks == sequence.block_count and count > 0
-        if node is None or not is_there or not (rest or cache.needs_checkpoint):
+        checkpoint = self._new_checkpoint(sequence, count)
+        is_whole = checkpoint.block_count == sequence.block_count and count > 0
+        is_there = sequence.checkpoint is None and is_whole
+        if node is None or not is_there or not (checkpoint.rest or cache.needs_checkpoint):
             return
-        indices = self._checkpoint_indices(count)
+        indices = self._checkpoint_indices(count, checkpoint.least_count)
         spans = sequence.spans
         for span, one in zip(spans, indices, strict=True):
             if one and not (span.first_index <= one.start and one.stop <= span.end_index):
                 return
-        checkpoint = Checkpoint(count, blocks, rest, [])
         if cache.checkpoints.renew(node, checkpoint) or not cache.checkpoints.begin():
             return
-        checkpoint.pages = [
-            span.between(one) if one else [] for span, one in zip(spans, indices, strict=True)
-        ]
-        for span, one in zip(spans, indices, strict=True):
+        for pages, span, one in zip(checkpoint.pages, spans, indices, strict=True):
             if one:
+                pages += span.between(one)
                 del span.page_ids[one.start - span.first_index : one.stop - span.first_index]
         cache.add(checkpoint, node)
 

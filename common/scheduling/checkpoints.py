@@ -16,9 +16,8 @@ class Checkpoints:
     """Owner of all checkpoints of a tree, and of their pages.
 
     count_max: how many there may be. idle_page_counts: per page group, pages of those that nobody
-    copies. version: another number after every change of what is found.
-    made_count, used_count, evicted_count, withdrawn_count: so far; of the last, those that were
-    being copied.
+    copies. version: another number after every change of what is found. made_count, used_count,
+    evicted_count, withdrawn_count: so far; of the last, those that were being copied.
     """
 
     def __init__(self, tree: PrefixTree, pool: PagePool, count_max: int) -> None:
@@ -44,22 +43,25 @@ class Checkpoints:
         block_tokens: int,
         token_ids: Sequence[int],
         token_max: int,
-    ) -> Checkpoint | None:
-        """The longest one of a prompt, of at most `token_max` tokens, along the first blocks of a
-        path."""
+    ) -> tuple[Checkpoint | None, int]:
+        """Which one lets a prompt go on from the most tokens, at most `token_max`, and from how
+        many; None and 0 if there is none.
+
+        block_count: of the prompt that are on the path to this node.
+        """
         for one in node.path():
-            best: Checkpoint | None = None
+            best: tuple[Checkpoint | None, int] = (None, 0)
             for checkpoint in one.checkpoints:
-                if checkpoint.block_count > block_count or checkpoint.token_count > token_max:
+                count = min(checkpoint.token_count, token_max)
+                if checkpoint.block_count > block_count or count < checkpoint.least_count:
                     continue
                 start = checkpoint.block_count * block_tokens
-                if tuple(token_ids[start : checkpoint.token_count]) != checkpoint.rest:
-                    continue
-                if best is None or checkpoint.token_count > best.token_count:
-                    best = checkpoint
-            if best is not None:
+                rest = tuple(token_ids[start:count])
+                if rest == checkpoint.rest[: len(rest)] and count > best[1]:
+                    best = (checkpoint, count)
+            if best[1]:
                 return best
-        return None
+        return None, 0
 
     # ---- made ------------------------------------------------------------------------------------
 
@@ -91,9 +93,10 @@ class Checkpoints:
         self._note_idle(checkpoint)
 
     def renew(self, node: Node, checkpoint: Checkpoint) -> bool:
-        """Whether one of the same tokens is there, which counts as used now."""
+        """Whether one is there that serves wherever this one would; that counts as used now."""
         for other in place_of(node, checkpoint).checkpoints:
-            if (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest):
+            is_equal = (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest)
+            if is_equal and other.least_count <= checkpoint.least_count:
                 if other.users == 0:
                     self._idle.move_to_end(other)
                 return True

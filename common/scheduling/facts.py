@@ -16,6 +16,7 @@ from common.config import (
     Verify,
 )
 from common.layout.cache_layout import ServerLayout
+from common.prefix_digests import DIGEST_TOKENS
 from common.scheduling.batcher import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 
@@ -26,10 +27,13 @@ PASSED_OVER_MAX_S = 2.0
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """incarnation: random per process start. page_counts: per page group, the least of all ranks.
+    checkpoint_max: of prefixes, whose slots, tails and windows are among these pages.
     sequence_token_max: context length. host_ids, pids: of the worker processes, by rank.
     name, http_address: what peers show of it.
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
-    it wants compared."""
+    it wants compared.
+    prompt_token_s, decode_s: what steps took at the start, by `WorkerReady`.
+    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py)."""
 
     incarnation: str
     layout: ServerLayout
@@ -45,6 +49,11 @@ class ServerFacts:
     workers: tuple[dict[str, str], ...] = ()
     transfer_mode: TransferMode = TransferMode.DIRECT
     verify: Verify = Verify.OFF
+    checkpoint_max: int = 0
+
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
+    digest_tokens: int = DIGEST_TOKENS
 
     @property
     def rank_count(self) -> int:
@@ -52,7 +61,8 @@ class ServerFacts:
 
     @property
     def state_count(self) -> int | None:
-        """Requests that find their slot and their tails at a time; None if none needs any."""
+        """Requests and checkpoints that find their slot and their tails at a time; None if none
+        needs any."""
         counts = [
             count
             for group, count in zip(self.layout.groups, self.page_counts, strict=True)
@@ -62,8 +72,10 @@ class ServerFacts:
 
     def running_max(self, asked: int | None) -> int:
         """Requests that compute at a time, where the settings ask for so many, or for none."""
-        limits = (asked or DEFAULT_MAX_RUNNING_REQUESTS, self.state_count)
-        return min(limit for limit in limits if limit is not None)
+        wanted = asked or DEFAULT_MAX_RUNNING_REQUESTS
+        if self.state_count is None:
+            return wanted
+        return min(wanted, self.state_count - self.checkpoint_max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import LiveKind
 from common.prefix_digests import DIGEST_TOKENS
-from common.protocol.frontend import PageGroupState
+from common.protocol.frontend import PageGroupState, PrefixCacheState
 from common.request import SamplingParams
 from common.scheduling.cached_sequences import CachedSequences, HeldPrefix
 from common.scheduling.page_pool import PagePool
@@ -205,7 +205,7 @@ class PageAccount:
     def _has_ever(self, match: Match, token_count: int) -> bool:
         """Whether the pool has the pages of a prompt and of the checkpoint that it goes on from."""
         assert self.cache is not None and match.checkpoint is not None
-        blocks = self.cache.blocks_in(match.token_count)
+        blocks = self.cache.kept_blocks(match)
         needs = self.needs_to_compute(token_count, match.token_count)
         return all(
             need + len(pages) + blocks * count <= total
@@ -222,7 +222,7 @@ class PageAccount:
         """Pages per group to compute a prompt behind what was found, and those that could not be
         evicted any more."""
         needs = self.needs_to_compute(token_count, match.token_count)
-        return self._with_idle(needs, match, match.token_count)
+        return self._with_idle(needs, match)
 
     def needs_to_receive(self, match: Match, token_count: int) -> list[int]:
         """As `needs_behind`, of a cache whose blocks are here and whose rest is sent."""
@@ -231,13 +231,13 @@ class PageAccount:
             return needs
         counts = self.cache.page_counts
         needs = [n - match.block_count * c for n, c in zip(needs, counts, strict=True)]
-        blocks_only = Match(match.node, match.block_count)
-        return self._with_idle(needs, blocks_only, match.block_count * self.cache.block_tokens)
+        token_count = match.block_count * self.cache.block_tokens
+        return self._with_idle(needs, Match(match.node, match.block_count, token_count))
 
-    def _with_idle(self, needs: list[int], match: Match, token_count: int) -> list[int]:
+    def _with_idle(self, needs: list[int], match: Match) -> list[int]:
         if self.cache is None or match.node is None:
             return needs
-        idle = self.cache.idle_pages(match, self.cache.blocks_in(token_count))
+        idle = self.cache.idle_pages(match, self.cache.kept_blocks(match))
         return [need + pages for need, pages in zip(needs, idle, strict=True)]
 
     # ---- sequences begin -------------------------------------------------------------------------
@@ -314,6 +314,32 @@ class PageAccount:
     def flush_cache(self) -> bool:
         """Forget cached prefixes; True if nothing is left of them."""
         return self.cache is None or self.cache.flush()
+
+    def prefix_state(self, told_count: int = 0) -> PrefixCacheState:
+        """What /server_info tells of the prefix cache. told_count: beginnings that peers know."""
+        cache = self.cache
+        if cache is None:
+            return PrefixCacheState(reason="switched off by --disable-radix-cache")
+        return PrefixCacheState(
+            token_count=cache.tree.block_count * cache.block_tokens,
+            block_tokens=cache.block_tokens,
+            node_count=cache.tree.node_count,
+            checkpoint_count=cache.checkpoints.count,
+            checkpoint_max=cache.checkpoints.count_max,
+            digest_count=told_count,
+        )
+
+    def prefix_counters(self) -> dict[str, float]:
+        """What came of the prefix cache since the start."""
+        if self.cache is None:
+            return {}
+        checkpoints = self.cache.checkpoints
+        return {
+            "prefix_evicted_tokens": float(self.cache.evicted_token_count),
+            "checkpoints_made": float(checkpoints.made_count),
+            "checkpoints_used": float(checkpoints.used_count),
+            "checkpoints_evicted": float(checkpoints.evicted_count),
+        }
 
     def states(self, layout: ServerLayout) -> list[PageGroupState]:
         """What /metrics and /server_info tell of the pages; sizes are those of all ranks."""

@@ -90,6 +90,7 @@ class Condition(msgspec.Struct, frozen=True):
     is_draining: bool = False
     queued_token_count: int = 0
     running_count: int = 0
+    cached_prefixes: bytes | None = None
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from common.layout.cache_layout import PageGroup
+from common.layout.component import LiveKind
 from common.prefix_digests import DIGEST_NBYTES
 from common.scheduling.checkpoints import Checkpoints
 from common.scheduling.page_pool import PagePool
@@ -49,6 +50,12 @@ class Match:
 NOTHING = Match()
 
 
+def marks_in(told: bytes) -> list[bytes]:
+    """The marks that a server tells of its cache."""
+    ends = range(MARK_NBYTES, len(told) + 1, MARK_NBYTES)
+    return [told[end - MARK_NBYTES : end] for end in ends]
+
+
 class PrefixCache:
     """tree, checkpoints: of one server. block_tokens: tokens of a block.
 
@@ -73,6 +80,8 @@ class PrefixCache:
             for group in groups
         ]
         self.needs_checkpoint = len(self._growing) < len(groups)
+        # A recurrent state can't take a token back; rows are written again.
+        self.can_step_back = all(group.live.kind is not LiveKind.SLOT for group in groups)
         self.tree = PrefixTree([self.page_counts[i] for i in self._growing])
         self.checkpoints = Checkpoints(self.tree, pool, checkpoint_max)
         self.relief_count = 0
@@ -94,14 +103,15 @@ class PrefixCache:
         if not digests or token_max < 1:
             return NOTHING
         seed, keys = self.keys_of(digests)
-        block_max = min(token_max // self.block_tokens, len(keys) // DIGEST_NBYTES)
-        node, count = self.tree.find(seed, keys, block_max)
+        node, count = self.tree.find(seed, keys, len(keys) // DIGEST_NBYTES)
         if node is None:
             return NOTHING
-        match = self.without_checkpoint(Match(node, count))
-        checkpoint = self.checkpoints.find(node, count, self.block_tokens, token_ids, token_max)
-        if checkpoint is not None and checkpoint.token_count > match.token_count:
-            return Match(node, count, checkpoint.token_count, checkpoint)
+        match = self.without_checkpoint(Match(node, min(count, self.blocks_in(token_max))))
+        checkpoint, start = self.checkpoints.find(
+            node, count, self.block_tokens, token_ids, token_max
+        )
+        if checkpoint is not None and start > match.token_count:
+            return Match(node, match.block_count, start, checkpoint)
         return match
 
     def without_checkpoint(self, match: Match) -> Match:
@@ -117,6 +127,12 @@ class PrefixCache:
         grow."""
         found = iter(self.tree.pages(node, block_count))
         return [next(found) if count else [] for count in self.page_counts]
+
+    def kept_blocks(self, match: Match) -> int:
+        """Blocks that are locked while a prompt goes on from a match: its own, and the one that it
+        copies if it computes the last token of that again."""
+        blocks = self.blocks_in(match.token_count)
+        return max(blocks, match.checkpoint.block_count) if match.checkpoint is not None else blocks
 
     def idle_pages(self, match: Match, block_count: int) -> list[int]:
         """Per group, pages of a match that could be evicted now, and not once it is used."""
@@ -136,7 +152,11 @@ class PrefixCache:
     # ---- kept and let go -------------------------------------------------------------------------
 
     def lock(self, node: Node, block_count: int) -> Node:
-        return self.tree.lock(node, block_count)
+        """Keep the first blocks of the path that ends in a node; returns what `unlock` takes."""
+        for one in node.path():
+            if one.start < block_count or one.parent is None:
+                return self.tree.lock(one, block_count)
+        raise AssertionError("a path ends in its root")
 
     def unlock(self, node: Node) -> None:
         before = self.tree.idle_block_count

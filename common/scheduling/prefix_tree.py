@@ -85,12 +85,14 @@ class Node:
 class Checkpoint:
     """What else is needed to go on from the first `token_count` tokens: pages of its own.
 
+    least_count: tokens that it serves to go on from as well, the last one being computed again.
     block_count: whole blocks among them; rest: the tokens behind. pages: per page group: those
     behind the last whole block, a window's, a tail, a slot. node: where it hangs; None while its
     pages are still to be filled. users: sequences that copy it.
     """
 
     token_count: int
+    least_count: int
     block_count: int
     rest: tuple[int, ...]
     pages: list[list[int]]

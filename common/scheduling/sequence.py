@@ -63,9 +63,10 @@ class Sequence:
     blocks up to it, at the head of the groups that grow. Their pages belong to the cache, copies
     aside: those of blocks that another sequence was first with. added_from: the first block that
     this one put there.
-    checkpoint: whose pages the first step copies; None once it has. page_copies: for the next step.
-    cuts: token counts at which a chunk has to end, because a checkpoint is made there. made: those
-    that were, of what it computed.
+    checkpoint: whose pages the first step copies; None once it has. copied_node: kept meanwhile, if
+    that copies the last block as well. page_copies: for the next step.
+    cuts: token counts at which a chunk has to end, because a checkpoint is made there. making: of
+    those that a step in flight copies. made: those that were, of what it computed.
     planned_count: tokens of the prompt up to the end of the last chunk that was sent.
     pending_count: tokens that steps in flight draw, not known yet.
     wanted_count: tokens of the prompt that another one waits for; 0 if none does.
@@ -87,8 +88,10 @@ class Sequence:
     added_from: int | None = None
     copies: list[list[int]] = field(init=False)
     checkpoint: Checkpoint | None = None
+    copied_node: Node | None = None
     page_copies: list[PageCopies] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
+    making: list[int] = field(default_factory=list)
     made: list[Checkpoint] = field(default_factory=list)
     is_known: bool = False
 

@@ -45,6 +45,7 @@ class Comparisons:
                 token_count=transfer.token_count,
                 pages=transfer.pages,
                 verify=transfer.verify,
+                token_start=transfer.token_start,
             )
         )
 
@@ -74,8 +75,14 @@ class Comparisons:
         for rank in ranks:
             planes = digested_planes(rank, transfer.verify, transfer.transfer_id)
             found = comparison.found[rank.index]
-            count = transfer.token_count
-            difference = find_difference(rank, planes, count, sent[rank.index], found)
+            difference = find_difference(
+                rank,
+                planes,
+                transfer.token_count,
+                sent[rank.index],
+                found,
+                token_start=transfer.token_start,
+            )
             if difference is not None:
                 return difference
         return None

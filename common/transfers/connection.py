@@ -48,7 +48,8 @@ class Remote:
 
     name: unique among the peers of this server. transfer_mode: how caches travel. verify: how much
     of each cache is compared. request_token_max: the longest prompt that it computes; 0 if it did
-    not say. writers: its ranks that hold part of what this server caches.
+    not say. writers: its ranks that hold part of what this server caches. sends_rest: it can send
+    the rest of a cache whose beginning is here; one that can't is asked for whole caches.
     rank_pairs: (source rank, target rank) between which bytes may travel.
     """
 
@@ -64,6 +65,7 @@ class Remote:
     writers: tuple[int, ...]
     rank_pairs: tuple[tuple[int, int], ...]
     processes: PeerProcesses
+    sends_rest: bool
 
     @staticmethod
     def of(
@@ -92,6 +94,7 @@ class Remote:
             writers=tuple(expected_writers(layout, facts.layout)),
             rank_pairs=tuple(pairs),
             processes=peer_processes(message.host_ids, message.pids, facts.host_ids),
+            sends_rest=message.sends_rest,
         )
 
 
@@ -136,6 +139,8 @@ class Connection:
     asked_token_count: of the transfers that it was asked for since its last heartbeat.
     credits: requests that it may be asked for at a time, by its own word; None if it sets no limit.
     is_full: it had no room for a request, and has not been heard since.
+    cached_prefixes: marks of the prefixes that it has cached, by its own word. told_prefixes: what
+    it was told of ours; None for nothing yet.
     """
 
     link: str
@@ -157,6 +162,8 @@ class Connection:
     test_failed_at: float = 0.0
     asked_token_count: int = 0
     credits: int | None = None
+    cached_prefixes: frozenset[bytes] = frozenset()
+    told_prefixes: bytes | None = None
     is_full: bool = False
 
     @property

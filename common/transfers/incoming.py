@@ -10,6 +10,9 @@ once our ranks have closed what it wrote through, which it is told. Staged pages
 own workers: they report that they have forgotten a transfer as well. Where the pool is hidden from
 peers, that report alone is proof.
 
+A transfer may begin behind a prefix that is here already. Its pages are read by others meanwhile:
+they are in no message, nothing writes them, and they are never given back or quarantined here.
+
 A transfer belongs to an owner, a number that means nothing here. Knows nothing of requests.
 """
 
@@ -26,6 +29,7 @@ from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer
 from common.scheduling.facts import ServerFacts
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox, RankSet
+from common.scheduling.prefix import Prefix
 from common.transfers.comparison import Comparisons
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import (
@@ -69,13 +73,15 @@ class Incoming:
         self._abandoned: dict[int, _Abandoned] = {}
         self._open: Counter[int] = Counter()
         self._repeat_at = 0.0
+        self._page_nbytes = [facts.layout.page_nbytes(g) for g in range(len(account.groups))]
+        self._counters = dict.fromkeys(("transfer_tokens_spared", "transfer_nbytes_spared"), 0.0)
         self.stale_count = 0
 
     # ---- what there is ---------------------------------------------------------------------------
 
     @property
     def counters(self) -> dict[str, float]:
-        return self._comparisons.counters
+        return {**self._comparisons.counters, **self._counters}
 
     @property
     def under_way(self) -> list[IncomingTransfer]:
@@ -120,11 +126,28 @@ class Incoming:
     # ---- from its beginning to its end -----------------------------------------------------------
 
     def reserve(
-        self, source: Connection, transfer_id: int, owner: int, token_count: int, ask: Ask
+        self,
+        source: Connection,
+        transfer_id: int,
+        owner: int,
+        token_count: int,
+        ask: Ask,
+        prefix: Prefix | None = None,
     ) -> IncomingTransfer:
-        """Reserve pages for a whole cache, which must be there, and ask a server for it."""
+        """Reserve pages for a cache, which must be there, and ask a server for it.
+
+        prefix: what is here of it and stays here until the transfer ends, if the source can leave
+        it out. None: all of it is asked for.
+        """
         assert not self.is_known(transfer_id)
+        groups = self._account.groups
+        prefix = prefix or Prefix(0, [[] for _ in groups])
+        assert prefix.fits(groups, token_count) and (
+            source.remote.sends_rest or not prefix.token_count
+        )
         spans = self._account.spans_for_prompt(token_count)
+        for span, pages in zip(spans, prefix.pages, strict=True):
+            span.page_ids.extend(pages)
         needs = self._account.needs(spans, token_count)
         for span, pages in zip(spans, self._account.allocate(needs), strict=True):
             span.page_ids.extend(pages)
@@ -141,13 +164,16 @@ class Incoming:
             verify=remote.verify,
             source_layout=remote.layout_bytes,
             credit=0 if ask.room is not None else source.attachment,
+            token_start=prefix.token_count,
+            prefix_page_counts=tuple(map(len, prefix.pages)),
         )
         self._under_way[transfer_id] = transfer
         if transfer.credit:
             self._open[transfer.credit] += 1
         if transfer.mode is not TransferMode.DIRECT:
-            expect = Expect(transfer_id, transfer.peer, token_count, transfer.pages)
-            self._outbox.to_workers(expect)
+            self._outbox.to_workers(
+                Expect(transfer_id, transfer.peer, token_count, transfer.pages, prefix.token_count)
+            )
         self._outbox.to_peer(source.link, self._request(transfer, source.attachment, ask))
         return transfer
 
@@ -168,6 +194,8 @@ class Incoming:
             is_held=ask.is_held,
             origin=ask.origin,
             attachment=attachment,
+            token_start=transfer.token_start,
+            prefix_digests=ask.prefix_digests,
         )
 
     def handle_done(self, link: str, done: TransferDone) -> IncomingResult | None:
@@ -236,6 +264,11 @@ class Incoming:
         assert transfer.owner is not None
         ready = CacheReady(transfer, transfer.owner, done)
         self._take(transfer)
+        self._counters["transfer_tokens_spared"] += transfer.token_start
+        self._counters["transfer_nbytes_spared"] += sum(
+            count * nbytes
+            for count, nbytes in zip(transfer.prefix_page_counts, self._page_nbytes, strict=True)
+        )
         return ready
 
     def _fail(
@@ -258,10 +291,11 @@ class Incoming:
         self._forget(transfer)
 
     def release(self, transfer: IncomingTransfer) -> None:
-        """Give back the pages of a transfer, in the event that ends it."""
+        """Give back the pages of a transfer, in the event that ends it. Those of its prefix are its
+        caller's to unlock."""
         if transfer.mode is TransferMode.DIRECT:
-            for group, span in enumerate(transfer.spans):
-                self._account.pool.release(group, span.page_ids)
+            for group, (_, pages) in enumerate(transfer.pages):
+                self._account.pool.release(group, pages)
         else:
             self._set_aside(transfer, is_quiet=True)
 
@@ -354,8 +388,8 @@ class Incoming:
         self._abandoned[transfer.transfer_id] = abandoned
         transfer.owner = None
         if transfer.mode is not TransferMode.STAGED:
-            for group, span in enumerate(transfer.spans):
-                self._account.pool.quarantine(group, span.page_ids)
+            for group, (_, pages) in enumerate(transfer.pages):
+                self._account.pool.quarantine(group, pages)
 
     def _free_if_out_of_reach(self, abandoned: _Abandoned) -> None:
         transfer, pool = abandoned.transfer, self._account.pool
@@ -363,11 +397,11 @@ class Incoming:
         if not abandoned.is_forgotten or not (abandoned.is_quiet or is_hidden):
             return
         del self._abandoned[transfer.transfer_id]
-        for group, span in enumerate(transfer.spans):
+        for group, (_, pages) in enumerate(transfer.pages):
             if is_hidden:
-                pool.release(group, span.page_ids)
+                pool.release(group, pages)
             else:
-                pool.release_quarantined(group, span.page_ids)
+                pool.release_quarantined(group, pages)
 
     def _ask_to_stop(self, abandoned: _Abandoned, reason: str) -> None:
         transfer, is_closed = abandoned.transfer, abandoned.is_closed

@@ -16,8 +16,12 @@ class IncomingTransfer:
     """One attempt to get a cache. owner: who waits for it; None once it has ended.
 
     link, peer: of the server that writes, and its incarnation. writers: its ranks.
-    spans: the reserved pages, which belong to the transfer until it ends. mode: how they may be
-        written; unless directly, our workers must forget the transfer before the pages are reused.
+    token_start: the cache of the tokens before it was here, of groups that grow with every token.
+    spans: the pages of the whole cache. The first prefix_page_counts of each group hold what was
+        here: nothing writes them, and they are not the transfer's to give back. The others belong
+        to the transfer until it ends.
+    mode: how they may be written; unless directly, our workers must forget the transfer before the
+        pages are reused.
     verify: how much is compared with what was sent; source_layout: of the peer, msgpack.
     credit: the attachment whose credit it uses until its writer is quiet; 0 if it uses none.
     is_quiet: the peer has sent its last message of it.
@@ -35,10 +39,16 @@ class IncomingTransfer:
     source_layout: bytes = b""
     credit: int = 0
     is_quiet: bool = False
+    token_start: int = 0
+    prefix_page_counts: tuple[int, ...] = ()
 
     @property
     def pages(self) -> list[tuple[int, list[int]]]:
-        return [(span.first_index, list(span.page_ids)) for span in self.spans]
+        """Per group (first logical index, page ids): those that are written."""
+        return [
+            (span.first_index + count, span.page_ids[count:])
+            for span, count in zip(self.spans, self.prefix_page_counts, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,7 @@ class Ask:
     origin: Origin
     is_self_test: bool = False
     is_held: bool = False
+    prefix_digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

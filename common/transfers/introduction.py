@@ -50,6 +50,7 @@ class Introduction:
             http_address=facts.http_address,
             sends=self.sends,
             receives=self.receives,
+            sends_rest=self.sends,
         )
 
     def welcome(self, credit_count: int | None) -> Welcome:
@@ -71,6 +72,7 @@ class Introduction:
             role=self.role,
             sends=self.sends,
             receives=self.receives,
+            sends_rest=self.sends,
         )
 
     def compare(self, message: Hello | Welcome) -> tuple[list[str], ServerLayout | None]:

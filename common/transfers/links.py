@@ -26,6 +26,7 @@ from common.scheduling.peers import (
     Condition,
     Outbox,
 )
+from common.scheduling.prefix_cache import marks_in
 from common.transfers.addresses import Addresses
 from common.transfers.connection import (
     Connection,
@@ -102,6 +103,8 @@ class Links:
         connection.asked_token_count = 0
         connection.credits = beat.credits
         connection.is_full = False
+        if beat.cached_prefixes is not None:
+            connection.cached_prefixes = frozenset(marks_in(beat.cached_prefixes))
         connection.liveness.apply_heartbeat(beat)
 
     def handle_detached(self, link: str, message: Detached, now: float) -> str | None:
@@ -184,6 +187,9 @@ class Links:
             if beat is not None and self._credits is not None:
                 level = self._credits.report(connection.incarnation)
                 beat = msgspec.structs.replace(beat, credits=level)
+            if beat is not None and connection.told_prefixes is not condition.cached_prefixes:
+                connection.told_prefixes = condition.cached_prefixes
+                beat = msgspec.structs.replace(beat, cached_prefixes=condition.cached_prefixes)
             if beat is not None:
                 self._outbox.to_peer(connection.link, beat)
 

@@ -45,6 +45,8 @@ class OutgoingTransfer:
 
     link, peer: where it was asked for, and the incarnation that asked. request: its pages.
     verify: how much of it that server compares; target_layout: its own, msgpack.
+    is_opened: our workers know its pages. sent_token_count: tokens that the target has or that a
+        Send is of.
     sends_open: send id -> ranks of ours that have not settled it yet.
     digests_open: ranks of ours that have not digested the cache yet; digests: sums of those that
         have, per rank of the peer.
@@ -65,7 +67,8 @@ class OutgoingTransfer:
     digests_open: set[int] = field(default_factory=set)
     digests: list[bytes] = field(default_factory=list)
     settled_ranks: set[int] = field(default_factory=set)
-    sent_token_count: int = 0
+    is_opened: bool = False
+    sent_token_count: int = field(init=False)
     failure: Failure | None = None
     is_quiet: bool = True
     is_abort_asked: bool = False
@@ -73,6 +76,9 @@ class OutgoingTransfer:
     nbytes: int = 0
     exposed_nbytes: int = 0
     run_count: int = 0
+
+    def __post_init__(self) -> None:
+        self.sent_token_count = self.request.token_start
 
     @property
     def transfer_id(self) -> int:
@@ -163,7 +169,9 @@ class Outgoing:
             message, link, target.incarnation, target.name, remote.verify, remote.layout_bytes
         )
         counts = target.outbound.page_counts
-        problem = check_transfer_request(self._facts.layout, remote.layout, counts, message)
+        problem = check_transfer_request(
+            self._facts.layout, remote.layout, counts, message, self._facts.digest_tokens
+        )
         if problem is None and message.token_count > self._token_max:
             problem = f"token_count={message.token_count}: at most {self._token_max} here"
         self._transfers[message.transfer_id] = transfer
@@ -231,9 +239,19 @@ class Outgoing:
     ) -> None:
         """Send what a step makes final, as its layer groups are computed: one Send for all ranks.
 
-        pages: all of the cache's, per group. The first Send takes along what was there before.
+        pages: all of the cache's, per group. step_id: of the step that computes the tokens before
+            token_stop, or copies them; ALL_COMPUTED if their pages hold them by now, such as those
+            of cached blocks before the first chunk is planned.
+        The first Send takes along what was there before. Tokens that the target has are skipped,
+        and so is the Send if no others are left. Only the final one always goes: it brings windows,
+        tails and slots, and every rank's last word.
         """
-        if transfer.sent_token_count == 0:
+        token_stop = max(token_stop, transfer.sent_token_count)
+        assert token_stop <= transfer.token_count
+        if token_stop == transfer.sent_token_count and not is_final:
+            return
+        if not transfer.is_opened:
+            transfer.is_opened = True
             self._outbox.to_workers(
                 OpenTransfer(
                     transfer_id=transfer.transfer_id,
@@ -273,6 +291,7 @@ class Outgoing:
                 token_count=transfer.token_count,
                 pages=pages,
                 verify=transfer.verify,
+                token_start=transfer.request.token_start,
             )
         )
 
@@ -360,7 +379,7 @@ class Outgoing:
 
     def _forget(self, transfer: OutgoingTransfer) -> None:
         """If workers know pages of it, they can forget them."""
-        if transfer.sent_token_count:
+        if transfer.is_opened:
             self._outbox.to_workers(CloseTransfer(transfer.transfer_id))
         del self._transfers[transfer.transfer_id]
 

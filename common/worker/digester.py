@@ -23,7 +23,7 @@ from common.planner.digests import (
     held_units,
     wire_dtypes,
 )
-from common.planner.pairing import units_to_write
+from common.planner.pairing import TokenRange, units_to_write
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest, Digested
 from common.worker.device_thread import DeviceThread
@@ -80,10 +80,11 @@ class Digester:
         planes = digested_planes(target, job.verify, job.transfer_id)
         rows = torch.zeros((len(planes), count), dtype=torch.int64, device=self.device)
         buckets: dict[int, Tensor] = {}
+        tokens = TokenRange(job.token_start, job.token_count, is_final=True)
         for row, plane in zip(rows, planes, strict=True):
             key = _plane_key(plane)
             reader = pair.readers.get(key)
-            items = self._layout.groups[plane.group].group.live.items(job.token_count)
+            items = tokens.items(self._layout.groups[plane.group].group.live)
             units = (
                 units_to_write(plane.cell, self._layout, target)
                 if job.is_source

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from common.config import ServerConfig
@@ -55,12 +57,31 @@ def _fits(layout: RankLayout, page_counts: list[int], token_count: int) -> bool:
     )
 
 
-def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int, token_count: int) -> None:
-    """Compute a chunk of all but the last token, then decode; without a decode for one token.
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds: prompt_token_s per token of a prompt, decode_s of a step that decodes one sequence;
+    0.0 if that was not run."""
+
+    prompt_token_s: float
+    decode_s: float
+
+
+def warm_up(
+    runner: ModelRunner, layout: RankLayout, vocab_size: int, token_count: int
+) -> PassTimes:
+    """Compute a chunk of all but the last token, then decode; without a decode for one token. Then
+    the same again, which pays for nothing else and so can be timed.
 
     Writes only to the first pages of each group, which belong to no request yet.
     Raises: ConfigError if the model's numbers are not finite.
     """
+    _run_once(runner, layout, vocab_size, token_count)
+    return _run_once(runner, layout, vocab_size, token_count)
+
+
+def _run_once(
+    runner: ModelRunner, layout: RankLayout, vocab_size: int, token_count: int
+) -> PassTimes:
     count = max(1, token_count - 1)
     tokens = [index % vocab_size for index in range(count)]
     sampling = SamplingParams(max_new_tokens=2, seed=0, temperature=1.0, top_p=0.9)
@@ -76,10 +97,12 @@ def warm_up(runner: ModelRunner, layout: RankLayout, vocab_size: int, token_coun
             chunks=[PrefillChunk(REQUEST, 0, count, is_last=True)],
         )
     )
-    failed = done.failed
+    failed, decode_s = done.failed, 0.0
     if not failed and token_count > 1:
         step = Step(step_id=0, decode=[REQUEST], decode_tokens=[tokens[0]])
-        failed = runner.run(step).failed
+        decoded = runner.run(step)
+        failed, decode_s = decoded.failed, decoded.seconds
     runner.run(Step(step_id=0, retired=[REQUEST]))
     if failed:
         raise ConfigError(f"a first pass failed: {failed[REQUEST]}; check the weights")
+    return PassTimes(done.seconds / count, decode_s)

@@ -7,18 +7,26 @@ torch on CUDA, where the transport only registers it. Knows nothing of models or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ServerConfig, shared_memory_dir
+from common.config import ServerConfig, shared_memory_dir
 from common.engine.cache.kv_pool import KvPool
 from common.errors import ConfigError, NotNow, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
 from common.layout.component import LiveKind
 from common.transport.transport import Transport
+from common.worker.checkpoint_counts import (
+    Shares,
+    checkpoint_nbytes,
+    share_out,
+    state_nbytes,
+    window_page_max,
+)
 
 HOST_FRACTION_MAX = 0.5
 """Share of free host memory, and of free /dev/shm, that a pool takes by default. A prefill and a
@@ -27,10 +35,6 @@ decode server on one host must both start."""
 HOST_POOL_NBYTES_MAX = 1 << 30
 """Largest pool on a CPU by default. Every page is touched at start, which takes about half a second
 per GiB, and a CPU computes few sequences at a time."""
-
-STATE_FRACTION_MAX = 0.5
-"""Share of a pool that slots and tails take by default. Too few slots bound the requests, too many
-bound their tokens. With half, at most half of the pool is wasted for any requests."""
 
 ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF"
 """Variables that configure torch's allocator: the new name and the old one."""
@@ -66,100 +70,159 @@ def free_nbytes(device: torch.device) -> int:
     raise ConfigError(f"{MEMINFO}: no MemAvailable; give --max-total-tokens")
 
 
-def decide_page_counts(
-    layout: RankLayout, config: ServerConfig, context_length: int, free: FreeMemory
-) -> list[int]:
-    """Pages per page group, without the scratch page.
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """page_counts: per page group, without the scratch page. checkpoint_max: checkpoints of
+    prefixes that have pages beside those of running requests. checkpoints: the same for people.
+    """
 
-    For `max_total_tokens` tokens if it is set; else for as many tokens as fit into memory, but not
-    more than running requests of `context_length` tokens could use.
-    Raises: ConfigError if the asked-for tokens, or a single page, do not fit.
+    page_counts: list[int]
+    checkpoint_max: int
+    checkpoints: str
+
+
+def decide_pool_size(
+    layout: RankLayout, config: ServerConfig, context_length: int, free: FreeMemory
+) -> PoolSize:
+    """The pages of a rank: for `max_total_tokens` tokens if it is set; else for as many tokens as
+    fit into memory, but not more than running requests of `context_length` tokens could use.
+
+    There are fewer checkpoints than their share allows, or none, if nothing fits beside them.
+    Raises: ConfigError if what was asked for, or a single page, does not fit.
     """
     budget = _budget_nbytes(config, free)
-    request_count = _request_count(layout, config, budget)
+    shares = share_out(layout, config, budget)
+    limit, token_count = budget, layout.server.page_size
     if config.max_total_tokens is not None:
-        counts = _counts_of(layout, config, config.max_total_tokens, request_count)
-        needed = sum(KvPool.buffer_nbytes(layout, counts))
         own_nbytes = free.now_nbytes - free.recorded_nbytes
         limit = min(n for n in (own_nbytes, free.shared_nbytes) if n is not None)
-        if needed > limit:
-            _check_slots(layout, config, limit, config.max_total_tokens)
-            raise NotNow(
-                f"--max-total-tokens {config.max_total_tokens}: needs {needed} bytes of pages, "
-                f"{limit} are free" + _where(free)
-            )
-        return counts
-    # The cost grows with the tokens in steps of a page; halve the interval until it is one page.
-    page_size = layout.server.page_size
-    low, high = 0, -(-request_count * context_length // page_size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        counts = _counts_of(layout, config, middle * page_size, request_count)
-        if sum(KvPool.buffer_nbytes(layout, counts)) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    if low == 0:
-        _check_slots(layout, config, budget, page_size)
-        if config.device == "cuda":
-            raise NotNow(_why_no_page_on_cuda(config, free))
-        least = sum(
-            KvPool.buffer_nbytes(layout, _counts_of(layout, config, page_size, request_count))
-        )
-        raise NotNow(
-            f"no memory for a KV pool: {budget} bytes may be used" + _where(free) + ", one page of "
-            f"{page_size} tokens takes {least}, slots for {request_count} requests included; lower "
-            "--page-size, or give --max-total-tokens"
-        )
-    return _counts_of(layout, config, low * page_size, request_count)
+        token_count = config.max_total_tokens
+    while not _fits(layout, config, limit, token_count, shares):
+        if shares.checkpoint_max == 0 or config.max_checkpoints is not None:
+            _check_checkpoints(layout, config, limit, token_count, budget)
+            _check_slots(layout, config, limit, token_count)
+            raise NotNow(_why_no_room(layout, config, free, limit, token_count, shares))
+        shares = replace(shares, checkpoint_max=shares.checkpoint_max // 2)
+    if config.max_total_tokens is None:
+        token_count = _most_tokens(layout, config, limit, context_length, shares)
+    counts = _counts_of(layout, config, token_count, shares)
+    return PoolSize(counts, shares.checkpoint_max, _describe_checkpoints(layout, shares))
 
 
 def page_counts_for(
-    layout: RankLayout, token_count: int, request_count: int, chunk_token_max: int = 0
+    layout: RankLayout,
+    token_count: int,
+    request_count: int,
+    chunk_token_max: int = 0,
+    checkpoint_count: int = 0,
 ) -> list[int]:
     """Pages per group that `token_count` tokens of at most `request_count` requests need, while
-    up to `chunk_token_max` tokens of a prompt are computed at once."""
+    up to `chunk_token_max` tokens of a prompt are computed at once; and so many checkpoints."""
     page_size = layout.server.page_size
     return [
         _page_count(group.group, page_size, token_count, request_count, chunk_token_max)
+        + _checkpoint_page_count(group.group, checkpoint_count)
         for group in layout.groups
     ]
 
 
-def _request_count(layout: RankLayout, config: ServerConfig, budget: int) -> int:
-    """Requests that get a slot and tails: `max_running_requests`, else as many as a share of the
-    memory holds. Ranks may differ; the server runs the least count of all ranks."""
-    if config.max_running_requests is not None:
-        return config.max_running_requests
-    state_nbytes = _state_nbytes(layout)
-    if state_nbytes == 0:
-        return DEFAULT_MAX_RUNNING_REQUESTS
-    room = int(budget * STATE_FRACTION_MAX) // state_nbytes - 1  # and the scratch page
-    return max(1, min(DEFAULT_MAX_RUNNING_REQUESTS, room))
+def _most_tokens(
+    layout: RankLayout, config: ServerConfig, limit: int, context_length: int, shares: Shares
+) -> int:
+    """The most tokens whose pages fit, one page of tokens at least."""
+    # The cost grows with the tokens in steps of a page; halve the interval until it is one page.
+    page_size = layout.server.page_size
+    low, high = 1, max(1, -(-shares.request_count * context_length // page_size))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fits(layout, config, limit, middle * page_size, shares):
+            low = middle
+        else:
+            high = middle - 1
+    return low * page_size
 
 
-def _state_nbytes(layout: RankLayout) -> int:
-    """Bytes of a request's slot and tails, which do not depend on its token count."""
-    return sum(group.page_nbytes for group in layout.groups if not group.group.live.is_paged)
+def _fits(
+    layout: RankLayout, config: ServerConfig, limit: int, token_count: int, shares: Shares
+) -> bool:
+    return _needed_nbytes(layout, config, token_count, shares) <= limit
+
+
+def _needed_nbytes(
+    layout: RankLayout, config: ServerConfig, token_count: int, shares: Shares
+) -> int:
+    return sum(KvPool.buffer_nbytes(layout, _counts_of(layout, config, token_count, shares)))
 
 
 def _counts_of(
-    layout: RankLayout, config: ServerConfig, token_count: int, request_count: int
+    layout: RankLayout, config: ServerConfig, token_count: int, shares: Shares
 ) -> list[int]:
-    return page_counts_for(layout, token_count, request_count, config.chunked_prefill_size)
+    return page_counts_for(
+        layout,
+        token_count,
+        shares.request_count,
+        config.chunked_prefill_size,
+        shares.checkpoint_max,
+    )
+
+
+def _describe_checkpoints(layout: RankLayout, shares: Shares) -> str:
+    if shares.checkpoint_max == 0:
+        return f"none: {shares.why_none or 'no memory for one'}"
+    nbytes = checkpoint_nbytes(layout)
+    return f"{shares.checkpoint_max} x {nbytes} bytes, and pages that are not full"
+
+
+def _why_no_room(
+    layout: RankLayout,
+    config: ServerConfig,
+    free: FreeMemory,
+    limit: int,
+    token_count: int,
+    shares: Shares,
+) -> str:
+    needed = _needed_nbytes(layout, config, token_count, shares)
+    if config.max_total_tokens is not None:
+        return (
+            f"--max-total-tokens {config.max_total_tokens}: needs {needed} bytes of pages, "
+            f"{limit} are free" + _where(free)
+        )
+    if config.device == "cuda":
+        return _why_no_page_on_cuda(config, free)
+    return (
+        f"no memory for a KV pool: {limit} bytes may be used" + _where(free) + ", one page of "
+        f"{token_count} tokens takes {needed}, slots for {shares.request_count} requests included; "
+        "lower --page-size, or give --max-total-tokens"
+    )
+
+
+def _check_checkpoints(
+    layout: RankLayout, config: ServerConfig, limit: int, token_count: int, budget: int
+) -> None:
+    """Raises: ConfigError if `max_checkpoints` leave no room for `token_count` tokens, and fewer
+    would."""
+    asked, nbytes = config.max_checkpoints, checkpoint_nbytes(layout)
+    if not asked or nbytes == 0:
+        return
+    for count in range(min(asked - 1, max(0, limit) // nbytes), -1, -1):
+        fewer = structs.replace(config, max_checkpoints=count)
+        if _fits(layout, fewer, limit, token_count, share_out(layout, fewer, budget)):
+            raise ConfigError(
+                f"--max-checkpoints {asked}: one takes {nbytes} bytes and {limit} bytes may be "
+                f"used; must be in 0..{count} beside {token_count} tokens"
+            )
 
 
 def _check_slots(layout: RankLayout, config: ServerConfig, limit: int, token_count: int) -> None:
     """Raises: ConfigError if slots for `max_running_requests` leave no room for `token_count`
     tokens, and slots for fewer requests would."""
-    asked, state_nbytes = config.max_running_requests, _state_nbytes(layout)
-    if asked is None or state_nbytes == 0:
+    asked, nbytes = config.max_running_requests, state_nbytes(layout)
+    if asked is None or nbytes == 0:
         return
     for count in range(asked, 0, -1):
-        needed = sum(KvPool.buffer_nbytes(layout, _counts_of(layout, config, token_count, count)))
-        if needed <= limit:
+        if _fits(layout, config, limit, token_count, Shares(count, 0)):
             raise ConfigError(
-                f"--max-running-requests {asked}: the slot of a request takes {state_nbytes} bytes "
+                f"--max-running-requests {asked}: the slot of a request takes {nbytes} bytes "
                 f"and {limit} bytes may be used; must be in 1..{count} beside {token_count} tokens"
             )
 
@@ -245,12 +308,22 @@ def _page_count(
         case LiveKind.BLOCK:
             return -(-token_count // (group.live.size * group.page_items))
         case LiveKind.WINDOW:
-            # A window that starts inside a page touches one page more; a chunk lies beside it.
-            per_request = -(-group.live.size // group.page_items) + 1
-            chunk = -(-chunk_token_max // group.page_items)
-            return min(request_count * per_request + chunk, -(-token_count // group.page_items))
+            chunk = -(-chunk_token_max // group.page_items)  # lies beside the window
+            most = request_count * window_page_max(group) + chunk
+            return min(most, -(-token_count // group.page_items))
         case LiveKind.TAIL | LiveKind.SLOT:
             return request_count
+
+
+def _checkpoint_page_count(group: PageGroup, checkpoint_count: int) -> int:
+    """Copies of the tokens that requests have, so they come on top of the pages of all tokens."""
+    match group.live.kind:
+        case LiveKind.FULL | LiveKind.BLOCK:
+            return 0
+        case LiveKind.WINDOW:
+            return checkpoint_count * window_page_max(group)
+        case LiveKind.TAIL | LiveKind.SLOT:
+            return checkpoint_count
 
 
 def _budget_nbytes(config: ServerConfig, free: FreeMemory) -> int:

@@ -38,7 +38,7 @@ from common.worker.first_pass import first_pass_tokens, warm_up
 from common.worker.pools import (
     FreeMemory,
     allocate_pool,
-    decide_page_counts,
+    decide_pool_size,
     free_nbytes,
 )
 from common.worker.staging.source import StagingSource
@@ -111,7 +111,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     now_nbytes = free_nbytes(device)
     plan = plan_graphs(config, model, layout, choice, context_length)
     free = FreeMemory(before_nbytes, now_nbytes, _shared_nbytes(config, device), plan.nbytes)
-    page_counts = decide_page_counts(layout, config, context_length, free)
+    size = decide_pool_size(layout, config, context_length, free)
+    page_counts = size.page_counts
     transport = start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
     staging_target = start_target(config, transport, layout, pool)
@@ -121,7 +122,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     runner = ModelRunner(model, pool, clock, grammars, graphs)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
-        warm_up(runner, layout, model_config.vocab_size, tokens)
+        times = warm_up(runner, layout, model_config.vocab_size, tokens)
     ready = WorkerReady(
         rank=rank,
         page_counts=page_counts,
@@ -131,9 +132,12 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
         describe=_describe(rank, model, layout, page_counts, choice, transport)
-        | {"cuda_graphs": plan.summary},
+        | {"cuda_graphs": plan.summary, "checkpoints": size.checkpoints},
         host_id=host_id(),
         pid=os.getpid(),
+        checkpoint_max=size.checkpoint_max,
+        prompt_token_s=times.prompt_token_s,
+        decode_s=times.decode_s,
     )
     digester = Digester(pool.buffers, layout)
     return StartedRank(

@@ -15,7 +15,7 @@ from bench.machine import Machine, card_of
 from bench.peers import CARD, PEERS
 from bench.record import UnreadableRecord, read_record, result_path
 from bench.report import NotRun, Row
-from bench.serve.client import Outcome, Run
+from bench.serve.outcome import Outcome, Run
 from bench.serve.summary import summarize
 from bench.serve.workload import Ask
 from tests.gpu.load_section import tell_case

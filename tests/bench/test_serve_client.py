@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 
 from bench.serve.cli import main
-from bench.serve.client import LoadClient, Outcome, Run
+from bench.serve.client import LoadClient
 from bench.serve.dialects import OpenAiDialect, SglangDialect
+from bench.serve.outcome import Outcome, Run
 from bench.serve.settings import parse_settings
 from bench.serve.workload import make_workload
 from tests.bench.scripted_server import (

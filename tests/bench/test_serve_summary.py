@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.serve.client import Outcome, Run
+from bench.serve.outcome import Outcome, Run
 from bench.serve.summary import concurrency_steps, describe, measure, summarize
 from bench.serve.workload import Ask
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from bench.serve.settings import parse_settings
-from bench.serve.trace import read_trace
-from bench.serve.workload import Ask, draw_arrivals, make_warm_ups, make_workload
+from bench.serve.workload import Ask, draw_arrivals, lengths_of, make_warm_ups, make_workload
 from common.errors import ConfigError
 
 VOCAB_SIZE = 1000
@@ -72,7 +71,7 @@ def test_prompts_of_a_group_share_their_prefix_and_nothing_else() -> None:
 def test_warm_ups_share_no_prefix_with_what_is_measured() -> None:
     settings = parse_settings(["--num-prompts", "2", "--warmup-requests", "3"])
     asks = make_workload(settings, VOCAB_SIZE)
-    warm_ups = make_warm_ups(settings, asks, VOCAB_SIZE)
+    warm_ups = make_warm_ups(settings, lengths_of(asks), VOCAB_SIZE)
     assert [len(ask.prompt) for ask in warm_ups] == [1024] * 3
     assert not {ask.prompt[:8] for ask in asks} & {ask.prompt[:8] for ask in warm_ups}
 
@@ -97,42 +96,16 @@ def test_a_trace_keeps_its_times_lengths_and_shared_blocks(tmp_path: Path) -> No
     assert first[4:8] != third[4:8]
 
 
-def test_a_csv_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("output_length,user,timestamp,input_length\n5,ann,20.5,7\n6,bob,10,8\n")
-    rows = read_trace(path)
-    assert [(row.timestamp, row.input_length, row.output_length) for row in rows] == [
-        (10.0, 8, 6),
-        (20.5, 7, 5),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.jsonl", '{"timestamp": 1, "input_length": 2}\n', "line 1: .*output_length"),
-        ("a.jsonl", '\n{"timestamp": 1, "input_length": 0, "output_length": 1}\n', "line 2: .*1.."),
-        ("a.jsonl", "not json\n", "line 1"),
-        ("a.jsonl", "\n", "at least one request"),
-        ("a.csv", "timestamp,input_length\n1,2\n", "output_length is missing"),
-        ("a.csv", "timestamp,input_length,output_length\n1,x,3\n", "line 2"),
-        ("a.txt", "", "must end with"),
-    ],
-)
-def test_an_unusable_trace_is_refused_by_its_line(
-    tmp_path: Path, name: str, text: str, said: str
-) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        read_trace(path)
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--dataset-name", "trace"], "needs --dataset-path"),
         (["--dataset-path", "x.csv"], "only --dataset-name trace"),
+        (["--trace-format", "csv"], "--trace-format.*mooncake.*azure.*burstgpt"),
+        (["--dataset-name", "sessions", "--num-prompts", "5"], "takes --num-sessions"),
+        (["--num-sessions", "5"], "only --dataset-name sessions"),
+        (["--max-sessions", "5"], "only --dataset-name sessions"),
+        (["--think-time", "-1"], "--think-time.*-1: must be a number"),
         (["--dataset-name", "trace", "--dataset-path", "x.csv", "--request-rate", "2"], "own arr"),
         (["--backend", "openai-chat"], "needs --tokenizer"),
         (["--backend", "vllm"], "--backend"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.serve.summary import measure
 from bench.serve.workload import Ask, draw_arrivals
 from bench.simulator.machine import Machine

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench import goodput
 from bench.goodput import SHAPES, plan_of, predict, workload, write_measured
-from bench.serve.client import Run
+from bench.serve.outcome import Run
 from bench.simulator.__main__ import main
 from bench.simulator.calibrate import step_sample
 from bench.simulator.comparison import Measured, Probe, goodput_of, relative_error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import EngineType, Role, ServerConfig, read_config, write_config
+from common.config import EngineType, LocalPrefill, Role, ServerConfig, read_config, write_config
 from common.errors import ConfigError
 from common.flag_help import GROUPS, PLACEHOLDERS
 from common.flags import COMMON_FLAGS
@@ -93,6 +93,10 @@ VALID = [
     (("--tensor-parallel-size=4",), "tp_size", 4),
     (("--random-seed", str(2**63 - 1)), "random_seed", 2**63 - 1),
     (("--disable-radix-cache",), "disable_radix_cache", True),
+    ((), "max_checkpoints", None),
+    (("--max-checkpoints", "0"), "max_checkpoints", 0),
+    (("--max-checkpoints", "0", "--disable-radix-cache"), "max_checkpoints", 0),
+    (("--max-checkpoints", "65536"), "max_checkpoints", 65536),
     (("--disable-cuda-graph",), "disable_cuda_graph", True),
     (("--cuda-graph-max-bs", "64"), "cuda_graph_max_bs", 64),
     ((), "disable_overlap_schedule", False),
@@ -113,6 +117,9 @@ VALID = [
     (("--max-body-bytes", "1024"), "max_body_nbytes", 1024),
     (("--port", "1", "--port", "65535"), "port", 65535),
     (("--host", "::1"), "host", "::1"),
+    ((), "local_prefill", LocalPrefill.AUTO),
+    (("--local-prefill", "off"), "local_prefill", LocalPrefill.OFF),
+    (("--local-prefill", "fallback"), "local_prefill", LocalPrefill.FALLBACK),
     (("--prefill", "a:1,b:2"), "prefill", ("a:1", "b:2")),
     (("--prefill", "[::1]:8998, b:2"), "prefill", ("[::1]:8998", "b:2")),
 ]
@@ -127,6 +134,7 @@ def test_a_good_value_is_taken(
 
 
 BAD = [
+    ("--local-prefill", "always", "must be one of off, auto, fallback"),
     ("--page-size", "48", "power of two in 1..256"),
     ("--page-size", "0", "power of two in 1..256"),
     ("--page-size", "512", "power of two in 1..256"),
@@ -234,6 +242,11 @@ def test_required_flags_are_named(model: Path) -> None:
     [
         (["--chunked-prefill-size", "100"], "--chunked-prefill-size 100: must be a multiple of"),
         (["--max-total-tokens", "15"], "--max-total-tokens 15: must be at least one page"),
+        (
+            ["--max-checkpoints", "5", "--disable-radix-cache"],
+            "--max-checkpoints 5: must be 0 with --disable-radix-cache",
+        ),
+        (["--max-checkpoints", "-1"], "--max-checkpoints -1: must be an integer in 0..65536"),
         (["--port", "8998"], "--bootstrap-port 8998: must differ from --port 8998"),
         (
             ["--device", "cuda", "--transport", "stream"],

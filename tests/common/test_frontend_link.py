@@ -25,7 +25,7 @@ from common.protocol.frontend import (
     Traced,
 )
 from common.protocol.joined_tokens import JoinedTokens
-from common.request import FinishKind, FinishReason, RequestTrace, TokenLogprobs
+from common.request import CachedTokens, FinishKind, FinishReason, RequestTrace, TokenLogprobs
 from common.runtime import frontend_link, undelivered
 from common.runtime.frontend_link import FrontendLink
 from common.runtime.undelivered import Undelivered, tokens_nbytes
@@ -47,7 +47,8 @@ def taken(waiting: Undelivered) -> list[SchedulerToFrontend]:
 
 
 def test_joined_messages_say_what_the_parts_said_and_leave_them_as_they_were() -> None:
-    first = Tokens(1, [5], [TokenLogprobs(5, -1.0)], [b"of a chunk"], 4, offset=9)
+    cached = CachedTokens(prefill=4)
+    first = Tokens(1, [5], [TokenLogprobs(5, -1.0)], [b"of a chunk"], cached, offset=9)
     second = Tokens(1, [6], offset=10)
     last = Tokens(1, [7, 8], [TokenLogprobs(7, -2.0)], finish=END, offset=11)
     joined = JoinedTokens()
@@ -58,7 +59,7 @@ def test_joined_messages_say_what_the_parts_said_and_leave_them_as_they_were() -
         [5, 6, 7, 8],
         [TokenLogprobs(5, -1.0), TokenLogprobs(7, -2.0)],
         [b"of a chunk"],
-        4,
+        cached,
         finish=END,
         offset=9,
     )

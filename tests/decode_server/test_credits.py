@@ -13,7 +13,7 @@ from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.client import Client
 from tests.sim.node import Node
-from tests.sim.story import judge
+from tests.sim.verdict import judge
 from tests.sim.world import World
 
 PROMPT_TOKENS = 40

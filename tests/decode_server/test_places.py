@@ -9,7 +9,7 @@ from common.scheduling.events import Effect, ToWorkers
 from decode_server.scheduler import DecodeScheduler
 from tests.sim.client import Client
 from tests.sim.node import Node
-from tests.sim.story import judge
+from tests.sim.verdict import judge
 from tests.sim.world import World
 
 PLACE_COUNT = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.layout.component import FULL, SLOT, Live, LiveKind
-from tests.sim.story import judge
+from tests.sim.verdict import judge
 from tests.sim.world import World
 
 LIVES = (FULL, SLOT, Live(LiveKind.TAIL, 4, 4), Live(LiveKind.BLOCK, 4))

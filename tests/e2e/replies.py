@@ -38,6 +38,13 @@ class Timeline(msgspec.Struct):
     ttft_s: float
 
 
+class Cached(msgspec.Struct, frozen=True):
+    """Tokens of a prompt that each server had."""
+
+    prefill: int = 0
+    decode: int = 0
+
+
 class Meta(msgspec.Struct):
     id: str
     finish_reason: Finish | None
@@ -45,6 +52,7 @@ class Meta(msgspec.Struct):
     completion_tokens: int
     cached_tokens: int
     num_retractions: int
+    cached_tokens_details: Cached = Cached()
     timeline: Timeline | None = None
     input_token_logprobs: list[Logprob] = []
     output_token_logprobs: list[Logprob] = []

@@ -22,7 +22,9 @@ from tests.engine.tiny_checkpoints import Reference, random_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 
-FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--page-size", "8")
+CHECKPOINT_MAX = 3
+FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--page-size", "8",
+         "--max-checkpoints", str(CHECKPOINT_MAX))  # fmt: skip
 SLOT_COUNT = 2
 QUEUE_MAX = 12
 NARROW = ("--max-running-requests", str(SLOT_COUNT), "--max-queued-requests", str(QUEUE_MAX))
@@ -86,8 +88,12 @@ def slots_of(node: Node) -> int:
     return group.total
 
 
-def test_there_are_as_many_slots_as_requests_may_run(town: Town) -> None:
-    assert [slots_of(node) for node in town.nodes] == [SLOT_COUNT, SLOT_COUNT, 256]
+def test_there_are_as_many_slots_as_requests_may_run_and_checkpoints_be_kept(town: Town) -> None:
+    running = (SLOT_COUNT, SLOT_COUNT, 256)
+    assert [slots_of(node) - CHECKPOINT_MAX for node in town.nodes] == list(running)
+    for node in town.nodes:
+        (worker,) = node.get("/server_info").json()["workers"]
+        assert worker["checkpoints"].startswith(f"{CHECKPOINT_MAX} x ")
     told = [node.get("/server_info").json()["max_running_requests"] for node in town.nodes]
     assert told == [SLOT_COUNT, SLOT_COUNT, 256]
 

@@ -50,6 +50,9 @@ def run_rank(rank: int, paths: list[Path], prompt: list[int], shared: Path) -> N
         timeouts = shared / f"timeouts-{tp_size}-{pp_size}-{rank}"
         timeouts.write_text(json.dumps(group_timeouts_s(parallel)))
         assert parallel.least(9 - rank, torch.device("cpu")) == 8
+        (shared / f"here-{tp_size}-{pp_size}-{rank}").touch()
+        parallel.wait_for_ranks(torch.device("cpu"))
+        assert len(list(shared.glob(f"here-{tp_size}-{pp_size}-*"))) == 2, "a rank did not wait"
         logits = [compute(path, prompt, parallel) for path in paths]
         torch.save(logits, shared / f"logits-{tp_size}-{pp_size}-{rank}.pt")
         parallel.leave()

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from common.engine.host_copy import pack, unpack, upload
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
-from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
+from common.protocol.worker import NewSequence, PageCopies, PageGrant, PrefillChunk, Step, StepDone
 from common.request import Grammar, GrammarKind, SamplingParams
 from tests.engine.runner_driver import PAGE_SIZE, greedy, layout_of, random_prompt
 from tests.engine.tiny_checkpoints import VOCAB_SIZE
@@ -149,6 +150,21 @@ def test_a_step_is_launched_without_a_look_at_the_device(
     assert 0 < waits.upload_count <= upload_max
     with pytest.raises(TypeError, match="meta"):  # there is nothing to be read on this device
         pending.finish()
+
+
+@pytest.mark.parametrize("number", [4, 1])
+def test_pages_are_copied_without_a_look_at_the_device(checkpoint: Path, number: int) -> None:
+    steps = story([greedy()] * 4)
+    counts = []
+    for copies in ([], [PageCopies(0, [1, 2], [9, 12]), PageCopies(0, [3], [10])]):
+        runner = runner_on(checkpoint, "meta")
+        for step in steps[:number]:
+            runner.launch(step)
+        with Waits() as waits:
+            runner.launch(msgspec.structs.replace(steps[number], copies=copies))
+        assert waits.found == []
+        counts.append(waits.upload_count)
+    assert counts[1] == counts[0] + 1, "one for the ids of all pages"
 
 
 def test_rows_of_a_ragged_batch_are_found_without_a_look_at_the_device() -> None:

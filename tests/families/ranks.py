@@ -31,9 +31,11 @@ class Meeting:
     barriers: list[threading.Barrier] = field(init=False)
     parts: list[list[Tensor | None]] = field(init=False)
     pipes: dict[tuple[int, int], Queue[Tensor]] = field(init=False)
+    all_ranks: threading.Barrier = field(init=False)
 
     def __post_init__(self) -> None:
         self.barriers = [threading.Barrier(self.tp_size) for _ in range(self.pp_size)]
+        self.all_ranks = threading.Barrier(self.tp_size * self.pp_size)
         self.parts = [[None] * self.tp_size for _ in range(self.pp_size)]
         self.pipes = {
             (stage, rank): Queue() for stage in range(self.pp_size) for rank in range(self.tp_size)
@@ -48,7 +50,7 @@ class Meeting:
         return parts
 
     def abort(self) -> None:
-        for barrier in self.barriers:
+        for barrier in (*self.barriers, self.all_ranks):
             barrier.abort()
 
 
@@ -63,6 +65,9 @@ class ThreadContext(ParallelContext):
             return partial
         parts = self.meeting.gather(self.pp_rank, self.tp_rank, partial)
         return torch.stack(parts).sum(0)
+
+    def wait_for_ranks(self, device: torch.device) -> None:
+        self.meeting.all_ranks.wait(TIMEOUT_S)
 
     def gather_last_dim(self, part: Tensor) -> Tensor:
         if self.tp_size == 1:

@@ -1,7 +1,8 @@
 """A server without processes: real models, pools, scheduling and planner, its ranks as threads.
 
 `transfer` moves a sequence from one server to another as workers do: every source rank plans its
-copies to every target rank, and the bytes are copied from buffer to buffer.
+copies to every target rank, and the bytes are copied from buffer to buffer. What is kept of prompts
+between them is tested with `turns.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
 from common.planner.copies import plan_copies
 from common.planner.pairing import TokenRange
+from common.prefix_digests import extend_digests, prefix_seed
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
 from common.scheduling.batcher import Batcher, BatchLimits
@@ -33,6 +35,9 @@ from tests.families.ranks import Crew, contexts
 
 TOKEN_MAX = 4096
 REQUEST_MAX = 48
+
+PageLists = list[tuple[int, list[int]]]
+"""Per page group: the logical index of the first page, and page ids."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,12 @@ class Shape:
 
 
 class Server:
-    """One server. Its pools start as NaN: nothing may read what nobody wrote."""
+    """One server. Its pools start as NaN: nothing may read what nobody wrote.
 
-    def __init__(self, checkpoint: Path, shape: Shape) -> None:
+    checkpoint_max: of its prefix cache; None if it has no prefix cache.
+    """
+
+    def __init__(self, checkpoint: Path, shape: Shape, checkpoint_max: int | None = None) -> None:
         self.shape = shape
         ranks = contexts(shape.tp_size, shape.pp_size)
         models = [load_model(checkpoint, parallel=rank) for rank in ranks]
@@ -65,13 +73,19 @@ class Server:
             layer_group_count=shape.layer_group_count,
         )
         self.layout.check()
-        counts = page_counts_for(self.layout.ranks[0], TOKEN_MAX, REQUEST_MAX, shape.chunk)
+        counts = page_counts_for(
+            self.layout.ranks[0], TOKEN_MAX, REQUEST_MAX, shape.chunk, checkpoint_max or 0
+        )
         self.pools = [KvPool.allocate(rank, counts, "cpu") for rank in self.layout.ranks]
         for pool in self.pools:
             for buffer in pool.buffers:
                 buffer.view(torch.float32).fill_(float("nan"))
         self.account = PageAccount(
-            self.layout.groups, counts, has_prefix_cache=False, chunk_token_max=shape.chunk
+            self.layout.groups,
+            counts,
+            has_prefix_cache=checkpoint_max is not None,
+            chunk_token_max=shape.chunk,
+            checkpoint_max=checkpoint_max or 0,
         )
         # Stages without the head are told what was drawn, so nothing can be planned ahead.
         in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 else 1
@@ -89,8 +103,14 @@ class Server:
 
     def open(self, prompt: list[int], output_count: int) -> Sequence:
         """A prompt to be computed here; its tokens come with `run`."""
+        return self.open_sampled(prompt, greedy(output_count))
+
+    def open_sampled(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        """As `open`. It goes on from what the prefix cache has, if there is one."""
+        digests = digests_of(prompt)
+        match = self.account.match(digests, prompt, len(prompt) - 1)
         sequence = self.account.open(
-            self._take_id(), list(prompt), len(prompt), greedy(output_count)
+            self.take_id(), list(prompt), len(prompt), sampling, digests, match
         )
         assert sequence is not None, "the pool is too small for the test"
         self.batcher.add(sequence)
@@ -99,6 +119,11 @@ class Server:
     def prefill(self, prompts: list[list[int]], output_count: int) -> list[Sequence]:
         """Compute prompts and their first tokens; their pages stay until `close`."""
         sequences = [self.open(prompt, output_count) for prompt in prompts]
+        self.compute(sequences)
+        return sequences
+
+    def compute(self, sequences: list[Sequence]) -> None:
+        """Compute prompts that are open and their first tokens."""
         waiting = set(map(id, sequences))
         self._limit(is_prompt_only=True)
         while waiting:
@@ -106,7 +131,6 @@ class Server:
                 self.batcher.stop(sequence)
                 waiting.discard(id(sequence))
         self._limit(is_prompt_only=False)
-        return sequences
 
     def close(self, sequence: Sequence) -> None:
         self.account.close(sequence)
@@ -121,14 +145,15 @@ class Server:
         for span, pages in zip(spans, self.account.allocate(needs), strict=True):
             span.page_ids.extend(pages)
         taken = Sequence(
-            self._take_id(),
+            self.take_id(),
             list(sequence.token_ids),
             sequence.prompt_count,
             sequence.sampling,
             spans,
             computed_count=token_count,
         )
-        nbytes = transfer(source, sequence, self, taken, TokenRange(0, token_count, True))
+        tokens = TokenRange(0, token_count, True)
+        nbytes = transfer(source, sequence.page_lists(), self, taken.page_lists(), tokens)
         self.batcher.add(taken)
         return taken, nbytes
 
@@ -171,21 +196,19 @@ class Server:
         assert all(answer.token_ids == last[0].token_ids for answer in last)
         return last[0]
 
-    def _take_id(self) -> int:
+    def take_id(self) -> int:
         self._next_id += 1
         return self._next_id
 
 
 def transfer(
-    source: Server, given: Sequence, target: Server, taken: Sequence, tokens: TokenRange
+    source: Server, given: PageLists, target: Server, taken: PageLists, tokens: TokenRange
 ) -> int:
     """Copy the cache of a sequence from all ranks to all ranks; the number of bytes copied."""
     nbytes = 0
     for source_rank, source_pool in zip(source.layout.ranks, source.pools, strict=True):
         for target_rank, target_pool in zip(target.layout.ranks, target.pools, strict=True):
-            plan = plan_copies(
-                source_rank, target_rank, given.page_lists(), taken.page_lists(), tokens
-            )
+            plan = plan_copies(source_rank, target_rank, given, taken, tokens)
             nbytes += plan.total_nbytes
             for region, offset, target_region, target_offset, count in zip(
                 plan.source_region.tolist(),
@@ -200,11 +223,16 @@ def transfer(
     return nbytes
 
 
-def least_nbytes(layout: ServerLayout, token_count: int) -> int:
-    """What the ranks of a target lack of a request, each byte once per rank that holds it."""
+def least_nbytes(layout: ServerLayout, token_count: int, token_start: int = 0) -> int:
+    """What the ranks of a target lack of a request, each byte once per rank that holds it.
+
+    token_start: tokens of which they have all that is kept for good.
+    """
     total = 0
     for component in layout.components:
         item_count = len(component.live.items(token_count))
+        if component.live.is_streamable:
+            item_count -= len(component.live.items(token_start))
         for segment in component.segments:
             # Ranks of a stage that hold one unit, or parts of the units, add up to this many.
             held = segment.unit_count
@@ -267,6 +295,11 @@ def places_of(server: Server, sequence: Sequence) -> list[Place]:
                 )
             )
     return sorted(found, key=lambda place: (place.component, place.segment, place.layer))
+
+
+def digests_of(token_ids: list[int]) -> bytes:
+    """As a frontend makes them of a prompt."""
+    return extend_digests(prefix_seed({"model": "tiny"}), token_ids)
 
 
 def greedy(output_count: int) -> SamplingParams:

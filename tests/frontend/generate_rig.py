@@ -43,8 +43,12 @@ def run_generate(
     prefill: tuple[str, ...] = ("127.0.0.1:8998",),
     timeout_s: float = STORY_TIMEOUT_S,
     tool_call_parser: str = "",
+    **changes: object,
 ) -> None:
-    """Run one test against the whole frontend of a server of that role."""
+    """Run one test against the whole frontend of a server of that role.
+
+    changes: of its settings.
+    """
     chat = write_tokenizer(
         directory / "chat", bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHATML
     )
@@ -65,6 +69,7 @@ def run_generate(
         prefill=() if role is Role.PREFILL else prefill,
         tokenizer_path=str(chat),
         tool_call_parser=tool_call_parser,
+        **changes,
     )
 
 

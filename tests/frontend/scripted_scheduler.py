@@ -31,6 +31,7 @@ from common.protocol.frontend import (
     Outputs,
     PageGroupState,
     PeerState,
+    PrefixCacheState,
     ServerInfo,
     State,
     Submit,
@@ -67,6 +68,9 @@ PAGES = PageGroupState(
     used=50,
     cached=20,
     quarantined=6,
+)
+PREFIX_CACHE = PrefixCacheState(
+    token_count=960, block_tokens=16, node_count=7, checkpoint_count=2, checkpoint_max=8
 )
 PEER = PeerState(
     address="127.0.0.1:8998",
@@ -161,6 +165,7 @@ class ScriptedScheduler:
         self.counters = {"retracted": 5.0, "transfer_failed": 6.0, "stale_messages": 7.0}
         self.peers = [PEER]
         self.page_groups = [PAGES]
+        self.prefix_cache: PrefixCacheState | None = PREFIX_CACHE
         self.step_count = 0
         self.is_stalled = False
         self.flush_answer = (True, "the cache is empty")
@@ -283,4 +288,5 @@ class ScriptedScheduler:
             page_groups=self.page_groups,
             peers=list(self.peers),
             step_count=self.step_count,
+            prefix_cache=self.prefix_cache,
         )

@@ -99,6 +99,10 @@ BAD_OPENAI: list[tuple[JsonObject, str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
         "response_format.json_schema.strict",
     ),
+    (
+        {"response_format": {"type": "text", "json_schema": {"schema": None}}},
+        "response_format.json_schema.schema",
+    ),
     ({"structured_outputs": 5}, "structured_outputs"),
     ({"structured_outputs": {"json": NESTED}}, "structured_outputs.json"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),

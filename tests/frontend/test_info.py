@@ -10,7 +10,7 @@ import pytest
 from common.clock import ManualClock
 from common.config import Role
 from common.frontend.requests.scheduler_health import SILENCE_MAX_S, STALL_MAX_S
-from common.protocol.frontend import Failed, PageGroupState, PeerState
+from common.protocol.frontend import Failed, PageGroupState, PeerState, PrefixCacheState
 from common.request import SamplingParams
 from tests.frontend.frontend_rig import Rig, listen, run_with_rig
 from tests.frontend.scripted_scheduler import PAGES as FULL
@@ -288,11 +288,50 @@ def test_an_abort_of_nothing_in_particular_is_400(tmp_path: Path, body: bytes) -
 
 def test_flush_cache_is_200_when_done_and_400_when_not_idle(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
-        assert (await rig.http.post("/flush_cache")).status_code == 200
+        reply = await rig.http.post("/flush_cache")
+        assert reply.status_code == 200
+        assert reply.json() == {"success": True, "message": "the cache is empty"}
         rig.scheduler.flush_answer = (False, "3 requests are running")
         reply = await rig.http.post("/flush_cache?timeout=5")
         assert reply.status_code == 400
         assert reply.json() == {"error": {"message": "3 requests are running"}}
+
+    run_with_rig(tmp_path, story)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_flush_says_whose_cache_is_empty_now_and_that_peers_keep_theirs(
+    role: Role, tmp_path: Path
+) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.flush_answer = (True, "")
+        message = (await rig.http.post("/flush_cache")).json()["message"]
+        assert message == f"the {role} server has no prefix cached; its peers keep theirs"
+        rig.scheduler.flush_answer = (False, "")
+        reply = await rig.http.post("/flush_cache")
+        assert reply.status_code == 400 and "in use" in reply.json()["error"]["message"]
+
+    run_with_rig(tmp_path, story, role=role)
+
+
+def test_server_info_tells_what_is_cached_of_prompts_or_why_nothing_is(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        told = (await rig.http.get("/server_info")).json()["prefix_cache"]
+        assert told == {
+            "token_count": 960,
+            "block_tokens": 16,
+            "node_count": 7,
+            "checkpoint_count": 2,
+            "checkpoint_max": 8,
+            "digest_count": 0,
+            "reason": "",
+        }
+        reason = "switched off by --disable-radix-cache"
+        rig.scheduler.prefix_cache = PrefixCacheState(reason=reason)
+        told = (await rig.http.get("/server_info")).json()["prefix_cache"]
+        assert (told["reason"], told["token_count"]) == (reason, 0)
+        rig.scheduler.prefix_cache = None
+        assert (await rig.http.get("/server_info")).json()["prefix_cache"] is None
 
     run_with_rig(tmp_path, story)
 

@@ -239,6 +239,8 @@ def test_gauges_are_the_scheduler_s_at_the_moment_of_the_scrape(tmp_path: Path) 
         assert value(families, "sglang:num_retracted_requests_total") == 5
         assert value(families, "sglang:num_transfer_failed_reqs_total") == 4
         assert value(families, "baton:events_total", event="odd_event") == 3
+        assert value(families, "baton:prefix_cache_tokens") == 960
+        assert value(families, "baton:checkpoints") == 2
         assert value(families, "baton:peer_connected", peer="127.0.0.1:8998") == 1
 
     run_with_rig(tmp_path, story)

@@ -11,8 +11,15 @@ import msgspec
 import pytest
 
 from common.config import Role
-from common.protocol.frontend import Failed, PageGroupState, PeerState, Submit
-from common.request import TransferTrace
+from common.protocol.frontend import (
+    Failed,
+    PageGroupState,
+    PeerState,
+    PrefixCacheState,
+    Submit,
+    Tokens,
+)
+from common.request import CachedTokens, TransferTrace
 from tests.frontend.browser import (
     CHROMIUM,
     DESK,
@@ -24,7 +31,14 @@ from tests.frontend.browser import (
     open_tab,
 )
 from tests.frontend.page_rig import Served, serve_page
-from tests.frontend.scripted_scheduler import PAGES, PEER, ScriptedScheduler, ToldFrontend, trace_of
+from tests.frontend.scripted_scheduler import (
+    PAGES,
+    PEER,
+    Answer,
+    ScriptedScheduler,
+    ToldFrontend,
+    trace_of,
+)
 from tests.frontend.test_timelines import named
 
 pytestmark = [
@@ -259,6 +273,60 @@ def test_an_opened_request_stays_open_while_others_come(browser: Browser, served
         opened = "document.querySelector('.request[open] summary')"
         assert tab.evaluate(f"{opened} === document.activeElement") is True
         assert "10.0 MB transferred at 1.00 GB/s" in tab.text(".request[open]")
+
+
+def answer_cached(cached: CachedTokens, peer: str) -> Answer:
+    """Answers whose prompts were cached so; peer: who was asked for them."""
+
+    def answer(submit: Submit) -> list[ToldFrontend]:
+        messages = named(submit)
+        last = messages[-1]
+        assert isinstance(last, Tokens) and last.trace is not None
+        trace = msgspec.structs.replace(
+            last.trace, cached=cached, peer=peer, prompt_token_count=100
+        )
+        return [*messages[:-1], msgspec.structs.replace(last, trace=trace)]
+
+    return answer
+
+
+# What was cached, who was asked, what the row says and what the opened one says.
+CACHED_WHERE = [
+    (CachedTokens(16, 48), "p:1", "48 % cached",
+     "of 100 prompt tokens 48 cached here and not sent, 16 cached on the prefill server, "
+     "84 computed there"),
+    (CachedTokens(0, 96), "", "96 % cached",
+     "96 of 100 prompt tokens cached here, 4 computed here"),
+    (CachedTokens(), "p:1", "", "100 prompt tokens computed by the prefill server"),
+    (CachedTokens(), "", "", "100 prompt tokens computed here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cached", "peer", "row", "facts"), CACHED_WHERE)
+def test_a_request_shows_what_was_cached_and_who_computed_the_rest(
+    browser: Browser, tmp_path: Path, cached: CachedTokens, peer: str, row: str, facts: str
+) -> None:
+    with serve_page(tmp_path) as served, open_tab(browser, served.url) as tab:
+        served.scheduler.answer = answer_cached(cached, peer)
+        generate(tab, "abc")
+        wait_text(tab, "#own-facts", f"The prompt: {facts}.")
+        wait_text(tab, "#requests", "out")
+        shown = tab.text("#requests summary")
+        assert ("cached" in shown) == bool(row) and row in shown
+        tab.evaluate("document.querySelector('#requests details').open = true")
+        assert facts in tab.text(".request[open] .facts")
+        bars = "[...document.querySelectorAll('.request > .bar i')].map(i => i.style.width)"
+        widths = {48: ["48%", "52%"], 96: ["96%", "4%"], 0: []}
+        assert tab.evaluate(bars) == widths[cached.count]
+        assert tab.complaints() == []
+
+
+def test_the_prefix_cache_is_told_of_or_why_there_is_none(browser: Browser, tmp_path: Path) -> None:
+    with serve_page(tmp_path) as served, open_tab(browser, served.url) as tab:
+        wait_text(tab, "#prefix-cache", "Prefix cache: 960 tokens, 2 of 8 checkpoints.")
+        reason = "switched off by --disable-radix-cache"
+        served.scheduler.prefix_cache = PrefixCacheState(reason=reason)
+        wait_text(tab, "#prefix-cache", f"No prefix is kept: {reason}.")
 
 
 def test_a_prefill_server_shows_its_side_and_no_prompt_box(

@@ -72,6 +72,7 @@ def test_state_has_every_number_the_page_reads(tmp_path: Path) -> None:
             {"name": "full", "total": 256, "free": 180, "cached": 20, "used": 50, "quarantined": 6,
              "page_nbytes": 4096}
         ]  # fmt: skip
+        assert body["prefix_cache"]["token_count"] == 960
         newest, oldest = body["requests"]
         assert (newest["prompt_tokens"], oldest["prompt_tokens"]) == (2, 1)
         assert [span["name"] for span in newest["spans"]][1:4] == ["queue", "prefill", "transfer"]

@@ -23,7 +23,7 @@ from common.frontend.requests.spans import (
     trace_parent_of,
 )
 from common.frontend.requests.tracing import open_tracing
-from common.request import Origin, RequestTrace, TransferTrace
+from common.request import CachedTokens, Origin, RequestTrace, TransferTrace
 from tests.e2e.collector import collector
 from tests.frontend.frontend_rig import Rig, decode_config, run_with_rig
 
@@ -38,6 +38,7 @@ ENDED = RequestTrace(
     peer="p:1",
     prompt_token_count=5,
     output_token_count=2,
+    cached=CachedTokens(prefill=2, decode=3),
     reserve_s=0.5,
     transfer=TRANSFER,
     first_token_s=0.25,
@@ -47,6 +48,7 @@ ENDED = RequestTrace(
     origin=Origin("r1", TRACE_PARENT),
 )
 LOGGED = LoggedRequest(ENDED, started_wall_s=50.0)
+WHICH = ("", "prefill_", "decode_")
 
 
 def tree(spans: list[Span]) -> dict[str, str]:
@@ -80,6 +82,13 @@ def test_both_servers_spans_make_one_tree() -> None:
     assert times["remote_prefill"] == (100.5, 106.75) and times["decode"] == (106.75, 110.75)
     told = next(span.attributes for span in here if span.name == "remote_prefill")
     assert (told["baton.bytes"], told["baton.peer"], told["baton.transfer_s"]) == (64, "p:1", 3.0)
+
+
+def test_the_span_of_a_request_tells_what_was_cached_on_which_server() -> None:
+    ids = name_request(TRACE_PARENT)
+    for request, *_ in (decode_spans(ENDED, 0.0, ids), prefill_spans(ENDED, 0.0, ids.request)):
+        told = [request.attributes[f"baton.cached_{which}tokens"] for which in WHICH]
+        assert told == [3, 2, 3]
 
 
 def test_a_prompt_computed_here_has_no_transfer() -> None:

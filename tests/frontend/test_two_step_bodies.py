@@ -114,6 +114,8 @@ def test_a_host_that_may_not_be_dialled_is_left_to_those_that_are_connected() ->
         (DECODE, SECOND | {"remote_port": 0}, "remote_port"),
         (DECODE, SECOND | {"remote_host": ["a"]}, "remote_host"),
         (DECODE, SECOND | {"remote_host": "two words"}, "remote_host"),
+        (DECODE, {"remote_host": 0.0}, "remote_host"),
+        (PREFILL, FIRST | {"remote_port": "8998"}, "remote_port"),
     ],
 )
 def test_a_wrong_wish_is_refused(limits: Limits, params: JsonObject, field: str) -> None:

@@ -162,6 +162,7 @@ def test_state_has_the_same_value_under_all_names() -> None:
         ("cached_tokens_total", "prefix_cache_hits_total", 24),
     ):
         assert one(samples, f"sglang:{sglang}") == one(samples, f"vllm:{vllm}") == value
+    assert one(samples, "vllm:prefix_cache_queries_total") == 3 * 32
     assert one(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="10") == 1
     assert one(samples, "sglang:cache_config_info", page_size="16", num_pages="10") == 1
     assert one(samples, "sglang:cache_hit_rate") == 0.25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,14 @@ from common.layout.parallel import split_layers
 from common.planner.copies import PairPlan
 from common.planner.copy_plan import CopyPlan
 from common.planner.pairing import TokenRange
-from tests.planner.oracle import PageLists, Server, page_of_item, sent_items
+from tests.planner.oracle import (
+    PageLists,
+    Server,
+    lives_of,
+    page_of_item,
+    rows_of_page,
+    sent_items,
+)
 
 UNIT_COUNT_MAX = 16
 # Pairs of ranks are what a case costs; all of tp 1..8 and pp 1..4 fit, not all of both at once.
@@ -93,16 +101,21 @@ class PairPlans:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, from_start: bool = False) -> Case:
-    """from_start: nothing was known before, so that the pieces are all of the cache."""
+def cases(draw: st.DrawFn, *, from_start: bool = False, has_prefix: bool = False) -> Case:
+    """from_start: nothing was known before, so that the pieces are all of the cache.
+
+    has_prefix: what was known, often something, are whole pages of the target. It names no others.
+    """
     layer_count = draw(between(1, 12))
     source_tp, target_tp = draw(between(1, 8)), draw(between(1, 8))
     components = draw_components(draw, layer_count, source_tp, target_tp)
     source = draw_layout(draw, components, source_tp, layer_count)
     target = draw_layout(draw, components, target_tp, layer_count)
-    pieces = draw_pieces(draw, from_start=from_start)
+    border = border_of(target) if has_prefix else 0
+    pieces = draw_pieces(draw, from_start=from_start, border=border)
     source_pages, source_page_counts = draw_pages(draw, source, pieces)
-    target_pages, target_page_counts = draw_pages(draw, target, pieces)
+    is_rest = has_prefix and border > 0
+    target_pages, target_page_counts = draw_pages(draw, target, pieces, is_rest=is_rest)
     return Case(
         source,
         target,
@@ -188,11 +201,27 @@ def between(first: int, last: int) -> st.SearchStrategy[int]:
     return st.integers(first, last)
 
 
-def draw_pieces(draw: st.DrawFn, *, from_start: bool = False) -> list[TokenRange]:
-    """Consecutive ranges that end with the final one; the first may start behind a known prefix."""
+def border_of(layout: ServerLayout) -> int:
+    """Tokens after which whole pages end in every group that grows; 0 if none does."""
+    tokens = [
+        rows_of_page(live, layout.page_size) * max(1, live.size)
+        for live in lives_of(layout)
+        if live.kind in (LiveKind.FULL, LiveKind.BLOCK)
+    ]
+    return math.lcm(*tokens) if tokens else 0
+
+
+def draw_pieces(draw: st.DrawFn, *, from_start: bool = False, border: int = 0) -> list[TokenRange]:
+    """Consecutive ranges that end with the final one; the first may start behind a known prefix.
+
+    border: whose multiple the prefix is; 0 if it may be anything.
+    """
     stop = draw(between(1, TOKEN_COUNT_MAX))
     borders = sorted(draw(borders_before(stop)))
-    if from_start:
+    if border:
+        borders[0] = border * draw(between(0, stop // border))
+        borders = [max(borders[0], later) for later in borders]
+    elif from_start:
         borders[0] = 0
     ends = [*borders[1:], stop]
     return [
@@ -202,23 +231,26 @@ def draw_pieces(draw: st.DrawFn, *, from_start: bool = False) -> list[TokenRange
 
 
 def draw_pages(
-    draw: st.DrawFn, layout: ServerLayout, pieces: list[TokenRange]
+    draw: st.DrawFn, layout: ServerLayout, pieces: list[TokenRange], *, is_rest: bool = False
 ) -> tuple[PageLists, list[int]]:
-    """Pages in random order: those that are needed, and a few around them."""
+    """Pages in random order: those that are needed, and a few around them.
+
+    is_rest: no pages before the pieces.
+    """
     lists: PageLists = []
     page_counts: list[int] = []
     for group in layout.groups:
-        stop = pieces[-1].stop
+        start, stop = pieces[0].start if is_rest else 0, pieces[-1].stop
         needed = [
             page_of_item(group.live, layout.page_size, item)
             for item in {
-                *sent_items(group.live, TokenRange(0, stop, is_final=True)),
+                *sent_items(group.live, TokenRange(start, stop, is_final=True)),
                 *(item for piece in pieces for item in sent_items(group.live, piece)),
             }
         ]
         first = min(needed, default=0)
-        count = max(needed, default=-1) + 1 - first
-        if group.live.is_paged:
+        count = max(needed, default=first - 1) + 1 - first
+        if group.live.is_paged and not is_rest:
             earlier = draw(between(0, min(first, 2)))
             first, count = first - earlier, count + earlier + draw(between(0, 1))
         page_count = count + draw(between(0, SPARE_PAGES_MAX))

@@ -12,9 +12,12 @@ import os
 import sys
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 
 from tests.planner.cases import Case, cases
 from tests.planner.test_copies import check_case
+
+EITHER = st.one_of(cases(), cases(has_prefix=True))
 
 
 def main() -> int:
@@ -50,7 +53,7 @@ def sweep(example_count: int, seed_value: int) -> int:
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
+    @given(EITHER)
     def check(case: Case) -> None:
         nonlocal count
         count += 1

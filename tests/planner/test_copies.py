@@ -40,6 +40,21 @@ def test_every_byte_is_written_once_and_is_right(case: Case) -> None:
     check_case(case)
 
 
+@pytest.mark.slow
+@settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(cases(has_prefix=True))
+def test_behind_a_prefix_every_byte_is_written_once_and_no_page_before_it_is_needed(
+    case: Case,
+) -> None:
+    check_case(case)
+
+
 # ---- layouts and cases by hand -------------------------------------------------------------------
 
 
@@ -229,6 +244,31 @@ def test_an_empty_range_sends_nothing() -> None:
     assert plan_between(gqa(1), gqa(1), 0).run_count == 0
 
 
+def test_a_prefix_that_ends_inside_a_page_of_the_source_is_not_sent() -> None:
+    """64 tokens are one page of the source and four of the target, which has the first two."""
+    pages: PageLists = [(2, [2, 1])]
+    piece = TokenRange(32, 64, is_final=True)
+    case = Case(gqa(2, page_size=64), gqa(1), [(0, [1])], pages, [1], [2], [piece])
+    check_case(case)
+
+
+@pytest.mark.parametrize("live", [Live(LiveKind.WINDOW, 8), Live(LiveKind.TAIL, 4, 2), SLOT])
+def test_what_is_no_cache_of_a_prefix_comes_whole_behind_any_prefix(live: Live) -> None:
+    layout = one_component(1, live)
+    case = whole(layout, layout, 48)
+    nbytes = {
+        plan_copies(
+            layout.ranks[0],
+            layout.ranks[0],
+            case.source_pages,
+            case.target_pages,
+            TokenRange(start, 48, is_final=True),
+        ).total_nbytes
+        for start in (0, 16, 48)
+    }
+    assert nbytes == {len(live.items(48)) * 2 * 3}
+
+
 # ---- planted mistakes: does the oracle see them? -------------------------------------------------
 
 
@@ -358,6 +398,29 @@ def test_the_oracle_sees_a_byte_written_outside() -> None:
         return plan_copies(source, target, source_pages, target_pages, TokenRange(0, 61, True))
 
     with pytest.raises(AssertionError, match="wanted"):
+        check_case(case, wrong)
+
+
+def test_the_oracle_sees_a_prefix_that_is_sent_again() -> None:
+    """Into the pages that are named for the rest, as if the list began at 0."""
+    target = gqa(1)
+    pages: PageLists = [(2, [1, 2])]
+    piece = TokenRange(32, 64, is_final=True)
+    case = Case(target, target, [(0, [1, 2, 3, 4])], pages, [4], [2], [piece])
+    check_case(case)
+
+    def wrong(
+        source: RankLayout,
+        target: RankLayout,
+        source_pages: PageLists,
+        target_pages: PageLists,
+        tokens: TokenRange,
+    ) -> CopyPlan:
+        ((_, target_ids),) = target_pages
+        tokens = TokenRange(0, 32, is_final=True)
+        return plan_copies(source, target, source_pages, [(0, target_ids)], tokens)
+
+    with pytest.raises(AssertionError, match="wrong bytes"):
         check_case(case, wrong)
 
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from common.errors import PlanMismatch
 from common.layout.cache_layout import RankLayout, ServerLayout
-from common.layout.component import FULL, CacheComponent, Segment, Shard
+from common.layout.component import (
+    FULL,
+    SLOT,
+    CacheComponent,
+    Live,
+    LiveKind,
+    Segment,
+    Shard,
+)
 from common.layout.families import gqa_components
 from common.layout.parallel import split_layers
 from common.planner.copies import PairPlan
@@ -36,6 +44,10 @@ def gqa(
     return ServerLayout(components, tp, split_layers(layers, 1), page_size, groups)
 
 
+def first_tokens(count: int) -> TokenRange:
+    return TokenRange(0, count, is_final=True)
+
+
 def check_linear(copy: LinearCopy) -> None:
     """The linear side is filled from its start without a gap or an overlap."""
     ends = np.cumsum(copy.nbytes)
@@ -50,9 +62,10 @@ def stage(source: Server, target: Server, case: Case, slot_nbytes: int) -> int:
         for target_rank in target.layout.ranks:
             pair = StagedPair(source_rank, target_rank)
             slot_nbytes = max(slot_nbytes, pair.item_nbytes_max)
+            whole = TokenRange(case.pieces[0].start, case.pieces[-1].stop, is_final=True)
             for tokens in case.pieces:
                 for piece in pair.pieces(tokens, slot_nbytes):
-                    assert pair.why_bad(piece, tokens.stop, slot_nbytes) is None
+                    assert pair.why_bad(piece, whole, slot_nbytes) is None
                     move(pair, piece, (source, source_rank), (target, target_rank), slot_nbytes)
                     count += 1
     return count
@@ -93,6 +106,17 @@ def columns(copy: LinearCopy) -> list[tuple[int, int, int]]:
 @PROPERTY
 @given(cases(), st.sampled_from([50, 256, 4096, 1 << 20]))
 def test_through_slots_of_any_size_every_byte_is_written_once_and_is_right(
+    case: Case, slot_nbytes: int
+) -> None:
+    source, target = case.servers()
+    stage(source, target, case, slot_nbytes)
+    judge(target, case.pieces)
+
+
+@pytest.mark.slow
+@PROPERTY
+@given(cases(has_prefix=True), st.sampled_from([50, 4096, 1 << 20]))
+def test_through_slots_behind_a_prefix_every_byte_is_written_once_and_is_right(
     case: Case, slot_nbytes: int
 ) -> None:
     source, target = case.servers()
@@ -192,7 +216,7 @@ def test_a_piece_never_mixes_conversions() -> None:
     found = [(pair.conversion(piece).target, piece.row_first, piece.row_stop) for piece in pieces]
     assert found == [("float32", 0, 4), ("bfloat16", 4, 8)]
     both = dataclasses.replace(pieces[0], row_stop=5)
-    assert "not of one element type" in (pair.why_bad(both, 8, 1 << 20) or "")
+    assert "not of one element type" in (pair.why_bad(both, first_tokens(8), 1 << 20) or "")
 
 
 @pytest.mark.parametrize(
@@ -232,17 +256,44 @@ def renamed(layout: ServerLayout, dtype: str) -> tuple[CacheComponent, ...]:
 def test_a_piece_out_of_range_is_named(changes: dict[str, int], named: str) -> None:
     pair = StagedPair(gqa(1).ranks[0], gqa(1, page_size=8).ranks[0])
     (piece,) = pair.pieces(TokenRange(0, 20, is_final=True), 1 << 20)
-    assert pair.why_bad(piece, 20, 1 << 20) is None
-    reason = pair.why_bad(dataclasses.replace(piece, **changes), 20, 1 << 20)
+    assert pair.why_bad(piece, first_tokens(20), 1 << 20) is None
+    reason = pair.why_bad(dataclasses.replace(piece, **changes), first_tokens(20), 1 << 20)
     assert reason is not None and named in reason
+
+
+@pytest.mark.parametrize(
+    ("live", "allowed"),
+    [
+        (FULL, range(16, 40)),
+        (Live(LiveKind.BLOCK, 4), range(4, 10)),
+        (Live(LiveKind.WINDOW, 30), range(11, 40)),
+        (Live(LiveKind.TAIL, 16, 8), range(24, 40)),
+        (SLOT, range(1)),
+    ],
+)
+def test_a_piece_of_what_the_target_has_is_named(live: Live, allowed: range) -> None:
+    """16 of 40 tokens were there before."""
+    component = CacheComponent("c", (0,), (Segment("s", 2, 4),), live, Shard.SPLIT, "float32")
+    rank = ServerLayout((component,), 1, ((0, 1),), 16).ranks[0]
+    pair, tokens = StagedPair(rank, rank), TokenRange(16, 40, is_final=True)
+    honest = StagedPiece(0, 0, 2, allowed.start, allowed.stop)
+    assert pair.pieces(tokens, 1 << 20) == [honest]
+    assert pair.why_bad(honest, tokens, 1 << 20) is None
+    for forged in (
+        dataclasses.replace(honest, item_first=allowed.start - 1),
+        dataclasses.replace(honest, item_stop=allowed.stop + 1),
+    ):
+        reason = pair.why_bad(forged, tokens, 1 << 20) or ""
+        assert f"must lie in {allowed.start}..{allowed.stop}" in reason
 
 
 def test_a_piece_larger_than_a_slot_is_named() -> None:
     pair = StagedPair(gqa(1).ranks[0], gqa(1).ranks[0])
     (piece,) = pair.pieces(TokenRange(0, 20, is_final=True), 1 << 20)
     nbytes = pair.wire_nbytes(piece)
-    assert pair.why_bad(piece, 20, nbytes) is None
-    assert f"{nbytes} bytes: a slot has {nbytes - 1}" in (pair.why_bad(piece, 20, nbytes - 1) or "")
+    assert pair.why_bad(piece, first_tokens(20), nbytes) is None
+    reason = pair.why_bad(piece, first_tokens(20), nbytes - 1) or ""
+    assert f"{nbytes} bytes: a slot has {nbytes - 1}" in reason
 
 
 def test_pages_that_do_not_cover_a_piece_are_our_own_mistake() -> None:

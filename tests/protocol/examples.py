@@ -161,6 +161,7 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         17,
         [{"rank": "0"}],
         "stuck",
+        frontend.PrefixCacheState(4096, 16, 3, 2, 8, 5, "switched off"),
     ),
     frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc", 17),
 ]
@@ -201,6 +202,8 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         "host",
         17,
         3,
+        0.5,
+        0.25,
     ),
     worker.WorkerBeat(3, 2**40),
     worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),

@@ -107,13 +107,14 @@ class PrefixMemory:
                     if tokens > start:
                         self._compare(known, group, item, known.names[tokens])
 
-    def check_live(self, known: KnownSequence, start: int, count: int) -> None:
-        """What is live after `count` tokens; of groups that grow, what is behind `start`."""
+    def check_live(self, known: KnownSequence, start: int, count: int, least: int) -> None:
+        """What is live after any of `least` to `count` tokens, once all of them are there; of
+        groups that grow, what is behind `start`."""
         self.check_streamed(known, start, count)
         for group, page_group in enumerate(self._groups):
             live = page_group.live
             if not live.is_streamable:
-                for item in live.items(count):
+                for item in range(live.items(least).start, live.items(count).stop):
                     tokens = row_tokens(live, item, count)
                     self._compare(known, group, item, known.names[tokens])
 

@@ -72,28 +72,28 @@ def the_rest_of_a_checkpoint_is_not_compared(patch: Patch) -> None:
         block_tokens: int,
         token_ids: List[int],
         token_max: int,
-    ) -> Checkpoint | None:
+    ) -> tuple[Checkpoint | None, int]:
         for one in node.path():
             for checkpoint in one.checkpoints:
                 if checkpoint.block_count <= block_count and checkpoint.token_count <= token_max:
-                    return checkpoint
-        return None
+                    return checkpoint, checkpoint.token_count
+        return None, 0
 
     patch.setattr(Checkpoints, "find", find)
 
 
 def a_checkpoint_is_a_token_late(patch: Patch) -> None:
     """What it holds is that of one token more than it says."""
-    begin = CachedSequences.begin_checkpoint
+    add = Checkpoints.add
 
-    def begin_late(self: CachedSequences, sequence: Sequence, count: int) -> Checkpoint | None:
-        checkpoint = begin(self, sequence, count)
-        if checkpoint is not None and checkpoint.rest:
+    def add_late(self: Checkpoints, checkpoint: Checkpoint, node: Node) -> None:
+        if checkpoint.rest:
             checkpoint.token_count -= 1
+            checkpoint.least_count -= 1
             checkpoint.rest = checkpoint.rest[:-1]
-        return checkpoint
+        add(self, checkpoint, node)
 
-    patch.setattr(CachedSequences, "begin_checkpoint", begin_late)
+    patch.setattr(Checkpoints, "add", add_late)
 
 
 def what_a_sequence_leaves_is_a_token_late(patch: Patch) -> None:
@@ -183,10 +183,11 @@ def the_window_of_a_checkpoint_is_a_page_off(patch: Patch) -> None:
 def windows_of_a_match_are_a_page_off(patch: Patch) -> None:
     indices = CachedSequences._checkpoint_indices
 
-    def indices_off(self: CachedSequences, token_count: int) -> list[range]:
+    def indices_off(self: CachedSequences, token_count: int, least_count: int) -> list[range]:
+        found = indices(self, token_count, least_count)
         return [
             range(one.start + 1, one.stop) if group.live.kind is LiveKind.WINDOW else one
-            for group, one in zip(self._groups, indices(self, token_count), strict=True)
+            for group, one in zip(self._groups, found, strict=True)
         ]
 
     patch.setattr(CachedSequences, "_checkpoint_indices", indices_off)

@@ -26,6 +26,7 @@ def check_owners(world: World) -> None:
     account.pool.check()
     owned: list[Counter[int]] = [Counter() for _ in world.page_counts]
     readers = [one.node for one in account.sequences if one.node is not None]
+    readers += [one.copied_node for one in account.sequences if one.copied_node is not None]
     readers += [one.held.node for one in world.arriving if one.held is not None]
     for sequence in account.sequences:
         for pages, own in zip(owned, account.owned_pages(sequence), strict=True):
@@ -129,13 +130,16 @@ def check_checkpoint(world: World, cache: PrefixCache, node: Node, checkpoint: C
     if checkpoint.block_count:
         salt, tokens = world.account.tokens[key_of(node, checkpoint.block_count - 1)]
     count = checkpoint.token_count
+    assert checkpoint.least_count in (count - 1, count)
     assert count == checkpoint.block_count * cache.block_tokens + len(checkpoint.rest)
     known = known_of(world, salt, [*tokens, *checkpoint.rest])
     for group, pages in enumerate(checkpoint.pages):
         page_group, each = world.layout.groups[group], cache.page_counts[group]
-        first = checkpoint.block_count * each if each else page_group.page_first(count)
+        first = (
+            checkpoint.block_count * each if each else page_group.page_first(checkpoint.least_count)
+        )
         known.pages[group].update(enumerate(pages, first))
-    world.workers.memory.check_live(known, len(tokens), count)
+    world.workers.memory.check_live(known, len(tokens), count, checkpoint.least_count)
     assert not known.is_bad or world.may_find_bad, "what came out wrong can be gone on from"
 
 

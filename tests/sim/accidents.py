@@ -6,6 +6,7 @@ An accident is drawn when the story is planned, and ends before the story become
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 from common.scheduling.events import LinkBroke
@@ -26,10 +27,11 @@ OUTAGE_TOKENS = (100, 180)
 STOPPED_FRONTEND_SHARE = 0.15
 
 
-def plan_accident(world: World, rng: random.Random) -> None:
+def plan_accident(world: World, rng: random.Random, kinds: Sequence[str] = ACCIDENTS) -> None:
+    """One of the kinds, at any time and place."""
     at = rng.uniform(FIRST_AT, LAST_AT)
     world.calm_until = min(world.calm_until, at)
-    kind = rng.choice(ACCIDENTS)
+    kind = rng.choice(kinds)
     nodes = list(world.nodes.values())
     node, other = rng.choice(nodes), rng.choice(nodes)
     world.tally[f"accident: {kind}"] += 1

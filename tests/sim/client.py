@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.layout.component import FULL, Live
+from common.prefix_digests import DIGEST_NBYTES
 from tests.sim.oracle import next_token
 
 EOS = 7
+DIGEST_TOKENS = 4
 BUDGET_S = 20.0
 
 
 @dataclass
 class Client:
     """submitted_at: when its scheduler got to see it. room: that it shares with its other half,
-    where both are asked at once. could_tell: whether all servers were connected when it failed."""
+    where both are asked at once. could_tell: whether all servers were connected when it failed.
+    seed: of its prefix digests. asked_count: how often its cache was asked for."""
 
     request_id: int
     prompt: list[int]
@@ -31,6 +34,10 @@ class Client:
     failure: str = ""
     room: int | None = None
     could_tell: bool = False
+    cached_count: int = 0
+    retraction_count: int = 0
+    asked_count: int = 0
+    seed: bytes = bytes(DIGEST_NBYTES)
 
     def expected(
         self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9, count: int = 10**9

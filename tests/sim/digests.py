@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 
 from common.layout.cache_layout import ServerLayout
 from common.planner.digests import bucket_count, bucket_of_item, digested_planes
+from common.planner.pairing import TokenRange
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest
 from common.scheduling.facts import ServerFacts
@@ -27,7 +28,8 @@ def digest_pages(
     @cache
     def sums(group: int) -> bytes:
         """By bucket; all planes of a group hold the same."""
-        items = own.groups[group].live.items(job.token_count)
+        tokens = TokenRange(job.token_start, job.token_count, is_final=True)
+        items = tokens.items(own.groups[group].live)
         sums = [0] * count
         for item, bucket in zip(items, bucket_of_item(len(items), count).tolist(), strict=True):
             sums[bucket] += zlib.crc32(b"%d %d" % (item, value(group, item)))

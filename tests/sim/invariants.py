@@ -6,16 +6,21 @@ at what the cores keep for themselves, and shares no arithmetic with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from common.config import TransferMode
 from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import Effect, ToPeer
-from common.scheduling.page_pool import PagePool
-from common.scheduling.sequence import PageSpan, Sequence
+from common.scheduling.page_account import PageAccount
+from common.scheduling.prefix import Prefix
+from common.scheduling.prefix_cache import PrefixCache
+from common.scheduling.prefix_tree import Node
+from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
 from common.transfers.incoming_transfer import IncomingTransfer
+from decode_server.request import DecodeRequest
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 
@@ -62,6 +67,8 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     has_begun = [request.requested_at > 0.0 for request in queue]
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
     assert incoming.under_way_count <= len(core.requests), "transfers without an owner"
+    for awaited in core.requests.arriving._first.values():
+        assert awaited.transfer is not None, "blocks are waited for that nobody brings"
     assert all(core.requests.get(request.request_id) is request for request in queue), (
         "a ghost waits"
     )
@@ -145,53 +152,104 @@ def is_computed(batcher: Batcher, sequence: Sequence) -> bool:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def check_pages(core: Core, kept: Iterable[IncomingTransfer] = ()) -> None:
+def check_pages(
+    core: Core, kept: Iterable[IncomingTransfer] = (), prefixes: Iterable[Prefix] = ()
+) -> None:
     """Used pages are those of sequences, of transfers and of the prefix cache; quarantined ones
     those of abandoned transfers. kept: transfers that have ended and whose pages are not given
-    back."""
-    owned = Owned(core.account.pool)
+    back. prefixes: that a test keeps."""
+    owned = Owned(core.account)
     sequences = [request.sequence for request in core.requests if request.sequence is not None]
     leaving = core.batcher._leaving if isinstance(core, DecodeScheduler) else []
     for sequence in [*sequences, *leaving]:
         owned.add_sequence(sequence)
     incoming = core.transfers.incoming
     for transfer in [*incoming.under_way, *kept]:
-        owned.add(transfer.spans)
-    quarantined = Owned(core.account.pool)
+        owned.add(transfer)
+    for prefix in prefixes:
+        owned.add_prefix(prefix)
+    quarantined = Owned(core.account)
     for transfer in incoming.abandoned:
         is_hidden = transfer.mode is TransferMode.STAGED
-        (owned if is_hidden else quarantined).add(transfer.spans)
-    owned.check("used", core.account.pool._used, cached_count=cached_count(core))
-    quarantined.check("quarantined", core.account.pool._quarantined, cached_count=0)
-
-
-def cached_count(core: Core) -> int:
+        (owned if is_hidden else quarantined).add(transfer)
     cache = core.account.cache
-    return cache.node_count if cache is not None else 0
+    if cache is not None:
+        held = [r.held for r in core.requests if isinstance(r, DecodeRequest) and r.held]
+        readers = [one.node for one in [*sequences, *leaving] if one.node is not None]
+        readers += [one.node for one in held]
+        readers += [one.copied_node for one in sequences if one.copied_node is not None]
+        readers += [one.copied_node for one in leaving if one.copied_node is not None]
+        owned.add_cache(cache, check_tree(cache, readers))
+        for flight in core.batcher._in_flight._flights:
+            for _, checkpoint in flight.checkpoints:
+                owned.add_pages(checkpoint.pages)
+    owned.check("used", core.account.pool._used)
+    quarantined.check("quarantined", core.account.pool._quarantined)
+    for sequence in sequences:
+        name = f"request {sequence.request_id}"
+        assert sequence.cached_count < max(2, len(sequence.token_ids)), f"{name}: all is cached"
+
+
+def check_tree(cache: PrefixCache, readers: Iterable[Node]) -> set[Node]:
+    """All nodes. Who is read is locked, with all above it, and nobody else is."""
+    tree = cache.tree
+    nodes = set(tree.nodes())
+    locked: set[Node] = set()
+    users: Counter[Node] = Counter()
+    for reader in readers:
+        users[reader] += 1
+        locked.update(reader.path())
+    for leaf in tree._idle_leaves:
+        assert not leaf.is_locked and leaf.is_leaf, "what is read could be evicted"
+        nodes.update(leaf.path())
+    nodes |= locked
+    for node in nodes:
+        assert node.users == users[node], "a lock was forgotten"
+        assert node.is_locked == (node in locked), "what is above a lock is not locked"
+        end, parent = node.end, node.parent
+        assert parent is None or parent.end == node.start, "a path with a gap"
+        for checkpoint in node.checkpoints:
+            assert checkpoint.block_count <= end, "a checkpoint without its blocks"
+    assert tree.block_count == sum(node.block_count for node in nodes)
+    assert tree.locked_block_count == sum(one.block_count for one in locked)
+    return nodes
 
 
 class Owned:
     """Pages that somebody has, per group, one entry for every owner."""
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pages: list[list[int]] = [[] for _ in pool.page_counts]
+    def __init__(self, account: PageAccount) -> None:
+        self._account = account
+        self._pages: list[list[int]] = [[] for _ in account.groups]
 
-    def add(self, spans: Iterable[PageSpan]) -> None:
-        for pages, span in zip(self._pages, spans, strict=True):
-            pages += span.page_ids
-
-    def add_sequence(self, sequence: Sequence) -> None:
-        """Pages at the head of group 0 that are the prefix cache's are shared and not counted."""
-        for pages, owned in zip(self._pages, sequence.owned_pages(), strict=True):
+    def add(self, transfer: IncomingTransfer) -> None:
+        """Those of its prefix are the prefix cache's."""
+        for pages, (_, owned) in zip(self._pages, transfer.pages, strict=True):
             pages += owned
 
-    def check(self, name: str, places: list[set[int]], *, cached_count: int) -> None:
-        """cached_count: pages of group 0 that the prefix cache has beside these."""
+    def add_prefix(self, prefix: Prefix) -> None:
+        for pages, owned in zip(self._pages, prefix.pages, strict=True):
+            pages += owned
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Those of blocks that the prefix cache has are its own."""
+        self.add_pages(self._account.owned_pages(sequence))
+
+    def add_pages(self, owned: Iterable[Iterable[int]]) -> None:
+        for pages, of_group in zip(self._pages, owned, strict=True):
+            pages += of_group
+
+    def add_cache(self, cache: PrefixCache, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            for group, pages in zip(cache._growing, node.pages, strict=True):
+                self._pages[group] += pages
+            for checkpoint in node.checkpoints:
+                self.add_pages(checkpoint.pages)
+
+    def check(self, name: str, places: list[set[int]]) -> None:
         for group, (pages, place) in enumerate(zip(self._pages, places, strict=True)):
             once = set(pages)
             assert len(once) == len(pages), f"group {group}: a page has two owners"
             assert once <= place, f"group {group}: pages {sorted(once - place)} are not {name}"
-            count = len(once) + (cached_count if group == 0 else 0)
-            assert count == len(place), (
-                f"group {group}: {len(place) - count} pages {name} by nobody"
-            )
+            count = len(place) - len(once)
+            assert not count, f"group {group}: {count} pages {name} by nobody"

@@ -37,6 +37,7 @@ from decode_server.scheduler import DecodeScheduler
 from prefill_server.request import PrefillRequest
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import mutations_ahead as ahead
+from tests.sim import mutations_prefixes as prefixes
 from tests.sim import mutations_promised as promised
 from tests.sim import mutations_shared as shared
 from tests.sim import mutations_told as told
@@ -65,9 +66,9 @@ def no_quarantine(patch: Patch) -> None:
         set_aside(self, transfer, is_quiet=is_quiet)
         pool = self._account.pool
         is_hidden = transfer.mode is TransferMode.STAGED
-        for group, span in enumerate(transfer.spans):
-            (pool.release if is_hidden else pool.release_quarantined)(group, span.page_ids)
-            span.page_ids = []
+        for group, (_, pages) in enumerate(transfer.pages):
+            (pool.release if is_hidden else pool.release_quarantined)(group, pages)
+            transfer.spans[group].page_ids = []
 
     patch.setattr(Incoming, "_set_aside", set_aside_nothing)
 
@@ -348,8 +349,9 @@ def retracted_request_keeps_its_pages(patch: Patch) -> None:
 
 
 def _close_but_one(close: Callable[[Sequence], None], sequence: Sequence) -> None:
-    if len(sequence.spans[0].page_ids) > len(sequence.nodes):
+    if len(sequence.spans[0].page_ids) > sequence.block_count:
         sequence.spans[0].page_ids.pop()
+        sequence.digests = b""
     close(sequence)
 
 
@@ -405,9 +407,53 @@ MUTATIONS = (
     Mutation(
         "an-expired-reservation-is-unanswered", promised.an_expired_reservation_is_not_answered, 4
     ),
-    Mutation("a-copy-is-forgotten", shared.a_copy_is_forgotten, 34),
-    Mutation("a-block-of-another-is-not-locked", shared.a_block_of_another_is_not_locked, 34),
     Mutation("pages-of-a-transfer-are-kept", shared.pages_of_a_transfer_are_kept, 0),
     Mutation("windows-of-the-first-chunk-leave", shared.windows_of_the_first_chunk_leave, 0),
     Mutation("closed-with-its-last-send", shared.a_transfer_is_closed_with_its_last_send, 0),
+    Mutation("a-copy-is-forgotten", prefixes.a_copy_is_forgotten, 0),
+    Mutation("a-copy-comes-back-twice", prefixes.a_copy_comes_back_twice, 0),
+    Mutation("a-match-is-not-held", prefixes.a_match_is_not_held, 0),
+    Mutation("what-was-held-is-kept-for-good", prefixes.what_was_held_is_kept_for_good, 0),
+    Mutation(
+        "blocks-are-found-before-their-chunk-returned",
+        prefixes.blocks_are_found_before_their_chunk_returned,
+        0,
+    ),
+    Mutation("a-checkpoint-is-of-one-token-more", prefixes.a_checkpoint_is_of_one_token_more, 0),
+    Mutation(
+        "the-rest-of-a-checkpoint-is-not-compared",
+        prefixes.the_rest_of_a_checkpoint_is_not_compared,
+        0,
+    ),
+    Mutation(
+        "a-prefix-is-matched-without-its-checkpoint",
+        prefixes.a_prefix_is_matched_without_its_checkpoint,
+        0,
+    ),
+    Mutation("a-checkpoint-is-not-copied", prefixes.a_checkpoint_is_not_copied, 0),
+    Mutation(
+        "a-checkpoint-is-evicted-while-it-is-copied",
+        prefixes.a_checkpoint_is_evicted_while_it_is_copied,
+        0,
+    ),
+    Mutation("a-checkpoint-is-made-of-nothing", prefixes.a_checkpoint_is_made_of_nothing, 0),
+    Mutation("the-salt-is-ignored", prefixes.the_salt_is_ignored, 0),
+    Mutation(
+        "what-is-found-in-part-is-sent-at-once", prefixes.what_is_found_in_part_is_sent_at_once, 0
+    ),
+    Mutation(
+        "pages-behind-a-prefix-are-counted-from-its-beginning",
+        prefixes.pages_behind_a_prefix_are_counted_from_its_beginning,
+        0,
+    ),
+    Mutation(
+        "a-slot-of-a-leaving-sequence-is-a-token-older-than-told",
+        prefixes.a_slot_of_a_leaving_sequence_is_a_token_older_than_told,
+        0,
+    ),
+    Mutation(
+        "tokens-here-are-counted-as-prompt-tokens-more",
+        prefixes.tokens_here_are_counted_as_prompt_tokens_more,
+        0,
+    ),
 )

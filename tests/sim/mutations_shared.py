@@ -1,60 +1,26 @@
-"""Bugs of sharing: prefixes among prompts, and the pages of a transfer among its Sends.
+"""Bugs of the pages that the Sends of a transfer share.
 
 Knows nothing of stories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
-
 import pytest
 
 from common.protocol.worker import CloseTransfer
 from common.scheduling.facts import ServerFacts
-from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
-from common.scheduling.prefix_cache import CacheNode, PrefixCache
-from common.scheduling.sequence import Sequence
 from common.transfers.links import Links
 from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
 
 Patch = pytest.MonkeyPatch
 
 
-def a_copy_is_forgotten(patch: Patch) -> None:
-    """Of a block that another prompt was first with, the own page never comes back."""
-    close = PageAccount.close
-
-    def close_without(self: PageAccount, sequence: Sequence) -> None:
-        sequence.copies = []
-        close(self, sequence)
-
-    patch.setattr(PageAccount, "close", close_without)
-
-
-def a_block_of_another_is_not_locked(patch: Patch) -> None:
-    """What hangs below it is read, and the block itself can be evicted."""
-    insert = PrefixCache.insert
-
-    def insert_unlocked(
-        self: PrefixCache,
-        tokens: List[int],
-        computed_count: int,
-        pages: List[int],
-        locked: list[CacheNode],
-    ) -> list[CacheNode]:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "lock", lambda nodes: None)
-            return insert(self, tokens, computed_count, pages, locked)
-
-    patch.setattr(PrefixCache, "insert", insert_unlocked)
-
-
 def pages_of_a_transfer_are_kept(patch: Patch) -> None:
     forget = Outgoing._forget
 
     def forget_silently(self: Outgoing, transfer: OutgoingTransfer) -> None:
-        transfer.sent_token_count = 0
+        transfer.is_opened = False
         forget(self, transfer)
 
     patch.setattr(Outgoing, "_forget", forget_silently)
@@ -89,6 +55,6 @@ def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
         send(self, transfer, pages, token_stop, step_id, is_final=is_final)
         if is_final:
             self._outbox.to_workers(CloseTransfer(transfer.transfer_id))
-            transfer.sent_token_count = 0
+            transfer.is_opened = False
 
     patch.setattr(Outgoing, "send", send_and_close)

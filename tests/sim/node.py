@@ -40,7 +40,7 @@ from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
-from tests.sim.client import EOS
+from tests.sim.client import DIGEST_TOKENS, EOS
 from tests.sim.invariants import check_core, check_credits
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
+    prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
     """
@@ -64,6 +65,10 @@ class Node:
         self.is_local = False
         self.host_ids: tuple[str, ...] = ("here",)
         self.may_fall_back = False
+        self.computes_rests = False
+        self.prompt_token_s = 0.0
+        self.has_prefix_cache = True
+        self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
         self.running_max = 8
         self.queue_max = 64
@@ -120,6 +125,9 @@ class Node:
             pids=tuple(hash_pid(self.name, self.life) for _ in self.host_ids),
             transfer_mode=self.transfer_mode,
             verify=self.verify,
+            checkpoint_max=self.checkpoint_max,
+            digest_tokens=DIGEST_TOKENS,
+            prompt_token_s=self.prompt_token_s,
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
@@ -128,6 +136,7 @@ class Node:
             self_test_interval_s=self.self_test_interval_s,
             bootstrap_timeout_s=self.world.hold_s,
             in_flight_max=self.in_flight_max,
+            has_prefix_cache=self.has_prefix_cache,
         )
         self.core = self.make_core(limits)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
@@ -145,6 +154,7 @@ class Node:
             self.links,
             is_local=self.is_local,
             may_fall_back=self.may_fall_back,
+            computes_rests=self.computes_rests,
             seed=self.world.rng.getrandbits(32),
         )
 
@@ -343,8 +353,8 @@ class Node:
                     self.worker.handle(wire.to_worker(worker_message), self.world.find_worker)
                 case ToPeer(link=link, message=peer_message):
                     self.world.tally[type(peer_message).__name__] += 1
-                    if isinstance(peer_message, TransferRequest) and peer_message.is_self_test:
-                        self.world.tally["self-tests"] += 1
+                    if isinstance(peer_message, TransferRequest):
+                        self._note_asked(peer_message)
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
                     self.given_up = reason
@@ -354,6 +364,14 @@ class Node:
                     self.world.watches.add((self.name, incarnation))
                     if self.world.find_worker(incarnation) is None:
                         self.feed(ProcessesGone(incarnation))
+
+    def _note_asked(self, message: TransferRequest) -> None:
+        self.world.tally["self-tests"] += message.is_self_test
+        transfer = self.core.transfers.incoming.get(message.transfer_id)
+        owner = transfer.owner if transfer is not None else None
+        client = self.world.clients.get(owner or 0)
+        if client is not None:
+            client.asked_count += 1
 
     def harvest(self) -> None:
         """Add what its core has counted in this life to what happened."""

@@ -98,6 +98,12 @@ class SimCache:
         assert index in known.pages[group], f"item {item} of group {group} never had a page"
         self._page(group, known.pages[group][index])[row] = value
 
+    def copy(self, group: int, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Whole pages, all of them read before any is written."""
+        rows = [list(self._page(group, page)) for page in source_ids]
+        for page, values in zip(target_ids, rows, strict=True):
+            self._page(group, page)[:] = values
+
     # ---- of a transfer --------------------------------------------------------------------------
 
     def take(self, lists: PageLists, group: int, item: int) -> int:

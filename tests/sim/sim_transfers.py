@@ -201,14 +201,15 @@ class SimTransfers:
             second = first
         elif self.transport != "posix":
             flight = self._rng.uniform(0.0005, 0.02)
-        times = [(first, send.token_start, middle, 0.0), (second, middle, send.token_stop, wait)]
-        for at, start, stop, in_slot in times:
-            self.process.after(
-                at, lambda a=start, b=stop, w=in_slot: self._copy(send, a, b, w, flight)
-            )
+        begin, stop = send.token_start, send.token_stop
+        # The range may be empty: only the second piece brings what is final with the prompt.
+        pieces = [(first, (begin, middle), 0.0, False), (second, (middle, stop), wait, True)]
+        for at, tokens, in_slot, is_last in pieces:
+            rows = rows_to_send(self._cache.lives, *tokens, is_last=is_last and send.is_final)
+            self.process.after(at, lambda r=rows, w=in_slot: self._copy(send, r, w, flight))
         self.process.after(second + wait + flight + 0.0001, lambda: self._settle(send, ""))
 
-    def _copy(self, send: Send, start: int, stop: int, wait: float, flight: float) -> None:
+    def _copy(self, send: Send, rows: Rows, wait: float, flight: float) -> None:
         """wait: how long it lies in its slot. flight: how long it is on its way."""
         target = self.targets.get(send.peer)
         is_open = send.send_id in self._sends_open
@@ -217,8 +218,6 @@ class SimTransfers:
         if send.transfer_id in self._cancelled or send.send_id in self._refused:
             return
         self._begun.add(send.send_id)
-        is_last = send.is_final and stop == send.token_stop
-        rows = rows_to_send(self._cache.lives, start, stop, is_last=is_last)
         values = [self._cache.take(send.source_pages, group, item) for group, item in rows]
         if self._is_staged(send):
             self._stage(send, target, rows, values, wait)
@@ -324,6 +323,7 @@ class SimTransfers:
             expected is not None
             and expected.peer == source
             and expected.pages == send.target_pages
+            and expected.token_start <= send.token_start
             and send.token_stop <= expected.token_count
         )
 

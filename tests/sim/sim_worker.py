@@ -117,9 +117,9 @@ class SimWorker:
         if self.slow_step_rate and self._rng.random() < self.slow_step_rate:
             duration_s = self._rng.uniform(0.05, 0.6)
             self._tally["slow steps"] += 1
-        self.process.after(duration_s, lambda: self._finish_step(step))
+        self.process.after(duration_s, lambda: self._finish_step(step, duration_s))
 
-    def _finish_step(self, step: Step) -> None:
+    def _finish_step(self, step: Step, duration_s: float) -> None:
         if self.process.is_dead:
             return
         for request_id in step.retired:
@@ -131,13 +131,17 @@ class SimWorker:
         for grant in step.grants:
             granted = self._known[grant.request_id].pages[grant.group]
             granted.update(enumerate(grant.page_ids, grant.first_index))
+        for copies in step.copies:
+            self.cache.copy(copies.group, copies.source_ids, copies.target_ids)
+            self._tally["pages copied"] += len(copies.source_ids)
         sampled = self._compute(step)
         for request_id, token in sampled.items():
             self._known[request_id].tokens.append(token)
         self._is_computing = False
         self._finished_step = step.step_id
         self.transfers.apply_step(step.step_id)
-        self.process.say(StepDone(step.step_id, list(sampled), list(sampled.values())))
+        done = StepDone(step.step_id, list(sampled), list(sampled.values()), seconds=duration_s)
+        self.process.say(done)
         self._compute_next()
 
     def _compute(self, step: Step) -> dict[int, int]:

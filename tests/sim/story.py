@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from common.config import TransferMode, Verify
-from common.layout.component import SLOT, Live, LiveKind
 from common.request import Bootstrap
-from common.scheduling.in_flight import IN_FLIGHT_MAX
-from decode_server.scheduler import DecodeScheduler
 from tests.sim.accidents import (
+    ACCIDENTS,
     plan_accident,
     plan_breaks,
     plan_outage,
@@ -18,47 +15,20 @@ from tests.sim.accidents import (
     repair,
 )
 from tests.sim.client import BUDGET_S, Client
-from tests.sim.invariants import forgotten_transfers
 from tests.sim.node import Node
-from tests.sim.promises import check_rooms
-from tests.sim.world import GRACE_S, TICK_S, World
+from tests.sim.servers import add_servers, count_traits
+from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions, rng_of
+from tests.sim.verdict import check_flush, judge, run_to_rest
+from tests.sim.world import World
 
 QUIET_AT = 15.0  # accidents stop here; what is left must end by itself
-# How long a story goes on in which nothing is left to happen.
-REST_S = 1.0
 ACCIDENT_COUNT_MAX = 8
-# How long a word about a transfer may be on its way when nothing goes wrong.
-FORGOTTEN_MAX_S = 2.0
-# What the servers of a story want; those of one story can agree.
-TRANSFER_MODES = (
-    (TransferMode.DIRECT,),
-    (TransferMode.STAGED,),
-    (TransferMode.DIRECT, TransferMode.AUTO),
-    (TransferMode.STAGED, TransferMode.AUTO),
-)
-TRANSPORTS_LIKE = {"posix": ("cuda_ipc", "cuda_ipc,tcp"), "tcp": ("rc_mlx5", "cuda_copy,tcp")}
-DAMAGE_RATE = 0.03
-SLOW_STEP_RATES = (0.0, 0.0, 0.02, 0.2)
-SELF_TEST_INTERVALS_S = (0.0, 2.0, 30.0)
 BUDGETS_S = (BUDGET_S, BUDGET_S, BUDGET_S, 4.0, 1.0)
-WINDOWS = (0, 1, 3, 4, 9, 20)
-OTHER_LIVES = (
-    SLOT,
-    Live(LiveKind.TAIL, 4, 4),
-    Live(LiveKind.TAIL, 5),
-    Live(LiveKind.BLOCK, 3),
-    Live(LiveKind.BLOCK, 16),
-)
-# A self-test may be under way at any moment.
-SELF_TEST_MAX_S = 1.0
-END_AT = 75.0  # later than any deadline and grace
-
 
 # Routed requests whose prefill server is asked first, and how long that holds what it computed:
 # some accidents happen before it gives that up, and some after.
 TWO_STEP_SHARE = 0.35
 HOLD_S = 6.0
-POLL_S = 0.01
 
 # Stories in which no prefill server is there for more than ten seconds.
 OUTAGE_SHARE = 0.15
@@ -67,17 +37,19 @@ OUTAGE_SHARE = 0.15
 LATE_HALF_SHARE = 0.2
 LATE_HALF_S = (0.3, 2.0)
 
-# Requests that come at once and begin alike, in stories whose prefixes are cached.
-BURST_COUNT_MAX = 3
-BURST_SIZES = (2, 6)
-SHARED_TOKENS = (4, 80)
-
-# What prefill servers take at a time; some have less room than requests come at once.
-QUEUE_MAXES = (64, 64, 4)
-
 # Requests of a hungry story that all grow far beyond what admission leaves free.
 HUNGRY_SHARE = 0.2
 HUNGRY_TOKENS = (60, 120)
+
+# Sessions of a story. A crowded one has two servers of each role, with pools that hold a few
+# prompts, and many sessions that servers end or stand still in the midst of.
+SESSION_COUNTS = (0, 4)
+CROWDED_SHARE = 0.2
+CROWDED_SESSION_COUNTS = (5, 10)
+CROWDED_ACCIDENTS = (
+    *("crash", "crash", "linger", "freeze", "freeze", "stop worker", "stop server"),
+    *("frozen writer", "frozen reader", "blink", "abort storm"),
+)
 
 
 def run_story(
@@ -100,45 +72,59 @@ def run_story(
     world.is_hurried = has_accidents
     if has_accidents:
         world.hold_s = HOLD_S
+    crowd = random.Random(seed ^ 0xC40D)
+    is_crowded = has_accidents and crowd.random() < CROWDED_SHARE
+    world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
-    prefills = [
-        world.add(f"p{i}", "prefill", rng.choice((4, 8)), rng.randint(40, 90))
-        for i in range(rng.randint(1, 2))
-    ]
-    decodes = [
-        world.add(f"d{i}", "decode", rng.choice((4, 8)), rng.randint(30, 80))
-        for i in range(rng.randint(1, 2))
-    ]
-    _choose_lives(world, seed)
-    modes = random.Random(seed ^ 0xCAFE)
-    _choose_transport(world, seed, modes.choice(("posix", "tcp")))
-    one_of = modes.choice(TRANSFER_MODES)
-    for node in world.nodes.values():
-        node.transfer_mode = modes.choice(one_of)
-    if is_verified:
-        _choose_verify(world, seed)
-    world.slow_step_rate = modes.choice(SLOW_STEP_RATES)
-    self_test_interval_s = modes.choice(SELF_TEST_INTERVALS_S)
-    for node in world.nodes.values():
-        node.self_test_interval_s = self_test_interval_s
-    ahead = random.Random(seed ^ 0xA4EAD)
-    for node in world.nodes.values():
-        node.in_flight_max = ahead.choice((1, IN_FLIGHT_MAX, IN_FLIGHT_MAX))
-    fallback = random.Random(seed ^ 0xFA11)
-    for decode in decodes:
-        decode.may_fall_back = fallback.random() < 0.3
-        decode.links = [f"{prefill.name}:1" for prefill in prefills]
+    add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
-    shared = [rng.randint(10, 900) for _ in range(24)]
-    tight = random.Random(seed ^ 0xC4ED17)
-    for prefill in prefills:
-        prefill.queue_max = tight.choice(QUEUE_MAXES) if has_accidents else prefill.queue_max
-    is_hungry = has_accidents and random.Random(seed ^ 0x40C6).random() < HUNGRY_SHARE
+    _plan_requests(
+        world,
+        rng,
+        rng.randint(3, 10) if is_crowded else rng.randint(10, 40),
+        is_hungry=has_accidents and random.Random(seed ^ 0x40C6).random() < HUNGRY_SHARE,
+        two_step_share=TWO_STEP_SHARE if has_two_steps else 0.0,
+    )
+    decodes = [node for node in world.nodes.values() if node.role == "decode"]
+    plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
+    session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
+    plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
+    if has_accidents:
+        _plan_accidents(world, rng, seed, is_crowded=is_crowded)
+    world.run(QUIET_AT)
+    repair(world)
+    run_to_rest(world)
+    judge(world)
+    for node in world.nodes.values():
+        node.harvest()
+    count_traits(world)
+    check_flush(world)
+    return world
+
+
+def _plan_accidents(world: World, rng: random.Random, seed: int, *, is_crowded: bool) -> None:
+    for _ in range(rng.randint(0, ACCIDENT_COUNT_MAX)):
+        plan_accident(world, rng, CROWDED_ACCIDENTS if is_crowded else ACCIDENTS)
+    outage = random.Random(seed ^ 0x0FF)
+    if outage.random() < OUTAGE_SHARE:
+        plan_outage(world, outage)
+    plan_stopped_frontends(world, random.Random(seed ^ 0xF407))
+    plan_breaks(world, random.Random(seed ^ 0xB2EA))
+
+
+def _plan_requests(
+    world: World, rng: random.Random, count: int, *, is_hungry: bool, two_step_share: float
+) -> None:
+    """is_hungry: all grow far beyond what their decode servers leave free for that."""
+    nodes = list(world.nodes.values())
+    prefills = [node for node in nodes if node.role == "prefill"]
+    decodes = [node for node in nodes if node.role == "decode"]
     for decode in decodes:
         decode.expects_short_outputs = is_hungry
-    for _ in range(rng.randint(10, 40)):
+    shared = [rng.randint(10, 900) for _ in range(24)]
+    for _ in range(count):
         _plan_request(
             world,
             rng,
@@ -146,116 +132,8 @@ def run_story(
             decodes,
             shared,
             is_hungry=is_hungry,
-            two_step_share=TWO_STEP_SHARE if has_two_steps else 0.0,
+            two_step_share=two_step_share,
         )
-    if len(world.lives) == 1:
-        _plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
-    if has_accidents:
-        for _ in range(rng.randint(0, ACCIDENT_COUNT_MAX)):
-            plan_accident(world, rng)
-        outage = random.Random(seed ^ 0x0FF)
-        if outage.random() < OUTAGE_SHARE:
-            plan_outage(world, outage)
-        plan_stopped_frontends(world, random.Random(seed ^ 0xF407))
-        plan_breaks(world, random.Random(seed ^ 0xB2EA))
-    world.run(QUIET_AT)
-    repair(world)
-    _run_to_rest(world)
-    judge(world)
-    for node in world.nodes.values():
-        node.harvest()
-    _count_traits(world)
-    return world
-
-
-def _choose_transport(world: World, seed: int, kind: str) -> None:
-    """kind: "posix" or "tcp", or what works like it. Some networks are between two machines, where
-    nobody sees the other's processes."""
-    rng = random.Random(seed ^ 0xF0CE)
-    world.transport = rng.choice((kind, kind, *TRANSPORTS_LIKE[kind]))
-    if kind == "tcp" and rng.random() < 0.5:
-        world.tally["between machines"] += 1
-        for node in world.nodes.values():
-            node.host_ids = (node.role,)
-
-
-def _count_traits(world: World) -> None:
-    nodes = list(world.nodes.values())
-    traits = {f"over {world.transport}"}
-    traits |= {f"with a {live.kind}" for live in world.lives}
-    traits |= {f"by {node.transfer_mode}" for node in nodes}
-    is_ahead = {node.in_flight_max > 1 for node in nodes}
-    traits |= {"with steps sent ahead" if one else "with one step at a time" for one in is_ahead}
-    traits |= {f"verified {node.verify}" for node in nodes if node.role == "decode"}
-    traits |= {"with a bare stage" for node in nodes if node.has_bare_stage}
-    if len({node.page_size for node in nodes}) > 1:
-        traits.add("with page sizes that differ")
-    for trait in traits:
-        world.tally[trait] += 1
-
-
-def _run_to_rest(world: World) -> None:
-    """Until all that was planned has happened, everybody is answered and every page is back. Who is
-    never at rest goes on past every deadline and grace."""
-    world.run(world.last_due_at + TICK_S / 2)  # self-tests begin with a tick
-    rest_s = 0.0
-    waiting_since: dict[int, float] = {}
-    while rest_s < REST_S and world.now < (END_AT if rest_s else END_AT + SELF_TEST_MAX_S):
-        world.run(world.now + TICK_S)
-        rest_s = rest_s + TICK_S if _is_at_rest(world) else 0.0
-        _look_for_forgotten(world, waiting_since)
-
-
-def _look_for_forgotten(world: World, waiting_since: dict[int, float]) -> None:
-    """A transfer that its writer does not know of waits in vain, unless a word is on its way."""
-    cores = {node.facts.incarnation: node.core for node in world.nodes.values()}
-    in_vain: set[int] = set()
-    for core in cores.values():
-        if isinstance(core, DecodeScheduler):
-            in_vain |= forgotten_transfers(core, cores)
-    for transfer_id in list(waiting_since):
-        if transfer_id not in in_vain:
-            del waiting_since[transfer_id]
-    for transfer_id in in_vain:
-        waited_s = world.now - waiting_since.setdefault(transfer_id, world.now)
-        assert waited_s < FORGOTTEN_MAX_S, f"transfer_id={transfer_id} waits for nobody"
-
-
-def _choose_verify(world: World, seed: int) -> None:
-    """How much is compared; where all of it is, transfers are damaged as well."""
-    rng = random.Random(seed ^ 0xD16E57)
-    strictest = rng.choice(tuple(Verify))
-    for node in world.nodes.values():
-        node.verify = strictest if node.role == "decode" else rng.choice(tuple(Verify))
-    if strictest is Verify.FULL:
-        world.damage_rate = DAMAGE_RATE
-
-
-def _choose_lives(world: World, seed: int) -> None:
-    """What the model of all servers sees; pools that hold a few windows, and slots for some
-    requests or for all."""
-    rng = random.Random(seed ^ 0x817D)
-    window = rng.choice(WINDOWS)
-    if window:
-        world.lives += (Live(LiveKind.WINDOW, window),)
-        for node in world.nodes.values():
-            per_request = (window + node.page_size - 2) // node.page_size + 1
-            node.page_counts += (per_request * rng.randint(2, 10),)
-    rng = random.Random(seed ^ 0x51075)
-    if rng.random() < 0.5:
-        others = rng.sample(OTHER_LIVES, rng.randint(1, 3))
-        world.lives += tuple(others)
-        for node in world.nodes.values():
-            node.page_counts += tuple(_page_count(node, live, rng) for live in others)
-    for node in world.nodes.values():
-        node.has_bare_stage = rng.random() < 0.3
-
-
-def _page_count(node: Node, live: Live, rng: random.Random) -> int:
-    if not live.is_paged:
-        return rng.choice((1, 2, 5, 16))
-    items = max(1, node.page_size // live.size)
-    return -(-node.pages * node.page_size // (live.size * items))
 
 
 def _plan_request(
@@ -310,35 +188,6 @@ def _late_s(prompt: list[int]) -> float:
     return rng.uniform(*LATE_HALF_S) if rng.random() < LATE_HALF_SHARE else 0.0
 
 
-def _plan_bursts(world: World, rng: random.Random, decodes: list[Node]) -> None:
-    """Prompts of which some are equal, some end in their own way, and some are given up."""
-    for _ in range(rng.randint(1, BURST_COUNT_MAX)):
-        shared = [rng.randint(10, 900) for _ in range(rng.randint(*SHARED_TOKENS))]
-        at = rng.uniform(0.5, 8.0)
-        for _ in range(rng.randint(*BURST_SIZES)):
-            end = [rng.randint(10, 900) for _ in range(rng.choice((0, 0, 1, 20)))]
-            _plan_burst_request(world, rng, rng.choice(decodes), shared + end, at)
-
-
-def _plan_burst_request(
-    world: World, rng: random.Random, decode: Node, prompt: list[int], at: float
-) -> None:
-    held: list[Client] = []
-    max_new_tokens = rng.randint(1, 20)
-
-    def submit() -> None:
-        held.append(world.submit(decode, prompt, max_new_tokens))
-
-    world.after(at + rng.uniform(0, 0.01), submit)
-    if rng.random() < 0.3:
-        world.after(at + rng.uniform(0.02, 0.3), lambda: held and world.cancel(held[0]))
-
-
-def rng_of(prompt: list[int]) -> random.Random:
-    """Dice of one request's own."""
-    return random.Random(repr(prompt))
-
-
 def ask_ahead(
     world: World,
     prefill: Node,
@@ -366,48 +215,3 @@ def ask_ahead(
 
 def _submit_first_half(world: World, prefill: Node, prompt: list[int], room: Bootstrap) -> None:
     world.submit(prefill, prompt, 1, room)
-
-
-def _is_at_rest(world: World) -> bool:
-    return all(client.finals for client in world.clients.values()) and all(
-        node.core.is_idle and node.core.account.pool.used_count(group) == _kept(node, group)
-        for node in world.nodes.values()
-        for group in range(len(node.core.account.pool.page_counts))
-    )
-
-
-def _kept(node: Node, group: int) -> int:
-    """Pages that nobody has and that hold prefixes."""
-    cache = node.core.account.cache
-    return cache.node_count if cache is not None and group == 0 else 0
-
-
-def judge(world: World) -> None:
-    """Every request one final reply, right tokens, nothing left anywhere."""
-    for client in world.clients.values():
-        assert len(client.finals) == 1, f"request {client.request_id}: {client.finals}"
-        node = world.nodes[client.node]
-        is_finished = client.finals[0] == "finished"
-        count = client.max_new_tokens if is_finished else len(client.output)
-        if node.role == "prefill":
-            count = min(1, count)
-        expected = client.expected(world.lives, node.core.request_token_max, count)
-        due_at = max(client.submitted_at + client.budget_s, node.thawed_at) + GRACE_S
-        assert client.answered_at <= due_at, (
-            f"request {client.request_id}: answered {client.answered_at - due_at:.1f} s late"
-        )
-        assert client.output == expected[: len(client.output)], (
-            f"request {client.request_id} on {client.node}: wrong tokens"
-        )
-        if is_finished:
-            assert client.output == expected, f"request {client.request_id}: incomplete"
-    check_rooms(world)
-    for node in world.nodes.values():
-        assert not node.given_up, f"{node.name} gave up: {node.given_up}"
-        pool = node.core.account.pool
-        assert node.core.is_idle, f"{node.name} still has requests"
-        transfers = node.worker.transfers.transfers
-        assert not transfers, f"{node.name}: workers still know the pages of {list(transfers)}"
-        for group in range(len(pool.page_counts)):
-            assert pool.quarantined_count(group) == 0, f"{node.name}: pages still in quarantine"
-            assert pool.used_count(group) == _kept(node, group), f"{node.name}: pages lost"

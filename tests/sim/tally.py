@@ -16,7 +16,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("over cuda_ipc,tcp", "between machines", "by direct", "by staged", "by auto"),
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
-        *("with steps sent ahead", "with one step at a time"),
+        *("with steps sent ahead", "with one step at a time", "crowded"),
     ),
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
@@ -42,8 +42,20 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("decode: aborted", "decode: timed_out", "decode: retracted"),
         *("decode: verified", "decode: mismatched", "prompts computed by decode servers"),
         *("prefill: finished", "prefill: aborted", "prefill: timed_out"),
-        *("prefill: hold_expired", "prefill: followed", "decode: holds_lost"),
+        *("prefill: hold_expired", "decode: holds_lost"),
         *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
+    ),
+    "prefixes": (
+        *("turns of sessions", "pages copied", "prefill: waited_for_equal"),
+        *("decode: transfer_tokens_spared", "decode: local_prefills"),
+        *(
+            f"{role}: {counted}"
+            for role in ("prefill", "decode")
+            for counted in (
+                *("checkpoints_made", "checkpoints_used", "checkpoints_evicted"),
+                "prefix_evicted_tokens",
+            )
+        ),
     ),
 }
 NAMES = tuple(name for names in SECTIONS.values() for name in names)

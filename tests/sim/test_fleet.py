@@ -11,7 +11,7 @@ from common.scheduling.events import Effect, ToFrontend
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim.node import Node
-from tests.sim.story import judge
+from tests.sim.verdict import judge
 from tests.sim.world import World
 
 SIZE = 16

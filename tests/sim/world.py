@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from common.failures import FailureKind
 from common.layout.component import FULL, Live
+from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.frontend import Cancel, Failed, Submit, Tokens
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import (
@@ -26,7 +27,7 @@ from common.scheduling.events import (
     PeerMessage,
 )
 from tests.sim import wire
-from tests.sim.client import BUDGET_S, Client
+from tests.sim.client import BUDGET_S, DIGEST_TOKENS, Client
 from tests.sim.network import Network
 from tests.sim.node import Node
 from tests.sim.promises import are_connected
@@ -166,8 +167,9 @@ class World:
         max_new_tokens: int,
         room: Bootstrap | None = None,
         budget_s: float = BUDGET_S,
+        seed: bytes = bytes(DIGEST_NBYTES),
     ) -> Client:
-        client = Client(len(self.clients) + 1, prompt, max_new_tokens, node.name)
+        client = Client(len(self.clients) + 1, prompt, max_new_tokens, node.name, seed=seed)
         client.budget_s = budget_s
         client.room = room.room if room is not None and not room.engine else None
         self.clients[client.request_id] = client
@@ -176,7 +178,10 @@ class World:
         if not node.is_up or node.is_draining:
             client.finals.append("refused: server is down or stopping")
             return client
-        submit = Submit(client.request_id, list(prompt), sampling, budget_s, room)
+        digests = extend_digests(client.seed, prompt, DIGEST_TOKENS)
+        submit = Submit(
+            client.request_id, list(prompt), sampling, budget_s, room, prefix_digests=digests
+        )
         node.feed(FromFrontend(wire.from_frontend(submit)))
         return client
 
@@ -208,10 +213,12 @@ class World:
             return
         assert message.offset == len(client.output), f"{message}: {len(client.output)} have come"
         client.output += message.token_ids
+        client.cached_count = max(client.cached_count, message.cached.count)
         if message.finish is not None:
             client.finals.append("finished")
             if message.trace is not None:
                 self.retraction_count += message.trace.retraction_count
+                client.retraction_count = message.trace.retraction_count
 
 
 def connected_pair(prefill_page_count: int = 64, decode_page_count: int = 64) -> World:

@@ -9,7 +9,7 @@ from common.layout.component import FULL, Live, LiveKind
 from tests.sim.oracle import seen
 from tests.sim.sim_cache import Known
 from tests.sim.world import World
-from tests.transfers.lending import LendingNode, lending_pair
+from tests.transfers.lending import POISON, LendingNode, lending_pair
 
 PROMPT = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43]
 ROOM = 3
@@ -19,10 +19,13 @@ MODES = (TransferMode.DIRECT, TransferMode.STAGED, TransferMode.AUTO)
 
 
 def connected(
-    role: str, mode: TransferMode = TransferMode.DIRECT, transport: str = "posix"
+    role: str,
+    mode: TransferMode = TransferMode.DIRECT,
+    transport: str = "posix",
+    lives: tuple[Live, ...] = (FULL, BLOCK),
 ) -> tuple[World, LendingNode, LendingNode]:
     world = World(11)
-    world.lives = (FULL, BLOCK)
+    world.lives = lives
     world.transport = transport
     world.is_honest = True
     pair = lending_pair(world, role)
@@ -39,21 +42,27 @@ def used_counts(node: LendingNode) -> list[int]:
 
 
 def check_lent(world: World, borrower: LendingNode) -> None:
-    """What arrived is what the oracle says of its tokens. Its pages are given back."""
+    """What arrived is what the oracle says of its tokens, behind a prefix that is as it was. Its
+    pages are given back."""
     for lent in borrower.lending.arrived:
         pages = [dict(enumerate(span.page_ids, span.first_index)) for span in lent.transfer.spans]
         known = Known(lent.tokens, pages)
         for group, live in enumerate(world.lives):
-            found = borrower.worker.cache.read(known, group, len(lent.tokens))
-            assert found == seen(lent.tokens, live)
+            items = live.items(len(lent.tokens))
+            wanted = seen(lent.tokens, live)
+            wanted = wanted[len(wanted) - len(items) :]
+            if live.is_streamable:
+                count = lent.transfer.token_start // max(1, live.size)
+                wanted[:count] = [POISON] * count
+            assert borrower.worker.cache.get(known, group, items) == wanted
     give_back(borrower)
 
 
 def give_back(borrower: LendingNode) -> None:
     """Pages of a cache that came are its owner's, as those of a sequence are."""
     while borrower.lending.arrived:
-        for group, span in enumerate(borrower.lending.arrived.pop().transfer.spans):
-            borrower.core.account.pool.release(group, span.page_ids)
+        for group, (_, pages) in enumerate(borrower.lending.arrived.pop().transfer.pages):
+            borrower.core.account.pool.release(group, pages)
 
 
 @pytest.mark.parametrize("is_dialler", [False, True])

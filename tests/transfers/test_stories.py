@@ -8,6 +8,8 @@ import pytest
 
 from common.config import TransferMode, Verify
 from common.layout.component import FULL, Live, LiveKind
+from tests.sim.client import EOS
+from tests.sim.oracle import next_token
 from tests.sim.world import World
 from tests.transfers.lending import LendingNode, lending_pair
 from tests.transfers.test_one_role import check_lent, used_counts
@@ -16,6 +18,7 @@ MODES = (TransferMode.DIRECT, TransferMode.STAGED, TransferMode.AUTO)
 TRANSPORTS = ("posix", "tcp", "rc_mlx5", "cuda_ipc", "cuda_ipc,tcp")
 ASK_COUNT = 6
 REST_S = 4.0
+LENGTHS = (5, 16, 17, 24, 30, 32)  # some end with pages of both servers
 PAGE_COUNT = 400  # more than all that is ever held
 
 
@@ -26,7 +29,18 @@ def ask_if_connected(
     source = links.of_incarnation(lender.facts.incarnation)
     room = rng.choice(list(prompts))
     if source is not None and source.is_source and room not in borrower.lending.wanted:
-        borrower.lending.ask(lender.facts.incarnation, room, prompts[room])
+        tokens = prompts[room]
+        count = borrower.border * rng.randint(0, len(tokens) // borrower.border)
+        prefix = borrower.keep_prefix(count) if count else None
+        borrower.lending.ask(lender.facts.incarnation, room, tokens, prefix)
+
+
+def drawn_prompt(rng: random.Random, lives: tuple[Live, ...]) -> list[int]:
+    """One whose answer does not end with its first token: it is held while it runs."""
+    while True:
+        prompt = [rng.randint(10, 900) for _ in range(rng.choice(LENGTHS))]
+        if next_token(prompt, lives) != EOS:
+            return prompt
 
 
 def break_something(rng: random.Random, world: World, node: LendingNode) -> None:
@@ -63,15 +77,12 @@ def test_every_cache_that_comes_is_right_and_every_page_comes_back(seed: int, ro
     world.begin()
     empty = [used_counts(node) for node in pair]
     prompts = [
-        {
-            room + 10 * side: [rng.randint(10, 900) for _ in range(rng.randint(5, 30))]
-            for room in range(3)
-        }
-        for side in (1, 2)
+        {room + 10 * side: drawn_prompt(rng, world.lives) for room in range(3)} for side in (1, 2)
     ]
     for node, held in zip(pair, prompts, strict=True):
         for room, prompt in held.items():
             node.hold(room, prompt)
+        node.lending.early_stops = sorted(rng.randint(1, 30) for _ in range(rng.randrange(3)))
         node.worker.slow_step_rate = 1.0  # what a decode server runs is not to end meanwhile
     full = [used_counts(node) for node in pair]
     assert full != empty
@@ -92,4 +103,6 @@ def test_every_cache_that_comes_is_right_and_every_page_comes_back(seed: int, ro
         assert not list(node.lending.transfers.outgoing)
         check_lent(world, node)
         assert not node.lending.arrived
+        node.check()
+        node.drop_prefixes()
         node.check()

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from common.config import Verify
 from common.engine.cache.cast import CACHE_DTYPES, cast
 from common.layout.cache_layout import ServerLayout
-from common.layout.component import FULL, SLOT, CacheComponent, Segment, Shard
+from common.layout.component import (
+    FULL,
+    SLOT,
+    CacheComponent,
+    Live,
+    LiveKind,
+    Segment,
+    Shard,
+)
 from common.layout.families import gqa_components
 from common.layout.parallel import split_layers
 from common.planner.digests import (
@@ -27,7 +35,7 @@ from common.protocol.codec import encode_layout
 from common.protocol.digests import Digest
 from common.worker.digester import Digester
 from tests.planner.cases import Case, PairPlans, cases
-from tests.planner.oracle import live_items, lives_of, page_of_item, transfer
+from tests.planner.oracle import lives_of, page_of_item, sent_items, transfer
 
 PROPERTY = settings(
     max_examples=40,
@@ -37,6 +45,8 @@ PROPERTY = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 TRANSFER = 0x1234_5678_9ABC_DEF1
+# Whole caches, and what lies behind a prefix that the target has.
+DELTAS = st.one_of(cases(from_start=True), cases(from_start=True, has_prefix=True))
 
 
 class Pair:
@@ -46,7 +56,7 @@ class Pair:
         self.case = case
         self.source, self.target = case.servers()
         transfer(self.source, self.target, case.pieces, PairPlans())
-        self.token_count = case.pieces[-1].stop
+        self.tokens = TokenRange(case.pieces[0].start, case.pieces[-1].stop, is_final=True)
 
     def digests(self, *, is_source: bool, verify: Verify, transfer: int) -> list[bytes]:
         """Of every target rank: the sum of what the source ranks say, or each one's own."""
@@ -61,7 +71,13 @@ class Pair:
             ]
             pages = [(first, list(ids)) for first, ids in own.pages]
             job = Digest(
-                transfer, encode_layout(other.layout), is_source, self.token_count, pages, verify
+                transfer,
+                encode_layout(other.layout),
+                is_source,
+                self.tokens.stop,
+                pages,
+                verify,
+                self.tokens.start,
             )
             found.append(Digester(buffers, rank).run(job).digests)
         if not is_source:
@@ -79,7 +95,9 @@ class Pair:
         differences = []
         for rank, mine, theirs in zip(self.target.layout.ranks, sent, found, strict=True):
             planes = digested_planes(rank, verify, transfer)
-            difference = find_difference(rank, planes, self.token_count, mine, theirs)
+            difference = find_difference(
+                rank, planes, self.tokens.stop, mine, theirs, token_start=self.tokens.start
+            )
             assert not isinstance(difference, str), difference
             if difference is not None:
                 differences.append(difference)
@@ -88,7 +106,7 @@ class Pair:
 
 @pytest.mark.slow
 @PROPERTY
-@given(cases(from_start=True), st.sampled_from([Verify.SAMPLE, Verify.FULL]), st.integers(0, 2**63))
+@given(DELTAS, st.sampled_from([Verify.SAMPLE, Verify.FULL]), st.integers(0, 2**63))
 def test_what_was_handed_over_has_the_digests_of_what_was_sent(
     case: Case, verify: Verify, transfer: int
 ) -> None:
@@ -97,7 +115,7 @@ def test_what_was_handed_over_has_the_digests_of_what_was_sent(
 
 @pytest.mark.slow
 @PROPERTY
-@given(cases(from_start=True), st.randoms(use_true_random=False))
+@given(DELTAS, st.randoms(use_true_random=False))
 def test_any_byte_that_differs_is_found_and_its_place_is_named(
     case: Case, rng: random.Random
 ) -> None:
@@ -105,7 +123,7 @@ def test_any_byte_that_differs_is_found_and_its_place_is_named(
     target = pair.target
     rank, group = rng.choice(list(target.memory))
     live = lives_of(target.layout)[group]
-    items = live_items(live, pair.token_count)
+    items = sent_items(live, pair.tokens)
     planes = target.planes[rank, group]
     if not items or not planes:
         return
@@ -119,6 +137,33 @@ def test_any_byte_that_differs_is_found_and_its_place_is_named(
     assert (difference.rank, difference.component) == (rank, component.name)
     assert (difference.segment, difference.layer) == (component.segments[segment_index].name, layer)
     assert difference.first_page <= page <= difference.last_page
+
+
+@pytest.mark.parametrize("live", [FULL, Live(LiveKind.BLOCK, 4)])
+@pytest.mark.parametrize(("page_size", "start"), [(8, 8), (16, 16), (8, 24)])
+def test_what_the_target_had_before_is_in_no_digest(live: Live, page_size: int, start: int) -> None:
+    """24 tokens in pages of 16 at the source; 8 begins in the middle of one, 24 is all of them."""
+    component = CacheComponent("c", (0,), (Segment("s", 2, 8),), live, Shard.SPLIT, "float32")
+    source, target = (ServerLayout((component,), 1, ((0, 1),), size) for size in (16, page_size))
+    first = start // page_size
+    count = -(-24 // page_size) - first
+    target_pages = [(first, list(range(1, count + 1)))]
+    piece = TokenRange(start, 24, is_final=True)
+    case = Case(source, target, [(0, [2, 1])], target_pages, [2], [count], [piece])
+    pair = Pair(case)
+    before = pair.digests(is_source=True, verify=Verify.FULL, transfer=TRANSFER)
+    assert pair.differences() == []
+    for item in range(24 // max(1, live.size)):
+        (plane, *_) = pair.source.planes[0, 0]
+        place = pair.source.start_of(0, 0, plane, item)
+        pair.source.memory[0, 0][place] ^= 1
+        after = pair.digests(is_source=True, verify=Verify.FULL, transfer=TRANSFER)
+        is_prefix = item < start // max(1, live.size)
+        assert (after == before) == is_prefix, item
+        found = [(d.first_page, d.last_page) for d in pair.differences()]
+        page = page_of_item(live, page_size, item)
+        assert found == ([] if is_prefix else [(page, page)])
+        pair.source.memory[0, 0][place] ^= 1
 
 
 def gqa_case(layer_count: int, dtype: str = "float32") -> Case:

@@ -299,6 +299,20 @@ def test_layer_groups_leave_as_they_are_computed_and_the_last_is_exposed() -> No
         world.close()
 
 
+def test_what_was_cached_leaves_before_the_first_chunk_and_the_rest_after_it(world: World) -> None:
+    """A Send of no step needs no step of the engine, not even the first one."""
+    world.connected()
+    assert send_whole(world.source.sends, send_of(1, 0, 16, step_id=0)) == []
+    assert send_whole(world.source.sends, send_of(2, 16, TOKENS, step_id=7)) == []
+    (first,) = world.source.wait_for(1)
+    assert isinstance(first, SendSettled) and (first.send_id, first.error) == (1, "")
+    assert world.source.sends.open_count == 1 and world.source.sends.is_idle
+    assert world.source.sends.apply_computed(Computed(7, 1)) == []
+    (second,) = world.source.wait_for(1)
+    assert isinstance(second, SendSettled) and (second.send_id, second.error) == (2, "")
+    assert first.nbytes * (TOKENS - 16) == second.nbytes * 16
+
+
 def test_a_send_that_waits_for_the_engine_can_be_cancelled(world: World) -> None:
     world.connected()
     assert send_whole(world.source.sends, send_of(1, 0, TOKENS, step_id=5)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec import structs
 
 from common.config import DEFAULT_MAX_RUNNING_REQUESTS, Role, ServerConfig
 from common.engine.cache.kv_pool import KvPool
@@ -15,7 +16,7 @@ from common.worker.pools import (
     HOST_POOL_NBYTES_MAX,
     FreeMemory,
     check_cuda_segment,
-    decide_page_counts,
+    decide_pool_size,
     free_nbytes,
     page_counts_for,
 )
@@ -42,10 +43,19 @@ def config_of(**changes: object) -> ServerConfig:
     return ServerConfig(**values)  # type: ignore[arg-type]
 
 
+def page_counts_of(
+    layout: RankLayout, config: ServerConfig, context_length: int, free: FreeMemory
+) -> list[int]:
+    """Without checkpoints, unless the settings say how many there are to be."""
+    if config.max_checkpoints is None:
+        config = structs.replace(config, max_checkpoints=0)
+    return decide_pool_size(layout, config, context_length, free).page_counts
+
+
 @pytest.mark.parametrize(("tokens", "pages"), [(16, 1), (17, 2), (1600, 100), (1, 1)])
 def test_what_was_asked_for_is_taken_in_whole_pages(tokens: int, pages: int) -> None:
     config = config_of(max_total_tokens=tokens)
-    assert decide_page_counts(gqa_layout(), config, 4096, PLENTY) == [pages]
+    assert page_counts_of(gqa_layout(), config, 4096, PLENTY) == [pages]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +69,9 @@ def test_what_was_asked_for_is_taken_in_whole_pages(tokens: int, pages: int) -> 
 def test_more_than_there_is_can_not_be_asked_for(now: int, shared: int | None, named: str) -> None:
     config = config_of(max_total_tokens=1600)  # 100 pages and the scratch page
     with pytest.raises(ConfigError, match=f"--max-total-tokens 1600: needs 6619136 .*{named}"):
-        decide_page_counts(gqa_layout(), config, 4096, FreeMemory(now, now, shared))
+        page_counts_of(gqa_layout(), config, 4096, FreeMemory(now, now, shared))
     fits = FreeMemory(101 * 65536, 101 * 65536, None)
-    assert decide_page_counts(gqa_layout(), config, 4096, fits) == [100]
+    assert page_counts_of(gqa_layout(), config, 4096, fits) == [100]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,7 @@ def test_unasked_a_pool_leaves_half_of_the_host_and_takes_all_of_its_share(
     free: FreeMemory, budget: int
 ) -> None:
     layout = gqa_layout()
-    counts = decide_page_counts(layout, config_of(), 1 << 30, free)
+    counts = page_counts_of(layout, config_of(), 1 << 30, free)
     assert sum(KvPool.buffer_nbytes(layout, counts)) <= budget
     assert sum(KvPool.buffer_nbytes(layout, [counts[0] + 1])) > budget
 
@@ -85,7 +95,7 @@ def test_on_a_gpu_weights_and_pool_share_the_fraction_of_what_was_free() -> None
     layout = gqa_layout()
     config = config_of(device="cuda", mem_fraction_static=0.75)
     free = FreeMemory(before_nbytes=1000 * MIB, now_nbytes=600 * MIB, shared_nbytes=None)
-    counts = decide_page_counts(layout, config, 1 << 30, free)
+    counts = page_counts_of(layout, config, 1 << 30, free)
     nbytes = sum(KvPool.buffer_nbytes(layout, counts))
     assert 350 * MIB - 65536 < nbytes <= 350 * MIB
 
@@ -94,16 +104,16 @@ def test_recorded_passes_take_their_share_before_the_pool_does() -> None:
     layout = gqa_layout()
     config = config_of(device="cuda", mem_fraction_static=0.75)
     free = FreeMemory(1000 * MIB, 600 * MIB, None, recorded_nbytes=50 * MIB)
-    counts = decide_page_counts(layout, config, 1 << 30, free)
+    counts = page_counts_of(layout, config, 1 << 30, free)
     nbytes = sum(KvPool.buffer_nbytes(layout, counts))
     assert 300 * MIB - 65536 < nbytes <= 300 * MIB
     asked = config_of(device="cuda", max_total_tokens=16 * 16 * 560)  # 560 MiB of 600
     with pytest.raises(ConfigError, match=f" {550 * MIB} are free"):
-        decide_page_counts(layout, asked, 4096, free)
+        page_counts_of(layout, asked, 4096, free)
     crowded = FreeMemory(1000 * MIB, 300 * MIB, None, recorded_nbytes=50 * MIB)
     said = f"weights take {700 * MIB} and recorded decode passes {50 * MIB} bytes .*-max-bs, or end"
     with pytest.raises(ConfigError, match=said):
-        decide_page_counts(layout, config, 4096, crowded)
+        page_counts_of(layout, config, 4096, crowded)
 
 
 @pytest.mark.parametrize("now", [300, 249, 100])
@@ -115,18 +125,18 @@ def test_weights_that_leave_a_gpu_no_page_say_which_flag_gives_room(now: int) ->
         rf"{int(1000 * MIB * 0.7)} that --mem-fraction-static 0\.7 allows .*raise it"
     )
     with pytest.raises(ConfigError, match=said):
-        decide_page_counts(gqa_layout(), config, 4096, free)
+        page_counts_of(gqa_layout(), config, 4096, free)
 
 
 def test_no_more_pages_than_all_running_requests_could_fill() -> None:
     config = config_of(max_running_requests=3)
-    assert decide_page_counts(gqa_layout(), config, 160, PLENTY) == [30]
+    assert page_counts_of(gqa_layout(), config, 160, PLENTY) == [30]
 
 
 @pytest.mark.parametrize("nbytes", [0, 65536, 3 * 65536])
 def test_memory_without_room_for_a_page_ends_the_start(nbytes: int) -> None:
     with pytest.raises(ConfigError, match=f"no memory for a KV pool: {nbytes // 2} bytes"):
-        decide_page_counts(gqa_layout(), config_of(), 4096, FreeMemory(nbytes, nbytes, None))
+        page_counts_of(gqa_layout(), config_of(), 4096, FreeMemory(nbytes, nbytes, None))
 
 
 def test_every_live_rule_gets_the_pages_its_requests_can_touch() -> None:
@@ -168,7 +178,7 @@ def test_slots_that_were_asked_for_come_out_of_the_budget_before_tokens_do() -> 
     layout = slot_layout()
     for asked in (1, 9, 18):
         config = config_of(max_running_requests=asked)
-        pages, slots = decide_page_counts(layout, config, 1 << 30, free_of(20 * MIB))
+        pages, slots = page_counts_of(layout, config, 1 << 30, free_of(20 * MIB))
         assert slots == asked
         assert 20 * MIB - 4096 < sum(KvPool.buffer_nbytes(layout, [pages, slots])) <= 20 * MIB
 
@@ -176,24 +186,24 @@ def test_slots_that_were_asked_for_come_out_of_the_budget_before_tokens_do() -> 
 def test_unasked_slots_take_half_of_the_budget_at_most_and_tokens_the_rest() -> None:
     layout = slot_layout()
     for budget in (20 * MIB, 200 * MIB):
-        pages, slots = decide_page_counts(layout, config_of(), 1 << 30, free_of(budget))
+        pages, slots = page_counts_of(layout, config_of(), 1 << 30, free_of(budget))
         assert (slots + 1) * MIB == budget // 2
         assert budget - 4096 < sum(KvPool.buffer_nbytes(layout, [pages, slots])) <= budget
 
 
 def test_no_more_slots_than_the_default_of_running_requests_are_made_unasked() -> None:
-    _, slots = decide_page_counts(slot_layout(), config_of(), 1 << 30, free_of(700 * MIB))
+    _, slots = page_counts_of(slot_layout(), config_of(), 1 << 30, free_of(700 * MIB))
     assert slots == DEFAULT_MAX_RUNNING_REQUESTS
 
 
 def test_a_pool_too_small_for_two_slots_has_one_and_the_tokens_still_fit() -> None:
-    pages, slots = decide_page_counts(slot_layout(), config_of(), 1 << 30, free_of(3 * MIB))
+    pages, slots = page_counts_of(slot_layout(), config_of(), 1 << 30, free_of(3 * MIB))
     assert slots == 1 and pages == MIB // 4096 - 1
 
 
 def test_slots_share_the_memory_also_where_the_tokens_are_given() -> None:
     config = config_of(max_total_tokens=1600)
-    assert decide_page_counts(slot_layout(), config, 4096, free_of(20 * MIB)) == [100, 9]
+    assert page_counts_of(slot_layout(), config, 4096, free_of(20 * MIB)) == [100, 9]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +218,14 @@ def test_too_many_slots_for_the_memory_are_refused_with_the_size_of_each(
     config = config_of(max_running_requests=60, max_total_tokens=tokens)
     complaint = f"--max-running-requests 60: the slot of a request takes {MIB} bytes and {limit} "
     with pytest.raises(ConfigError, match=f"^{complaint}bytes may be used; must be in {fitting}$"):
-        decide_page_counts(slot_layout(), config, 4096, free_of(20 * MIB))
+        page_counts_of(slot_layout(), config, 4096, free_of(20 * MIB))
 
 
 @pytest.mark.parametrize("asked", [None, 1, 20])
 def test_memory_without_room_for_one_slot_ends_the_start(asked: int | None) -> None:
     config = config_of(max_running_requests=asked)
     with pytest.raises(ConfigError, match="no memory for a KV pool: 1048576 bytes may be used"):
-        decide_page_counts(slot_layout(), config, 4096, free_of(MIB))
+        page_counts_of(slot_layout(), config, 4096, free_of(MIB))
 
 
 def test_free_memory_of_the_host_is_what_the_kernel_says() -> None:

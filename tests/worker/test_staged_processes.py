@@ -65,9 +65,11 @@ class StagedPair(Pair):
         self.prefill.send(ConnectPeer("decode", layout, self.open(), self.transfer_mode))
         return [self.prefill.expect(PeerConnected) for _ in self.prefill.processes]
 
-    def expect_transfer(self, transfer_id: int, token_count: int) -> None:
-        pages = DECODE_PAGES[: -(-token_count // self.decode.config.page_size)]
-        self.decode.send(Expect(transfer_id, "prefill", token_count, [(0, pages)]))
+    def expect_transfer(self, transfer_id: int, token_count: int, token_start: int = 0) -> None:
+        page_size = self.decode.config.page_size
+        first = token_start // page_size
+        pages = [(first, DECODE_PAGES[first : -(-token_count // page_size)])]
+        self.decode.send(Expect(transfer_id, "prefill", token_count, pages, token_start))
 
     def forget(self, transfer_id: int) -> None:
         self.decode.send(Forget(transfer_id))

@@ -179,6 +179,30 @@ def test_a_forged_piece_is_refused_and_touches_nothing(
     assert counters.refused + counters.late == 1 and counters.pieces == 0
 
 
+@pytest.mark.parametrize("item_first", [0, 7])
+def test_a_piece_of_what_was_there_before_is_refused_and_touches_nothing(
+    rank: Rank, item_first: int
+) -> None:
+    """The first page holds 8 of the 20 tokens: it is not named, and others read it."""
+    descriptor = rank.open("p")
+    rank.staging_target.expect(Expect(70, "p", TOKENS, [(1, PAGES[0][1][1:])], token_start=8))
+    before = rank.pool.buffers[0].clone()
+    forged = rank.filled(descriptor, item_first=item_first)
+    freed = rank.staging_target.apply_filled(forged)
+    assert freed is not None and f"items {item_first}..20: must lie in 8..20" in freed.error
+    assert torch.equal(rank.pool.buffers[0], before)
+    rest = rank.staging_target.apply_filled(rank.filled(descriptor, item_first=8, sequence=2))
+    assert rest is not None and rest.error == ""
+    page_nbytes = len(before) // 9
+    changed = [page for page in range(9) if not _is_same_page(rank, before, page, page_nbytes)]
+    assert changed == [1, 5]
+
+
+def _is_same_page(rank: Rank, before: torch.Tensor, page: int, page_nbytes: int) -> bool:
+    place = slice(page * page_nbytes, (page + 1) * page_nbytes)
+    return torch.equal(rank.pool.buffers[0][place], before[place])
+
+
 def test_another_peers_transfer_is_not_this_peers_to_fill(rank: Rank) -> None:
     rank.open("p")
     other = rank.open("q")

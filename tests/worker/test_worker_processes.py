@@ -65,8 +65,12 @@ class Pair:
         *,
         chunk: int,
         target_pages: list[int] | None = None,
+        token_start: int = 0,
     ) -> tuple[list[int], list[SendSettled]]:
-        """Prompt on one side chunk by chunk, each sent at once; all output; what was settled."""
+        """Prompt on one side chunk by chunk, each sent at once; all output; what was settled.
+
+        token_start: what lies before is in the target's pages; it is neither named nor sent.
+        """
         request_id = self.next_id
         self.next_id += 1
         count = len(prompt)
@@ -75,27 +79,32 @@ class Pair:
         target = DECODE_PAGES[: -(-count // self.decode.config.page_size)]
         new = [NewSequence(request_id, prompt, count, sampling)]
         grants = [PageGrant(request_id, 0, 0, source)]
+        first = token_start // self.decode.config.page_size
         tokens: list[int] = []
         settled: list[SendSettled] = []
+        sent_count = token_start
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             is_last = stop == count
             piece = PrefillChunk(request_id, start, stop, is_last)
             tokens += self.prefill.step(new=new, grants=grants, chunks=[piece]).token_ids
             new, grants = [], []
+            if stop <= sent_count and not is_last:
+                continue
             self.prefill.request_send(
                 WholeSend(
                     send_id=request_id * 1000 + start,
                     step_id=0,
                     transfer_id=request_id,
                     peer="decode",
-                    token_start=start,
+                    token_start=sent_count,
                     token_stop=stop,
                     is_final=is_last,
                     source_pages=[(0, source)],
-                    target_pages=[(0, target_pages or target)],
+                    target_pages=[(first, (target_pages or target)[first:])],
                 )
             )
+            sent_count = stop
             settled += [self.prefill.expect(SendSettled) for _ in self.prefill.processes]
         self.prefill.step(retired=[request_id])
         tokens += self.decode_only(request_id, prompt, tokens, sampling)

@@ -27,7 +27,7 @@ from common.frontend.requests.scrape import (
     used_token_count,
 )
 from common.metrics.server import CONTENT_TYPE
-from common.protocol.frontend import Failed
+from common.protocol.frontend import Failed, State
 from common.request import SamplingParams
 
 PROBE_TIMEOUT_S = 20.0  # SGLang's; the time that a health check waits for one token
@@ -188,6 +188,7 @@ async def _server_info(
         "is_state_fresh": seen.is_fresh,
         "peers": [structs.asdict(peer) for peer in seen.state.peers] if seen.state else [],
         "page_groups": [describe_group(g) for g in seen.state.page_groups] if seen.state else [],
+        "prefix_cache": _prefix_cache(seen.state),
         "internal_states": [
             {
                 "queues": seen.state.queues if seen.state else {},
@@ -196,6 +197,12 @@ async def _server_info(
             }
         ],
     }
+
+
+def _prefix_cache(state: State | None) -> dict[str, object] | None:
+    """None before the scheduler has said anything of it."""
+    cache = state.prefix_cache if state else None
+    return structs.asdict(cache) if cache is not None else None
 
 
 def _model_card(context: FrontendContext) -> dict[str, object]:
@@ -309,11 +316,14 @@ def _add_commands(router: APIRouter, context: FrontendContext) -> None:
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> Response:
-        """Forget cached prefixes: 200 if done, 400 if requests are under way."""
+        """Forget the prefixes and checkpoints that this server has cached: 200 if done, 400 if
+        requests are under way. Its peers keep theirs."""
         done = await context.scheduler.flush_cache(_flush_timeout_s(request))
         if not done.is_flushed:
-            raise RequestError(done.message)
-        return json_response({"success": True, "message": done.message})
+            raise RequestError(done.message or "cached pages are still in use; try again")
+        role = context.config.role
+        message = done.message or f"the {role} server has no prefix cached; its peers keep theirs"
+        return json_response({"success": True, "message": message})
 
 
 def _flush_timeout_s(request: Request) -> float:

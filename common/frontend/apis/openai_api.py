@@ -30,6 +30,7 @@ from common.frontend.bodies.body import (
 )
 from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.fields import JsonObject
+from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
@@ -61,7 +62,7 @@ class CompletionFields(Body, frozen=True):
     suffix: Refused = None
 
 
-COMPLETION = schema_of(*OPENAI, CompletionFields, spread=(Meeting,))
+COMPLETION = schema_of(*OPENAI, CompletionFields, spread=(Meeting, SaltFields))
 
 
 def build_router(context: FrontendContext) -> APIRouter:

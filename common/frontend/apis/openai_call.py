@@ -47,7 +47,7 @@ UNSUPPORTED = refused(
     "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
     "images_config", "ngram_corpus_id",
 )  # fmt: skip
-# Each is read from the same object; with `Meeting`, which may have a list for its samples.
+# Each is read from the same object; with `Meeting` and `SaltFields`, which may have lists.
 OPENAI = (UNSUPPORTED, RequestFields, Sampling, OpenAiGrammars, OpenAiFields)
 
 

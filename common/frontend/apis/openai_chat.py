@@ -25,6 +25,7 @@ from common.frontend.bodies.body import (
 from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.constraints import only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
+from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.tools import ToolFields, ToolUse, read_tools
 from common.frontend.bodies.validation import encode_prompt
@@ -92,7 +93,7 @@ UNSUPPORTED = refused(
     "chat_template", "documents", "echo", "functions", "function_call", "audio", "prediction",
     "web_search_options", "mm_processor_kwargs",
 )  # fmt: skip
-CHAT = schema_of(*OPENAI, UNSUPPORTED, TemplateFields, ChatFields, spread=(Meeting,))
+CHAT = schema_of(*OPENAI, UNSUPPORTED, TemplateFields, ChatFields, spread=(Meeting, SaltFields))
 
 
 def parse_chat(

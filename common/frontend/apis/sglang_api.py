@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request, Response
+from msgspec import structs
 
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.validation import GenerateCall, parse_generate
@@ -91,6 +92,7 @@ class GenerateRun:
             "reasoning_tokens": 0,
             "completion_tokens": len(one.token_ids),
             "cached_tokens": one.cached.count,
+            "cached_tokens_details": structs.asdict(one.cached),
             "dp_rank": 0,
         }
         if one.is_ended:

@@ -120,7 +120,7 @@ def _read_held(
 
     Raises: RequestError.
     """
-    wish = read(TransferWish, params, KEY)
+    wish, given = read(TransferWish, params, KEY), read(TransferAddress, params, KEY)
     if not wish.do_remote_decode and not wish.do_remote_prefill:
         return None
     if wish.do_remote_decode and not limits.is_prefill:
@@ -133,7 +133,6 @@ def _read_held(
         host, port, engine = limits.named_host, limits.default_port, limits.engine
         room = secrets.randbelow(ROOM_MAX - count)
     else:
-        given = read(TransferAddress, params, KEY)
         host, port, engine = _read_address(given, limits)
         room = _read_room(given.remote_request_id or "", count)
     return [Bootstrap(host, port, room + i, engine) for i in range(count)]

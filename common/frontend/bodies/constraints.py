@@ -177,16 +177,18 @@ def _grammars_of(asked: Body, where: str) -> list[Constraint]:
 
 def _read_response_format(value: JsonObject) -> Constraint | None:
     key = "response_format"
+    where = f"{key}.json_schema"
     chosen = read(ResponseFormat, value, key)
+    # Checked also where it is not followed.
+    if chosen.type == "json_schema" or chosen.json_schema is not None:
+        schema = {} if chosen.json_schema is None else chosen.json_schema
+        described = read(JsonSchema, schema, where)
     match chosen.type:
         case "text":
             return None
         case "json_object":
             return Constraint(key, schema_grammar(ANY_OBJECT, key))
         case "json_schema":
-            where = f"{key}.json_schema"
-            schema = {} if chosen.json_schema is None else chosen.json_schema
-            described = read(JsonSchema, schema, where)
             return Constraint(f"{where}.schema", read_schema(described.schema, f"{where}.schema"))
 
 

@@ -5,6 +5,7 @@ Values only; knows no JSON, no HTTP and no scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.frontend.bodies.dial_rules import DialRules
@@ -22,6 +23,7 @@ class Limits:
     dial_rules: which others a room may be on; None: no server is dialled.
     engine: this prefill server's incarnation; named_host: how its client calls it.
     request_timeout_s: the longest time of a request, and its time unless it asks for less.
+    prefix_fingerprint: the server's, which the digests of prompts begin with; None: none are made.
     """
 
     vocab_size: int
@@ -34,6 +36,7 @@ class Limits:
     engine: str = ""
     named_host: str = ""
     request_timeout_s: float = 600.0
+    prefix_fingerprint: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Sample:
     hides_output: the client asked for no output, only for the prompt's log-probabilities; the
         token that the engine draws all the same is not shown.
     grammar_field: the field that asked for the grammar in `sampling`, for errors.
+    prefix_digests: of the prompt, for the scheduler; b"" if nothing of it is kept.
     """
 
     index: int
@@ -70,3 +74,4 @@ class Sample:
     hides_output: bool = False
     timeout_s: float = 600.0
     grammar_field: str = ""
+    prefix_digests: bytes = b""

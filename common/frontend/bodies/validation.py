@@ -37,6 +37,7 @@ from common.frontend.bodies.bootstrap_address import (
     transfer_params,
 )
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
+from common.frontend.bodies.prefixes import SaltFields, read_prefix_digests
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.sampling import (
     SGLANG_SAMPLING,
@@ -111,7 +112,9 @@ class LogprobFields(Body, frozen=True):
     ] = []
 
 
-GENERATE = schema_of(UNSUPPORTED, RequestFields, GenerateFields, spread=(Meeting, LogprobFields))
+GENERATE = schema_of(
+    UNSUPPORTED, RequestFields, GenerateFields, spread=(Meeting, SaltFields, LogprobFields)
+)
 
 # ---- readers -------------------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ def make_samples(
     if request.timeout is not None:
         bounds = NumberBounds(0.0, timeout_s, is_low_allowed=False)
         timeout_s = check_number(request.timeout, "timeout", bounds)
+    digests = read_prefix_digests(body, [prompt.token_ids for prompt in prompts], limits)
     return tuple(
         Sample(
             index=index * n + i,
@@ -206,6 +210,7 @@ def make_samples(
             bootstrap=bootstraps[index * n + i],
             hides_output=choice.output.max_new_tokens == 0,
             timeout_s=timeout_s,
+            prefix_digests=digests[index],
         )
         for index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True))
         for i in range(n)

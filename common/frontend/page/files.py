@@ -32,6 +32,7 @@ FILES = {
             "pools.js",
             "requests.js",
             "prompt.js",
+            "cached.js",
         )
     },
 }

@@ -55,6 +55,7 @@ async def page_state(context: FrontendContext) -> dict[str, object]:
         "queues": state.queues,
         "counters": state.counters,
         "page_groups": [_group(page_counts(group)) for group in state.page_groups],
+        "prefix_cache": structs.asdict(state.prefix_cache) if state.prefix_cache else None,
         "peers": [_peer(peer, logged) for peer in state.peers],
         "percentiles": _percentiles(context, logged),
         "requests": [_request(context, one) for one in logged[:REQUEST_COUNT]],

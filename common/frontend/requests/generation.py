@@ -206,6 +206,7 @@ class SampleGroup:
                         bootstrap=one.sample.bootstrap,
                         is_streaming=is_streaming,
                         trace_parent=self._trace_parent,
+                        prefix_digests=one.sample.prefix_digests,
                     )
                 )
                 for one in self.continuations
@@ -281,5 +282,6 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
         engine=known.incarnation if is_prefill else "",
         named_host=(named_host or "") if config.host in ANY_HOST else config.host,
         request_timeout_s=config.request_timeout_s,
+        prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, config.prefill),
     )

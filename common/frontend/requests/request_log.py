@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from common.clock import Clock
 from common.request import RequestTrace
 
@@ -32,6 +34,7 @@ class LoggedRequest:
             "prompt_tokens": trace.prompt_token_count,
             "completion_tokens": trace.output_token_count,
             "cached_tokens": trace.cached.count,
+            "cached_tokens_details": structs.asdict(trace.cached),
             "retractions": trace.retraction_count,
             "bytes": trace.transfer.nbytes,
             "ttft_s": trace.ttft_s,

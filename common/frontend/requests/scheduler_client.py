@@ -98,9 +98,11 @@ class SchedulerClient:
         is_streaming: bool = False,
         is_measured: bool = True,
         trace_parent: str = "",
+        prefix_digests: bytes = b"",
     ) -> RequestHandle:
         """Send a validated request. budget_s: seconds it may take. rid: the client's name for it.
         is_measured: whether it counts in the metrics and is logged. trace_parent: the client's.
+        prefix_digests: of the prompt's beginnings; none if nothing of it is to be kept.
 
         Raises: RequestError with status 503 if the server is not ready, lost its scheduler or has
             too much queued, 400 if a request of that rid is open, and 413 if it is larger than
@@ -127,6 +129,7 @@ class SchedulerClient:
             budget_s=budget_s,
             bootstrap=bootstrap,
             origin=Origin(rid, trace_parent),
+            prefix_digests=prefix_digests,
         )
         try:
             is_sent = self._flush_unsent() and self._send(message)

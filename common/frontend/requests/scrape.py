@@ -13,8 +13,8 @@ from msgspec import structs
 from common.errors import RequestError
 from common.frontend.context import FrontendContext
 from common.frontend.requests.scheduler_client import STOPPING
-from common.metrics.snapshot import PageCounts, PeerGauge, Snapshot
-from common.protocol.frontend import PageGroupState, PeerState, State
+from common.metrics.snapshot import PageCounts, PeerGauge, PrefixCounts, Snapshot
+from common.protocol.frontend import PageGroupState, PeerState, PrefixCacheState, State
 
 SCRAPE_TIMEOUT_S = 2.0  # below a scraper's usual 10 s, far above one scheduler step
 
@@ -73,6 +73,7 @@ async def take_snapshot(context: FrontendContext) -> Snapshot:
         counters=state.counters if state else {},
         pages=[page_counts(group) for group in state.page_groups] if state else (),
         peers=[peer_gauge(peer) for peer in state.peers] if state else (),
+        prefixes=prefix_counts(state.prefix_cache if state else None),
     )
 
 
@@ -114,6 +115,17 @@ def page_counts(group: PageGroupState) -> PageCounts:
         cached=group.cached,
         used=group.used,
         quarantined=group.quarantined,
+    )
+
+
+def prefix_counts(cache: PrefixCacheState | None) -> PrefixCounts:
+    if cache is None:
+        return PrefixCounts()
+    return PrefixCounts(
+        token_count=cache.token_count,
+        node_count=cache.node_count,
+        checkpoint_count=cache.checkpoint_count,
+        checkpoint_max=cache.checkpoint_max,
     )
 
 

@@ -155,6 +155,8 @@ def _request_attributes(trace: RequestTrace) -> dict[str, str | int | float]:
         "gen_ai.latency.time_to_first_token": trace.ttft_s,
         "gen_ai.latency.e2e": trace.e2e_s,
         "baton.cached_tokens": trace.cached.count,
+        "baton.cached_prefill_tokens": trace.cached.prefill,
+        "baton.cached_decode_tokens": trace.cached.decode,
         "baton.retractions": trace.retraction_count,
         "baton.status": trace.status,
     }

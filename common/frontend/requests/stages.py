@@ -82,5 +82,6 @@ def trace_fields(trace: RequestTrace) -> dict[str, object]:
     return {
         **structs.asdict(trace),
         "origin": structs.asdict(trace.origin),
+        "cached": structs.asdict(trace.cached),
         "transfer": structs.asdict(trace.transfer),
     }

@@ -25,6 +25,7 @@ from common.channel.peer import PeerListener, local_host_towards
 from common.channel.sockets import SendResult, SocketSet
 from common.errors import NotNow, PlanMismatch, ProtocolError
 from common.layout.cache_layout import RankLayout, ServerLayout
+from common.planner.pairing import TokenRange
 from common.planner.staging import StagedPair, StagedPiece
 from common.protocol.codec import decode_slot_filled, encode
 from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
@@ -268,7 +269,8 @@ class StagingTarget:
         piece = StagedPiece(
             filled.group, filled.row_first, filled.row_stop, filled.item_first, filled.item_stop
         )
-        reason = ring.pair.why_bad(piece, expected.token_count, self.slot_nbytes)
+        tokens = TokenRange(expected.token_start, expected.token_count, is_final=True)
+        reason = ring.pair.why_bad(piece, tokens, self.slot_nbytes)
         if reason is not None:
             self.counters.refused += 1
             return reason

@@ -53,6 +53,7 @@ function showTiles(state) {
     tile("Output", `${count(state.tokens_per_s)} tokens/s`, `${plural(q.running ?? 0, "request")} running`,
       history.tokens, "Tokens per second, over the last two minutes"),
     wire, timed("First token", "ttft"), timed("Between tokens", "inter_token"),
+    tile("Prefix hits", percent(state.hit_rate), "of the latest prompts' tokens"),
     tile("Requests", count(state.open_request_count),
       `${count(q.running ?? 0)} running, ${count(q.waiting ?? 0)} waiting`),
   ];
@@ -76,6 +77,15 @@ function showPages(state) {
   find("pages").replaceChildren(...(state.page_groups.length
     ? state.page_groups.map(group)
     : [element("p", "muted", "not known yet")]));
+  say(find("prefix-cache"), prefixCache(state.prefix_cache));
+}
+
+function prefixCache(cache) {
+  if (cache === null) return "";
+  if (cache.reason) return `No prefix is kept: ${cache.reason}.`;
+  const kept = `Prefix cache: ${plural(cache.token_count, "token")}`;
+  if (cache.checkpoint_max === 0) return `${kept}.`;
+  return `${kept}, ${count(cache.checkpoint_count)} of ${plural(cache.checkpoint_max, "checkpoint")}.`;
 }
 
 function group(pages) {

@@ -1,6 +1,7 @@
 // The prompt box: tokens as they come, then the timeline of the request.
 
 import { Failure, ask, askForKey } from "./ask.js";
+import { cachedInWords } from "./cached.js";
 import { find, say, waterfall } from "./draw.js";
 import { bytes, plural, seconds, short } from "./words.js";
 
@@ -160,9 +161,12 @@ async function showTimeline(run) {
 
 function drawTimeline(timeline) {
   find("own").replaceChildren(waterfall(timeline.spans));
-  const moved = timeline.transfer;
-  if (moved.bytes === 0) return;
-  const exposed = moved.exposed_bytes ? `${bytes(moved.exposed_bytes)} of it after` : "all of it before";
-  say(find("own-facts"), `${bytes(moved.bytes)} transferred by ${timeline.peer}, ${exposed} the prompt ` +
-    `was computed; ${seconds(moved.wire_s)} on the wire.`);
+  const facts = [], moved = timeline.transfer;
+  if (moved.bytes > 0) {
+    const exposed = moved.exposed_bytes ? `${bytes(moved.exposed_bytes)} of it after` : "all of it before";
+    facts.push(`${bytes(moved.bytes)} transferred by ${timeline.peer}, ${exposed} the prompt ` +
+      `was computed; ${seconds(moved.wire_s)} on the wire.`);
+  }
+  if (timeline.completion_tokens > 0) facts.push(`The prompt: ${cachedInWords(timeline, true)}.`);
+  say(find("own-facts"), facts.join(" "));
 }

@@ -1,7 +1,8 @@
 // The latest requests, a bar each on one scale; opened, every stage where its time lies.
 
+import { cachedBar, cachedInWords } from "./cached.js";
 import { element, fillKey, find, bar, say, waterfall } from "./draw.js";
-import { STAGES, bytes, count, fit, plural, seconds, short } from "./words.js";
+import { STAGES, bytes, count, fit, percent, plural, seconds, short } from "./words.js";
 
 const SHOWN = ["reserve", "queue", "prefill", "transfer", "first_token", "decode"];
 fillKey(find("stage-key"), Object.fromEntries(SHOWN.map(name => [name, STAGES[name]])));
@@ -47,21 +48,26 @@ function rowOf(request) {
     `${count(request.prompt_tokens)} in, ${count(request.completion_tokens)} out`];
   if (request.completion_tokens > 0) figures.push(`first token ${seconds(request.ttft_s)}`);
   if (rest > 0 && request.decode_s > 0) figures.push(`${short(rest / request.decode_s)} tokens/s`);
+  if (request.cached_tokens) figures.push(`${percent(request.cached_tokens / request.prompt_tokens)} cached`);
   if (request.peer) figures.push(`with ${fit(request.peer, 28)}`);
   if (request.rid) figures.push(fit(request.rid, 20));
   const words = element("span", "", ...figures.map(figure => element("span", "", figure)));
   if (!isWell) words.append(element("span", "bad", request.status.replaceAll("_", " ")));
   const summary = element("summary", "", words, element("div", "place"));
-  return element("details", "request", summary, waterfall(request.spans), factsOf(request));
+  const isDecode = latest.role === "decode";
+  const made = element("details", "request", summary, waterfall(request.spans));
+  if (request.cached_tokens) made.append(cachedBar(request, isDecode));
+  made.append(factsOf(request, isDecode));
+  return made;
 }
 
-function factsOf(request) {
+function factsOf(request, isDecode) {
   const facts = [request.rid && `request ${request.rid}`, request.peer && `with ${request.peer}`];
   if (request.bytes > 0) {
     const speed = request.wire_s > 0 ? ` at ${short(request.bytes / request.wire_s / 1e9)} GB/s` : "";
     facts.push(`${bytes(request.bytes)} transferred${speed}`);
   }
-  if (request.cached_tokens) facts.push(`${plural(request.cached_tokens, "prompt token")} cached`);
+  if (request.completion_tokens > 0) facts.push(cachedInWords(request, isDecode));
   if (request.retractions) facts.push(`retracted ${plural(request.retractions, "time")}`);
   if (request.message) facts.push(request.message);
   const made = element("p", "facts muted");

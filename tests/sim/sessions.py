@@ -1,0 +1,103 @@
+"""Prompts that begin alike: bursts that come at once, and sessions that go on turn by turn.
+
+Knows nothing of what goes wrong meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+
+from common.prefix_digests import DIGEST_NBYTES
+from tests.sim.client import Client
+from tests.sim.node import Node
+from tests.sim.world import World
+
+# How long a session's prompts may become, and when no new turn begins any more.
+SESSION_TOKENS_MAX = 200
+TURNS_UNTIL = 10.0
+POLL_S = 0.01
+# Whoever got no answer asks again, this much later.
+AGAIN_S = 0.3
+
+BURST_COUNT_MAX = 3
+BURST_SIZES = (2, 6)
+SHARED_TOKENS = (4, 80)
+
+
+def plan_bursts(world: World, rng: random.Random, decodes: list[Node]) -> None:
+    """Prompts of which some are equal, some end in their own way, and some are given up."""
+    for _ in range(rng.randint(1, BURST_COUNT_MAX)):
+        shared = [rng.randint(10, 900) for _ in range(rng.randint(*SHARED_TOKENS))]
+        at = rng.uniform(0.5, 8.0)
+        for _ in range(rng.randint(*BURST_SIZES)):
+            end = [rng.randint(10, 900) for _ in range(rng.choice((0, 0, 1, 20)))]
+            _plan_burst_request(world, rng, rng.choice(decodes), shared + end, at)
+
+
+def _plan_burst_request(
+    world: World, rng: random.Random, decode: Node, prompt: list[int], at: float
+) -> None:
+    held: list[Client] = []
+    max_new_tokens = rng.randint(1, 20)
+
+    def submit() -> None:
+        held.append(world.submit(decode, prompt, max_new_tokens))
+
+    world.after(at + rng.uniform(0, 0.01), submit)
+    if rng.random() < 0.3:
+        world.after(at + rng.uniform(0.02, 0.3), lambda: held and world.cancel(held[0]))
+
+
+def plan_sessions(
+    world: World, rng: random.Random, decodes: list[Node], counts: tuple[int, int]
+) -> None:
+    """Each prompt goes on where the last answer ended, or where its prompt did. counts: how few and
+    how many there may be."""
+    for _ in range(rng.randint(*counts)):
+        prompt = [rng.randint(10, 900) for _ in range(rng.randint(1, 50))]
+        seed = bytes(DIGEST_NBYTES - 1) + bytes([rng.randint(0, 1)])
+        _plan_turn(world, rng_of(prompt), decodes, prompt, rng.uniform(0.5, 6.0), seed)
+
+
+def _plan_turn(
+    world: World,
+    rng: random.Random,
+    decodes: list[Node],
+    prompt: list[int],
+    at: float,
+    seed: bytes,
+) -> None:
+    count, decode = rng.randint(1, 25), rng.choice(decodes)
+
+    def submit() -> None:
+        client = world.submit(decode, prompt, count, seed=seed)
+        world.tally["turns of sessions"] += 1
+
+        def look() -> None:
+            if world.now >= TURNS_UNTIL:
+                return
+            if not client.finals:
+                world.after(POLL_S, look)
+            elif client.finals == ["finished"]:
+                answer = client.output if rng.random() < 0.8 else []
+                more = [rng.randint(10, 900) for _ in range(rng.choice((0, 1, 4, 9)))]
+                longer = [*prompt, *answer, *more]
+                if len(longer) < _prompt_max(world):
+                    _plan_turn(world, rng, decodes, longer, world.now + POLL_S, seed)
+            else:
+                _plan_turn(world, rng, decodes, prompt, world.now + AGAIN_S, seed)
+
+        look()
+
+    world.after(max(0.0, at - world.now), submit)
+
+
+def _prompt_max(world: World) -> int:
+    """What every server takes."""
+    taken = [node.core.request_token_max for node in world.nodes.values() if node.life]
+    return min([SESSION_TOKENS_MAX, *taken])
+
+
+def rng_of(prompt: list[int]) -> random.Random:
+    """Dice of one request's own."""
+    return random.Random(repr(prompt))
