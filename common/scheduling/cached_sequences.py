@@ -114,6 +114,7 @@ class CachedSequences:
             sequence.node, sequence.block_count = held.node, held.block_count
         else:
             sequence.node = cache.lock(cache.tree.root(sequence.digests[:DIGEST_NBYTES]), 0)
+        sequence.received_count = sequence.computed_count
         if cache.needs_checkpoint:
             sequence.cuts = [sequence.computed_count]
         self.remember(sequence)
@@ -131,11 +132,12 @@ class CachedSequences:
         return ranges
 
     def _new_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint:
-        """One without pages. It serves for a token less, if the windows for that are there."""
+        """One without pages. It serves for a token less, if the rows for that are there."""
         assert self.cache is not None
         blocks = self.cache.blocks_in(token_count)
         rest = tuple(sequence.token_ids[blocks * self.cache.block_tokens : token_count])
-        least = token_count - 1 if self.cache.can_step_back else token_count
+        has_rows = token_count > sequence.received_count or not self.cache.needs_checkpoint
+        least = token_count - 1 if self.cache.can_step_back and has_rows else token_count
         first = [r.start for r in self._checkpoint_indices(token_count, least)]
         grown = [bool(count) for count in self.cache.page_counts]
         spans = zip(sequence.spans, first, grown, strict=True)

@@ -96,6 +96,16 @@ def a_checkpoint_is_a_token_late(patch: Patch) -> None:
     patch.setattr(Checkpoints, "add", add_late)
 
 
+def a_window_that_has_come_is_used_a_token_earlier(patch: Patch) -> None:
+    new_checkpoint = CachedSequences._new_checkpoint
+
+    def new_with_all(self: CachedSequences, sequence: Sequence, count: int) -> Checkpoint:
+        sequence.received_count = 0
+        return new_checkpoint(self, sequence, count)
+
+    patch.setattr(CachedSequences, "_new_checkpoint", new_with_all)
+
+
 def what_a_sequence_leaves_is_a_token_late(patch: Patch) -> None:
     leave = CachedSequences._leave_checkpoint
 
@@ -239,6 +249,7 @@ PLANTS: tuple[Callable[[Patch], None], ...] = (
     the_rest_of_a_checkpoint_is_not_compared,
     a_checkpoint_is_a_token_late,
     what_a_sequence_leaves_is_a_token_late,
+    a_window_that_has_come_is_used_a_token_earlier,
     blocks_are_found_before_their_chunk_has_returned,
     a_locked_leaf_is_evicted,
     the_seed_is_ignored,

@@ -4,7 +4,7 @@ never in the way."""
 from __future__ import annotations
 
 from common.layout.cache_layout import ServerLayout
-from common.layout.component import FULL, SLOT, CacheComponent, Live, Segment, Shard
+from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
@@ -129,6 +129,24 @@ def test_a_checkpoint_of_a_failed_prompt_that_is_being_copied_is_not_found_again
     rig.batcher.remove(reader)
     assert rig.account.flush_cache()
     assert (rig.account.pool.free_count(0), rig.account.pool.free_count(1)) == (40, 9)
+
+
+def test_a_window_that_has_come_is_not_gone_on_from_a_token_earlier() -> None:
+    """It came without the row that only the token before needs. A window that was computed here
+    has it."""
+    for kind in (Live(LiveKind.WINDOW, 3), Live(LiveKind.TAIL, 4, 4)):
+        rig = Rig(FULL, kind, counts=(40, 40))
+        tokens = [2] * 8
+        spans = rig.account.spans_for_prompt(8)
+        for span, pages in zip(spans, rig.account.allocate([3, 2]), strict=True):
+            span.page_ids += pages
+        came = rig.account.adopt(1, [*tokens, 1], 8, GREEDY, spans, 8, digests_of(tokens))
+        rig.batcher.add(came)
+        rig.batcher.remove(came)
+        assert rig.match([*tokens, 1]).token_count == 8
+        assert rig.match(tokens).token_count == 0
+        rig.run(2, tokens, 2)
+        assert rig.match(tokens).token_count == 7
 
 
 def test_who_could_never_have_a_checkpoint_and_a_slot_begins_without_it() -> None:
