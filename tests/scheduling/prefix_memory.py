@@ -97,6 +97,27 @@ class PrefixMemory:
                 if tokens > streamed_from or not live.is_streamable:
                     self._put(known, group, item, known.names[tokens])
 
+    def check_streamed(self, known: KnownSequence, start: int, stop: int) -> None:
+        """What tokens [start, stop) have left behind in groups that grow."""
+        for group, page_group in enumerate(self._groups):
+            live = page_group.live
+            if live.is_streamable:
+                for item in live.items(stop):
+                    tokens = row_tokens(live, item, stop)
+                    if tokens > start:
+                        self._compare(known, group, item, known.names[tokens])
+
+    def check_live(self, known: KnownSequence, start: int, count: int, least: int) -> None:
+        """What is live after any of `least` to `count` tokens, once all of them are there; of
+        groups that grow, what is behind `start`."""
+        self.check_streamed(known, start, count)
+        for group, page_group in enumerate(self._groups):
+            live = page_group.live
+            if not live.is_streamable:
+                for item in range(live.items(least).start, live.items(count).stop):
+                    tokens = row_tokens(live, item, count)
+                    self._compare(known, group, item, known.names[tokens])
+
     def _compare(self, known: KnownSequence, group: int, item: int, expected: int) -> None:
         page, row = self._place(known, group, item)
         value = self._pages[group][page][row]
