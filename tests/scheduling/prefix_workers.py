@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from common.layout.cache_layout import PageGroup
 from common.protocol.worker import PageCopies, Step
+from common.scheduling.page_pool import PagePool
 from tests.scheduling.prefix_memory import KnownSequence, PrefixMemory
 from tests.scheduling.prefix_setup import Request, first_name
 
@@ -22,12 +23,12 @@ class PrefixWorkers:
     def __init__(
         self,
         groups: tuple[PageGroup, ...],
-        page_counts: list[int],
+        pool: PagePool,
         requests: dict[int, Request],
         may_be_bad: Callable[[Request], bool],
         tally: Counter[str],
     ) -> None:
-        self.memory = PrefixMemory(groups, page_counts)
+        self.memory = PrefixMemory(groups, pool)
         self._group_count = len(groups)
         self._requests = requests
         self._may_be_bad = may_be_bad

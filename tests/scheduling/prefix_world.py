@@ -89,7 +89,7 @@ class World:
         self.seen = (-1, False)
         self.workers = PrefixWorkers(
             groups,
-            counts,
+            self.account.pool,
             self.requests,
             lambda request: request.may_read_bad or self.is_tainted,
             self.tally,

@@ -149,6 +149,22 @@ def test_a_window_that_has_come_is_not_gone_on_from_a_token_earlier() -> None:
         assert rig.match(tokens).token_count == 7
 
 
+def test_window_pages_that_a_step_in_flight_copies_are_not_given_back() -> None:
+    """The token before the last needs a page more than the next one."""
+    rig = Rig(FULL, Live(LiveKind.WINDOW, 4), counts=(40, 40), in_flight_max=2)
+    sequence = rig.open(1, [2] * 7)
+    rig.plan()
+    rig.plan()
+    copied = [page for one in rig.sent[1].copies if one.group == 1 for page in one.source_ids]
+    assert len(copied) == 2
+    rig.end()
+    assert rig.account.pool._used[1].issuperset(copied)
+    assert sequence.spans[1].first_index == 0
+    rig.end()
+    rig.plan()
+    assert sequence.spans[1].first_index == 1
+
+
 def test_who_could_never_have_a_checkpoint_and_a_slot_begins_without_it() -> None:
     """There is one slot: who waited for both would wait for ever."""
     rig = Rig(FULL, SLOT, counts=(20, 1))
