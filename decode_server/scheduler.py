@@ -104,7 +104,7 @@ class DecodeScheduler:
             digest_tokens=facts.digest_tokens,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        rates = StepRates(facts.prompt_token_s, facts.decode_s)
+        rates = StepRates(facts.pass_times)
         batch_limits = limits.of_batch(facts, self.request_token_max)
         self.batcher = Batcher(self.account, batch_limits, rates)
         self._flushes = Flushes(self.account, self.batcher, self._outbox)

@@ -15,11 +15,12 @@ import msgspec
 from common.failures import Failure
 from common.protocol.frontend import Failed, Submit, Tokens, Traced
 from common.request import CHUNK_MARK_COUNT_MAX, CachedTokens, FinishKind, FinishReason
-from common.scheduling.batcher import Batcher, ChunkDone, TokenDone
+from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
+from common.scheduling.step_outcome import ChunkDone, TokenDone
 from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
 from common.transfers.credits import Credits
 from common.transfers.outgoing import ALL_COMPUTED, Outgoing, OutgoingTransfer

@@ -15,7 +15,7 @@ its pages, and joins the steps when another one leaves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -29,7 +29,7 @@ from common.protocol.worker import (
     Step,
     StepDone,
 )
-from common.request import FinishKind, FinishReason, SamplingParams, TokenLogprobs
+from common.request import FinishKind, FinishReason, SamplingParams
 from common.scheduling.blocks_under_way import BlocksUnderWay
 from common.scheduling.chunks import is_passing, plan_chunks
 from common.scheduling.in_flight import Flight, InFlight
@@ -38,6 +38,7 @@ from common.scheduling.prefix_cache import Match
 from common.scheduling.prefix_tree import Checkpoint
 from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
+from common.scheduling.step_outcome import ChunkDone, StepOutcome, TokenDone, Undrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +54,6 @@ class BatchLimits:
     eos_token_ids: frozenset[int]
     in_flight_max: int = 1
     is_prompt_only: bool = False
-
-
-class ChunkDone(msgspec.Struct, frozen=True):
-    """Tokens [start, stop) of a prompt are computed."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    is_last: bool
-    prompt_logprobs: bytes
-
-
-class TokenDone(msgspec.Struct, frozen=True):
-    """A sequence has a new token at its end; `finish` says whether it was the last one."""
-
-    sequence: Sequence
-    token_id: int
-    logprobs: TokenLogprobs | None
-    finish: FinishReason | None
-
-
-class Undrawn(msgspec.Struct, frozen=True):
-    """A sequence that got no token."""
-
-    sequence: Sequence
-    failure: Failure
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What a step brought. Order: chunks first, then tokens, as the worker computed them."""
-
-    chunks: list[ChunkDone] = field(default_factory=list)
-    tokens: list[TokenDone] = field(default_factory=list)
-    failed: list[Undrawn] = field(default_factory=list)
 
 
 class PlannedStep(msgspec.Struct):
@@ -299,7 +265,8 @@ class Batcher:
         copies: list[PageCopies] = []
         checkpoints = self._begin_checkpoints(chunks, decoding)
         for sequence in computing:
-            copies += sequence.take_copies()
+            if sequence.page_copies:
+                copies += sequence.take_copies()
             if not sequence.is_known:
                 sequence.is_known = True
                 new.append(_introduce(sequence))
@@ -320,7 +287,7 @@ class Batcher:
     ) -> list[tuple[Sequence, Checkpoint]]:
         """Those that the step of these copies before it computes."""
         at = [(self._prompts[chunk.request_id], chunk.start) for chunk in chunks]
-        at += [(sequence, sequence.token_count - 1) for sequence in decoding]
+        at += [(sequence, sequence.token_count - 1) for sequence in decoding if sequence.cuts]
         begun = [(one, self._account.cached.begin_checkpoint(one, start)) for one, start in at]
         return [(one, checkpoint) for one, checkpoint in begun if checkpoint is not None]
 
@@ -360,7 +327,8 @@ class Batcher:
         prompt_token_count = sum(chunk.stop - chunk.start for chunk in flight.step.chunks)
         self.rates.note(prompt_token_count, len(flight.step.decode), done.seconds)
         for sequence in flight.sequences.values():
-            self._account.cached.note_copied(sequence)
+            if sequence.checkpoint is not None:
+                self._account.cached.note_copied(sequence)
         for sequence, checkpoint in flight.checkpoints:
             self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id in done.failed:

@@ -114,6 +114,7 @@ class CachedSequences:
             sequence.node, sequence.block_count = held.node, held.block_count
         else:
             sequence.node = cache.lock(cache.tree.root(sequence.digests[:DIGEST_NBYTES]), 0)
+        sequence.received_count = sequence.computed_count
         if cache.needs_checkpoint:
             sequence.cuts = [sequence.computed_count]
         self.remember(sequence)
@@ -131,11 +132,12 @@ class CachedSequences:
         return ranges
 
     def _new_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint:
-        """One without pages. It serves for a token less, if the windows for that are there."""
+        """One without pages. It serves for a token less, if the rows for that are there."""
         assert self.cache is not None
         blocks = self.cache.blocks_in(token_count)
         rest = tuple(sequence.token_ids[blocks * self.cache.block_tokens : token_count])
-        least = token_count - 1 if self.cache.can_step_back else token_count
+        has_rows = token_count > sequence.received_count or not self.cache.needs_checkpoint
+        least = token_count - 1 if self.cache.can_step_back and has_rows else token_count
         first = [r.start for r in self._checkpoint_indices(token_count, least)]
         grown = [bool(count) for count in self.cache.page_counts]
         spans = zip(sequence.spans, first, grown, strict=True)
@@ -176,16 +178,16 @@ class CachedSequences:
 
     def begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
         """If one is wanted of so many tokens, which the steps before the next compute: the next one
-        copies it. None if there are no pages for it."""
+        copies it. None if there are no pages for it, or if it is there."""
         if token_count not in sequence.cuts:
             return None
         sequence.cuts.remove(token_count)
         cache = self.cache
-        if cache is None or not sequence.digests:
+        if cache is None or not sequence.digests or sequence.node is None:
             return None
         checkpoint = self._new_checkpoint(sequence, token_count)
         indices = self._checkpoint_indices(token_count, checkpoint.least_count)
-        if not cache.checkpoints.begin():
+        if cache.checkpoints.renew(sequence.node, checkpoint) or not cache.checkpoints.begin():
             return None
         taken = cache.allocate([len(one) for one in indices])
         if taken is None:
@@ -225,7 +227,7 @@ class CachedSequences:
         for span, one in zip(spans, indices, strict=True):
             if one and not (span.first_index <= one.start and one.stop <= span.end_index):
                 return
-        if not cache.checkpoints.begin():
+        if cache.checkpoints.renew(node, checkpoint) or not cache.checkpoints.begin():
             return
         for pages, span, one in zip(checkpoint.pages, spans, indices, strict=True):
             if one:

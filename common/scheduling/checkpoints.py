@@ -83,18 +83,24 @@ class Checkpoints:
     def add(self, checkpoint: Checkpoint, node: Node) -> None:
         """Its pages are filled: it hangs on its place in a locked path from now on. One of the same
         tokens may be there; then this one is of no use."""
-        for one in node.path():
-            if one.start < checkpoint.block_count or one.parent is None:
-                node = one
-                break
-        for other in node.checkpoints:
-            if (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest):
-                self.give_up(checkpoint)
-                return
+        if self.renew(node, checkpoint):
+            self.give_up(checkpoint)
+            return
+        node = place_of(node, checkpoint)
         checkpoint.node = node
         node.checkpoints.append(checkpoint)
         self.made_count += 1
         self._note_idle(checkpoint)
+
+    def renew(self, node: Node, checkpoint: Checkpoint) -> bool:
+        """Whether one is there that serves wherever this one would; that counts as used now."""
+        for other in place_of(node, checkpoint).checkpoints:
+            is_equal = (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest)
+            if is_equal and other.least_count <= checkpoint.least_count:
+                if other.users == 0:
+                    self._idle.move_to_end(other)
+                return True
+        return False
 
     # ---- used ------------------------------------------------------------------------------------
 
@@ -161,3 +167,11 @@ class Checkpoints:
             if any(helps):
                 self.forget([checkpoint])
                 left = [n - len(pages) for n, pages in zip(left, checkpoint.pages, strict=True)]
+
+
+def place_of(node: Node, checkpoint: Checkpoint) -> Node:
+    """Where a checkpoint hangs along a path: at its last block, or at the root."""
+    for one in node.path():
+        if one.start < checkpoint.block_count or one.parent is None:
+            return one
+    raise AssertionError("a path ends in a root")

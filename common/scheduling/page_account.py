@@ -170,10 +170,12 @@ class PageAccount:
         """Window pages that no later token reads go to where the next tokens do, or back to the
         pool. A step in flight reads no others either: it computes tokens behind those that steps
         which have returned did. Nor does a transfer: only the window of the whole prompt leaves,
-        after the last chunk."""
+        after the last chunk. Only a checkpoint that a step in flight copies may begin a token
+        earlier."""
+        count = min((sequence.computed_count, *(made - 1 for made in sequence.making)))
         for index in self._windows:
             group, span = self.groups[index], sequence.spans[index]
-            dropped = span.drop_before(group.page_first(sequence.computed_count))
+            dropped = span.drop_before(group.page_first(count))
             if dropped:
                 wanted = max(0, group.page_end(sequence.token_count) - span.end_index)
                 span.page_ids += dropped[:wanted]

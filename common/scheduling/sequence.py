@@ -59,6 +59,8 @@ class Sequence:
     others, or they by it.
     computed_count: tokens whose cache is in the pages; cached_count of them came from the prefix
     cache.
+    received_count: tokens whose cache came by a transfer, which brings of windows and tails what
+    the next token needs and no more.
     node: of the prefix cache, kept for as long as the sequence lives, if it has one; block_count:
     blocks up to it, at the head of the groups that grow. Their pages belong to the cache, copies
     aside: those of blocks that another sequence was first with. added_from: the first block that
@@ -80,6 +82,7 @@ class Sequence:
     digests: bytes = b""
     computed_count: int = 0
     cached_count: int = 0
+    received_count: int = 0
     planned_count: int = 0
     pending_count: int = 0
     wanted_count: int = 0

@@ -12,6 +12,7 @@ from typing import assert_never
 from common.layout.cache_layout import PageGroup
 from common.layout.component import Live, LiveKind
 from common.protocol.worker import PageCopies, PageGrant
+from common.scheduling.page_pool import PagePool
 
 UNWRITTEN = -1
 # Of tokens that came out wrong, and of all that was computed from them.
@@ -49,13 +50,14 @@ class KnownSequence:
 
 
 class PrefixMemory:
-    """Pages 1.. of every group."""
+    """Pages 1.. of every group. pool: whose word counts for who may touch them."""
 
-    def __init__(self, groups: Sequence[PageGroup], page_counts: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[PageGroup], pool: PagePool) -> None:
         self._groups = tuple(groups)
+        self._pool = pool
         self._pages = [
             [[UNWRITTEN] * group.page_items for _ in range(count + 1)]
-            for group, count in zip(groups, page_counts, strict=True)
+            for group, count in zip(groups, pool.page_counts, strict=True)
         ]
 
     def copy(self, copies: Sequence[PageCopies]) -> None:
@@ -65,6 +67,9 @@ class PrefixMemory:
             for one in copies
             for source, target in zip(one.source_ids, one.target_ids, strict=True)
         ]
+        for one in copies:
+            for page in (*one.source_ids, *one.target_ids):
+                self._check_used(one.group, page)
         targets = [(id(pages), target) for pages, target, _ in read]
         assert len(set(targets)) == len(targets), "two copies into one page"
         for pages, target, rows in read:
@@ -97,6 +102,27 @@ class PrefixMemory:
                 if tokens > streamed_from or not live.is_streamable:
                     self._put(known, group, item, known.names[tokens])
 
+    def check_streamed(self, known: KnownSequence, start: int, stop: int) -> None:
+        """What tokens [start, stop) have left behind in groups that grow."""
+        for group, page_group in enumerate(self._groups):
+            live = page_group.live
+            if live.is_streamable:
+                for item in live.items(stop):
+                    tokens = row_tokens(live, item, stop)
+                    if tokens > start:
+                        self._compare(known, group, item, known.names[tokens])
+
+    def check_live(self, known: KnownSequence, start: int, count: int, least: int) -> None:
+        """What is live after any of `least` to `count` tokens, once all of them are there; of
+        groups that grow, what is behind `start`."""
+        self.check_streamed(known, start, count)
+        for group, page_group in enumerate(self._groups):
+            live = page_group.live
+            if not live.is_streamable:
+                for item in range(live.items(least).start, live.items(count).stop):
+                    tokens = row_tokens(live, item, count)
+                    self._compare(known, group, item, known.names[tokens])
+
     def _compare(self, known: KnownSequence, group: int, item: int, expected: int) -> None:
         page, row = self._place(known, group, item)
         value = self._pages[group][page][row]
@@ -117,7 +143,11 @@ class PrefixMemory:
         index, row = divmod(item, page_group.page_items)
         index = index if page_group.live.is_paged else 0
         assert index in known.pages[group], f"group {group}, item {item}: no page"
+        self._check_used(group, known.pages[group][index])
         return known.pages[group][index], row
+
+    def _check_used(self, group: int, page: int) -> None:
+        assert page in self._pool._used[group], f"group {group}: page {page} is nobody's"
 
 
 def written_items(live: Live, count: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Who has each page of a story: everything that is used has one owner, and nobody two.
+"""Who has each page of a story: everything that is used has one owner, and nobody two. What lies in
+those that are found is what their tokens leave behind.
 
 Knows nothing of how it came to that.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from common.prefix_digests import DIGEST_NBYTES
 from common.scheduling.prefix_cache import PrefixCache
 from common.scheduling.prefix_tree import Checkpoint, Node
+from tests.scheduling.prefix_memory import KnownSequence
+from tests.scheduling.prefix_setup import first_name
 
 if TYPE_CHECKING:
-    from tests.scheduling.prefix_story import World
+    from tests.scheduling.prefix_world import World
 
 
 def check_owners(world: World) -> None:
@@ -22,6 +26,7 @@ def check_owners(world: World) -> None:
     account.pool.check()
     owned: list[Counter[int]] = [Counter() for _ in world.page_counts]
     readers = [one.node for one in account.sequences if one.node is not None]
+    readers += [one.copied_node for one in account.sequences if one.copied_node is not None]
     readers += [one.held.node for one in world.arriving if one.held is not None]
     for sequence in account.sequences:
         for pages, own in zip(owned, account.owned_pages(sequence), strict=True):
@@ -48,6 +53,10 @@ def check_owners(world: World) -> None:
             f"{sorted(pages.keys() - used)} are owned and not used"
         )
     check_locks(cache, nodes, readers)
+    seen = (cache.version, world.may_find_bad)
+    if world.seen != seen:
+        world.seen = seen
+        check_contents(world, cache)
 
 
 def growing(cache: PrefixCache, owned: list[Counter[int]]) -> list[Counter[int]]:
@@ -97,3 +106,47 @@ def check_locks(cache: PrefixCache, nodes: list[Node], readers: list[Node]) -> N
         assert leaf.is_leaf and not leaf.is_locked
     times = [leaf.used_at for leaf in tree._idle_leaves]
     assert times == sorted(times)
+
+
+def check_contents(world: World, cache: PrefixCache) -> None:
+    """What is found holds what its tokens leave behind, and no token that is not computed yet."""
+    for node in cache.tree.nodes():
+        if node.block_count:
+            salt, tokens = world.account.tokens[key_of(node, node.end - 1)]
+            known = known_of(world, salt, tokens)
+            pages = cache.pages(node, node.end)
+            for of_group, known_pages in zip(pages, known.pages, strict=True):
+                known_pages.update(enumerate(of_group))
+            start = node.start * cache.block_tokens
+            world.workers.memory.check_streamed(known, start, len(tokens))
+            assert not known.is_bad or world.may_find_bad, "what came out wrong is found"
+        for checkpoint in node.checkpoints:
+            check_checkpoint(world, cache, node, checkpoint)
+
+
+def check_checkpoint(world: World, cache: PrefixCache, node: Node, checkpoint: Checkpoint) -> None:
+    """Its pages hold what is live after its tokens, but for what its blocks have."""
+    salt, tokens = node.seed, list[int]()
+    if checkpoint.block_count:
+        salt, tokens = world.account.tokens[key_of(node, checkpoint.block_count - 1)]
+    count = checkpoint.token_count
+    assert checkpoint.least_count in (count - 1, count)
+    assert count == checkpoint.block_count * cache.block_tokens + len(checkpoint.rest)
+    known = known_of(world, salt, [*tokens, *checkpoint.rest])
+    for group, pages in enumerate(checkpoint.pages):
+        page_group, each = world.layout.groups[group], cache.page_counts[group]
+        first = (
+            checkpoint.block_count * each if each else page_group.page_first(checkpoint.least_count)
+        )
+        known.pages[group].update(enumerate(pages, first))
+    world.workers.memory.check_live(known, len(tokens), count, checkpoint.least_count)
+    assert not known.is_bad or world.may_find_bad, "what came out wrong can be gone on from"
+
+
+def key_of(node: Node, index: int) -> bytes:
+    at = (index - node.start) * DIGEST_NBYTES
+    return node.keys[at : at + DIGEST_NBYTES]
+
+
+def known_of(world: World, salt: bytes, tokens: list[int]) -> KnownSequence:
+    return KnownSequence(first_name(salt), tokens, len(world.page_counts), None)

@@ -11,10 +11,11 @@ from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import Step, StepDone
 from common.request import FinishKind, SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits, StepOutcome, Undrawn
+from common.scheduling.batcher import Batcher, BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
+from common.scheduling.step_outcome import StepOutcome, Undrawn
 
 EOS = 7
 CHUNK_MAX = 8

@@ -124,11 +124,25 @@ def check_prefill_requests(core: PrefillScheduler) -> None:
         assert is_waiting or (owner is not None and owner.transfer is transfer), (
             f"transfer {transfer.transfer_id:x} waits for nothing"
         )
+    check_followers(core)
     prompts = core.batcher._prompts.values()
     left = sum(len(sequence.token_ids) - sequence.chunk_start for sequence in prompts)
     assert core.batcher.unplanned_count == left, "prompt tokens are counted wrongly"
     waiting_count = sum(len(request.token_ids) for request in core.requests.queue)
     assert core.requests.queue.token_count == waiting_count, "tokens that wait are counted wrongly"
+
+
+def check_followers(core: PrefillScheduler) -> None:
+    """Who is set aside waits for a prompt that is computed, and for tokens that it has not got."""
+    queue = core.requests.queue
+    awaited: set[int] = set()
+    for leader in core._admission._followers._leaders.values():
+        assert core.batcher.computes_prompt(leader.sequence), "a prompt that has ended is followed"
+        awaited.update(request.request_id for _, request in leader.followers)
+    looked_at = {request_id for _, request_id in queue._by_age}
+    for request in queue:
+        is_there = request.request_id in looked_at or request.request_id in awaited
+        assert is_there, f"request {request.request_id} was set aside for good"
 
 
 def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set[int]:
@@ -142,6 +156,14 @@ def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set
         if writer.transfers.outgoing.get(transfer.transfer_id) is None:
             forgotten.add(transfer.transfer_id)
     return forgotten
+
+
+def is_set_aside(core: Core, transfer_id: int, pages: list[tuple[int, list[int]]]) -> bool:
+    """Whether just these pages are a transfer's to be written."""
+    incoming = core.transfers.incoming
+    transfers = (incoming.get(transfer_id), *incoming.abandoned)
+    known = (one for one in transfers if one is not None and one.transfer_id == transfer_id)
+    return any(one.pages == pages for one in known)
 
 
 def is_computed(batcher: Batcher, sequence: Sequence) -> bool:

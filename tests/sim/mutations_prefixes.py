@@ -1,76 +1,95 @@
-"""Bugs of prefixes that are kept: what is found, held, copied, sent in part and let go of.
+"""Bugs of prefixes that are kept: how blocks are found, held, sent in part and let go of.
 
 Knows nothing of stories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
-
+import msgspec
 import pytest
 
 from common.prefix_digests import DIGEST_NBYTES
+from common.protocol.peer import TransferRequest
 from common.protocol.worker import PrefillChunk
+from common.request import CachedTokens
 from common.scheduling.batcher import Batcher
 from common.scheduling.cached_sequences import CachedSequences, HeldPrefix
-from common.scheduling.checkpoints import Checkpoints
+from common.scheduling.followers import Followers
 from common.scheduling.page_account import PageAccount
-from common.scheduling.prefix_cache import Match, PrefixCache
-from common.scheduling.prefix_tree import Checkpoint, Node, PrefixTree
+from common.scheduling.prefix_cache import Match
+from common.scheduling.prefix_tree import Node, PrefixTree
 from common.scheduling.sequence import Sequence
+from common.transfers.incoming import Incoming
+from common.transfers.incoming_transfer import Ask, IncomingTransfer
+from common.transfers.outgoing import OutgoingTransfer
+from decode_server.arriving_blocks import ArrivingBlocks
+from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
+from tests.sim.planted import Mutation
 
 Patch = pytest.MonkeyPatch
 
 
-def a_copy_is_forgotten(patch: Patch) -> None:
-    """Of a block that another prompt was first with, the own page never comes back."""
-    close = PageAccount.close
-
-    def close_without(self: PageAccount, sequence: Sequence) -> None:
-        sequence.copies = [[] for _ in sequence.spans]
-        close(self, sequence)
-
-    patch.setattr(PageAccount, "close", close_without)
+# ---- found and held ------------------------------------------------------------------------------
 
 
-def a_copy_comes_back_twice(patch: Patch) -> None:
-    """Pages of blocks that are in the cache count as a sequence's own."""
-    owned = PageAccount.owned_pages
+def a_lock_is_forgotten(patch: Patch) -> None:
+    """A sequence ends, and what it read stays locked."""
+    end = CachedSequences.end
 
-    def owned_all(self: PageAccount, sequence: Sequence) -> list[list[int]]:
-        sequence.block_count = max(0, sequence.block_count - 1)
-        return owned(self, sequence)
+    def end_locked(self: CachedSequences, sequence: Sequence) -> None:
+        sequence.node = None
+        end(self, sequence)
 
-    patch.setattr(PageAccount, "owned_pages", owned_all)
+    patch.setattr(CachedSequences, "end", end_locked)
+
+
+def what_was_held_is_kept_for_good(patch: Patch) -> None:
+    """A transfer brings nothing, and the blocks that waited for it stay locked."""
+    let_go = Requests._let_go
+
+    def forget(self: Requests, request: DecodeRequest) -> None:
+        request.held = None
+        let_go(self, request)
+
+    patch.setattr(Requests, "_let_go", forget)
 
 
 def a_match_is_not_held(patch: Patch) -> None:
-    """It can be evicted between the request and the transfer."""
+    """It can be evicted while the rest is on its way."""
     hold, adopt = CachedSequences.hold, CachedSequences.adopt
 
     def hold_loosely(self: CachedSequences, match: Match) -> HeldPrefix | None:
         held = hold(self, match)
-        if held is not None:
-            self._tree.unlock(held.node)
+        if held is not None and self.cache is not None:
+            self.cache.unlock(held.node)
         return held
 
     def adopt_late(self: CachedSequences, sequence: Sequence, held: HeldPrefix | None) -> None:
-        if held is not None:
-            self._tree.lock(held.node, held.block_count)
+        if held is not None and self.cache is not None:
+            self.cache.lock(held.node, held.block_count)
         adopt(self, sequence, held)
 
     patch.setattr(CachedSequences, "hold", hold_loosely)
     patch.setattr(CachedSequences, "let_go", lambda self, held: None)
     patch.setattr(CachedSequences, "adopt", adopt_late)
-    patch.setattr(CachedSequences, "_tree", property(lambda self: self.cache.tree), raising=False)
 
 
-def what_was_held_is_kept_for_good(patch: Patch) -> None:
-    patch.setattr(Requests, "_let_go", lambda self, request: setattr(request, "held", None))
+def what_is_read_can_be_evicted(patch: Patch) -> None:
+    """Locking a leaf does not take it from those that may go."""
+    note = PrefixTree._note_locked
+
+    def note_and_keep(self: PrefixTree, node: Node) -> None:
+        is_leaf = node in self._idle_leaves
+        note(self, node)
+        if is_leaf:
+            self._idle_leaves[node] = None
+
+    patch.setattr(PrefixTree, "_note_locked", note_and_keep)
 
 
-def blocks_are_found_before_their_chunk_returned(patch: Patch) -> None:
+def blocks_are_found_before_they_are_computed(patch: Patch) -> None:
+    """They are in the tree once their chunk is sent."""
     begin = Batcher._begin_checkpoints
 
     def begin_early(self: Batcher, chunks: list[PrefillChunk], decoding: list[Sequence]) -> object:
@@ -85,123 +104,125 @@ def blocks_are_found_before_their_chunk_returned(patch: Patch) -> None:
     patch.setattr(Batcher, "_begin_checkpoints", begin_early)
 
 
-def a_checkpoint_is_of_one_token_more(patch: Patch) -> None:
-    """It is found for prompts that it lacks a token of."""
-    add = Checkpoints.add
-
-    def add_longer(self: Checkpoints, checkpoint: Checkpoint, node: Node) -> None:
-        checkpoint.token_count += 1
-        add(self, checkpoint, node)
-
-    patch.setattr(Checkpoints, "add", add_longer)
-
-
-def the_rest_of_a_checkpoint_is_not_compared(patch: Patch) -> None:
-    find = Checkpoints.find
-
-    def find_any(
-        self: Checkpoints,
-        node: Node,
-        block_count: int,
-        block_tokens: int,
-        token_ids: List[int],
-        token_max: int,
-    ) -> Checkpoint | None:
-        for one in node.path():
-            for checkpoint in one.checkpoints:
-                if checkpoint.block_count <= block_count and checkpoint.token_count <= token_max:
-                    return checkpoint
-        return find(self, node, block_count, block_tokens, token_ids, token_max)
-
-    patch.setattr(Checkpoints, "find", find_any)
-
-
-def a_prefix_is_matched_without_its_checkpoint(patch: Patch) -> None:
-    """Windows, tails and slots are whatever lies in the pages."""
-    match = PrefixCache.match
-
-    def match_blocks(
-        self: PrefixCache, digests: bytes, token_ids: List[int], token_max: int
-    ) -> Match:
-        found = match(self, digests, token_ids, token_max)
-        return Match(found.node, found.block_count, found.block_count * self.block_tokens)
-
-    patch.setattr(PrefixCache, "match", match_blocks)
-
-
-def a_checkpoint_is_not_copied(patch: Patch) -> None:
-    patch.setattr(CachedSequences, "copy_checkpoint", lambda self, sequence: None)
-
-
-def a_checkpoint_is_evicted_while_it_is_copied(patch: Patch) -> None:
-    """Its pages have another owner by the time of the step."""
-
-    def use_loosely(self: Checkpoints, checkpoint: Checkpoint) -> None:
-        self.used_count += 1
-
-    patch.setattr(Checkpoints, "use", use_loosely)
-    patch.setattr(PrefixCache, "let_go", lambda self, checkpoint: None)
-
-
-def a_checkpoint_is_made_of_nothing(patch: Patch) -> None:
-    """What lay in its pages is left there."""
-    begin = CachedSequences.begin_checkpoint
-
-    def begin_empty(
-        self: CachedSequences, sequence: Sequence, token_count: int
-    ) -> Checkpoint | None:
-        before = list(sequence.page_copies)
-        checkpoint = begin(self, sequence, token_count)
-        sequence.page_copies = before
-        return checkpoint
-
-    patch.setattr(CachedSequences, "begin_checkpoint", begin_empty)
-
-
 def the_salt_is_ignored(patch: Patch) -> None:
-    """Of prompts that fill no block."""
+    """Prompts of another seed are found, where no block says otherwise."""
     root, find = PrefixTree.root, PrefixTree.find
     none = bytes(DIGEST_NBYTES)
     patch.setattr(PrefixTree, "root", lambda self, seed: root(self, none))
     patch.setattr(PrefixTree, "find", lambda self, seed, keys, most: find(self, none, keys, most))
 
 
-def what_is_found_in_part_is_sent_at_once(patch: Patch) -> None:
-    """The rest of the last block is copied by the first step, which has not run."""
+def a_duplicate_is_kept(patch: Patch) -> None:
+    """The page of a block that another sequence was first with never comes back."""
+    close = PageAccount.close
+
+    def close_without(self: PageAccount, sequence: Sequence) -> None:
+        sequence.copies = [[] for _ in sequence.spans]
+        close(self, sequence)
+
+    patch.setattr(PageAccount, "close", close_without)
+
+
+def a_duplicate_comes_back_twice(patch: Patch) -> None:
+    """Its page is given back as soon as it is known, and again when the sequence ends."""
+    remember = CachedSequences.remember
+
+    def remember_and_free(self: CachedSequences, sequence: Sequence) -> None:
+        counts = [len(pages) for pages in sequence.copies]
+        remember(self, sequence)
+        for group, (pages, count) in enumerate(zip(sequence.copies, counts, strict=True)):
+            if self.cache is not None:
+                self.cache._pool.release(group, pages[count:])
+
+    patch.setattr(CachedSequences, "remember", remember_and_free)
+
+
+def cached_tokens_are_counted_twice(patch: Patch) -> None:
+    """Those that both servers had."""
+    patch.setattr(CachedTokens, "count", property(lambda self: self.prefill + self.decode))
+
+
+# ---- sent in part --------------------------------------------------------------------------------
+
+
+def a_block_in_part_is_sent_at_once(patch: Patch) -> None:
+    """What is cached of the last block leaves before the first step has copied it."""
     patch.setattr(CachedSequences, "whole_blocks", lambda self, token_count: token_count)
 
 
-def pages_behind_a_prefix_are_counted_from_its_beginning(patch: Patch) -> None:
-    """A sequence has pages of its own at the places of the blocks that it found."""
-    begin = CachedSequences.begin
+def pages_of_a_rest_are_counted_from_the_first(patch: Patch) -> None:
+    """The list is cut at its wrong end."""
 
-    def begin_shifted(self: CachedSequences, sequence: Sequence, match: Match) -> None:
-        begin(self, sequence, match)
-        for span in sequence.spans:
-            if len(span.page_ids) > 1:
-                span.page_ids[0], span.page_ids[1] = span.page_ids[1], span.page_ids[0]
+    def pages(self: IncomingTransfer) -> list[tuple[int, list[int]]]:
+        counted = zip(self.spans, self.prefix_page_counts, strict=True)
+        return [(s.first_index + n, s.page_ids[: len(s.page_ids) - n]) for s, n in counted]
 
-    patch.setattr(CachedSequences, "begin", begin_shifted)
+    patch.setattr(IncomingTransfer, "pages", property(pages))
 
 
-def a_slot_of_a_leaving_sequence_is_a_token_older_than_told(patch: Patch) -> None:
-    """A step in flight has computed its last token, and nobody counts it."""
-    leave = CachedSequences.leave
+def a_rest_begins_a_page_early(patch: Patch) -> None:
+    """The first index is right and the first page is not."""
 
-    def leave_short(self: CachedSequences, sequence: Sequence) -> None:
-        sequence.computed_count = min(sequence.computed_count, len(sequence.token_ids) - 1)
-        leave(self, sequence)
+    def pages(self: IncomingTransfer) -> list[tuple[int, list[int]]]:
+        counted = zip(self.spans, self.prefix_page_counts, strict=True)
+        return [
+            (s.first_index + n, s.page_ids[n - 1 : -1] if n else s.page_ids) for s, n in counted
+        ]
 
-    patch.setattr(CachedSequences, "leave", leave_short)
+    patch.setattr(IncomingTransfer, "pages", property(pages))
 
 
-def tokens_here_are_counted_as_prompt_tokens_more(patch: Patch) -> None:
-    open_sequence = PageAccount.open
+def a_rest_is_asked_for_with_all_pages(patch: Patch) -> None:
+    """Nobody says where the rest begins: what is here is written again, while others read it."""
+    ask_for = Incoming._request
 
-    def open_more(self: PageAccount, *args: object) -> Sequence | None:
-        sequence = open_sequence(self, *args)  # type: ignore[arg-type]
-        if sequence is not None and sequence.cached_count:
-            sequence.cached_count += len(sequence.token_ids)
-        return sequence
+    def ask_for_all(
+        self: Incoming, transfer: IncomingTransfer, attachment: int, ask: Ask
+    ) -> TransferRequest:
+        message = ask_for(self, transfer, attachment, ask)
+        pages = [(span.first_index, list(span.page_ids)) for span in transfer.spans]
+        return msgspec.structs.replace(message, token_start=0, pages=pages)
 
-    patch.setattr(PageAccount, "open", open_more)
+    patch.setattr(Incoming, "_request", ask_for_all)
+
+
+def what_the_target_has_is_sent_again(patch: Patch) -> None:
+    """The source begins with the first token, wherever its target wants the rest from."""
+
+    def begin(self: OutgoingTransfer) -> None:
+        self.sent_token_count = 0
+
+    patch.setattr(OutgoingTransfer, "__post_init__", begin)
+
+
+# ---- waited for ----------------------------------------------------------------------------------
+
+
+def a_follower_is_never_put_back(patch: Patch) -> None:
+    """A request that waits for what another computes waits until its time is up."""
+    patch.setattr(Followers, "wake", lambda self: None)
+
+
+def blocks_that_came_are_waited_for(patch: Patch) -> None:
+    """A transfer ends, and equal beginnings go on waiting for it."""
+    patch.setattr(ArrivingBlocks, "remove", lambda self, request: None)
+
+
+MUTATIONS = (
+    Mutation("a-lock-is-forgotten", a_lock_is_forgotten, 0),
+    Mutation("what-was-held-is-kept-for-good", what_was_held_is_kept_for_good, 0),
+    Mutation("a-match-is-not-held", a_match_is_not_held, 0),
+    Mutation("what-is-read-can-be-evicted", what_is_read_can_be_evicted, 0),
+    Mutation("blocks-found-before-computed", blocks_are_found_before_they_are_computed, 0),
+    Mutation("the-salt-is-ignored", the_salt_is_ignored, 0),
+    Mutation("a-duplicate-is-kept", a_duplicate_is_kept, 0),
+    Mutation("a-duplicate-comes-back-twice", a_duplicate_comes_back_twice, 0),
+    Mutation("cached-tokens-are-counted-twice", cached_tokens_are_counted_twice, 0),
+    Mutation("a-block-in-part-is-sent-at-once", a_block_in_part_is_sent_at_once, 0),
+    Mutation("pages-of-a-rest-from-the-first", pages_of_a_rest_are_counted_from_the_first, 0),
+    Mutation("a-rest-begins-a-page-early", a_rest_begins_a_page_early, 0),
+    Mutation("a-rest-is-asked-for-with-all-pages", a_rest_is_asked_for_with_all_pages, 0),
+    Mutation("what-the-target-has-is-sent-again", what_the_target_has_is_sent_again, 0),
+    Mutation("a-follower-is-never-put-back", a_follower_is_never_put_back, 0),
+    Mutation("blocks-that-came-are-waited-for", blocks_that_came_are_waited_for, 0),
+)

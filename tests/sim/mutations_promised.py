@@ -29,6 +29,7 @@ from decode_server.scheduler import DecodeScheduler
 from prefill_server.meetings import Meetings
 from prefill_server.rendezvous import Rendezvous
 from prefill_server.request import PrefillRequest
+from tests.sim.planted import Mutation
 
 Patch = pytest.MonkeyPatch
 
@@ -181,3 +182,20 @@ def an_expired_reservation_is_not_answered(patch: Patch) -> None:
         return [half for half in halves if isinstance(half, PrefillRequest)]
 
     patch.setattr(Rendezvous, "take_expired", take_requests)
+
+
+MUTATIONS = (
+    Mutation("a-bound-that-only-its-reader-has", a_bound_that_only_its_reader_has, 0),
+    Mutation("a-page-list-is-cut", a_page_list_is_cut, 0),
+    Mutation("last-of-much-output-dropped", the_last_of_much_output_is_dropped, 2),
+    Mutation("second-transfer-s-token-untold", a_second_transfer_s_token_is_not_told, 20),
+    Mutation("fence-by-death-alone", fence_by_death_alone, 40),
+    Mutation("peer-wait-is-looked-at-once", the_wait_for_a_server_is_looked_at_once, 10),
+    Mutation("peer-wait-runs-from-arrival", the_wait_for_a_server_runs_from_arrival, 10),
+    Mutation("a-retry-begins-the-budget-anew", a_retry_begins_the_budget_anew, 47),
+    Mutation("a-retried-request-is-put-behind", a_retried_request_is_put_behind, 0),
+    Mutation("credits-are-not-looked-at", credits_are_not_looked_at, 0),
+    Mutation("a-withdrawal-is-forgotten", a_withdrawal_is_forgotten, 6),
+    Mutation("a-waiting-half-is-not-told", a_waiting_half_is_not_told, 6),
+    Mutation("an-expired-reservation-is-unanswered", an_expired_reservation_is_not_answered, 4),
+)

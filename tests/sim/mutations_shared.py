@@ -12,6 +12,7 @@ from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
 from common.transfers.links import Links
 from common.transfers.outgoing import Outgoing, OutgoingTransfer, PageLists
+from tests.sim.planted import Mutation
 
 Patch = pytest.MonkeyPatch
 
@@ -58,3 +59,10 @@ def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
             transfer.is_opened = False
 
     patch.setattr(Outgoing, "send", send_and_close)
+
+
+MUTATIONS = (
+    Mutation("pages-of-a-transfer-are-kept", pages_of_a_transfer_are_kept, 0),
+    Mutation("windows-of-the-first-chunk-leave", windows_of_the_first_chunk_leave, 0),
+    Mutation("closed-with-its-last-send", a_transfer_is_closed_with_its_last_send, 0),
+)

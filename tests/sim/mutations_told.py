@@ -10,6 +10,7 @@ import pytest
 from common.protocol.frontend import Outputs, SchedulerToFrontend, Tokens
 from common.protocol.joined_tokens import JoinedTokens
 from common.runtime.undelivered import Undelivered
+from tests.sim.planted import Mutation
 
 Patch = pytest.MonkeyPatch
 
@@ -31,3 +32,9 @@ def a_failure_overtakes(patch: Patch) -> None:
         return Outputs(message.items[::-1]) if isinstance(message, Outputs) else message
 
     patch.setattr(Undelivered, "take", take_reversed)
+
+
+MUTATIONS = (
+    Mutation("only-the-newest-output-waits", only_the_newest_waits, 5),
+    Mutation("a-failure-overtakes-output", a_failure_overtakes, 3),
+)

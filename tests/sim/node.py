@@ -15,7 +15,7 @@ from common.layout.component import CacheComponent, Segment, Shard
 from common.protocol.codec import encode_layout
 from common.protocol.frontend import Drain, Failed, GetState, Outputs, State, Submit
 from common.protocol.peer import TransferRequest
-from common.protocol.worker import Step, StepDone, WorkerToScheduler
+from common.protocol.worker import PassTimes, Step, StepDone, WorkerToScheduler
 from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
     Dial,
@@ -41,7 +41,7 @@ from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
 from tests.sim.client import DIGEST_TOKENS, EOS
-from tests.sim.invariants import check_core, check_credits
+from tests.sim.invariants import check_core, check_credits, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
 
@@ -127,7 +127,7 @@ class Node:
             verify=self.verify,
             checkpoint_max=self.checkpoint_max,
             digest_tokens=DIGEST_TOKENS,
-            prompt_token_s=self.prompt_token_s,
+            pass_times=PassTimes(self.prompt_token_s),
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
@@ -174,8 +174,8 @@ class Node:
         if world.is_honest:
             self.worker.cache.owner = core.account.pool
         if world.is_honest:
-            self.worker.transfers.awaits = lambda transfer_id: (
-                self.life != life or not self.is_up or core.transfers.incoming.is_known(transfer_id)
+            self.worker.transfers.awaits = lambda transfer_id, pages: (
+                self.life != life or not self.is_up or is_set_aside(core, transfer_id, pages)
             )
 
     def crash(self, linger_s: float = 0.0) -> None:
@@ -271,7 +271,7 @@ class Node:
             return
         self.turn([*beats, Tick()], must_check=True)
         if isinstance(self.core, DecodeScheduler):
-            self.peer_waits.check(self.core, self.world.now)
+            self.peer_waits.check(self.core, self.world.now, self.thawed_at)
 
     def feed(self, event: Event) -> None:
         if self.is_up and self.is_frozen:

@@ -42,15 +42,16 @@ class PeerWaits:
         for source in core.transfers.links.connections.sources():
             self._seen_at[source.link] = now
 
-    def check(self, core: DecodeScheduler, now: float) -> None:
-        """Raises: AssertionError if a request should have been answered 503 by now."""
+    def check(self, core: DecodeScheduler, now: float, thawed_at: float) -> None:
+        """Raises: AssertionError if a request should have been answered 503 by now. thawed_at: a
+        server that stood still until then found all others missing at that moment."""
         before, self._waiting = self._waiting, {}
         for request in core.requests:
             request_id = request.request_id
             if self._needs_peer(request):
                 waits_since = before.get(request_id, (now, request))[0]
                 self._waiting[request_id] = (waits_since, request)
-                since = max(waits_since, self._last_seen_at(request))
+                since = max(waits_since, self._last_seen_at(request), thawed_at)
                 assert now - since <= PEER_WAIT_S + LATE_S, (
                     f"request {request_id} has waited for a prefill server since {since:.2f}"
                 )

@@ -12,9 +12,13 @@ from tests.sim.client import Client
 from tests.sim.node import Node
 from tests.sim.world import World
 
-# How long a session's prompts may become, and when no new turn begins any more.
+# How long a session's prompts may become and begin, and when no new turn begins any more.
 SESSION_TOKENS_MAX = 200
+FIRST_TOKENS = (6, 50, 50)
 TURNS_UNTIL = 10.0
+# Clients of two salts have nothing in common, though they begin alike.
+SALTS = (bytes(DIGEST_NBYTES), bytes([1]) * DIGEST_NBYTES)
+OTHER_SALT_SHARE = 0.4
 POLL_S = 0.01
 # Whoever got no answer asks again, this much later.
 AGAIN_S = 0.3
@@ -22,16 +26,19 @@ AGAIN_S = 0.3
 BURST_COUNT_MAX = 3
 BURST_SIZES = (2, 6)
 SHARED_TOKENS = (4, 80)
+# Together, or some while the prompts of others are being computed.
+BURST_S = (0.01, 0.1)
 
 
 def plan_bursts(world: World, rng: random.Random, decodes: list[Node]) -> None:
     """Prompts of which some are equal, some end in their own way, and some are given up."""
     for _ in range(rng.randint(1, BURST_COUNT_MAX)):
         shared = [rng.randint(10, 900) for _ in range(rng.randint(*SHARED_TOKENS))]
-        at = rng.uniform(0.5, 8.0)
+        at, duration_s = rng.uniform(0.5, 8.0), rng.choice(BURST_S)
         for _ in range(rng.randint(*BURST_SIZES)):
             end = [rng.randint(10, 900) for _ in range(rng.choice((0, 0, 1, 20)))]
-            _plan_burst_request(world, rng, rng.choice(decodes), shared + end, at)
+            begin_at = at + rng.uniform(0.0, duration_s)
+            _plan_burst_request(world, rng, rng.choice(decodes), shared + end, begin_at)
 
 
 def _plan_burst_request(
@@ -43,7 +50,7 @@ def _plan_burst_request(
     def submit() -> None:
         held.append(world.submit(decode, prompt, max_new_tokens))
 
-    world.after(at + rng.uniform(0, 0.01), submit)
+    world.after(at, submit)
     if rng.random() < 0.3:
         world.after(at + rng.uniform(0.02, 0.3), lambda: held and world.cancel(held[0]))
 
@@ -51,12 +58,16 @@ def _plan_burst_request(
 def plan_sessions(
     world: World, rng: random.Random, decodes: list[Node], counts: tuple[int, int]
 ) -> None:
-    """Each prompt goes on where the last answer ended, or where its prompt did. counts: how few and
-    how many there may be."""
+    """Each prompt goes on where the last answer ended, or where its prompt did. Some begin as one
+    of another salt did. counts: how few and how many there may be."""
     for _ in range(rng.randint(*counts)):
-        prompt = [rng.randint(10, 900) for _ in range(rng.randint(1, 50))]
-        seed = bytes(DIGEST_NBYTES - 1) + bytes([rng.randint(0, 1)])
-        _plan_turn(world, rng_of(prompt), decodes, prompt, rng.uniform(0.5, 6.0), seed)
+        prompt = [rng.randint(10, 900) for _ in range(rng.randint(1, rng.choice(FIRST_TOKENS)))]
+        at = rng.uniform(0.5, 6.0)
+        _plan_turn(world, random.Random(f"{prompt}"), decodes, prompt, at, SALTS[0])
+        if rng.random() < OTHER_SALT_SHARE:
+            longer = [*prompt, *[rng.randint(10, 900) for _ in range(rng.randint(0, 3))]]
+            at += rng.uniform(0.1, 1.0)
+            _plan_turn(world, random.Random(f"{longer}"), decodes, longer, at, SALTS[1])
 
 
 def _plan_turn(
@@ -96,8 +107,3 @@ def _prompt_max(world: World) -> int:
     """What every server takes."""
     taken = [node.core.request_token_max for node in world.nodes.values() if node.life]
     return min([SESSION_TOKENS_MAX, *taken])
-
-
-def rng_of(prompt: list[int]) -> random.Random:
-    """Dice of one request's own."""
-    return random.Random(repr(prompt))

@@ -35,7 +35,7 @@ from common.protocol.worker import (
 from common.scheduling.facts import ServerFacts
 from tests.sim.digests import regions_of
 from tests.sim.oracle import rows_to_send
-from tests.sim.sim_cache import SimCache
+from tests.sim.sim_cache import PageLists, SimCache
 from tests.sim.sim_process import SimProcess
 from tests.worker.whole_send import WholeSend as Send
 
@@ -58,7 +58,8 @@ class SimTransfers:
     transport: as the real one names it; of "cuda_ipc,tcp" every piece takes one of the two.
     doors: by peer, the number of what it may write through over a network.
     transfers: that are open, by id.
-    awaits: whether this server has pages set aside for a transfer; asked of every byte that lands.
+    awaits: whether this server has just these pages set aside for a transfer; asked of every piece
+        that lands.
     tally: what happened how often. damage_rate: of pieces, how many leave a wrong value behind.
     """
 
@@ -78,7 +79,7 @@ class SimTransfers:
         self.doors: dict[str, int] = {}
         self.expected: dict[int, Expect] = {}
         self.targets: dict[str, SimTransfers] = {}
-        self.awaits: Callable[[int], bool] = lambda transfer_id: True
+        self.awaits: Callable[[int, PageLists], bool] = lambda transfer_id, pages: True
         self.damage_rate = 0.0
         self.damage_rng = random.Random(0)
         self._cache = cache
@@ -331,7 +332,9 @@ class SimTransfers:
         """Into this target's pages, at these (group, item)."""
         if self.process.is_dead:
             return
-        assert self.awaits(send.transfer_id), f"late bytes of transfer_id={send.transfer_id} landed"
+        assert self.awaits(send.transfer_id, send.target_pages), (
+            f"late bytes of transfer_id={send.transfer_id} landed, or in pages of others"
+        )
         for (group, item), value in zip(rows, values, strict=True):
             self._cache.leave(send.target_pages, group, item, value)
         if rows and self.damage_rng.random() < self.damage_rate:

@@ -17,7 +17,7 @@ from tests.sim.accidents import (
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.node import Node
 from tests.sim.servers import add_servers, count_traits
-from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions, rng_of
+from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
 from tests.sim.verdict import check_flush, judge, run_to_rest
 from tests.sim.world import World
 
@@ -186,6 +186,11 @@ def _late_s(prompt: list[int]) -> float:
     when that has gone."""
     rng = random.Random(f"late {prompt}")
     return rng.uniform(*LATE_HALF_S) if rng.random() < LATE_HALF_SHARE else 0.0
+
+
+def rng_of(prompt: list[int]) -> random.Random:
+    """Dice of one request's own."""
+    return random.Random(repr(prompt))
 
 
 def ask_ahead(

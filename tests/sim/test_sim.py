@@ -13,8 +13,9 @@ from common.protocol.peer import TransferDone
 from common.scheduling.events import FromFrontend, ToFrontend
 from common.transfers.incoming import Incoming
 from tests.sim.__main__ import has_two_steps, problem_of, run_chunk
-from tests.sim.mutations import MUTATIONS, Mutation
+from tests.sim.mutations import MUTATIONS
 from tests.sim.oracle import fold
+from tests.sim.planted import Mutation
 from tests.sim.replay import of_request
 from tests.sim.sim_cache import UNWRITTEN, Known, SimCache
 from tests.sim.sim_transfers import SimTransfers

@@ -65,7 +65,13 @@ def check_cached(world: World, client: Client) -> None:
     if not client.cached_count:
         return
     assert client.cached_count <= len(client.prompt), "more is cached than the prompt has"
-    others = [o for o in world.clients.values() if o.seed == client.seed and o is not client]
+    others = [
+        other
+        for other in world.clients.values()
+        if other.seed == client.seed
+        and other is not client
+        and other.submitted_at < client.answered_at
+    ]
     known = max((_common(client.prompt, [*o.prompt, *o.output]) for o in others), default=0)
     if client.asked_count <= 1 and client.retraction_count == 0:
         assert client.cached_count <= known, (

@@ -1,0 +1,205 @@
+"""From where prompts go on whose model has more than pages that grow: found when it is right, and
+never in the way."""
+
+from __future__ import annotations
+
+from common.layout.cache_layout import ServerLayout
+from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
+from common.prefix_digests import DIGEST_NBYTES, extend_digests
+from common.protocol.worker import Step, StepDone
+from common.request import SamplingParams
+from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.page_account import PageAccount
+from common.scheduling.prefix_cache import Match
+from common.scheduling.sequence import Sequence
+
+PAGE_SIZE = 4
+CHUNK_MAX = 8
+GREEDY = SamplingParams(max_new_tokens=40, seed=0)
+
+
+def digests_of(tokens: list[int]) -> bytes:
+    return extend_digests(bytes(DIGEST_NBYTES), tokens, PAGE_SIZE)
+
+
+class Rig:
+    """A batcher over a full group and others; each step draws token 1."""
+
+    def __init__(
+        self, *lives: Live, counts: tuple[int, ...], checkpoint_max: int = 8, in_flight_max: int = 1
+    ) -> None:
+        segment = (Segment("h", 1, 8),)
+        components = tuple(
+            CacheComponent(f"c{i}", (i,), segment, live, Shard.SPLIT, "float32")
+            for i, live in enumerate(lives)
+        )
+        layout = ServerLayout(components, 1, ((0, len(lives)),), PAGE_SIZE)
+        self.account = PageAccount(
+            layout.groups,
+            counts,
+            has_prefix_cache=True,
+            chunk_token_max=CHUNK_MAX,
+            checkpoint_max=checkpoint_max,
+            digest_tokens=PAGE_SIZE,
+        )
+        limits = BatchLimits(CHUNK_MAX, 8, 200, frozenset(), in_flight_max)
+        self.batcher = Batcher(self.account, limits)
+        self.sent: list[Step] = []
+
+    def match(self, tokens: list[int]) -> Match:
+        return self.account.match(digests_of(tokens), tokens, len(tokens) - 1)
+
+    def open(self, request_id: int, tokens: list[int]) -> Sequence:
+        match = self.match(tokens)
+        sequence = self.account.open(
+            request_id, list(tokens), len(tokens), GREEDY, digests_of(tokens), match
+        )
+        assert sequence is not None
+        self.batcher.add(sequence)
+        return sequence
+
+    def plan(self) -> None:
+        step = self.batcher.plan_step().step
+        assert step is not None
+        self.sent.append(step)
+
+    def end(self, *failed: int) -> None:
+        step = self.sent.pop(0)
+        ids = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
+        reasons = dict.fromkeys(failed, "nan")
+        done = StepDone(step.step_id, ids, [1] * len(ids), failed=reasons)
+        for undrawn in self.batcher.apply_done(done).failed:
+            self.batcher.remove(undrawn.sequence)
+
+    def run(self, request_id: int, tokens: list[int], step_count: int) -> None:
+        sequence = self.open(request_id, tokens)
+        for _ in range(step_count):
+            self.plan()
+            self.end()
+        self.batcher.remove(sequence)
+
+
+def test_a_token_that_was_drawn_for_who_had_left_is_in_no_block_and_no_checkpoint() -> None:
+    """Its cache is there, for the step behind the one that drew it computed it; nobody knows it."""
+    rig = Rig(FULL, SLOT, counts=(20, 9), in_flight_max=2)
+    sequence = rig.open(1, [1, 2])
+    rig.plan()
+    rig.plan()
+    rig.end()
+    assert len(sequence.token_ids) == 3, "the fourth token fills a block"
+    rig.plan()
+    rig.batcher.remove(sequence)
+    rig.end()
+    rig.end()
+    cache = rig.account.cache
+    assert cache is not None and cache.tree.block_count == 0
+    assert rig.account.flush_cache()
+    assert (rig.account.pool.free_count(0), rig.account.pool.free_count(1)) == (20, 9)
+
+
+def test_a_checkpoint_of_a_prompt_that_failed_is_nothing_to_go_on_from() -> None:
+    """Its slot may have come out wrong before the blocks of others ended."""
+    rig = Rig(FULL, SLOT, counts=(40, 9))
+    shared = [2] * 8
+    rig.run(1, [*shared, 3], 2)
+    failing = rig.open(2, [*shared, 4, 4])
+    assert (rig.match([*shared, 9]).token_count, failing.cuts) == (0, [8, 10])
+    rig.plan()
+    rig.end()
+    rig.plan()
+    rig.end(2)
+    match = rig.match([*shared, 9])
+    assert (match.block_count, match.token_count) == (2, 0)
+
+
+def test_a_checkpoint_of_a_failed_prompt_that_is_being_copied_is_not_found_again() -> None:
+    rig = Rig(FULL, SLOT, counts=(40, 9))
+    shared = [2] * 8
+    rig.run(1, [*shared, 3], 2)
+    rig.open(2, [*shared, 4, 4])
+    for _ in range(2):
+        rig.plan()
+        rig.end()
+    reader = rig.open(3, [*shared, 9])
+    assert reader.cached_count == 8
+    rig.batcher.stop(reader)
+    rig.plan()
+    rig.end(2)
+    assert rig.match([*shared, 9]).token_count == 0
+    rig.batcher.remove(reader)
+    assert rig.account.flush_cache()
+    assert (rig.account.pool.free_count(0), rig.account.pool.free_count(1)) == (40, 9)
+
+
+def test_a_window_that_has_come_is_not_gone_on_from_a_token_earlier() -> None:
+    """It came without the row that only the token before needs. A window that was computed here
+    has it."""
+    for kind in (Live(LiveKind.WINDOW, 3), Live(LiveKind.TAIL, 4, 4)):
+        rig = Rig(FULL, kind, counts=(40, 40))
+        tokens = [2] * 8
+        spans = rig.account.spans_for_prompt(8)
+        for span, pages in zip(spans, rig.account.allocate([3, 2]), strict=True):
+            span.page_ids += pages
+        came = rig.account.adopt(1, [*tokens, 1], 8, GREEDY, spans, 8, digests_of(tokens))
+        rig.batcher.add(came)
+        rig.batcher.remove(came)
+        assert rig.match([*tokens, 1]).token_count == 8
+        assert rig.match(tokens).token_count == 0
+        rig.run(2, tokens, 2)
+        assert rig.match(tokens).token_count == 7
+
+
+def test_window_pages_that_a_step_in_flight_copies_are_not_given_back() -> None:
+    """The token before the last needs a page more than the next one."""
+    rig = Rig(FULL, Live(LiveKind.WINDOW, 4), counts=(40, 40), in_flight_max=2)
+    sequence = rig.open(1, [2] * 7)
+    rig.plan()
+    rig.plan()
+    copied = [page for one in rig.sent[1].copies if one.group == 1 for page in one.source_ids]
+    assert len(copied) == 2
+    rig.end()
+    assert rig.account.pool._used[1].issuperset(copied)
+    assert sequence.spans[1].first_index == 0
+    rig.end()
+    rig.plan()
+    assert sequence.spans[1].first_index == 1
+
+
+def test_who_could_never_have_a_checkpoint_and_a_slot_begins_without_it() -> None:
+    """There is one slot: who waited for both would wait for ever."""
+    rig = Rig(FULL, SLOT, counts=(20, 1))
+    rig.run(1, [2] * 8, 1)
+    match = rig.match([2] * 9)
+    assert (match.block_count, match.token_count, match.checkpoint) == (2, 0, None)
+    rig.run(2, [2] * 9, 2)
+
+
+def test_a_prompt_that_fills_the_pool_begins_without_the_rest_of_a_page() -> None:
+    rig = Rig(FULL, counts=(4,))
+    rig.run(1, [2] * 7, 1)
+    assert rig.match([2] * 9).token_count == 7
+    assert rig.match([2] * 13).token_count == 4, "its four pages are all that there are"
+    rig.run(2, [2] * 13, 2)
+
+
+def test_a_prompt_that_comes_again_takes_no_place_of_another_checkpoint() -> None:
+    rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=3)
+    first, second = [2] * 8, [3] * 8
+    rig.run(1, first, 1)
+    rig.run(2, second, 1)
+    rig.run(3, second, 2)  # and one at its first block, as far as it could have begun with
+    for request_id in range(4, 9):
+        rig.run(request_id, second, 1)
+    assert rig.match([*first, 1]).token_count == 8
+    assert rig.match([*second, 1]).token_count == 8
+
+
+def test_a_checkpoint_that_is_reached_again_counts_as_used() -> None:
+    rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=3)
+    first, second, third = [2] * 8, [3] * 8, [4] * 8
+    rig.run(1, first, 1)
+    rig.run(2, second, 1)
+    rig.run(3, first, 2)  # and one at its first block
+    rig.run(4, third, 1)
+    assert rig.match([*first, 1]).token_count == 8
+    assert rig.match([*second, 1]).token_count == 0

@@ -1,0 +1,20 @@
+"""What a bug is that is planted into the real cores, to see that the stories find it.
+
+Each is a small change of one method, of a kind that is easily written by mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """found_by: a seed whose story fails with it, as long as nothing else changes."""
+
+    name: str
+    plant: Callable[[pytest.MonkeyPatch], None]
+    found_by: int
