@@ -213,7 +213,11 @@ class DecodeScheduler:
 
     def _send_steps(self, now: float) -> None:
         if self._computes_rests:
-            self.batcher.shared_step_tokens = self._times.step_tokens()
+            # Whole prompts, which no prefill server can be found for, are no short rests.
+            prompts = map(self.requests.of_sequence, self.batcher.prompts)
+            is_whole = any(request.is_computed_here for request in prompts)
+            tokens = None if is_whole else self._times.step_tokens()
+            self.batcher.shared_step_tokens = tokens
         while not self._is_frontend_behind:
             planned = self.batcher.plan_step()
             for sequence in planned.retracted:
