@@ -104,7 +104,7 @@ class DecodeScheduler:
             digest_tokens=facts.digest_tokens,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        rates = StepRates(facts.prompt_token_s, facts.decode_s)
+        rates = StepRates(facts.pass_times)
         batch_limits = limits.of_batch(facts, self.request_token_max)
         self.batcher = Batcher(self.account, batch_limits, rates)
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
@@ -213,7 +213,11 @@ class DecodeScheduler:
 
     def _send_steps(self, now: float) -> None:
         if self._computes_rests:
-            self.batcher.shared_step_tokens = self._times.step_tokens()
+            # Whole prompts, which no prefill server can be found for, are no short rests.
+            prompts = map(self.requests.of_sequence, self.batcher.prompts)
+            is_whole = any(request.is_computed_here for request in prompts)
+            tokens = None if is_whole else self._times.step_tokens()
+            self.batcher.shared_step_tokens = tokens
         while not self._is_frontend_behind:
             planned = self.batcher.plan_step()
             for sequence in planned.retracted:

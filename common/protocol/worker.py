@@ -189,6 +189,14 @@ class Shutdown(_Message, frozen=True):
     """End the worker after its current step."""
 
 
+class PassTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds: prompt_token_s per token of a prompt, decode_s of a step that decodes one sequence;
+    0 if it was not measured."""
+
+    prompt_token_s: float = 0.0
+    decode_s: float = 0.0
+
+
 # ---- to the scheduler ---------------------------------------------------------------------------
 
 
@@ -200,8 +208,7 @@ class WorkerReady(_Message, frozen=True):
     host_id, pid: name the process that writes into the memory of a peer on the same host.
     checkpoint_max: how many of the slots, tails and windows are there for checkpoints of prefixes,
         beside those of requests that run.
-    prompt_token_s, decode_s: seconds per token of a prompt, and of a step that decodes one
-        sequence, as a first pass took; 0 if they were not measured.
+    pass_times: what a first pass took.
     """
 
     rank: int
@@ -215,8 +222,7 @@ class WorkerReady(_Message, frozen=True):
     host_id: str = ""
     pid: int = 0
     checkpoint_max: int = 0
-    prompt_token_s: float = 0.0
-    decode_s: float = 0.0
+    pass_times: PassTimes = PassTimes()
 
 
 class WorkerBeat(_Message, frozen=True):

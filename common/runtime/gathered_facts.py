@@ -9,7 +9,7 @@ import secrets
 from common.config import ServerConfig
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import ServerInfo
-from common.protocol.worker import WorkerReady
+from common.protocol.worker import PassTimes, WorkerReady
 from common.request_bounds import TOKEN_COUNT_MAX
 from common.scheduling.facts import ServerFacts
 
@@ -41,8 +41,10 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
         checkpoint_max=min(worker.checkpoint_max for worker in ordered),
-        prompt_token_s=max(worker.prompt_token_s for worker in ordered),
-        decode_s=max(worker.decode_s for worker in ordered),
+        pass_times=PassTimes(
+            max(worker.pass_times.prompt_token_s for worker in ordered),
+            max(worker.pass_times.decode_s for worker in ordered),
+        ),
     )
 
 

@@ -14,7 +14,7 @@ its pages, and joins the steps when another one leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -95,6 +95,11 @@ class Batcher:
     @property
     def prompt_count(self) -> int:
         return len(self._prompts)
+
+    @property
+    def prompts(self) -> Iterable[Sequence]:
+        """Those whose prompt is being computed."""
+        return self._prompts.values()
 
     def sequences(self) -> Iterator[Sequence]:
         """All that are here."""

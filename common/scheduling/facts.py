@@ -17,11 +17,15 @@ from common.config import (
 )
 from common.layout.cache_layout import ServerLayout
 from common.prefix_digests import DIGEST_TOKENS
+from common.protocol.worker import PassTimes
 from common.scheduling.batcher import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 
 # A request that does not fit is passed over for smaller ones at most this long; then it is next.
 PASSED_OVER_MAX_S = 2.0
+
+
+NOT_TIMED = PassTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class ServerFacts:
     name, http_address: what peers show of it.
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
     it wants compared.
-    prompt_token_s, decode_s: what steps took at the start, by `WorkerReady`.
+    pass_times: what steps took at the start, of the slowest rank.
     digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py)."""
 
     incarnation: str
@@ -51,8 +55,7 @@ class ServerFacts:
     verify: Verify = Verify.OFF
     checkpoint_max: int = 0
 
-    prompt_token_s: float = 0.0
-    decode_s: float = 0.0
+    pass_times: PassTimes = NOT_TIMED
     digest_tokens: int = DIGEST_TOKENS
 
     @property

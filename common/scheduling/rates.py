@@ -6,6 +6,8 @@ Both are averages that forget: the load changes, and so do contexts.
 
 from __future__ import annotations
 
+from common.protocol.worker import PassTimes
+
 # Of an average, what one more step replaces.
 FORGOTTEN_SHARE = 0.1
 
@@ -13,11 +15,12 @@ FORGOTTEN_SHARE = 0.1
 class StepRates:
     """decode_s: of a step without prompts; token_s: per prompt token; None before one has run."""
 
-    def __init__(self, token_s: float = 0.0, decode_s: float = 0.0) -> None:
-        """What was measured at the start, 0.0 for nothing. It counts like one token."""
-        self.decode_s = decode_s or None
-        self._weight = 1.0 if token_s else 0.0
-        self._sum = token_s
+    def __init__(self, times: PassTimes | None = None) -> None:
+        """times: what was measured at the start. It counts like one token."""
+        times = times or PassTimes()
+        self.decode_s = times.decode_s or None
+        self._weight = 1.0 if times.prompt_token_s else 0.0
+        self._sum = times.prompt_token_s
 
     @property
     def token_s(self) -> float | None:

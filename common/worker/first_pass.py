@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from common.config import ServerConfig
@@ -11,7 +9,7 @@ from common.engine.distributed import ParallelContext
 from common.engine.model_runner import ModelRunner
 from common.errors import ConfigError
 from common.layout.cache_layout import RankLayout
-from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step
+from common.protocol.worker import NewSequence, PageGrant, PassTimes, PrefillChunk, Step
 from common.request import SamplingParams
 
 REQUEST = 0
@@ -55,15 +53,6 @@ def _fits(layout: RankLayout, page_counts: list[int], token_count: int) -> bool:
         group.page_end(token_count) <= count
         for group, count in zip(groups, page_counts, strict=True)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """Seconds: prompt_token_s per token of a prompt, decode_s of a step that decodes one sequence;
-    0.0 if that was not run."""
-
-    prompt_token_s: float
-    decode_s: float
 
 
 def warm_up(

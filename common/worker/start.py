@@ -136,10 +136,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         host_id=host_id(),
         pid=os.getpid(),
         checkpoint_max=size.checkpoint_max,
-        prompt_token_s=times.prompt_token_s,
-        decode_s=times.decode_s,
+        pass_times=times,
     )
-    digester = Digester(pool.buffers, layout)
     return StartedRank(
         device,
         layout,
@@ -148,7 +146,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         page_counts,
         staging_target,
         staging_source,
-        digester,
+        Digester(pool.buffers, layout),
         ready,
     )
 

@@ -15,7 +15,7 @@ from common.layout.component import CacheComponent, Segment, Shard
 from common.protocol.codec import encode_layout
 from common.protocol.frontend import Drain, Failed, GetState, Outputs, State, Submit
 from common.protocol.peer import TransferRequest
-from common.protocol.worker import Step, StepDone, WorkerToScheduler
+from common.protocol.worker import PassTimes, Step, StepDone, WorkerToScheduler
 from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
     Dial,
@@ -127,7 +127,7 @@ class Node:
             verify=self.verify,
             checkpoint_max=self.checkpoint_max,
             digest_tokens=DIGEST_TOKENS,
-            prompt_token_s=self.prompt_token_s,
+            pass_times=PassTimes(self.prompt_token_s),
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
