@@ -11,11 +11,16 @@ Knows nothing of pages. Writes nothing.
 from __future__ import annotations
 
 import random
+from math import log
 
 from common.transfers.connection import Connection
 from common.transfers.transfers import Transfers
 from decode_server.expected_time import ExpectedTime, cached_there
 from decode_server.request import DecodeRequest
+
+# Expected times are alike if they differ by less than this factor, or are shorter than this.
+KNOWN_RATIO = 1.5
+SHORTEST_S = 1e-3
 
 
 class Choice:
@@ -61,13 +66,14 @@ class Choice:
         return self._draw(request, fresh or candidates)
 
     def _draw(self, request: DecodeRequest, sources: list[Connection]) -> Connection:
-        """Which two, and which of equals, is chance. Before anything was measured, the one with
-        less to do."""
+        """Which two, and which of equals, is chance. Of times that differ by less than they can be
+        known, the one with less to do."""
         drawn = self._rng.sample(sources, min(2, len(sources)))
         knowing = [one for one in sources if one not in drawn and cached_there(one, request)]
 
-        def key(source: Connection) -> tuple[float, int]:
+        def key(source: Connection) -> tuple[int, int]:
             lacking = len(request.token_ids) - cached_there(source, request)
-            return self._times.asked_s(source, request), source.load_token_count + lacking
+            asked_s = max(SHORTEST_S, self._times.asked_s(source, request))
+            return round(log(asked_s, KNOWN_RATIO)), source.load_token_count + lacking
 
         return min(drawn + knowing, key=key)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.prefix_digests import DIGEST_NBYTES
 from common.protocol.frontend import GetState, PeerState, State
 from common.request import Bootstrap
 from common.scheduling.batcher import Batcher
@@ -141,7 +142,10 @@ def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: 
         decode.core.requests.lengths.note_end(1)
     world.nodes["p0"].boot()
     world.run(world.now + 3.0)
-    clients = [world.submit(decode, PROMPT, 100, budget_s=60.0) for _ in range(2)]
+    seeds = [
+        bytes([i]) * DIGEST_NBYTES for i in range(2)
+    ]  # not one: no shared pages
+    clients = [world.submit(decode, PROMPT, 100, budget_s=60.0, seed=seed) for seed in seeds]
     while not all(client.output for client in clients):
         world.run(world.now + 0.05)
     world.nodes["p0"].crash()

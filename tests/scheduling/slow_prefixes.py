@@ -36,12 +36,14 @@ class Lock:
 
 @dataclass(eq=False)
 class SlowCheckpoint:
-    """path: the blocks that it lies behind."""
+    """path: the blocks that it lies behind. least: of its tokens, how many it serves for too.
+    number: by which the fast one knows it."""
 
     seed: bytes
     path: list[Block]
     tokens: tuple[int, ...]
-    pages: list[list[int]]
+    least: int
+    number: int
     users: int = 0
 
 
@@ -139,21 +141,23 @@ class SlowPrefixes:
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def best(self, seed: bytes, tokens: list[int], token_max: int) -> SlowCheckpoint | None:
-        """The longest one that a prompt begins with."""
+    def best(
+        self, seed: bytes, tokens: list[int], token_max: int
+    ) -> tuple[list[SlowCheckpoint], int]:
+        """Those that a prompt can go on from after the most tokens, and after how many."""
         found = self.find(seed, tokens)
-        fitting = [
-            one
-            for one in self.checkpoints
-            if one.seed == seed
-            and len(one.tokens) <= token_max
-            and tuple(tokens[: len(one.tokens)]) == one.tokens
-            and one.path == found[: len(one.path)]
-        ]
-        return max(fitting, key=lambda one: len(one.tokens), default=None)
+        counts: dict[int, list[SlowCheckpoint]] = {0: []}
+        for one in self.checkpoints:
+            count = min(len(one.tokens), token_max)
+            is_on_path = one.seed == seed and one.path == found[: len(one.path)]
+            is_equal = tuple(tokens[:count]) == one.tokens[:count]
+            if is_on_path and is_equal and count >= one.least:
+                counts.setdefault(count, []).append(one)
+        return counts[max(counts)], max(counts)
 
-    def first_idle(self) -> SlowCheckpoint | None:
-        return next((one for one in self.checkpoints if not one.users), None)
+    def idle(self) -> list[SlowCheckpoint]:
+        """Least recently used first."""
+        return [one for one in self.checkpoints if not one.users]
 
     def touch(self, checkpoint: SlowCheckpoint) -> None:
         self.checkpoints.remove(checkpoint)

@@ -25,6 +25,7 @@ OPERATIONS = st.lists(
         PROMPTS,
         st.integers(0, 20),
     ),
+    min_size=15,
     max_size=40,
 )
 
