@@ -13,6 +13,8 @@ from tests.engine.tiny_checkpoints import Reference, random_prompt
 OUTPUT_COUNT = 12
 LENGTHS = [1, 33, 103]  # within a page, in the second chunk, over pages of every size
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
+# Of decode servers: every source sends the whole of what another one has sent before.
+WHOLE = (*FLAGS, "--disable-radix-cache")
 
 Flags = Mapping[str, tuple[str, ...]]
 
@@ -36,7 +38,7 @@ class Town:
         }
         # One address suffices: the others are dialled when a request names them.
         asked = {
-            name: fleet.decode([started["tp1"]], *FLAGS, *flags, name=f"decode {name}")
+            name: fleet.decode([started["tp1"]], *WHOLE, *flags, name=f"decode {name}")
             for name, flags in decodes.items()
         }
         fleet.wait_ready()

@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
 OUTPUT_COUNT = 12
 LENGTHS = [1, 33, 103]  # within a page, in the second chunk, over pages of every size
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
+# Of decode servers: every source sends the whole of what another one has sent before.
+WHOLE = (*FLAGS, "--disable-radix-cache")
 LAYER_COUNT = 3
 RANK, OTHER_RANK = 32, 24
 ROW_NBYTES = (32 + 16) * 4  # latent and rotated key of LATENT, in float32
@@ -71,7 +73,7 @@ def town(
     }
     # One address suffices: the others are dialled when a request names them.
     decodes = {
-        name: fleet.decode([prefills["tp1"]], *FLAGS, *flags, name=f"decode {name}")
+        name: fleet.decode([prefills["tp1"]], *WHOLE, *flags, name=f"decode {name}")
         for name, (flags, _) in DECODES.items()
     }
     recipe = RECIPES["deepseek_v3"]

@@ -129,12 +129,14 @@ def test_many_requests_take_turns_with_the_slots_while_others_are_given_up(
 
 @contextmanager
 def taken_slots(node: Node) -> Iterator[None]:
-    """A time in which two requests have the slots and do not end; then both hang up."""
+    """A time in which two requests have the slots and do not end, and the cache of a third, which
+    took that of a checkpoint, waits for them; then all hang up."""
     with ExitStack() as streams:
-        for index in range(SLOT_COUNT):
+        kept = []  # whoever drops the events hangs up
+        for index in range(SLOT_COUNT + 1):
             body = body_of(40 + index, LONG_OUTPUT_COUNT, f"long {index}")
-            events = streams.enter_context(node.stream(body))
-            assert next(events).meta_info.finish_reason is None
+            kept.append(streams.enter_context(node.stream(body)))
+            assert next(kept[-1]).meta_info.finish_reason is None
         with node.frozen("common.worker"):
             yield
             streams.close()

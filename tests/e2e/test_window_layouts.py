@@ -31,6 +31,8 @@ TOKEN_NBYTES = 2 * 2 * 16 * 4  # keys and values of 2 heads of 16, in float32
 LENGTHS = [1, 23, 24, 25, 70, 300]
 OUTPUT_COUNT = 40  # more than a window, so that every page that was transferred is recycled
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--chunked-prefill-size", "64")
+# Of decode servers: every source sends the whole of what another one has sent before.
+WHOLE = (*FLAGS, "--disable-radix-cache")
 
 PREFILLS = {
     "tp2 page8": ("--tp-size", "2", "--page-size", "8"),
@@ -68,7 +70,7 @@ def town(
     }
     # One address suffices: the others are dialled when a request names them.
     decodes = {
-        name: fleet.decode([prefills["tp2 page8"]], *FLAGS, *flags, name=f"decode {name}")
+        name: fleet.decode([prefills["tp2 page8"]], *WHOLE, *flags, name=f"decode {name}")
         for name, flags in DECODES.items()
     }
     edited = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("edited") / "model"))
