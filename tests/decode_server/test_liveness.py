@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.prefix_digests import DIGEST_NBYTES
 from common.protocol.frontend import Drain
 from common.scheduling.events import FromFrontend, LinkBroke
 from tests.sim.client import Client
@@ -35,7 +36,9 @@ def counters(world: World, node: str = "d0") -> dict[str, float]:
 
 
 def ask(world: World, count: int = 4) -> list[Client]:
-    return [world.submit(world.nodes["d0"], PROMPT, 4) for _ in range(count)]
+    """Under salts of their own: equal prompts would wait for one another."""
+    seeds = [bytes([index]) * DIGEST_NBYTES for index in range(count)]
+    return [world.submit(world.nodes["d0"], PROMPT, 4, seed=seed) for seed in seeds]
 
 
 def test_a_frozen_peer_is_given_up_in_a_second_and_its_requests_go_elsewhere(world: World) -> None:

@@ -142,9 +142,7 @@ def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: 
         decode.core.requests.lengths.note_end(1)
     world.nodes["p0"].boot()
     world.run(world.now + 3.0)
-    seeds = [
-        bytes([i]) * DIGEST_NBYTES for i in range(2)
-    ]  # not one: no shared pages
+    seeds = [bytes([i]) * DIGEST_NBYTES for i in range(2)]  # not one: no shared pages
     clients = [world.submit(decode, PROMPT, 100, budget_s=60.0, seed=seed) for seed in seeds]
     while not all(client.output for client in clients):
         world.run(world.now + 0.05)

@@ -195,15 +195,15 @@ def test_a_client_that_leaves_during_its_transfer_lets_go_of_what_was_held() -> 
 
 
 def test_a_retracted_request_asks_for_what_others_have_not_evicted() -> None:
-    pair = Pair(page_count=60)
+    pair = Pair(page_count=40)
     pair.decode.expects_short_outputs = True
     pair.begin()
-    prompts = [list(range(100 * index, 100 * index + 12)) for index in range(1, 6)]
+    prompts = [list(range(100 * index, 100 * index + 12)) for index in (3, 4)]
     clients = [pair.submit(prompt, 80) for prompt in prompts]
     pair.finish(*clients)
     assert pair.world.retraction_count > 0
-    again = [message for _, message in pair.asked if len(message.token_ids) > len(prompts[0])]
-    assert any(message.token_start > 0 for message in again)
+    (again,) = [message for _, message in pair.asked if message.token_count > len(prompts[0])]
+    assert again.token_start > len(prompts[0]), "the other one needed a few pages more"
     pair.end()
 
 
