@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from common.prefix_digests import DIGEST_NBYTES
 from common.protocol.frontend import Drain
 from common.scheduling.events import FromFrontend, LinkBroke
 from tests.sim.client import Client
 from tests.sim.world import World
 
-PROMPT_TOKENS = 40
+PROMPT = list(range(20, 60))
 TOLD_S = 0.6  # a beat, a tick of the simulation on either side, and the messages
 
 
@@ -35,10 +36,9 @@ def counters(world: World, node: str = "d0") -> dict[str, float]:
 
 
 def ask(world: World, count: int = 4) -> list[Client]:
-    """Prompts of which none is a beginning of another."""
-    starts = [1000 * (len(world.clients) + index + 1) for index in range(count)]
-    prompts = [list(range(start, start + PROMPT_TOKENS)) for start in starts]
-    return [world.submit(world.nodes["d0"], prompt, 4) for prompt in prompts]
+    """Under salts of their own: equal prompts would wait for one another."""
+    seeds = [bytes([index]) * DIGEST_NBYTES for index in range(count)]
+    return [world.submit(world.nodes["d0"], PROMPT, 4, seed=seed) for seed in seeds]
 
 
 def test_a_frozen_peer_is_given_up_in_a_second_and_its_requests_go_elsewhere(world: World) -> None:

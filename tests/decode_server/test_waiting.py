@@ -13,7 +13,7 @@ from tests.sim.world import connected_pair
 
 def make_request(request_id: int) -> DecodeRequest:
     sampling = SamplingParams(max_new_tokens=1, seed=0)
-    return DecodeRequest(request_id, [1], 1, sampling, None, arrived_at=0.0, deadline=9.0)
+    return DecodeRequest(request_id, [1], 1, sampling, None, b"", arrived_at=0.0, deadline=9.0)
 
 
 def test_what_comes_back_waits_before_what_is_new_and_in_its_own_order() -> None:

@@ -24,9 +24,11 @@ DECODE = ("--page-size", "16", "--max-total-tokens", "640", "--max-checkpoints",
           "--max-running-requests", "6")  # fmt: skip
 CLIENT_COUNT = 12
 SESSION_COUNT = 24
-TURN_COUNT = 4
+TURN_COUNT = 3
 SHARED_LENGTHS = (40, 96, 131)
-OUTPUT_COUNTS = (1, 5, 18, 40)
+OUTPUT_COUNTS = (1, 2, 3, 5, 18, 110)
+"""Mostly short, so that too many requests are let in."""
+
 GIVEN_UP_SHARE = 0.15
 
 

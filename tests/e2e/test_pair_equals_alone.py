@@ -52,8 +52,10 @@ def house(fleet: Fleet, tiny_checkpoint: Callable[[str], Path]) -> House:
     flags = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT))
     chunks = ("--chunked-prefill-size", str(CHUNK_SIZE))
     prefill = fleet.prefill(*flags, *chunks, "--page-size", str(PAGE_SIZE))
+    # The same prompts come again and again, and every time all of their caches.
+    every = (*flags, "--disable-radix-cache")
     decodes = {
-        name: fleet.decode([prefill], *flags, "--transport", name, name=f"decode-{name}")
+        name: fleet.decode([prefill], *every, "--transport", name, name=f"decode-{name}")
         for name in ("shm", "stream")
     }
     alone = fleet.decode([], *flags, name="alone")

@@ -37,7 +37,7 @@ def pair(
         # No prompt is there already: a long one is computed for long enough to be caught at it.
         slow = ("--chunked-prefill-size", "16", "--disable-radix-cache")
         prefill = fleet.prefill(*flags, *slow)
-        decode = fleet.decode([prefill], *flags)
+        decode = fleet.decode([prefill], *flags, "--disable-radix-cache")
         fleet.wait_ready()
         yield Pair(prefill, decode, fleet, str(request.param))
 
@@ -146,7 +146,7 @@ def test_two_prefill_servers_share_the_load_and_stand_in_for_each_other(fleet: F
     questions = [make_question(910 + index, 16) for index in range(QUESTION_COUNT)]
     flags = ("--chunked-prefill-size", "16", "--disable-radix-cache")
     first, second = (fleet.prefill(*flags, name=name) for name in ("first", "second"))
-    decode = fleet.decode([first, second], name="decode-of-two")
+    decode = fleet.decode([first, second], "--disable-radix-cache", name="decode-of-two")
     wait_until("both prefill servers", lambda: is_connected_to_both(decode))
     pending = [fleet.in_background(decode, body_of(question)) for question in questions]
     replies = [reply_of(future.result()) for future in pending]

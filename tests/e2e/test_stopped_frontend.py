@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
-from bench.frontend import wait_for
 from bench.http_load import body_of, post
 from common.config import ServerConfig, write_config
 from demo.servers import free_ports
@@ -46,6 +46,14 @@ def config(tmp_path: Path) -> Iterator[ServerConfig]:
         )
         write_config(config)
         yield config
+
+
+def is_ready(port: int) -> bool:
+    """It listens before it has heard of its workers."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @contextmanager
@@ -107,7 +115,7 @@ def test_a_stopped_frontend_loses_no_token(config: ServerConfig) -> None:
         stack.enter_context(started("decode_server.scheduler_process", config))
         frontend = stack.enter_context(started("common.frontend", config))
         worker = stack.enter_context(InstantWorker(config, STREAM_COUNT))
-        wait_for(f"http://127.0.0.1:{config.port}/health")
+        wait_until("the server to be ready", lambda: is_ready(config.port))
         streams = threads.submit(asyncio.run, read_streams(config.port, token_count))
         worker.wait_drawn(1)
         with stopped(frontend):

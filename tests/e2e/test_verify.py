@@ -40,9 +40,10 @@ def pair(fleet: Fleet) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (DAMAGE, ROOT))))
         patch.setenv("DAMAGED_JOBS", ",".join(map(str, DAMAGED_JOBS)))
-        # A self-test would be a transfer of its own, and shift the damage.
-        flags = ("--page-size", "64", "--verify-transfer", "full", "--self-test-interval", "0")
-        decode = fleet.decode([prefill], *flags)
+        # A self-test would be a transfer of its own, and a prompt that comes again none if its rest
+        # were computed here: both would shift the damage.
+        alone = ("--self-test-interval", "0", "--local-prefill", "off")
+        decode = fleet.decode([prefill], "--page-size", "64", "--verify-transfer", "full", *alone)
     fleet.wait_ready()
     yield Pair(prefill, decode, fleet)
 

@@ -175,6 +175,13 @@ class Server:
         for _ in range(count):
             self._step()
 
+    def give_up(self, sequences: list[Sequence]) -> None:
+        """Compute no further, while steps that were sent still do."""
+        for sequence in sequences:
+            self.batcher.remove(sequence)
+        while self._sent:
+            self.batcher.apply_done(self._run(self._sent.popleft()))
+
     # ----------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Sequence]:

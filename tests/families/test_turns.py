@@ -252,6 +252,25 @@ def test_what_was_evicted_between_turns_is_computed_or_sent_again(world: World) 
     check_nothing_is_left(source, target)
 
 
+@pytest.mark.parametrize("step_count", [1, 3, 9])
+def test_what_a_sequence_leaves_that_is_given_up_while_steps_compute_it_is_right(
+    world: World, step_count: int
+) -> None:
+    """In the middle of a prompt, and of an answer. Others go on from what is known of it."""
+    _, target = world.pair()
+    prompts = [[1 + i, *random_prompt(n, seed=n)] for i, n in enumerate((5, 22, 46, 110))]
+    sequences = [target.open(prompt, 40) for prompt in prompts]
+    target.step(step_count)
+    target.give_up(sequences)
+    spoil_free(target)
+    goes_on = [[*sequence.token_ids, 9] for sequence in sequences]
+    samplings = [greedy(12)] * len(goes_on)
+    turned = turn_alone(target, goes_on, samplings)
+    assert [one.output for one in turned] == world.cold(goes_on, samplings)
+    assert any(one.cached_count for one in turned)
+    check_nothing_is_left(target)
+
+
 def forget_checkpoints(server: Server) -> None:
     cache = server.account.cache
     assert cache is not None

@@ -106,7 +106,7 @@ def test_prefixes_that_are_cached_and_in_vain_are_looked_at_once(
     held = core.requests.of_room(70)
     assert held is not None and held.state is PrefillState.HELD
     core.meetings.fail(held, Failure(FailureKind.ABORTED, "it is in the way"), filled.now)
-    assert core.account.cache is not None and core.account.cache.evictable_count == 2
+    assert core.account.cache is not None and core.account.cache.evictable_count(0) == 2
     looks = counted(monkeypatch, "open")
     for index in range(3):
         tokens = (*cached, *range(1000 * index, 1000 * index + 90 - index))
