@@ -62,7 +62,7 @@ def plan_sessions(
     of another salt did. counts: how few and how many there may be."""
     for _ in range(rng.randint(*counts)):
         prompt = [rng.randint(10, 900) for _ in range(rng.randint(1, rng.choice(FIRST_TOKENS)))]
-        at = rng.uniform(0.5, 6.0)
+        at = world.now + rng.uniform(0.5, 6.0)
         _plan_turn(world, random.Random(f"{prompt}"), decodes, prompt, at, SALTS[0])
         if rng.random() < OTHER_SALT_SHARE:
             longer = [*prompt, *[rng.randint(10, 900) for _ in range(rng.randint(0, 3))]]
@@ -100,7 +100,7 @@ def _plan_turn(
 
         look()
 
-    world.after(max(0.0, at - world.now), submit)
+    world.after(at - world.now, submit)
 
 
 def _prompt_max(world: World) -> int:
