@@ -100,7 +100,7 @@ def _plan_turn(
 
         look()
 
-    world.after(max(0.0, at - world.now), submit)
+    world.after(at - world.now, submit)
 
 
 def _prompt_max(world: World) -> int:
