@@ -22,13 +22,15 @@ from decode_server.expected_time import ExpectedTime, cached_there
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
+from decode_server.waiting import Turns
 
 # Tokens that the window of every active request is expected to grow by soon.
 WINDOW_TOKENS = 64
 # What a rest may take to compute here while no prefill server can be asked.
 MISSING_S = 2.0
-# Requests whose growth is looked at in vain, until no more are looked at for the moment.
-GROWTH_LOOK_COUNT_MAX = 8
+# Requests that are looked at in vain, one after the other, until a round ends: a queue can be long,
+# and streams wait for the next step.
+VAIN_COUNT_MAX = 16
 
 
 class Admission:
@@ -60,6 +62,8 @@ class Admission:
         self._computes_rests = computes_rests
         self._times = times
         self._followers = Followers(requests.queue, batcher)
+        self._turns_here = Turns()
+        self._turns_elsewhere = Turns()
         self._growth = (-1, 0, 0)
 
     @property
@@ -78,19 +82,22 @@ class Admission:
 
     def _decide_here(self, now: float) -> Iterator[ComputeHere]:
         """Requests whose prompt this server starts to compute itself."""
-        for request in list(self._requests.queue.ready):
-            if not (self._is_local or request.is_computed_here):
-                continue
-            if self._batcher.is_full:
+        ready = self._requests.queue.ready
+        waiting = [one for one in ready if self._is_local or one.is_computed_here]
+        vain_count = 0
+        for request in self._turns_here.of(waiting):
+            if self._batcher.is_full or vain_count == VAIN_COUNT_MAX:
                 return
+            vain_count += 1
             match, reusable = self._match_to_compute(request)
             tokens, digests = request.token_ids, request.digests
             if self._followers.follows(request, match, digests, reusable, len(tokens)):
                 continue
             needs = self._account.needs_behind(match, len(tokens) + 1)
-            if self._fits_grown(request, needs, self._room()):
+            if self._fits_grown(request, needs):
                 yield ComputeHere(request, match)
-            elif now - request.waiting_since > PASSED_OVER_MAX_S:
+                vain_count = 0
+            elif self._is_late(request, now):
                 return
 
     def _decide_elsewhere(self, now: float) -> Iterator[Reserve | ComputeHere]:
@@ -100,49 +107,49 @@ class Admission:
         on how long prefill servers take. Nothing more is asked for while caches that have come wait
         for a place in the batch.
         """
-        room: list[int] | None = None  # computed on first use
-        may_ask_any: bool | None = None  # computed on first use
-        look_count = 0
-        for request in list(self._requests.queue):
-            if request.is_computed_here:
-                continue
-            if self._batcher.ready_count:
+        may_ask_any = self._choice.may_ask_any(now)
+        vain_count = 0
+        waiting = [one for one in self._requests.queue if not one.is_computed_here]
+        for request in self._turns_elsewhere.of(waiting):
+            if self._batcher.ready_count or vain_count == VAIN_COUNT_MAX:
                 return
-            room = self._room() if room is None else room
-            if self._is_quicker_here(request, room, now):
-                match, _ = self._match_to_compute(request)
-                yield ComputeHere(request, match, is_rest=True)
-                room, may_ask_any = None, None
-                continue
-            match = self._match_to_receive(request)
-            is_free = request.room is None and not request.tested_link
-            if is_free and self._requests.arriving.is_awaited(request, match.block_count):
-                continue
-            needs = self._account.needs_to_receive(match, len(request.token_ids))
-            fits = all(map(le, needs, room))
-            is_late = now - request.waiting_since > PASSED_OVER_MAX_S
-            if not fits and not is_late and request.bootstrap is None:
-                continue  # whichever server would be asked
-            if request.bootstrap is None and not request.tested_link:
-                if may_ask_any is None:
-                    may_ask_any = self._choice.may_ask_any(now)
-                if not may_ask_any:
+            if request.bootstrap_link is None:
+                if not (may_ask_any or self._computes_rests):
                     continue
-            source = self._choice.choose(request, now)
-            if source is None:
+            elif self._choice.choose(request, now) is None:
                 continue
-            if not source.remote.sends_rest and match.block_count:
-                match = NOTHING
-                needs = self._account.needs_to_receive(match, len(request.token_ids))
-                fits = all(map(le, needs, room))
-            if fits and look_count < GROWTH_LOOK_COUNT_MAX:
-                fits = self._fits_grown(request, needs, room)
-                look_count += not fits
-            if fits:
-                yield Reserve(request, source, match)
-                room, may_ask_any = None, None
-            elif is_late:
-                return
+            vain_count += 1
+            decision = self._decide_one(request, now)
+            if isinstance(decision, Reserve) and not self._fits_to_receive(decision):
+                if self._is_late(request, now):
+                    return
+            elif decision is not None:
+                yield decision
+                vain_count, may_ask_any = 0, self._choice.may_ask_any(now)
+
+    def _decide_one(self, request: DecodeRequest, now: float) -> Reserve | ComputeHere | None:
+        """What would be done with a request if its pages were there; None if it waits."""
+        if self._is_quicker_here(request, now):
+            match, _ = self._match_to_compute(request)
+            return ComputeHere(request, match, is_rest=True)
+        match = self._match_to_receive(request)
+        is_free = request.room is None and not request.tested_link
+        if is_free and self._requests.arriving.is_awaited(request, match.block_count):
+            return None
+        source = self._choice.choose(request, now)
+        if source is None:
+            return None
+        return Reserve(request, source, match if source.remote.sends_rest else NOTHING)
+
+    def _fits_to_receive(self, reserve: Reserve) -> bool:
+        request = reserve.request
+        needs = self._account.needs_to_receive(reserve.match, len(request.token_ids))
+        return self._fits_grown(request, needs)
+
+    @staticmethod
+    def _is_late(request: DecodeRequest, now: float) -> bool:
+        """Whether no other one may pass it any more."""
+        return now - request.waiting_since > PASSED_OVER_MAX_S
 
     def _match_to_compute(self, request: DecodeRequest) -> tuple[Match, int]:
         """What is here to go on from, and how many tokens that may be at most."""
@@ -155,7 +162,7 @@ class Admission:
     def _match_to_receive(self, request: DecodeRequest) -> Match:
         return self._account.match(request.digests, request.token_ids, len(request.token_ids))
 
-    def _is_quicker_here(self, request: DecodeRequest, room: list[int], now: float) -> bool:
+    def _is_quicker_here(self, request: DecodeRequest, now: float) -> bool:
         """Whether the rest of a prompt is computed sooner than a prefill server's would be here. It
         may take longer as the other one would have more to compute: its cache lacks the answers.
         One that a router named may have computed it already, and its other half waits."""
@@ -177,7 +184,7 @@ class Admission:
         if computed_s > asked_s:
             return False
         needs = self._account.needs_behind(match, token_count + 1)
-        return self._fits_grown(request, needs, room)
+        return self._fits_grown(request, needs)
 
     @property
     def followed_count(self) -> int:
@@ -205,9 +212,12 @@ class Admission:
         needs = self._account.needs_behind(match, len(first.token_ids) + 1)
         return not all(map(le, needs, self._room()))
 
-    def _fits_grown(self, request: DecodeRequest, needs: list[int], room: list[int]) -> bool:
+    def _fits_grown(self, request: DecodeRequest, needs: list[int]) -> bool:
         """Whether a newcomer's pages fit, and those that it is expected to grow by. Alone, it may
         have what there is."""
+        room = self._room()
+        if not all(map(le, needs, room)):
+            return False
         growth = 0
         if self.active_count:
             growth = self._requests.lengths.expected_growth([self._growing(request)])

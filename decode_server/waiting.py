@@ -10,6 +10,9 @@ from itertools import chain
 
 from decode_server.request import DecodeRequest
 
+# So many of a queue are looked at in every round.
+FIRST_COUNT = 8
+
 
 class WaitingQueue:
     """Each of the two kinds in the order in which its requests came to wait."""
@@ -52,3 +55,20 @@ class WaitingQueue:
 
     def put_back(self, request: DecodeRequest) -> None:
         self._aside.discard(request.request_id)
+
+
+class Turns:
+    """Who is looked at, of more requests than there is time for: the first ones in every round, the
+    others one after the other, from where the round before stopped."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def of(self, waiting: list[DecodeRequest]) -> Iterator[DecodeRequest]:
+        """To be left once a round has taken long enough."""
+        yield from waiting[:FIRST_COUNT]
+        others = waiting[FIRST_COUNT:]
+        start = self._next if self._next < len(others) else 0
+        for self._next in (*range(start, len(others)), *range(start)):
+            yield others[self._next]
+        self._next = start

@@ -172,6 +172,8 @@ class PageAccount:
         which have returned did. Nor does a transfer: only the window of the whole prompt leaves,
         after the last chunk. Only a checkpoint that a step in flight copies may begin a token
         earlier."""
+        if not self._windows:
+            return
         count = min((sequence.computed_count, *(made - 1 for made in sequence.making)))
         for index in self._windows:
             group, span = self.groups[index], sequence.spans[index]

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
+import numpy as np
+
 from common.layout.cache_layout import PageGroup
 from common.layout.component import LiveKind
 from common.prefix_digests import DIGEST_NBYTES
@@ -91,12 +93,9 @@ class PrefixCache:
 
     def keys_of(self, digests: bytes) -> tuple[bytes, bytes]:
         """The seed, and the keys of all whole blocks, from a prompt's digests."""
-        seed, rest = digests[:DIGEST_NBYTES], digests[DIGEST_NBYTES:]
-        if self._key_stride == 1:
-            return seed, rest
-        stride = self._key_stride * DIGEST_NBYTES
-        ends = range(stride, len(rest) + 1, stride)
-        return seed, b"".join([rest[end - DIGEST_NBYTES : end] for end in ends])
+        stride = self._key_stride
+        every = np.frombuffer(digests, dtype=f"V{DIGEST_NBYTES}")
+        return digests[:DIGEST_NBYTES], every[stride::stride].tobytes()
 
     def match(self, digests: bytes, token_ids: Sequence[int], token_max: int) -> Match:
         """What is there of the first `token_max` tokens of a prompt."""
