@@ -27,6 +27,8 @@ FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT))
 PREFILL = ("--page-size", "8", "--chunked-prefill-size", "64")
 DECODE = ("--page-size", "32")
 KINDS = {"plain": "llama", "windows": "gemma3", "slots": "qwen3_next", "blocks": "deepseek_v4"}
+# The others start eight servers more.
+USUAL_KINDS = ("windows", "blocks")
 TURN_COUNT = 4
 FIRST_COUNT, NEW_COUNT, OUTPUT_COUNT = 90, 13, 27
 SEEDS = count(1)
@@ -50,7 +52,12 @@ class Town:
         return (self.prefill, self.auto, self.off)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=() if kind in USUAL_KINDS else pytest.mark.soak) for kind in KINDS
+    ],
+)
 def town(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

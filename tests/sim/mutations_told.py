@@ -36,5 +36,5 @@ def a_failure_overtakes(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("only-the-newest-output-waits", only_the_newest_waits, 5),
-    Mutation("a-failure-overtakes-output", a_failure_overtakes, 3),
+    Mutation("a-failure-overtakes-output", a_failure_overtakes, 9),
 )

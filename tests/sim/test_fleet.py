@@ -14,7 +14,7 @@ from tests.sim.node import Node
 from tests.sim.verdict import judge
 from tests.sim.world import World
 
-SIZE = 16
+SIZE = 8
 QUEUE_MAX = 64
 PROMPT_TOKENS = 24
 CHUNK_TOKENS = 24  # as simulated servers have it
