@@ -196,7 +196,8 @@ class PrefillScheduler:
             for chunk in planned.step.chunks:
                 request = self.requests.get(chunk.request_id)
                 assert request is not None and request.sequence is not None
-                if request.transfer is not None:
+                is_part = bool(chunk.state_pages)  # the next chunk's send has its pages as well
+                if request.transfer is not None and not is_part:
                     pages, stop = request.sequence.page_lists(), chunk.stop
                     self.transfers.outgoing.send(
                         request.transfer,

@@ -13,8 +13,8 @@ What a page table holds, and where a token goes, follows from how its page group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
@@ -57,6 +57,8 @@ class ForwardBatch:
         receive what is cached of each token; int64[0] for slots and blocks. In a tail, the page of
         a token that a later token of this pass overwrites is 0, the scratch page.
     logits_rows: int64[R], rows of T whose logits are wanted, in the order they are returned.
+    state_pages: for some b, a page per page group that takes the state of sequence b in place of
+        its own; sequence b + 1 goes on from that state in this pass, and has b's pages otherwise.
     """
 
     token_ids: Tensor
@@ -71,6 +73,7 @@ class ForwardBatch:
     query_lengths: tuple[int, ...]
     start_list: tuple[int, ...]
     kv_length_list: tuple[int, ...]
+    state_pages: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
     def token_count(self) -> int:
@@ -130,6 +133,7 @@ class ForwardBatch:
         page_tables: Sequence[Tensor],
         groups: Sequence[PageGroup],
         logits_rows: Tensor,
+        state_pages: Mapping[int, Sequence[int]] | None = None,
     ) -> ForwardBatch:
         """The batch of tensors that the caller maintains; no Python work per sequence or token.
 
@@ -170,6 +174,7 @@ class ForwardBatch:
             query_lengths=tuple(query_lengths),
             start_list=tuple(starts.tolist()),
             kv_length_list=tuple(kv_lengths),
+            state_pages=state_pages or {},
         )
 
 

@@ -291,6 +291,9 @@ class ModelRunner:
             ],
             groups=self._pool.groups,
             logits_rows=inputs.logits_rows,
+            state_pages={
+                row: chunk.state_pages for row, chunk in enumerate(work.chunks) if chunk.state_pages
+            },
         )
         if self._graphs is not None and not work.chunks:
             logits = self._graphs.run(batch)

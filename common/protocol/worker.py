@@ -52,12 +52,18 @@ class PageCopies(_Message, frozen=True):
 
 
 class PrefillChunk(_Message, frozen=True):
-    """Compute tokens [start, stop) of a sequence; sample the next token if is_last."""
+    """Compute tokens [start, stop) of a sequence; sample the next token if is_last.
+
+    state_pages: per page group, where the sequence's state behind this chunk is kept, 0 for groups
+        that are no slots; then the next chunk of the step is of the same sequence and goes on from
+        there. None: the state is left in the sequence's own slots.
+    """
 
     request_id: int
     start: int
     stop: int
     is_last: bool
+    state_pages: list[int] = []
 
 
 class Step(_Message, frozen=True):

@@ -143,7 +143,8 @@ class Batcher:
     def stop_at(self, sequence: Sequence, token_count: int) -> None:
         """Another prompt waits for so many tokens of one that is computed."""
         cache = self._account.cache
-        if cache is not None and cache.needs_checkpoint and token_count not in sequence.cuts:
+        known = (*sequence.cuts, *sequence.making)
+        if cache is not None and cache.needs_checkpoint and token_count not in known:
             sequence.cuts.append(token_count)
             self._under_way.note(sequence)
 
@@ -269,6 +270,7 @@ class Batcher:
         grants: list[PageGrant] = []
         copies: list[PageCopies] = []
         checkpoints = self._begin_checkpoints(chunks, decoding)
+        chunks = self._keep_inside(chunks, checkpoints)
         for sequence in computing:
             if sequence.page_copies:
                 copies += sequence.take_copies()
@@ -295,6 +297,22 @@ class Batcher:
         at += [(sequence, sequence.token_count - 1) for sequence in decoding if sequence.cuts]
         begun = [(one, self._account.cached.begin_checkpoint(one, start)) for one, start in at]
         return [(one, checkpoint) for one, checkpoint in begun if checkpoint is not None]
+
+    def _keep_inside(
+        self, chunks: list[PrefillChunk], checkpoints: list[tuple[Sequence, Checkpoint]]
+    ) -> list[PrefillChunk]:
+        """Each chunk cut where checkpoints are made inside it; adds these to `checkpoints`."""
+        parts: list[PrefillChunk] = []
+        for chunk in chunks:
+            sequence, start = self._prompts[chunk.request_id], chunk.start
+            for kept in self._account.cached.begin_inside(sequence, start, chunk.stop):
+                checkpoints.append((sequence, kept))
+                pages = [of_group[0] if of_group else 0 for of_group in kept.pages]
+                stop = kept.token_count
+                parts.append(PrefillChunk(chunk.request_id, start, stop, False, pages))
+                start = stop
+            parts.append(PrefillChunk(chunk.request_id, start, chunk.stop, chunk.is_last))
+        return parts
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Give every decoding sequence the page of its next token; retract the cheapest until all
@@ -334,13 +352,13 @@ class Batcher:
         for sequence in flight.sequences.values():
             if sequence.checkpoint is not None:
                 self._account.cached.note_copied(sequence)
-        for sequence, checkpoint in flight.checkpoints:
-            self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id in done.failed:
             self._account.cached.withdraw(flight.sequences[request_id])
         outcome = StepOutcome()
         for chunk in flight.step.chunks:
             self._finish_chunk(flight, chunk, done, outcome)
+        for sequence, checkpoint in flight.checkpoints:
+            self._account.cached.end_checkpoint(sequence, checkpoint)
         for request_id, token_id in zip(done.request_ids, done.token_ids, strict=True):
             sampled = self._still_running(flight, request_id)
             if sampled is None:

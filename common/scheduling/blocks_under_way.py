@@ -67,7 +67,7 @@ class BlocksUnderWay:
         block_max = min(block_max, len(theirs) // DIGEST_NBYTES)
         shared = start + equal_count(keys, start, theirs, start, block_max - start)
         token_count = shared * cache.block_tokens
-        if cache.needs_checkpoint and not _can_stop(writer, token_count):
+        if cache.needs_checkpoint and not self._account.cached.can_keep_at(writer, token_count):
             return self._find_stop(match, keys, min(start, block_max))
         return writer, token_count
 
@@ -84,8 +84,3 @@ class BlocksUnderWay:
         if writer is None or not block_count or token_count <= match.token_count:
             return None
         return writer, token_count
-
-
-def _can_stop(writer: Sequence, token_count: int) -> bool:
-    """Whether a chunk of a sequence can end there yet."""
-    return writer.chunk_start <= token_count < len(writer.token_ids)

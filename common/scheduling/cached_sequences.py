@@ -103,6 +103,9 @@ class CachedSequences:
             every = max(CHECKPOINT_TOKENS_MIN, token_count // 4)
             every = -(-every // cache.block_tokens) * cache.block_tokens
             wanted = {known, token_count, *range(every, token_count, every)}
+            if self._may_keep_inside(sequence):
+                # For an equal prompt, which computes its last token.
+                wanted.add(cache.blocks_in(token_count - 1) * cache.block_tokens)
             sequence.cuts = sorted(cut for cut in wanted if start < cut <= token_count)
 
     def adopt(self, sequence: Sequence, held: HeldPrefix | None) -> None:
@@ -120,6 +123,29 @@ class CachedSequences:
         self.remember(sequence)
 
     # ---- checkpoints -----------------------------------------------------------------------------
+
+    def next_stop(self, sequence: Sequence, start: int) -> int:
+        """Where a chunk from a token on has to end at the latest, so that the next step can copy
+        what is there by then."""
+        stops = (cut for cut in sequence.cuts if cut > start and not self._is_inside(sequence, cut))
+        return min(stops, default=len(sequence.token_ids))
+
+    def can_keep_at(self, sequence: Sequence, token_count: int) -> bool:
+        """Whether a checkpoint of so many tokens of a prompt is made, or can be yet."""
+        is_ahead = sequence.chunk_start <= token_count < len(sequence.token_ids)
+        return is_ahead or token_count in sequence.making
+
+    def _may_keep_inside(self, sequence: Sequence) -> bool:
+        """Whether chunks of a sequence can keep states inside a step; its workers tell of every
+        chunk that reports log-probabilities, and of one in a step."""
+        reports = sequence.sampling.logprob_start_len >= 0
+        return self.cache is not None and self.cache.keeps_inside and not reports
+
+    def _is_inside(self, sequence: Sequence, cut: int) -> bool:
+        """Whether a step keeps a checkpoint at a cut while it computes on."""
+        if self.cache is None or not self._may_keep_inside(sequence):
+            return False
+        return cut % self.cache.block_tokens == 0
 
     def _checkpoint_indices(self, token_count: int, least_count: int) -> list[range]:
         """Per group, the logical indices of the pages that a checkpoint has."""
@@ -179,6 +205,25 @@ class CachedSequences:
     def begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
         """If one is wanted of so many tokens, which the steps before the next compute: the next one
         copies it. None if there are no pages for it, or if it is there."""
+        checkpoint = self._begin_checkpoint(sequence, token_count)
+        if checkpoint is not None:
+            indices = self._checkpoint_indices(token_count, checkpoint.least_count)
+            for group, (one, pages) in enumerate(zip(indices, checkpoint.pages, strict=True)):
+                if pages:
+                    own = sequence.spans[group].between(one)
+                    sequence.page_copies.append(PageCopies(group, own, pages))
+        return checkpoint
+
+    def begin_inside(self, sequence: Sequence, start: int, stop: int) -> list[Checkpoint]:
+        """Those that the next step makes while it computes a chunk of a sequence: all they have is
+        states, which it leaves in their pages."""
+        inside = [cut for cut in sequence.cuts if start < cut < stop]
+        cuts = sorted(cut for cut in inside if self._is_inside(sequence, cut))
+        begun = [self._begin_checkpoint(sequence, cut) for cut in cuts]
+        return [checkpoint for checkpoint in begun if checkpoint is not None]
+
+    def _begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
+        """Take pages for one, if it is wanted."""
         if token_count not in sequence.cuts:
             return None
         sequence.cuts.remove(token_count)
@@ -195,14 +240,10 @@ class CachedSequences:
             return None
         checkpoint.pages = taken
         sequence.making.append(token_count)
-        for group, (one, pages) in enumerate(zip(indices, checkpoint.pages, strict=True)):
-            if pages:
-                own = sequence.spans[group].between(one)
-                sequence.page_copies.append(PageCopies(group, own, pages))
         return checkpoint
 
     def end_checkpoint(self, sequence: Sequence, checkpoint: Checkpoint) -> None:
-        """The step that copied it has returned: it is found from now on, if its blocks are."""
+        """The step that made it has returned: it is found from now on, if its blocks are."""
         assert self.cache is not None
         sequence.making.remove(checkpoint.token_count)
         is_found = checkpoint.block_count <= sequence.block_count

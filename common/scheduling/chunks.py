@@ -80,7 +80,7 @@ def _token_max(account: PageAccount, sequence: Sequence) -> int:
     """Tokens that a prompt can take in this step, whatever others take."""
     account.recycle(sequence)
     start = sequence.chunk_start
-    count = min(account.chunk_stop_max(sequence), sequence.next_cut(start)) - start
+    count = min(account.chunk_stop_max(sequence), account.cached.next_stop(sequence, start)) - start
     assert count > 0, f"request {sequence.request_id}: no page for token {sequence.chunk_start}"
     token_nbytes = _reported_nbytes(sequence)
     return min(count, max(1, STEP_LOGPROBS_NBYTES_MAX // token_nbytes)) if token_nbytes else count

@@ -82,6 +82,10 @@ class PrefixCache:
             for group in groups
         ]
         self.needs_checkpoint = len(self._growing) < len(groups)
+        # A checkpoint at the end of a block is states alone, and a pass can leave those anywhere.
+        self.keeps_inside = self.needs_checkpoint and all(
+            group.live.kind is LiveKind.SLOT or group.live.is_streamable for group in groups
+        )
         # A recurrent state can't take a token back; rows are written again.
         self.can_step_back = all(group.live.kind is not LiveKind.SLOT for group in groups)
         self.tree = PrefixTree([self.page_counts[i] for i in self._growing])

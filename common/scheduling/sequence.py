@@ -67,8 +67,8 @@ class Sequence:
     this one put there.
     checkpoint: whose pages the first step copies; None once it has. copied_node: kept meanwhile, if
     that copies the last block as well. page_copies: for the next step.
-    cuts: token counts at which a chunk has to end, because a checkpoint is made there. making: of
-    those that a step in flight copies. made: those that were, of what it computed.
+    cuts: token counts at which checkpoints are to be made. making: of those that a step in flight
+    makes. made: those that were, of what it computed.
     planned_count: tokens of the prompt up to the end of the last chunk that was sent.
     pending_count: tokens that steps in flight draw, not known yet.
     wanted_count: tokens of the prompt that another one waits for; 0 if none does.
@@ -120,10 +120,6 @@ class Sequence:
         """Tokens of the prompt that are in no chunk yet, or as far as another one waits for it."""
         start = self.chunk_start
         return (self.wanted_count if self.wanted_count > start else len(self.token_ids)) - start
-
-    def next_cut(self, start: int) -> int:
-        """Where a chunk from `start` on has to end at the latest."""
-        return min((cut for cut in self.cuts if cut > start), default=len(self.token_ids))
 
     def take_grants(self) -> list[PageGrant]:
         """What the workers have not been told of the pages yet."""

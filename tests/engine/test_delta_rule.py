@@ -16,7 +16,7 @@ from common.engine.layers.choose_delta import (
     choose_delta_kernels,
 )
 from common.engine.layers.delta_rule import DeltaInputs, TorchDelta, apply_delta_rule
-from common.engine.layers.sequence_rows import SequenceRows
+from common.engine.layers.sequence_rows import SequencePart, SequenceRows
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 12
 CPU = torch.device("cpu")
@@ -101,6 +101,27 @@ def test_cutting_a_sequence_into_passes_changes_nothing(is_per_channel: bool) ->
         first += length
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(states, whole_after, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_per_channel", [False, True])
+def test_sequences_that_go_on_from_others_of_a_pass_are_one(is_per_channel: bool) -> None:
+    """In the pass, 40 and 1 and 2 rows of one sequence, 5 of another, and 70 and 1 of a third."""
+    lengths, wholes = [40, 1, 2, 5, 70, 1], [43, 5, 71]
+    inputs = draw_inputs(119, is_per_channel=is_per_channel, decay=0.1, dtype=torch.float32)
+    states = torch.randn(3, HEADS, KEY_DIM, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    expected, expected_after = apply_delta_rule(
+        TorchDelta(), inputs, SequenceRows(wholes, CPU), states
+    )
+    before = torch.full((6, HEADS, KEY_DIM, VALUE_DIM), torch.nan)
+    before[[0, 3, 4]] = states
+    rows = SequenceRows(lengths, CPU, {0, 1, 4})
+    outputs, after = apply_delta_rule(TorchDelta(), inputs, rows, before)
+    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(after[[2, 3, 5]], expected_after, atol=1e-5, rtol=1e-4)
+    # What is kept of the first one is the state behind its 40 rows.
+    first = inputs.take(SequencePart(rows, None, torch.arange(40)))
+    _, kept = apply_delta_rule(TorchDelta(), first, SequenceRows([40], CPU), states[:1])
+    torch.testing.assert_close(after[:1], kept, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_per_channel", [False, True])

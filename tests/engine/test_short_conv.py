@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,47 @@ def test_passes_of_any_sizes_equal_one_over_the_whole(
                 expected = F.silu(whole).t()[seen[b] : seen[b] + steps[b], taken]
                 torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
                 seen[b] += steps[b]
+
+
+@pytest.mark.parametrize("lengths", [(6, 1, 2), (1, 1, 1), (2, 5, 3)])
+def test_sequences_that_go_on_from_others_of_a_pass_are_one(lengths: tuple[int, ...]) -> None:
+    conv, whole, parted = make_conv(1, 0, 4, False), make_pool(1, 0, 4), make_pool(1, 0, 4)
+    generator = torch.Generator().manual_seed(0)
+    fill(conv, {"conv.weight": torch.randn(CHANNELS, 1, 4, generator=generator)})
+    cpu, total = torch.device("cpu"), sum(lengths)
+    inputs = torch.randn(total, CHANNELS, generator=generator)
+
+    def batch_of(pool: KvPool, counts: Sequence[int], **more: object) -> ForwardBatch:
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        return ForwardBatch.from_tensors(
+            token_ids=torch.zeros(total, dtype=torch.int64),
+            positions=torch.arange(total),
+            query_lengths=counts,
+            kv_lengths=[start + count for start, count in zip(starts, counts, strict=True)],
+            page_tables=[torch.full((len(counts), 1), 3, dtype=torch.int32)],
+            groups=pool.groups,
+            logits_rows=torch.zeros(0, dtype=torch.int64),
+            **more,  # type: ignore[arg-type]
+        )
+
+    expected = conv(inputs, SequenceRows([total], cpu), SlotPass(batch_of(whole, [total]), whole))
+    batch = batch_of(parted, lengths, state_pages={0: [5], 1: [6]})
+    outputs = conv(inputs, SequenceRows(lengths, cpu, {0, 1}), SlotPass(batch, parted))
+    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-5)
+    for name, _, _ in SEGMENTS:
+        view, last = parted.view("conv", LAYER, name), whole.view("conv", LAYER, name)
+        torch.testing.assert_close(view[3], last[3])
+        for page, count in ((5, lengths[0]), (6, lengths[0] + lengths[1])):
+            pool = make_pool(1, 0, 4)
+            alone = batch_of_first(pool, count)
+            conv(inputs[:count], SequenceRows([count], cpu), SlotPass(alone, pool))
+            torch.testing.assert_close(view[page], pool.view("conv", LAYER, name)[3])
+
+
+def batch_of_first(pool: KvPool, count: int) -> ForwardBatch:
+    """The first tokens of a sequence whose slot is 3."""
+    chunk = SequenceChunk([0] * count, 0, ([3],))
+    return ForwardBatch.build([chunk], groups=pool.groups, device="cpu")
 
 
 def test_a_slot_holds_the_last_inputs_of_a_head_channel_by_channel() -> None:

@@ -34,7 +34,7 @@ STARTS = (1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 15, 16, 17, 22, 23, 24, 25, 31, 32, 3
 convolution (3), chosen keys (24) and chunks of a recurrence (64)."""
 
 BEHIND = (1, 2, 9, 30)
-OUTPUT_COUNT = 10
+OUTPUT_COUNT = 14
 ALONE = Shape(page_size=8)
 CUT = Shape(tp_size=2, pp_size=2, page_size=32, layer_group_count=2)
 

@@ -55,9 +55,12 @@ class Kept:
         return max(found, default=0) // self.block_tokens * self.block_tokens
 
     def note_computed(self, prompt: list[int], start: int) -> None:
-        """A prompt is computed from a token on. Where it leaves what is there, one more ends."""
+        """A prompt is computed from a token on. Where it leaves what is there, one more ends, and
+        with slots another one at the last block that an equal prompt can go on from."""
         known = self.blocks(prompt, len(prompt) - 1)
         self.lists += [prompt[:known]] * (self.needs_checkpoint and known > start)
+        last = (len(prompt) - 1) // self.block_tokens * self.block_tokens
+        self.lists += [prompt[:last]] * (self.has_slots and last > start)
         self.lists.append(prompt)
 
     def note_received(self, prompt: list[int]) -> None:

@@ -51,6 +51,11 @@ class PrefixWorkers:
         for chunk in step.chunks:
             for position in range(chunk.start, chunk.stop):
                 self._compute(chunk.request_id, position)
+            known = self._known[chunk.request_id]
+            for group, page in enumerate(chunk.state_pages):
+                if page:
+                    self.memory.copy([PageCopies(group, [known.pages[group][0]], [page])])
+                    self._tally["states kept inside steps"] += 1
             if chunk.is_last:
                 drawn[chunk.request_id] = self._draw(chunk.request_id)
         for request_id in step.decode:

@@ -3,6 +3,8 @@ never in the way."""
 
 from __future__ import annotations
 
+import pytest
+
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
@@ -26,7 +28,12 @@ class Rig:
     """A batcher over a full group and others; each step draws token 1."""
 
     def __init__(
-        self, *lives: Live, counts: tuple[int, ...], checkpoint_max: int = 8, in_flight_max: int = 1
+        self,
+        *lives: Live,
+        counts: tuple[int, ...],
+        checkpoint_max: int = 8,
+        in_flight_max: int = 1,
+        chunk_max: int = CHUNK_MAX,
     ) -> None:
         segment = (Segment("h", 1, 8),)
         components = tuple(
@@ -38,11 +45,11 @@ class Rig:
             layout.groups,
             counts,
             has_prefix_cache=True,
-            chunk_token_max=CHUNK_MAX,
+            chunk_token_max=chunk_max,
             checkpoint_max=checkpoint_max,
             digest_tokens=PAGE_SIZE,
         )
-        limits = BatchLimits(CHUNK_MAX, 8, 200, frozenset(), in_flight_max)
+        limits = BatchLimits(chunk_max, 8, 200, frozenset(), in_flight_max)
         self.batcher = Batcher(self.account, limits)
         self.sent: list[Step] = []
 
@@ -97,25 +104,59 @@ def test_a_token_that_was_drawn_for_who_had_left_is_in_no_block_and_no_checkpoin
     assert (rig.account.pool.free_count(0), rig.account.pool.free_count(1)) == (20, 9)
 
 
-def test_a_checkpoint_of_a_prompt_that_failed_is_nothing_to_go_on_from() -> None:
-    """Its slot may have come out wrong before the blocks of others ended."""
-    rig = Rig(FULL, SLOT, counts=(40, 9))
-    shared = [2] * 8
-    rig.run(1, [*shared, 3], 2)
-    failing = rig.open(2, [*shared, 4, 4])
-    assert (rig.match([*shared, 9]).token_count, failing.cuts) == (0, [8, 10])
+def test_a_step_keeps_states_inside_a_chunk_at_the_end_of_a_block() -> None:
+    """Where an equal prompt can go on; one whose log-probabilities are told is not cut."""
+    rig = Rig(FULL, SLOT, counts=(40, 9), chunk_max=32)
+    tokens = [2] * 10
+    rig.open(1, tokens)
     rig.plan()
+    first, second = rig.sent[0].chunks
+    (page,) = first.state_pages[1:]
+    assert [(c.start, c.stop, c.is_last) for c in (first, second)] == [(0, 8, False), (8, 10, True)]
+    assert page in rig.account.pool._used[1] and not rig.sent[0].copies
+    assert not second.state_pages and first.state_pages[0] == 0
+    assert rig.match(tokens).token_count == 0, "it is not computed yet"
     rig.end()
+    match = rig.match(tokens)
+    assert match.token_count == 8
+    assert match.checkpoint is not None and match.checkpoint.pages == [[], [page]]
+    told = SamplingParams(max_new_tokens=1, seed=0, return_logprob=True, logprob_start_len=0)
+    other = [3] * 10
+    scored = rig.account.open(2, other, 10, told, digests_of(other), rig.match(other))
+    assert scored is not None
+    rig.batcher.add(scored)
     rig.plan()
-    rig.end(2)
+    assert [(chunk.start, chunk.stop) for chunk in rig.sent[0].chunks] == [(0, 10)]
+
+
+def test_without_a_page_for_its_state_a_chunk_is_computed_whole() -> None:
+    rig = Rig(FULL, SLOT, counts=(40, 1), chunk_max=32)
+    rig.open(1, [2] * 10)
+    rig.plan()
+    assert [(chunk.start, chunk.stop) for chunk in rig.sent[0].chunks] == [(0, 10)]
+
+
+@pytest.mark.parametrize("chunk_max", [8, 32])
+def test_a_checkpoint_of_a_prompt_that_failed_is_nothing_to_go_on_from(chunk_max: int) -> None:
+    """Made between two steps, or inside one."""
+    rig = Rig(FULL, SLOT, counts=(40, 9), chunk_max=chunk_max)
+    shared = [2] * 8
+    failing = rig.open(1, [*shared, 4, 4])
+    assert failing.cuts == [8, 10]
+    if chunk_max == 8:
+        rig.plan()
+        rig.end()
+    rig.plan()
+    rig.end(1)
     match = rig.match([*shared, 9])
-    assert (match.block_count, match.token_count) == (2, 0)
+    assert (match.block_count, match.token_count) == (0, 0)
+    assert rig.account.flush_cache()
+    assert (rig.account.pool.free_count(0), rig.account.pool.free_count(1)) == (40, 9)
 
 
 def test_a_checkpoint_of_a_failed_prompt_that_is_being_copied_is_not_found_again() -> None:
     rig = Rig(FULL, SLOT, counts=(40, 9))
     shared = [2] * 8
-    rig.run(1, [*shared, 3], 2)
     rig.open(2, [*shared, 4, 4])
     for _ in range(2):
         rig.plan()
@@ -183,23 +224,22 @@ def test_a_prompt_that_fills_the_pool_begins_without_the_rest_of_a_page() -> Non
 
 
 def test_a_prompt_that_comes_again_takes_no_place_of_another_checkpoint() -> None:
-    rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=3)
+    """Each has two: at its end, and at its last block but one."""
+    rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=4)
     first, second = [2] * 8, [3] * 8
     rig.run(1, first, 1)
-    rig.run(2, second, 1)
-    rig.run(3, second, 2)  # and one at its first block, as far as it could have begun with
-    for request_id in range(4, 9):
+    for request_id in range(2, 9):
         rig.run(request_id, second, 1)
     assert rig.match([*first, 1]).token_count == 8
     assert rig.match([*second, 1]).token_count == 8
 
 
 def test_a_checkpoint_that_is_reached_again_counts_as_used() -> None:
-    rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=3)
+    rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=4)
     first, second, third = [2] * 8, [3] * 8, [4] * 8
     rig.run(1, first, 1)
     rig.run(2, second, 1)
-    rig.run(3, first, 2)  # and one at its first block
+    rig.run(3, first, 1)
     rig.run(4, third, 1)
     assert rig.match([*first, 1]).token_count == 8
     assert rig.match([*second, 1]).token_count == 0

@@ -158,6 +158,10 @@ class SimWorker:
                 read = cache.read(known, group, count)
                 expected = seen(known.tokens[:count], live)
                 assert read == expected, f"request {chunk.request_id} at {count}, group {group}"
+            for group, page in enumerate(chunk.state_pages):
+                if page:
+                    cache.copy(group, [known.pages[group][0]], [page])
+                    self._tally["states kept inside steps"] += 1
             if chunk.is_last:
                 sampled[chunk.request_id] = cache.sample(known, chunk.stop)
         for request_id in step.decode:

@@ -46,7 +46,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
     ),
     "prefixes": (
-        *("turns of sessions", "pages copied", "prefill: waited_for_equal"),
+        *("turns of sessions", "pages copied", "states kept inside steps"),
+        "prefill: waited_for_equal",
         *("decode: transfer_tokens_spared", "decode: local_prefills"),
         *(
             f"{role}: {counted}"

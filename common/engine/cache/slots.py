@@ -3,18 +3,25 @@
 A page of a slot group is one slot, and holds the state after all tokens that are computed: of a
 recurrence, or the last inputs of a convolution. Knows nothing of the meaning of a state.
 
+A sequence of a pass may leave its state in a slot that it did not read: the next one of the pass
+goes on from it, and the layers hand it on themselves.
+
 A slot is never cleared. A sequence that starts reads zeros in place of the last owner's state. A
 sequence whose cache came from another server reads the transferred state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.engine.cache.cast import cast, raw
 from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
+from common.engine.host_copy import upload
 from common.layout.component import LiveKind
 
 
@@ -35,13 +42,20 @@ class SlotPass:
             for index, group in enumerate(pool.groups)
             if group.live.kind is LiveKind.SLOT
         }
+        self._targets = self._slots
+        if batch.state_pages:
+            self._targets = {
+                index: _replaced(slots, index, batch.state_pages)
+                for index, slots in self._slots.items()
+            }
 
     def read(self, component: str, layer: int, segment: str | None = None) -> Tensor:
         """The states before this pass, [B, unit, element] in the component's dtype.
 
         A copy: zeros for a sequence whose first token is computed in this pass.
         """
-        states, slots = self._states(component, layer, segment)
+        states, group = self._states(component, layer, segment)
+        slots = self._slots[group]
         if self._is_all_new:
             return states.new_zeros((len(slots), *states.shape[1:]))
         found = raw(states)[slots].view(states.dtype)
@@ -53,13 +67,21 @@ class SlotPass:
     def write(self, component: str, layer: int, segment: str | None, values: Tensor) -> None:
         """Keep the states after this pass: values[B, unit, element], cast to the component's dtype.
 
-        Sequences of a batch have slots of their own, so no two rows go to one place.
+        No two rows go to one place.
         """
-        states, slots = self._states(component, layer, segment)
+        states, group = self._states(component, layer, segment)
+        slots = self._targets[group]
         assert values.shape == (len(slots), *states.shape[1:]), (values.shape, states.shape)
         raw(states).index_copy_(0, slots, raw(cast(values, states.dtype)))
 
-    def _states(self, component: str, layer: int, segment: str | None) -> tuple[Tensor, Tensor]:
-        """(view [page, unit, element], int64[B] of the sequences' slots)."""
+    def _states(self, component: str, layer: int, segment: str | None) -> tuple[Tensor, int]:
+        """(view [page, unit, element], the page group)."""
         plane = self._pool.plane(component, layer, segment)
-        return plane.view[:, :, 0], self._slots[plane.geometry.group]
+        return plane.view[:, :, 0], plane.geometry.group
+
+
+def _replaced(slots: Tensor, group: int, state_pages: Mapping[int, Sequence[int]]) -> Tensor:
+    """int64[B]: where the states of a group go."""
+    rows = np.array(list(state_pages), dtype=np.int64)
+    pages = np.array([of_groups[group] for of_groups in state_pages.values()], dtype=np.int64)
+    return slots.index_copy(0, *upload(slots.device, rows, pages))

@@ -6,12 +6,13 @@ model's device. Knows nothing of positions, pages or slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,19 +20,48 @@ from common.engine.host_copy import upload
 
 
 class SequenceRows:
-    """Sequences that lie one after the other: lengths[b] rows of sequence b."""
+    """Sequences that lie one after the other: lengths[b] rows of sequence b.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    continued: of these b, sequence b + 1 begins with the state that sequence b ends with.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        continued: Collection[int] = frozenset(),
+    ) -> None:
         assert lengths and min(lengths) >= 1, lengths
         self.lengths = tuple(lengths)
         self.device = device
+        self._continued = continued
         self._chunks: dict[int, RowChunks] = {}
         self._padded: dict[int, PaddedRows] = {}
 
     @property
     def is_single(self) -> bool:
-        """Whether every sequence has one row, as in a pass that only decodes."""
-        return max(self.lengths) == 1
+        """Whether every sequence has one row and begins with a state that is known before."""
+        return max(self.lengths) == 1 and not self._continued
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """All sequences, those that go on from others in a later round than these; none if no
+        sequence does."""
+        if not self._continued:
+            return ()
+        numbers = [0] * len(self.lengths)
+        for b in sorted(self._continued):
+            numbers[b + 1] = numbers[b] + 1
+        rounds: list[Round] = []
+        for number in range(max(numbers) + 1):
+            chosen = [b for b, of_b in enumerate(numbers) if of_b == number]
+            before = None
+            if number:
+                (before,) = upload(self.device, np.array(chosen, dtype=np.int64) - 1)
+            part = self._part(chosen)
+            assert part is not None
+            rounds.append(Round(part, before))
+        return tuple(rounds)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -141,6 +171,15 @@ class SequencePart:
         return values if self.sequences is None else values[self.sequences]
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Sequences that can be computed side by side. before: int64 of the whole batch, from whose
+    states they go on; None if theirs are known."""
+
+    part: SequencePart
+    before: Tensor | None
+
+
 class RowInputs(Protocol):
     """Inputs of a recurrence, by row."""
 
@@ -165,6 +204,8 @@ def apply_by_length(
     """
     if rows.is_single:
         return step(inputs, states)
+    if rows.rounds:
+        return _apply_in_rounds(step, run, inputs, rows, states)
     singles, longer = rows.singles, rows.longer
     assert longer is not None
     if singles is None:
@@ -177,6 +218,29 @@ def apply_by_length(
         assert part.rows is not None and part.sequences is not None
         outputs[part.rows] = part_outputs
         after[part.sequences] = part_after
+    return outputs, after
+
+
+def _apply_in_rounds(
+    step: Callable[[InputsT, Tensor], tuple[Tensor, Tensor]],
+    run: Callable[[InputsT, SequenceRows, Tensor], tuple[Tensor, Tensor]],
+    inputs: InputsT,
+    rows: SequenceRows,
+    states: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `apply_by_length`, where sequences go on from others."""
+    outputs: Tensor | None = None
+    after = torch.empty_like(states)
+    for one in rows.rounds:
+        part = one.part
+        assert part.rows is not None and part.sequences is not None
+        before = part.take_sequences(states) if one.before is None else after[one.before]
+        part_outputs, part_after = apply_by_length(step, run, inputs.take(part), part.inner, before)
+        if outputs is None:
+            outputs = part_outputs.new_empty(sum(rows.lengths), *part_outputs.shape[1:])
+        outputs[part.rows] = part_outputs
+        after[part.sequences] = part_after
+    assert outputs is not None
     return outputs, after
 
 

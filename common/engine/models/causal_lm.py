@@ -155,7 +155,9 @@ class CausalLm:
             batch=batch,
             attention=attention,
             slots=SlotPass(batch, pool),
-            rows=SequenceRows(batch.query_lengths, self.context.device),
+            rows=SequenceRows(
+                batch.query_lengths, self.context.device, frozenset(batch.state_pages)
+            ),
             rotations=self.rotate(batch),
         )
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
