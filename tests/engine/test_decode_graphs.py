@@ -31,7 +31,7 @@ Checkpoints = Callable[[str], Path]
 TOKEN_MAX = 5 * PAGE_SIZE
 # Groups of one page a sequence have a slot for each of these pages, so that they are enough.
 PAGE_COUNT = 40
-SIZES = [1, 2, 4, 8]
+SIZES = [1, 4, 8]
 
 
 class Traced:
