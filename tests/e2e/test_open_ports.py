@@ -35,7 +35,13 @@ class Mode:
     answer: str
 
 
-@pytest.fixture(params=list(DATA_PORT_COUNT), scope="module")
+@pytest.fixture(
+    params=[
+        *("auto", "stream with keys"),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("shm", "stream")),
+    ],
+    scope="module",
+)
 def mode(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mode]:

@@ -29,7 +29,7 @@ from tests.planner.cases import Case, cases
 from tests.planner.oracle import Server, judge
 
 PROPERTY = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,

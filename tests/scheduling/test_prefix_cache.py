@@ -180,7 +180,7 @@ class Both:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 def test_checkpoints_are_found_kept_and_forgotten_as_in_a_list_of_them(
     operations: list[tuple[str, list[int], int]],

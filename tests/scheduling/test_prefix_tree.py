@@ -172,7 +172,7 @@ def found_of(both: Both) -> set[tuple[object, ...]]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 @pytest.mark.slow
 def test_the_tree_finds_keeps_and_evicts_what_a_list_of_all_blocks_does(
