@@ -221,5 +221,5 @@ MUTATIONS = (
     Mutation("broken-connection-loses-nothing", broken_connection_loses_nothing, 15),
     Mutation("wrong-page-released", wrong_page_released, 0),
     Mutation("retracted-request-loses-a-token", retracted_request_loses_a_token, 0),
-    Mutation("retracted-request-keeps-its-pages", retracted_request_keeps_its_pages, 0),
+    Mutation("retracted-request-keeps-its-pages", retracted_request_keeps_its_pages, 1),
 )

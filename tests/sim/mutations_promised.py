@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation("fence-by-death-alone", fence_by_death_alone, 368),
     Mutation("peer-wait-is-looked-at-once", the_wait_for_a_server_is_looked_at_once, 65),
     Mutation("peer-wait-runs-from-arrival", the_wait_for_a_server_runs_from_arrival, 65),
-    Mutation("a-retry-begins-the-budget-anew", a_retry_begins_the_budget_anew, 41),
+    Mutation("a-retry-begins-the-budget-anew", a_retry_begins_the_budget_anew, 70),
     Mutation("a-retried-request-is-put-behind", a_retried_request_is_put_behind, 0),
     Mutation("credits-are-not-looked-at", credits_are_not_looked_at, 0),
     Mutation("a-withdrawal-is-forgotten", a_withdrawal_is_forgotten, 101),

@@ -159,9 +159,9 @@ MUTATIONS = (
     Mutation("done-before-the-flush", done_before_the_flush, 0),
     Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 18),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),
-    Mutation("lost-reply", lost_reply, 0),
+    Mutation("lost-reply", lost_reply, 1),
     Mutation("double-answer", double_answer, 1),
-    Mutation("deadline-ignored", deadline_ignored, 0),
+    Mutation("deadline-ignored", deadline_ignored, 1),
     Mutation("drain-drops-its-last-message", drain_drops_its_last_message, 0),
     Mutation("failure-lost-on-the-way", failure_lost_on_the_way, 4),
 )
