@@ -218,7 +218,7 @@ class Requests:
             held,
         )
         self._batcher.add(request.sequence)
-        return self._batcher.finish_of(request.sequence)
+        return self._batcher.limits.finish_of(request.sequence)
 
     def retry(
         self, request: DecodeRequest, now: float, *, is_attempt: bool, is_computed_here: bool

@@ -326,7 +326,9 @@ class DecodeScheduler:
         source = links.connections.of_incarnation(ready.transfer.peer)
         if source is not None:
             links.note_success(source, now)
-        if request.is_held and self.batcher.ends_too_early(request.sampling, done.first_token):
+        if request.is_held and self.batcher.limits.ends_too_early(
+            request.sampling, done.first_token
+        ):
             # The client asks for more than the prefill server was told: its token does not fit.
             self.transfers.incoming.release(ready.transfer)
             text = "the first token of the held cache would end the output too early"

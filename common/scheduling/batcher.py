@@ -15,7 +15,6 @@ its pages, and joins the steps when another one leaves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -29,7 +28,7 @@ from common.protocol.worker import (
     Step,
     StepDone,
 )
-from common.request import FinishKind, FinishReason, SamplingParams
+from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.blocks_under_way import BlocksUnderWay
 from common.scheduling.chunks import is_passing, plan_chunks
 from common.scheduling.in_flight import Flight, InFlight
@@ -39,21 +38,6 @@ from common.scheduling.prefix_tree import Checkpoint
 from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
 from common.scheduling.step_outcome import ChunkDone, StepOutcome, TokenDone, Undrawn
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """chunk_token_max: prompt tokens per step. running_max: sequences that a step computes at most.
-    sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less).
-    in_flight_max: steps that may be with the workers. is_prompt_only: sequences leave with the
-    token after their prompt."""
-
-    chunk_token_max: int
-    running_max: int
-    sequence_token_max: int
-    eos_token_ids: frozenset[int]
-    in_flight_max: int = 1
-    is_prompt_only: bool = False
 
 
 class PlannedStep(msgspec.Struct):
@@ -254,7 +238,7 @@ class Batcher:
         candidates = list(self._running.values())
         if not self.limits.is_prompt_only:
             candidates += [s for s in self._prompts.values() if s.pending_count]
-        return [s for s in candidates if not self._is_at_end(s, s.token_count)]
+        return [s for s in candidates if not self.limits.is_at_end(s, s.token_count)]
 
     def _lacks_window(self, sequence: Sequence) -> bool:
         """Whether a prompt's next chunk waits for pages that its last one still reads."""
@@ -369,7 +353,7 @@ class Batcher:
                 outcome.failed.append(Undrawn(sampled, Failure(kind, done.failed[request_id])))
                 continue
             sampled.token_ids.append(token_id)
-            finish = self.finish_of(sampled)
+            finish = self.limits.finish_of(sampled)
             logprobs = done.logprobs.get(request_id)
             outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
         leaving, self._leaving = self._leaving, []
@@ -402,31 +386,6 @@ class Batcher:
         outcome.chunks.append(
             ChunkDone(sequence, chunk.start, chunk.stop, chunk.is_last, prompt_logprobs)
         )
-
-    def finish_of(self, sequence: Sequence) -> FinishReason | None:
-        """Whether the last token of a sequence ends it."""
-        sampling = sequence.sampling
-        token_id = sequence.token_ids[-1]
-        is_long = sequence.output_count > sampling.min_new_tokens or sampling.min_new_tokens == 0
-        if is_long and self._is_stop(sampling, token_id):
-            return FinishReason(FinishKind.STOP, matched=token_id)
-        if self._is_at_end(sequence, len(sequence.token_ids)):
-            return FinishReason(FinishKind.LENGTH)
-        return None
-
-    def _is_at_end(self, sequence: Sequence, token_count: int) -> bool:
-        """Whether a sequence ends with so many tokens, whatever they are."""
-        output_count = token_count - sequence.prompt_count
-        is_long = token_count >= self.limits.sequence_token_max
-        return is_long or output_count >= sequence.sampling.max_new_tokens
-
-    def ends_too_early(self, sampling: SamplingParams, first_token: int) -> bool:
-        """Whether a first token, drawn elsewhere, would have been held back here."""
-        return sampling.min_new_tokens > 0 and self._is_stop(sampling, first_token)
-
-    def _is_stop(self, sampling: SamplingParams, token_id: int) -> bool:
-        is_eos = token_id in self.limits.eos_token_ids and not sampling.ignore_eos
-        return is_eos or token_id in sampling.stop_token_ids
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

@@ -18,7 +18,7 @@ from common.config import (
 from common.layout.cache_layout import ServerLayout
 from common.prefix_digests import DIGEST_TOKENS
 from common.protocol.worker import PassTimes
-from common.scheduling.batcher import BatchLimits
+from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 
 # A request that does not fit is passed over for smaller ones at most this long; then it is next.

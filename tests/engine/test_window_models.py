@@ -20,7 +20,8 @@ from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import LiveKind
 from common.request import SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
 from tests.engine.tiny_checkpoints import Reference, random_prompt

@@ -26,7 +26,8 @@ from common.planner.pairing import TokenRange
 from common.prefix_digests import extend_digests, prefix_seed
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
@@ -161,7 +162,7 @@ class Server:
         """Decode until every sequence has all of its tokens, and give their pages back."""
         while self.batcher.running_count or self.batcher.prompt_count:
             for sequence in self._step():
-                if self.batcher.finish_of(sequence) is not None:
+                if self.batcher.limits.finish_of(sequence) is not None:
                     self.batcher.remove(sequence)
 
     def generate(self, prompts: list[list[int]], output_count: int) -> list[list[int]]:

@@ -196,7 +196,7 @@ def _adopt(target: Server, one: _Reserved, given: Sequence) -> Sequence:
         one.held,
     )
     target.batcher.add(sequence)
-    if target.batcher.finish_of(sequence) is not None:
+    if target.batcher.limits.finish_of(sequence) is not None:
         target.batcher.remove(sequence)
     return sequence
 

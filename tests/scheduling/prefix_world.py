@@ -16,7 +16,8 @@ from common.layout.component import LiveKind
 from common.prefix_digests import extend_digests
 from common.protocol.worker import StepDone
 from common.request import SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
 from tests.scheduling.prefix_owners import check_owners

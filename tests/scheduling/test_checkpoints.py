@@ -10,7 +10,8 @@ from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, 
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence

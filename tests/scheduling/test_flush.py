@@ -8,7 +8,8 @@ from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.frontend import FlushCache, FlushDone
 from common.protocol.worker import StepDone
 from common.request import SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.events import ToFrontend
 from common.scheduling.flush import Flushes
 from common.scheduling.in_flight import IN_FLIGHT_MAX

@@ -11,7 +11,8 @@ from common.layout.component import FULL, CacheComponent, Segment, Shard
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.worker import Step, StepDone
 from common.request import FinishKind, SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence

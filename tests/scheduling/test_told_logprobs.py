@@ -10,7 +10,8 @@ from common.protocol.codec import encode_logprobs
 from common.protocol.worker import StepDone
 from common.request import SamplingParams, TokenLogprobs, logprobs_nbytes
 from common.request_bounds import TOKEN_ID_MAX, TOP_LOGPROB_COUNT_MAX
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.chunks import STEP_LOGPROBS_NBYTES_MAX
 from common.scheduling.page_account import PageAccount
 

@@ -17,7 +17,8 @@ from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import FULL, CacheComponent, Live, LiveKind, Segment, Shard
 from common.protocol.worker import Step, StepDone
 from common.request import SamplingParams
-from common.scheduling.batcher import Batcher, BatchLimits
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.page_account import PageAccount, touched_page_max
 from common.scheduling.sequence import PageSpan, Sequence

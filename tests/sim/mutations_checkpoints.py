@@ -9,7 +9,8 @@ from collections.abc import Sequence as List
 
 import pytest
 
-from common.protocol.worker import PageCopies
+from common.protocol.worker import PageCopies, PrefillChunk
+from common.scheduling.batcher import Batcher
 from common.scheduling.cached_sequences import CachedSequences
 from common.scheduling.checkpoints import Checkpoints
 from common.scheduling.prefix_cache import Match, PrefixCache
@@ -149,15 +150,31 @@ def pages_of_an_evicted_checkpoint_are_lost(patch: Patch) -> None:
     patch.setattr(Checkpoints, "give_up", give_up)
 
 
+def a_state_inside_a_chunk_is_not_kept(patch: Patch) -> None:
+    """Its checkpoint is found, and the workers never heard of its page."""
+    keep = Batcher._keep_inside
+
+    def keep_nothing(
+        self: Batcher,
+        chunks: list[PrefillChunk],
+        checkpoints: list[tuple[Sequence, Checkpoint]],
+    ) -> list[PrefillChunk]:
+        keep(self, chunks, checkpoints)
+        return chunks
+
+    patch.setattr(Batcher, "_keep_inside", keep_nothing)
+
+
 MUTATIONS = (
     Mutation("a-checkpoint-is-of-one-token-more", a_checkpoint_is_of_one_token_more, 0),
     Mutation("the-last-token-counts-as-computed", the_last_token_counts_as_computed, 0),
     Mutation("rest-of-a-checkpoint-not-compared", the_rest_of_a_checkpoint_is_not_compared, 0),
     Mutation("a-prefix-without-its-checkpoint", a_prefix_goes_on_without_its_checkpoint, 0),
     Mutation("a-checkpoint-is-not-copied", a_checkpoint_is_not_copied, 0),
-    Mutation("a-checkpoint-is-made-of-nothing", a_checkpoint_is_made_of_nothing, 0),
+    Mutation("a-checkpoint-is-made-of-nothing", a_checkpoint_is_made_of_nothing, 2),
     Mutation("copies-go-with-the-step-behind", copies_go_with_the_step_behind, 0),
     Mutation("evicted-while-it-is-copied", a_checkpoint_is_evicted_while_it_is_copied, 53),
     Mutation("a-page-handed-over-is-given-back", a_page_handed_over_is_given_back, 0),
     Mutation("pages-of-a-checkpoint-are-lost", pages_of_an_evicted_checkpoint_are_lost, 0),
+    Mutation("a-state-inside-a-chunk-is-not-kept", a_state_inside_a_chunk_is_not_kept, 2),
 )

@@ -218,7 +218,7 @@ MUTATIONS = (
     Mutation("a-duplicate-is-kept", a_duplicate_is_kept, 0),
     Mutation("a-duplicate-comes-back-twice", a_duplicate_comes_back_twice, 0),
     Mutation("cached-tokens-are-counted-twice", cached_tokens_are_counted_twice, 2),
-    Mutation("a-block-in-part-is-sent-at-once", a_block_in_part_is_sent_at_once, 19),
+    Mutation("a-block-in-part-is-sent-at-once", a_block_in_part_is_sent_at_once, 25),
     Mutation("pages-of-a-rest-from-the-first", pages_of_a_rest_are_counted_from_the_first, 0),
     Mutation("a-rest-begins-a-page-early", a_rest_begins_a_page_early, 0),
     Mutation("a-rest-is-asked-for-with-all-pages", a_rest_is_asked_for_with_all_pages, 0),

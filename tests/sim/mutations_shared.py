@@ -63,6 +63,6 @@ def a_transfer_is_closed_with_its_last_send(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("pages-of-a-transfer-are-kept", pages_of_a_transfer_are_kept, 0),
-    Mutation("windows-of-the-first-chunk-leave", windows_of_the_first_chunk_leave, 0),
+    Mutation("windows-of-the-first-chunk-leave", windows_of_the_first_chunk_leave, 1),
     Mutation("closed-with-its-last-send", a_transfer_is_closed_with_its_last_send, 0),
 )

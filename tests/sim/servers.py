@@ -25,6 +25,8 @@ DAMAGE_RATE = 0.03
 SLOW_STEP_RATES = (0.0, 0.0, 0.02, 0.2)
 SELF_TEST_INTERVALS_S = (0.0, 2.0, 30.0)
 WINDOWS = (0, 1, 3, 4, 9, 20)
+# Models that have slots beside what grows, and nothing else: steps keep states inside chunks.
+HYBRID_SHARE = 0.2
 OTHER_LIVES = (
     SLOT,
     Live(LiveKind.TAIL, 4, 4),
@@ -121,14 +123,15 @@ def _choose_lives(world: World, seed: int) -> None:
     requests or for all."""
     rng = random.Random(seed ^ 0x817D)
     window = rng.choice(WINDOWS)
-    if window:
+    is_hybrid = random.Random(seed ^ 0x4B1D).random() < HYBRID_SHARE
+    if window and not is_hybrid:
         world.lives += (Live(LiveKind.WINDOW, window),)
         for node in world.nodes.values():
             per_request = (window + node.page_size - 2) // node.page_size + 1
             node.page_counts += (per_request * rng.randint(2, 10),)
     rng = random.Random(seed ^ 0x51075)
-    if rng.random() < 0.5:
-        others = rng.sample(OTHER_LIVES, rng.randint(1, 3))
+    if is_hybrid or rng.random() < 0.5:
+        others = [SLOT] if is_hybrid else rng.sample(OTHER_LIVES, rng.randint(1, 3))
         world.lives += tuple(others)
         for node in world.nodes.values():
             node.page_counts += tuple(_page_count(node, live, rng) for live in others)
