@@ -119,7 +119,7 @@ def test_sequences_that_go_on_from_others_of_a_pass_are_one(is_per_channel: bool
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(after[[2, 3, 5]], expected_after, atol=1e-5, rtol=1e-4)
     # What is kept of the first one is the state behind its 40 rows.
-    first = inputs.take(SequencePart(rows, None, torch.arange(40)))
+    first = inputs.take(SequencePart(rows, torch.tensor([0]), torch.arange(40)))
     _, kept = apply_delta_rule(TorchDelta(), first, SequenceRows([40], CPU), states[:1])
     torch.testing.assert_close(after[:1], kept, atol=1e-5, rtol=1e-4)
 

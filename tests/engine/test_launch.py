@@ -170,9 +170,11 @@ def test_pages_are_copied_without_a_look_at_the_device(checkpoint: Path, number:
 def test_rows_of_a_ragged_batch_are_found_without_a_look_at_the_device() -> None:
     with Waits() as waits:
         rows = SequenceRows([3, 1, 9], torch.device("meta"))
-        made = (rows.starts, rows.singles, rows.longer, rows.padded(3), rows.chunks(4))
-    assert all(part is not None for part in made)
-    assert waits.found == [] and waits.upload_count == len(made)
+        made = (rows.starts, *rows.by_length, rows.padded(3), rows.chunks(4))
+        going_on = SequenceRows([3, 1, 9], torch.device("meta"), {0}).rounds
+    assert len(made) == 5 and len(going_on) == 2
+    # The second round has, beside its rows, the sequences that it goes on from.
+    assert waits.found == [] and waits.upload_count == len(made) + len(going_on) + 1
 
 
 def test_packed_arrays_come_out_as_they_went_in() -> None:

@@ -17,7 +17,8 @@ BUDGET_S = 20.0
 @dataclass
 class Client:
     """submitted_at: when its scheduler got to see it. room: that it shares with its other half,
-    where both are asked at once. could_tell: whether all servers were connected when it failed.
+    where both are asked at once. failed_at: when a server said that it has, though it may have
+    ended before the client heard; could_tell: whether all servers were connected then.
     seed: of its prefix digests. asked_count: how often its cache was asked for."""
 
     request_id: int
@@ -33,6 +34,7 @@ class Client:
     is_orphan: bool = False
     failure: str = ""
     room: int | None = None
+    failed_at: float = 0.0
     could_tell: bool = False
     cached_count: int = 0
     retraction_count: int = 0

@@ -104,8 +104,8 @@ def check_rooms(world: World) -> None:
         if waiting is None or waiting is failed or not failed.could_tell:
             continue
         thawed_at = world.nodes[waiting.node].thawed_at
-        due_at = max(failed.answered_at, waiting.submitted_at, thawed_at) + ROOM_S
+        due_at = max(failed.failed_at, waiting.submitted_at, thawed_at) + ROOM_S
         assert due_at >= world.calm_until or waiting.answered_at <= due_at, (
             f"request {waiting.request_id} waits for request {failed.request_id}, which failed at "
-            f"{failed.answered_at:.2f}"
+            f"{failed.failed_at:.2f}"
         )

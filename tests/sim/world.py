@@ -195,6 +195,7 @@ class World:
         """A request has failed just now; its client may hear of it later."""
         client = self.clients.get(request_id)
         if client is not None:
+            client.failed_at = self.now
             client.could_tell = client.room is not None and are_connected(self.nodes.values())
 
     def reply(self, node: str, message: Tokens | Failed) -> None:

@@ -7,7 +7,7 @@ model's device. Knows nothing of positions, pages or slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Protocol, Self, TypeVar
@@ -44,39 +44,35 @@ class SequenceRows:
         return max(self.lengths) == 1 and not self._continued
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
-        """All sequences, those that go on from others in a later round than these; none if no
+    def rounds(self) -> tuple[SequencePart, ...]:
+        """All sequences, those that go on from others in a later part than these; none if no
         sequence does."""
         if not self._continued:
             return ()
         numbers = [0] * len(self.lengths)
         for b in sorted(self._continued):
             numbers[b + 1] = numbers[b] + 1
-        rounds: list[Round] = []
+        rounds: list[SequencePart] = []
         for number in range(max(numbers) + 1):
             chosen = [b for b, of_b in enumerate(numbers) if of_b == number]
-            before = None
+            part = self._part(chosen)
             if number:
                 (before,) = upload(self.device, np.array(chosen, dtype=np.int64) - 1)
-            part = self._part(chosen)
-            assert part is not None
-            rounds.append(Round(part, before))
+                part = replace(part, before=before)
+            rounds.append(part)
         return tuple(rounds)
+
+    @cached_property
+    def by_length(self) -> tuple[SequencePart, ...]:
+        """Sequences of one row, and those of more; none if all are of one kind."""
+        singles = [b for b, length in enumerate(self.lengths) if length == 1]
+        longer = [b for b, length in enumerate(self.lengths) if length > 1]
+        return (self._part(singles), self._part(longer)) if singles and longer else ()
 
     @cached_property
     def starts(self) -> Tensor:
         """int64[B + 1], rows of each sequence: starts[b] .. starts[b + 1]."""
         return upload(self.device, self._starts.numpy())[0]
-
-    @cached_property
-    def singles(self) -> SequencePart | None:
-        """The sequences of one row; None if there are none."""
-        return self._part([b for b, length in enumerate(self.lengths) if length == 1])
-
-    @cached_property
-    def longer(self) -> SequencePart | None:
-        """The sequences of more rows; None if there are none."""
-        return self._part([b for b, length in enumerate(self.lengths) if length > 1])
 
     def padded(self, front: int) -> PaddedRows:
         """The batch with `front` more rows before every sequence."""
@@ -106,11 +102,8 @@ class SequenceRows:
     def _row_count(self) -> int:
         return sum(self.lengths)
 
-    def _part(self, chosen: list[int]) -> SequencePart | None:
-        if not chosen:
-            return None
-        if len(chosen) == len(self.lengths):
-            return SequencePart(self, None, None)
+    def _part(self, chosen: list[int]) -> SequencePart:
+        """Some of the sequences, not all."""
         sequences = torch.tensor(chosen)
         is_chosen = torch.zeros(len(self.lengths), dtype=torch.bool)
         is_chosen[sequences] = True
@@ -157,27 +150,17 @@ class SequenceRows:
 class SequencePart:
     """Some sequences of a batch, as a batch of their own.
 
-    sequences, rows: int64, which ones of the whole batch; None for all of them.
+    sequences, rows: int64, which ones of the whole batch. before: int64, from the states of which
+    ones of the whole batch they go on; None if theirs are known.
     """
 
     inner: SequenceRows
-    sequences: Tensor | None
-    rows: Tensor | None
+    sequences: Tensor
+    rows: Tensor
+    before: Tensor | None = None
 
     def take_rows(self, values: Tensor) -> Tensor:
-        return values if self.rows is None else values[self.rows]
-
-    def take_sequences(self, values: Tensor) -> Tensor:
-        return values if self.sequences is None else values[self.sequences]
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Sequences that can be computed side by side. before: int64 of the whole batch, from whose
-    states they go on; None if theirs are known."""
-
-    part: SequencePart
-    before: Tensor | None
+        return values[self.rows]
 
 
 class RowInputs(Protocol):
@@ -204,42 +187,19 @@ def apply_by_length(
     """
     if rows.is_single:
         return step(inputs, states)
-    if rows.rounds:
-        return _apply_in_rounds(step, run, inputs, rows, states)
-    singles, longer = rows.singles, rows.longer
-    assert longer is not None
-    if singles is None:
+    parts = rows.rounds or rows.by_length
+    if not parts:
         return run(inputs, rows, states)
-    stepped = step(inputs.take(singles), singles.take_sequences(states))
-    ran = run(inputs.take(longer), longer.inner, longer.take_sequences(states))
-    outputs = ran[0].new_empty(sum(rows.lengths), *ran[0].shape[1:])
-    after = torch.empty_like(states)
-    for part, (part_outputs, part_after) in ((singles, stepped), (longer, ran)):
-        assert part.rows is not None and part.sequences is not None
-        outputs[part.rows] = part_outputs
-        after[part.sequences] = part_after
-    return outputs, after
-
-
-def _apply_in_rounds(
-    step: Callable[[InputsT, Tensor], tuple[Tensor, Tensor]],
-    run: Callable[[InputsT, SequenceRows, Tensor], tuple[Tensor, Tensor]],
-    inputs: InputsT,
-    rows: SequenceRows,
-    states: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `apply_by_length`, where sequences go on from others."""
     outputs: Tensor | None = None
     after = torch.empty_like(states)
-    for one in rows.rounds:
-        part = one.part
-        assert part.rows is not None and part.sequences is not None
-        before = part.take_sequences(states) if one.before is None else after[one.before]
-        part_outputs, part_after = apply_by_length(step, run, inputs.take(part), part.inner, before)
+    for part in parts:
+        before = states[part.sequences] if part.before is None else after[part.before]
+        part_outputs, after[part.sequences] = apply_by_length(
+            step, run, inputs.take(part), part.inner, before
+        )
         if outputs is None:
             outputs = part_outputs.new_empty(sum(rows.lengths), *part_outputs.shape[1:])
         outputs[part.rows] = part_outputs
-        after[part.sequences] = part_after
     assert outputs is not None
     return outputs, after
 

@@ -73,9 +73,9 @@ class ShortConv:
             window = inputs.new_empty(padded.count, inputs.shape[1])
             window[padded.fronts] = before
             window[padded.rows] = inputs
-            for one in rows.rounds:
-                if one.before is not None and one.part.sequences is not None:
-                    window[padded.fronts[one.part.sequences]] = window[padded.backs[one.before]]
+            for part in rows.rounds:
+                if part.before is not None:
+                    window[padded.fronts[part.sequences]] = window[padded.backs[part.before]]
             self._write(slots, window[padded.backs])
             mixed = self._mix(window)[padded.rows - (self.kernel_size - 1)]
         if self.bias is not None:
