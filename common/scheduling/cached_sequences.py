@@ -104,8 +104,7 @@ class CachedSequences:
             every = -(-every // cache.block_tokens) * cache.block_tokens
             wanted = {known, token_count, *range(every, token_count, every)}
             if self._may_keep_inside(sequence):
-                # For an equal prompt, which computes its last token.
-                wanted.add(cache.blocks_in(token_count - 1) * cache.block_tokens)
+                wanted.add(self._last_inside(sequence))
             sequence.cuts = sorted(cut for cut in wanted if start < cut <= token_count)
 
     def adopt(self, sequence: Sequence, held: HeldPrefix | None) -> None:
@@ -140,6 +139,10 @@ class CachedSequences:
         chunk that reports log-probabilities, and of one in a step."""
         reports = sequence.sampling.logprob_start_len >= 0
         return self.cache is not None and self.cache.keeps_inside and not reports
+
+    def _last_inside(self, sequence: Sequence) -> int:
+        """Where an equal prompt can go on, which has its last token to compute."""
+        return self.whole_blocks(len(sequence.token_ids) - 1)
 
     def _is_inside(self, sequence: Sequence, cut: int) -> bool:
         """Whether a step keeps a checkpoint at a cut while it computes on."""
@@ -220,7 +223,10 @@ class CachedSequences:
         inside = [cut for cut in sequence.cuts if start < cut < stop]
         cuts = sorted(cut for cut in inside if self._is_inside(sequence, cut))
         begun = [self._begin_checkpoint(sequence, cut) for cut in cuts]
-        return [checkpoint for checkpoint in begun if checkpoint is not None]
+        found = [checkpoint for checkpoint in begun if checkpoint is not None]
+        for checkpoint in found:
+            checkpoint.is_spare = checkpoint.token_count == self._last_inside(sequence)
+        return found
 
     def _begin_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint | None:
         """Take pages for one, if it is wanted."""

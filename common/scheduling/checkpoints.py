@@ -1,4 +1,5 @@
-"""Checkpoints of the prefix tree: least recently used ones go first, and never those in use.
+"""Checkpoints of the prefix tree: spare ones go first, then least recently used ones, and never
+those in use.
 
 Knows nothing of sequences, nor of what a page group is.
 """
@@ -6,7 +7,8 @@ Knows nothing of sequences, nor of what a page group is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from common.scheduling.page_pool import PagePool
 from common.scheduling.prefix_tree import Checkpoint, Node, PrefixTree
@@ -27,6 +29,7 @@ class Checkpoints:
         self.count = 0
         self.idle_page_counts = [0] * len(pool.page_counts)
         self._idle: OrderedDict[Checkpoint, None] = OrderedDict()
+        self._spare: OrderedDict[Checkpoint, None] = OrderedDict()
         self.made_count = 0
         self.used_count = 0
         self.evicted_count = 0
@@ -67,8 +70,8 @@ class Checkpoints:
 
     def begin(self) -> bool:
         """Whether one more may be made. If so it is counted, and `add` or `give_up` follows."""
-        if self.count >= self.count_max and self._idle:
-            self.forget([next(iter(self._idle))])
+        if self.count >= self.count_max:
+            self.forget(list(islice(self.idle(), 1)))
         if self.count >= self.count_max:
             return False
         self.count += 1
@@ -98,7 +101,7 @@ class Checkpoints:
             is_equal = (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest)
             if is_equal and other.least_count <= checkpoint.least_count:
                 if other.users == 0:
-                    self._idle.move_to_end(other)
+                    self._table_of(other).move_to_end(other)
                 return True
         return False
 
@@ -110,19 +113,29 @@ class Checkpoints:
         self.used_count += 1
         if checkpoint.users == 1:
             self._note_busy(checkpoint)
+            checkpoint.is_spare = False
 
     def let_go(self, checkpoint: Checkpoint) -> None:
         checkpoint.users -= 1
         if checkpoint.users == 0:
             self._note_idle(checkpoint)
 
+    def _table_of(self, checkpoint: Checkpoint) -> OrderedDict[Checkpoint, None]:
+        return self._spare if checkpoint.is_spare else self._idle
+
+    def idle(self) -> Iterator[Checkpoint]:
+        """Those that nobody copies, the first to go first. The latest of the spare ones goes last:
+        equal prompts may have come just now."""
+        spare = list(self._spare)
+        return chain(spare[:-1], self._idle, spare[-1:])
+
     def _note_idle(self, checkpoint: Checkpoint) -> None:
-        self._idle[checkpoint] = None
+        self._table_of(checkpoint)[checkpoint] = None
         for group, pages in enumerate(checkpoint.pages):
             self.idle_page_counts[group] += len(pages)
 
     def _note_busy(self, checkpoint: Checkpoint) -> None:
-        del self._idle[checkpoint]
+        del self._table_of(checkpoint)[checkpoint]
         for group, pages in enumerate(checkpoint.pages):
             self.idle_page_counts[group] -= len(pages)
 
@@ -155,12 +168,12 @@ class Checkpoints:
                 self.withdrawn_count += 1
 
     def forget_idle(self) -> None:
-        self.forget(list(self._idle))
+        self.forget(list(self.idle()))
 
     def evict(self, missing: Sequence[int]) -> None:
         """Free so many pages per group, as far as idle ones have them."""
         left = list(missing)
-        for checkpoint in list(self._idle):
+        for checkpoint in list(self.idle()):
             if not any(count > 0 for count in left):
                 return
             helps = [bool(pages) and left[g] > 0 for g, pages in enumerate(checkpoint.pages)]

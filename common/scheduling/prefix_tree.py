@@ -88,7 +88,8 @@ class Checkpoint:
     least_count: tokens that it serves to go on from as well, the last one being computed again.
     block_count: whole blocks among them; rest: the tokens behind. pages: per page group: those
     behind the last whole block, a window's, a tail, a slot. node: where it hangs; None while its
-    pages are still to be filled. users: sequences that copy it.
+    pages are still to be filled. users: sequences that copy it. is_spare: serves equal prompts and
+    few others, as there will be one of a few tokens more: until it is used it goes before the rest.
     """
 
     token_count: int
@@ -98,6 +99,7 @@ class Checkpoint:
     pages: list[list[int]]
     node: Node | None = None
     users: int = 0
+    is_spare: bool = False
 
 
 class PrefixTree:

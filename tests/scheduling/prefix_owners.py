@@ -80,14 +80,15 @@ def all_checkpoints(world: World, cache: PrefixCache, nodes: list[Node]) -> set[
     copied = Counter(
         one.checkpoint for one in world.account.sequences if one.checkpoint is not None
     )
-    for one in found | set(copied) | set(cache.checkpoints._idle):
+    idle = set(cache.checkpoints.idle())
+    for one in found | set(copied) | idle:
         assert one.users == copied[one]
-        assert (one in cache.checkpoints._idle) == (not one.users)
+        assert (one in idle) == (not one.users)
     made = {one for flight in world.batcher._in_flight._flights for _, one in flight.checkpoints}
-    every = found | set(copied) | set(cache.checkpoints._idle) | made
+    every = found | set(copied) | idle | made
     assert cache.checkpoints.count == len(every) <= cache.checkpoints.count_max
     for group, count in enumerate(cache.checkpoints.idle_page_counts):
-        assert count == sum(len(one.pages[group]) for one in cache.checkpoints._idle)
+        assert count == sum(len(one.pages[group]) for one in idle)
     return every
 
 

@@ -224,6 +224,15 @@ def test_a_prompt_that_fills_the_pool_begins_without_the_rest_of_a_page() -> Non
     rig.run(2, [2] * 13, 2)
 
 
+def test_what_serves_equal_prompts_alone_goes_before_what_other_turns_need() -> None:
+    rig = Rig(FULL, SLOT, counts=(60, 9), checkpoint_max=4)
+    prompts = [[token] * 8 for token in range(2, 6)]
+    for request_id, prompt in enumerate(prompts):
+        rig.run(request_id, prompt, 1)
+    assert [rig.match([*prompt, 1]).token_count for prompt in prompts[1:]] == [8, 8, 8]
+    assert [rig.match(prompt).token_count for prompt in prompts] == [0, 0, 0, 4]
+
+
 def test_a_prompt_that_comes_again_takes_no_place_of_another_checkpoint() -> None:
     """Each has two: at its end, and at its last block but one."""
     rig = Rig(FULL, SLOT, counts=(40, 9), checkpoint_max=4)

@@ -166,7 +166,7 @@ class Both:
             self.match(tokens, token_max)
         cache = self.fast
         idle = [self.known[one.number] for one in self.slow.idle()]
-        assert list(cache.checkpoints._idle) == idle
+        assert list(cache.checkpoints.idle()) == idle
         assert cache.checkpoints.count == len(self.slow.checkpoints) <= COUNT_MAX
         assert cache.checkpoints.idle_page_counts == [0, len(idle)]
         assert cache._pool.used_count(1) == len(self.slow.checkpoints)
