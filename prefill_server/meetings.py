@@ -143,6 +143,11 @@ class Meetings:
         if failure is not None:
             self._outgoing.refuse(transfer, failure, now)
             return
+        waiting_count = self.rendezvous.reservation_count
+        if waiting_count >= self._queue_max and self.rendezvous.waits_in(room) is None:
+            text = f"queue full: {waiting_count} reservations wait for their requests"
+            self._refuse_asked(transfer, Failure(FailureKind.QUEUE_FULL, text), now)
+            return
         request = self.rendezvous.reserve(room, transfer, now)
         if request is not None:
             self._pair(request, transfer, now)
@@ -159,10 +164,6 @@ class Meetings:
             if request is None or not request.is_ahead:
                 text = f"no cache is held under room {room}"
                 return Failure(FailureKind.NOT_HELD, text, is_retryable=True)
-        waiting_count = self.rendezvous.reservation_count
-        if waiting_count >= self._queue_max:
-            text = f"queue full: {waiting_count} reservations wait for their requests"
-            return Failure(FailureKind.QUEUE_FULL, text)
         return None
 
     def _pair(self, request: PrefillRequest, transfer: OutgoingTransfer, now: float) -> None:

@@ -171,6 +171,25 @@ def test_a_reservation_whose_request_is_refused_is_answered_at_once(
     assert kinds == {"p0": "queue_full", "d0": "other_half_aborted"} and used_count(world) == 0
 
 
+@pytest.mark.parametrize("comes_first", ["prefill", "decode"])
+def test_a_reservation_finds_no_room_only_if_it_would_wait(world: World, comes_first: str) -> None:
+    """Then the other half, which comes later, is told at once."""
+    prefill(world).core.meetings._queue_max = 1
+    submit_second_half(world, OTHER_ROOM)
+    world.run(world.now + 0.1)
+    halves = [prefill(world), decode(world)]
+    for node in halves if comes_first == "prefill" else reversed(halves):
+        world.submit(node, PROMPT, 1 if node is prefill(world) else 8, ROOM)
+        world.run(world.now + 0.1)
+    world.run(world.now + 2.0)
+    _, *clients = world.clients.values()
+    if comes_first == "prefill":
+        assert [client.finals for client in clients] == [["finished"], ["finished"]]
+    else:
+        kinds = {client.node: client.failure.partition(":")[0] for client in clients}
+        assert kinds == {"p0": "other_half_aborted", "d0": "queue_full"}
+
+
 def test_a_request_that_is_refused_for_its_room_ends_nobody_else_s(world: World) -> None:
     first = world.submit(prefill(world), PROMPT, 1, ROOM)
     again = world.submit(prefill(world), PROMPT, 1, ROOM)
