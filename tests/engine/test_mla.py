@@ -16,7 +16,9 @@ from common.engine.attention.attention import AttentionPass
 from common.engine.attention.latent import (
     LatentAttention,
     LatentProjection,
+    absorbing_pays,
     attend_absorbed,
+    attend_absorbed_chunk,
     attend_expanded,
 )
 from common.engine.cache.kv_pool import KvPool, Plane, Scratch
@@ -135,6 +137,25 @@ def test_absorbed_equals_expanded() -> None:
     everything = torch.ones(1, 9, dtype=torch.bool)
     expanded = attend_expanded(query, rows, everything, projection)
     torch.testing.assert_close(absorbed, expanded, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_a_chunk_absorbed_equals_expanded(count: int) -> None:
+    """Causally, and where each token sees some of what is before it."""
+    projection, total = make_projection(), 12
+    rows, query = draw(total, ROW_DIM, seed=3), draw(count, HEAD_COUNT, NOPE_DIM + ROPE_DIM, seed=4)
+    causal = torch.ones(count, total, dtype=torch.bool).tril(total - count)
+    for mask in (causal, causal & (torch.arange(total) % 3 != 1)):
+        absorbed = attend_absorbed_chunk(query, rows, mask, projection)
+        expanded = attend_expanded(query, rows, mask, projection)
+        torch.testing.assert_close(absorbed, expanded, atol=1e-5, rtol=1e-5)
+
+
+def test_absorbing_pays_for_few_tokens_alone() -> None:
+    """DeepSeek-V3's sizes: 128 and 64 of a query, 128 of a value, 512 of a latent row."""
+    projection = LatentProjection(torch.empty(1, 128, 512), torch.empty(1, 128, 512), 1.0)
+    assert absorbing_pays(192, projection, 2) and absorbing_pays(192, projection, 128)
+    assert not absorbing_pays(192, projection, 256)
 
 
 def test_rows_attended_as_plain_keys_follow_the_common_contract() -> None:
@@ -284,9 +305,10 @@ def test_a_cache_of_less_precision_than_the_model_is_used_rounded(
         for size in sizes:
             logits = forward(model, pool, [sequence.chunk(size)])
         results.append(logits)
-    # A first chunk sees its own rows as the cache will hold them, so chunking changes nothing.
-    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=0.0)
-    torch.testing.assert_close(results[0], results[2], atol=1e-4, rtol=0.0)
+    # A first chunk sees its own rows as the cache will hold them, so chunking changes no more than
+    # the order of sums, which a later layer's rows may round the other way for.
+    torch.testing.assert_close(results[0], results[1], atol=5e-4, rtol=0.0)
+    torch.testing.assert_close(results[0], results[2], atol=5e-4, rtol=0.0)
 
 
 @pytest.mark.slow

@@ -177,9 +177,10 @@ class LatentPass:
         else:
             cached = chunk.cached.read(plane, self._scratch, query.dtype)
             rows = cached[0, : chunk.kv_length]
-        return attend_expanded(
-            query[chunk.rows], rows, chunk.mask if mask is None else mask, projection
-        )
+        mask = chunk.mask if mask is None else mask
+        if mask is not None and absorbing_pays(query.shape[-1], projection, len(mask)):
+            return attend_absorbed_chunk(query[chunk.rows], rows, mask, projection)
+        return attend_expanded(query[chunk.rows], rows, mask, projection)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionPass`: the row is the one key, and its latent part the one value.
@@ -255,6 +256,38 @@ def attend_absorbed(
         query_row[:, None], keys, keys, attn_mask=mask, scale=projection.scale
     )
     return project_sums(summed[:, 0, :, :latent_dim], projection)
+
+
+def attend_absorbed_chunk(
+    query: Tensor, rows: Tensor, mask: Tensor, projection: LatentProjection
+) -> Tensor:
+    """A few query tokens of one sequence, over rows as they lie in the cache.
+
+    query: [T, heads, nope dim + rope dim]. rows: [items, latent dim + rope dim].
+    mask: bool[T, items]. Returns: [T, heads, value dim].
+    """
+    nope_dim = projection.key.shape[1]
+    latent_dim = projection.key.shape[2]
+    query_row = torch.cat((absorb_query(query, projection), query[..., nope_dim:]), dim=-1)
+    keys = rows[None, None]
+    summed = F.scaled_dot_product_attention(
+        query_row.flatten(0, 1)[None, None],
+        keys,
+        keys,
+        attn_mask=mask.repeat_interleave(query.shape[1], dim=0)[None, None],
+        scale=projection.scale,
+    )
+    return project_sums(summed[0, 0].view(query_row.shape)[..., :latent_dim], projection)
+
+
+def absorbing_pays(query_dim: int, projection: LatentProjection, token_count: int) -> bool:
+    """Whether so many query tokens of one sequence are attended over its rows with fewer products
+    than over keys and values that are made of them: the latter take as many for any number."""
+    nope_dim, latent_dim = projection.key.shape[1:]
+    value_dim = projection.value.shape[1]
+    absorbed = token_count * (2 * latent_dim + query_dim - nope_dim)
+    expanded = latent_dim * (nope_dim + value_dim) + token_count * (query_dim + value_dim)
+    return absorbed < expanded
 
 
 def absorb_query(query: Tensor, projection: LatentProjection) -> Tensor:
