@@ -32,7 +32,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_plain_install_of_an_extra_leaves_a_checkout_that_starts(checkout: Path) -> None:
     """`pip install '.[deploy]'` copies our packages beside those of the checkout."""
     run(sys.executable, "-m", "venv", "--without-pip", ".venv", cwd=checkout)

@@ -67,7 +67,9 @@ def send(fleet: Fleet, pair: Pair, case: Case) -> httpx.Response:
     return reply
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path", [PATHS[0], *(pytest.param(path, marks=pytest.mark.soak) for path in PATHS[1:])]
+)
 def test_every_field_at_its_largest_value_passes_a_pair(
     fleet: Fleet, pair: Pair, path: str
 ) -> None:

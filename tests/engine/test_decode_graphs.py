@@ -72,7 +72,7 @@ def decoding(lengths: list[int], seed: int) -> list[SequenceChunk]:
         ("qwen3_moe", True),
         ("qwen3_next", True),
         ("qwen3_moe", False),
-        ("qwen3_next", False),
+        pytest.param("qwen3_next", False, marks=pytest.mark.soak),
     ],
 )
 def test_a_replay_is_the_pass_itself(
