@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ class _Work:
 
     chunks, then decodes, in the order of the forward batch. Rows of the logits come in this order:
     last chunks, decodes, then the prompt rows of each entry of `prompt_rows`.
-    sampled_slots: int64[R] of the rows that draw a token.
+    sampled_slots: int64[R] of the rows that draw a token; samples of one chunk have equal rows.
     prompt_rows: (chunk, first row, end row) in tokens of the sequence, whose next token is scored.
     """
 
@@ -102,6 +103,7 @@ class ModelRunner:
             grammars if self._draws_tokens else None,
         )
         self._prompt_wants: dict[int, tuple[int, int]] = {}
+        self._sampling: dict[int, tuple[SamplingParams, int]] = {}  # by slot, with prompt_count
         self._refused: dict[int, str] = {}
 
     @property
@@ -127,11 +129,13 @@ class ModelRunner:
         self._retire(step.retired)
         for new in step.new:
             self._introduce(new)
+        for chunk in step.chunks:
+            self._introduce_samples(chunk)
         self._grant(step.grants)
         copy_pages(self._pool, step.copies)
         if not self._draws_tokens:
             self._hear_tokens(step)
-        due = [chunk.request_id for chunk in step.chunks if chunk.is_last] + step.decode
+        due = [drawing for chunk in step.chunks for drawing in chunk.drawing] + step.decode
         refused = {r: self._refused[r] for r in due if r in self._refused}
         work = self._plan(step)
         draw: Draw | None = None
@@ -166,6 +170,7 @@ class ModelRunner:
                 slot = self._sequences.remove(request_id)
                 self._sampler.remove(slot)
                 self._prompt_wants.pop(slot, None)
+                del self._sampling[slot]
 
     def _introduce(self, new: NewSequence) -> None:
         tokens = np.array(new.token_ids, dtype=np.int64)
@@ -178,8 +183,24 @@ class ModelRunner:
         token_ids = torch.from_numpy(tokens)
         slot = self._sequences.add(new.request_id, token_ids)
         self._sampler.add(slot, new.sampling, token_ids, new.prompt_count)
+        self._sampling[slot] = (new.sampling, new.prompt_count)
         if new.sampling.return_logprob and new.sampling.logprob_start_len >= 0:
             self._prompt_wants[slot] = (new.sampling.logprob_start_len, new.prompt_count)
+
+    def _introduce_samples(self, chunk: PrefillChunk) -> None:
+        """Sequences that go on from a chunk's own, each as if it had come with the same tokens."""
+        for sample in chunk.samples:
+            reason = self._refused.get(chunk.request_id)
+            if reason is not None:
+                self._refused[sample.request_id] = reason
+                continue
+            slot = self._sequences.slot(chunk.request_id)
+            token_ids = self._sequences.tokens(slot)
+            shared, prompt_count = self._sampling[slot]
+            sampling = msgspec.structs.replace(shared, seed=sample.seed)
+            slot = self._sequences.add(sample.request_id, token_ids)
+            self._sampler.add(slot, sampling, token_ids, prompt_count)
+            self._sampling[slot] = (sampling, prompt_count)
 
     def _grant(self, grants: list[PageGrant]) -> None:
         by_group: list[list[tuple[int, int, list[int]]]] = [[] for _ in self._pool.groups]
@@ -214,7 +235,7 @@ class ModelRunner:
             decode = [request_id for request_id in decode if request_id not in self._refused]
         chunk_slots = self._sequences.slots([chunk.request_id for chunk in chunks])
         decode_slots = self._sequences.slots(decode)
-        is_last = np.array([chunk.is_last for chunk in chunks], dtype=np.bool_)
+        drawing = self._sequences.slots([one for chunk in chunks for one in chunk.drawing])
         for chunk, slot in zip(chunks, chunk_slots, strict=True):
             length = self._sequences.lengths[slot]
             assert 0 <= chunk.start < chunk.stop <= length, (chunk, length)
@@ -223,7 +244,7 @@ class ModelRunner:
             chunks=chunks,
             chunk_slots=chunk_slots,
             decode_slots=decode_slots,
-            sampled_slots=np.concatenate((chunk_slots[is_last], decode_slots)),
+            sampled_slots=np.concatenate((drawing, decode_slots)),
             prompt_rows=[
                 rows
                 for chunk, slot in zip(chunks, chunk_slots.tolist(), strict=True)
@@ -336,9 +357,9 @@ def _logits_rows(work: _Work) -> NDArray[np.int64]:
     """Rows of the batch's tokens, in the order that `_Work` promises."""
     ends = np.cumsum([chunk.stop - chunk.start for chunk in work.chunks], dtype=np.int64)
     chunk_end = int(ends[-1]) if len(ends) else 0
-    is_last = np.array([chunk.is_last for chunk in work.chunks], dtype=np.bool_)
+    draw_counts = np.array([len(chunk.drawing) for chunk in work.chunks], dtype=np.int64)
     decode_rows = np.arange(chunk_end, chunk_end + len(work.decode_slots))
-    rows = [ends[is_last] - 1, decode_rows]
+    rows = [np.repeat(ends - 1, draw_counts), decode_rows]
     end_of = {chunk.request_id: int(end) for chunk, end in zip(work.chunks, ends, strict=True)}
     for chunk, start, stop in work.prompt_rows:
         offset = end_of[chunk.request_id] - chunk.stop

@@ -51,9 +51,18 @@ class PageCopies(_Message, frozen=True):
     target_ids: list[int]
 
 
+class SampleDraw(msgspec.Struct, frozen=True, array_like=True):
+    """A new sequence with the tokens and the sampling of another one, but a seed of its own."""
+
+    request_id: int
+    seed: int
+
+
 class PrefillChunk(_Message, frozen=True):
     """Compute tokens [start, stop) of a sequence; sample the next token if is_last.
 
+    samples: of a last chunk: sequences to begin, each of which draws its first token from the
+        chunk's last row; then the chunk's own sequence draws none.
     state_pages: per page group, where the sequence's state behind this chunk is kept, 0 for groups
         that are no slots; then the next chunk of the step is of the same sequence and goes on from
         there. None: the state is left in the sequence's own slots.
@@ -64,6 +73,14 @@ class PrefillChunk(_Message, frozen=True):
     stop: int
     is_last: bool
     state_pages: list[int] = []
+    samples: list[SampleDraw] = []
+
+    @property
+    def drawing(self) -> list[int]:
+        """The sequences that get a token from it."""
+        if not self.is_last:
+            return []
+        return [sample.request_id for sample in self.samples] or [self.request_id]
 
 
 class Step(_Message, frozen=True):
