@@ -63,6 +63,9 @@ TOKEN_COUNT_MAX = 2**24
 REQUEST_TIMEOUT_S_MAX = 24 * 3600
 ROOM_MAX = INT64_MAX
 SAMPLE_COUNT_MAX = 4096  # of one body; each is a request of its own in the scheduler's queue
+N_MAX = 128
+"""Samples of one prompt, as OpenAI's. They share its cache and its room, and each draws from a copy
+of one row of logits."""
 RID_LENGTH_MAX = 256
 NUMBERED_RID_LENGTH_MAX = RID_LENGTH_MAX + len(f"_{SAMPLE_COUNT_MAX - 1}")
 """A rid with the number of its sample behind it."""

@@ -6,7 +6,7 @@ Knows nothing of what happens to a request after it was admitted. Writes nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from operator import le
+from operator import add, le
 
 from common.layout.component import LiveKind
 from common.scheduling.batcher import Batcher
@@ -93,8 +93,7 @@ class Admission:
             tokens, digests = request.token_ids, request.digests
             if self._followers.follows(request, match, digests, reusable, len(tokens)):
                 continue
-            needs = self._account.needs_behind(match, len(tokens) + 1)
-            if self._fits_grown(request, needs):
+            if self._fits_grown(request, self._needs_to_compute(request, match)):
                 yield ComputeHere(request, match)
                 vain_count = 0
             elif self._is_late(request, now):
@@ -144,7 +143,13 @@ class Admission:
     def _fits_to_receive(self, reserve: Reserve) -> bool:
         request = reserve.request
         needs = self._account.needs_to_receive(reserve.match, len(request.token_ids))
+        needs = list(map(add, needs, self._requests.samples.needs(request)))
         return self._fits_grown(request, needs)
+
+    def _needs_to_compute(self, request: DecodeRequest, match: Match) -> list[int]:
+        """Pages per group that it takes to compute a prompt here, those of its samples included."""
+        needs = self._account.needs_behind(match, len(request.token_ids) + 1)
+        return list(map(add, needs, self._requests.samples.needs(request)))
 
     @staticmethod
     def _is_late(request: DecodeRequest, now: float) -> bool:
@@ -183,8 +188,7 @@ class Admission:
             asked_s = self._times.asked_s(source, request) * max(1.0, lacking_there / lacking)
         if computed_s > asked_s:
             return False
-        needs = self._account.needs_behind(match, token_count + 1)
-        return self._fits_grown(request, needs)
+        return self._fits_grown(request, self._needs_to_compute(request, match))
 
     @property
     def followed_count(self) -> int:
@@ -209,7 +213,7 @@ class Admission:
         if first is None or not self.may_starve:
             return False
         match, _ = self._match_to_compute(first)
-        needs = self._account.needs_behind(match, len(first.token_ids) + 1)
+        needs = self._needs_to_compute(first, match)
         return not all(map(le, needs, self._room()))
 
     def _fits_grown(self, request: DecodeRequest, needs: list[int]) -> bool:
@@ -220,7 +224,7 @@ class Admission:
             return False
         growth = 0
         if self.active_count:
-            growth = self._requests.lengths.expected_growth([self._growing(request)])
+            growth = self._requests.answers.lengths.expected_growth(self._growing(request))
         return all(
             need + self._pages_of(group, growth) <= available
             for group, (need, available) in enumerate(zip(needs, room, strict=True))
@@ -257,14 +261,19 @@ class Admission:
         """Tokens of all active requests; found anew with every step, for it takes a while."""
         step_count, active_count = self._batcher.step_count, self.active_count
         if self._growth[:2] != (step_count, active_count):
-            growing = [self._growing(one) for one in self._batcher.sequences()]
-            growing += [self._growing(one) for one in self._requests.transferring]
-            growth = self._requests.lengths.expected_growth(growing)
+            active: list[DecodeRequest | Sequence] = [
+                *self._batcher.sequences(),
+                *self._requests.transferring,
+            ]
+            growing = [growing for one in active for growing in self._growing(one)]
+            growth = self._requests.answers.lengths.expected_growth(growing)
             self._growth = (step_count, active_count, growth)
         return self._growth[2]
 
-    def _growing(self, one: DecodeRequest | Sequence) -> Growing:
+    def _growing(self, one: DecodeRequest | Sequence) -> list[Growing]:
+        """What may grow of one: each of its samples."""
         token_count = len(one.token_ids)
         left_count = one.sampling.max_new_tokens - one.output_count
         left_count = min(left_count, self._batcher.limits.sequence_token_max - token_count)
-        return Growing(token_count, one.output_count, max(0, left_count))
+        growing = Growing(token_count, one.output_count, max(0, left_count))
+        return [growing] * one.sample_count

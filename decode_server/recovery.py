@@ -54,7 +54,7 @@ def failure_of_late(request: DecodeRequest, ahead_count: int) -> Failure:
 
     ahead_count: others that wait.
     """
-    if request.requested_at:
+    if request.requested_at or (request.parent is not None and request.parent.requested_at):
         return Failure(FailureKind.TIMED_OUT, "the request's time budget is used up")
     text = f"not begun within the request's time budget: {ahead_count} others wait"
     return Failure(FailureKind.OVERLOADED, text)

@@ -13,6 +13,7 @@ from common.request import (
     TransferTrace,
 )
 from common.scheduling.cached_sequences import HeldPrefix
+from common.scheduling.forks import SamplePages
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState
 from common.transfers.incoming_transfer import IncomingTransfer
@@ -29,6 +30,9 @@ class DecodeRequest:
     servers that failed them.
     is_computed_here: no prefill server is looked for any more.
     tested_link: of the prefill server that this is a self-test of; it has no client then.
+    children: samples of clients that wait for this one's cache, in the order of its seeds, of which
+    some may have left; it has no client of its own then. parent: whose cache a sample waits for.
+    sample_pages: for all children but one, what each has beside its blocks.
     """
 
     request_id: int
@@ -48,6 +52,10 @@ class DecodeRequest:
     retraction_count: int = 0
     is_computed_here: bool = False
     tested_link: str = ""
+    parent: DecodeRequest | None = None
+    children: list[DecodeRequest] = field(default_factory=list)
+    seeds: tuple[int, ...] = ()
+    sample_pages: list[SamplePages] = field(default_factory=list)
     tried_links: set[str] = field(default_factory=set)
     prompt_logprobs: list[bytes] = field(default_factory=list)
     waiting_since: float = 0.0
@@ -62,6 +70,15 @@ class DecodeRequest:
     @property
     def output_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def has_client(self) -> bool:
+        return not self.tested_link and not self.seeds
+
+    @property
+    def sample_count(self) -> int:
+        """Sequences that decode once its cache is there."""
+        return max(1, len(self.children))
 
     @property
     def is_held(self) -> bool:

@@ -8,16 +8,16 @@ may still write are closed after it. Decides nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import add
 
 import msgspec
 
-from common.failures import Failure, FailureKind
-from common.protocol.frontend import Failed, Submit, Tokens
+from common.failures import Failure
+from common.protocol.frontend import Sibling, Submit
 from common.protocol.peer import Withdraw
 from common.request import (
     CachedTokens,
-    FinishKind,
     FinishReason,
     SamplingParams,
     TokenLogprobs,
@@ -33,23 +33,20 @@ from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import Ask, CacheReady
 from common.transfers.transfers import Transfers
+from decode_server.answers import Answers
 from decode_server.arriving_blocks import ArrivingBlocks
-from decode_server.output_lengths import OutputLengths
 from decode_server.request import DecodeRequest
+from decode_server.samples import Samples
 from decode_server.waiting import WaitingQueue
 
-# Other kinds of failure are counted as `failed` alone.
-COUNTED = (
-    *("finished", "failed", "aborted", "timed_out", "transfer_failed", "bootstrap_failed"),
-    *("no_prefill_server", "retracted", "retried", "holds_lost"),
-)
+COUNTED = ("retracted", "retried", "holds_lost")
 TEST_TOKEN_ID = 0
 TRANSFER_ID_BITS = 63
 
 
 class Requests:
-    """Owner of every `DecodeRequest`. lengths: of the outputs that have ended. arriving: what the
-    transfers under way bring."""
+    """Owner of every `DecodeRequest`. samples: whose cache some wait for. answers: what clients are
+    told. arriving: what the transfers under way bring."""
 
     def __init__(
         self,
@@ -67,12 +64,13 @@ class Requests:
         self._outbox = outbox
         self._rng = rng
         self._requests: dict[int, DecodeRequest] = {}
-        self._next_test_id = -1  # clients' requests have positive ones
+        self._next_own_id = -1  # clients' requests have positive ones
         self.arriving = ArrivingBlocks(account.cache)
         self.deadlines = Deadlines()
         self.queue = WaitingQueue()
-        self.lengths = OutputLengths()
-        self.counters = dict.fromkeys(COUNTED, 0.0)
+        self.samples = Samples(account)
+        self.answers = Answers(outbox)
+        self._counters = dict.fromkeys(COUNTED, 0.0)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(list(self._requests.values()))
@@ -87,9 +85,18 @@ class Requests:
         return self._requests[sequence.request_id]
 
     @property
+    def counters(self) -> dict[str, float]:
+        return {**self.answers.counters, **self._counters}
+
+    @property
     def client_count(self) -> int:
         """Requests that a client waits for."""
-        return sum(not request.tested_link for request in self._requests.values())
+        return sum(request.has_client for request in self._requests.values())
+
+    @property
+    def waiting_count(self) -> int:
+        """Those of clients that wait."""
+        return sum(request.sample_count for request in self.queue)
 
     @property
     def transferring(self) -> list[DecodeRequest]:
@@ -104,28 +111,47 @@ class Requests:
 
     # ---- they come -------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit, now: float) -> DecodeRequest:
-        """A client's request, which waits from now on."""
-        request = DecodeRequest(
-            request_id=submit.request_id,
+    def submit(self, submit: Submit, now: float) -> list[DecodeRequest]:
+        """A client's requests: the samples of one prompt. Returns those that are queued. A room is
+        for the first ones, as many as share a cache; any prefill server computes the others'."""
+        queued: list[DecodeRequest] = []
+        for samples in self.samples.groups_of(submit):
+            children = [self._new_request(submit, sample, now) for sample in samples]
+            if len(children) == 1:
+                (parent,) = children
+            else:
+                own = msgspec.structs.replace(samples[0], request_id=self._take_own_id())
+                parent = self._new_request(submit, own, now)
+                self.samples.join(parent, children)
+                self._requests[parent.request_id] = parent
+            parent.bootstrap = None if queued else submit.bootstrap
+            for child in children:
+                self._requests[child.request_id] = child
+                self.deadlines.add(child.request_id, child.deadline)
+            self.queue.add(parent)
+            queued.append(parent)
+        return queued
+
+    @staticmethod
+    def _new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
+        return DecodeRequest(
+            request_id=sample.request_id,
             token_ids=list(submit.token_ids),
             prompt_count=len(submit.token_ids),
-            sampling=submit.sampling,
-            bootstrap=submit.bootstrap,
+            sampling=msgspec.structs.replace(submit.sampling, seed=sample.seed),
+            bootstrap=None,
             digests=submit.prefix_digests,
             arrived_at=now,
             deadline=now + submit.budget_s,
             waiting_since=now,
-            origin=submit.origin,
+            origin=sample.origin,
         )
-        self._add(request)
-        return request
 
     def submit_test(self, link: str, budget_s: float, now: float) -> None:
         """A prompt of one token, for one token, from the prefill server at a link."""
         sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
         request = DecodeRequest(
-            request_id=self._next_test_id,
+            request_id=self._take_own_id(),
             token_ids=[TEST_TOKEN_ID],
             prompt_count=1,
             sampling=sampling,
@@ -136,19 +162,19 @@ class Requests:
             waiting_since=now,
             tested_link=link,
         )
-        self._next_test_id -= 1
-        self._add(request)
-
-    def _add(self, request: DecodeRequest) -> None:
         self._requests[request.request_id] = request
         self.queue.add(request)
         self.deadlines.add(request.request_id, request.deadline)
+
+    def _take_own_id(self) -> int:
+        self._next_own_id -= 1
+        return self._next_own_id + 1
 
     # ---- while they wait -------------------------------------------------------------------------
 
     def unbind(self, request: DecodeRequest) -> None:
         """Its room or its held cache is lost to it: any prefill server may compute it."""
-        self.counters["holds_lost"] += request.is_held
+        self._counters["holds_lost"] += request.is_held
         request.bootstrap = None
 
     def keep_here(self, request: DecodeRequest) -> None:
@@ -171,6 +197,7 @@ class Requests:
         request.transfer = incoming.reserve(
             source, transfer_id, request.request_id, token_count, _ask(request, now), prefix
         )
+        self.samples.reserve(request)
         request.asked_at = now
         self._transfers.links.note_asked(source, token_count, now)
         request.link = source.link
@@ -181,11 +208,17 @@ class Requests:
         """WAITING -> RUNNING, if there are pages: this server computes what is not here of the
         prompt's cache."""
         tokens, digests = request.token_ids, request.digests
+        needs = self._account.needs_behind(match, len(tokens))
+        beside = self.samples.needs(request)
+        if not self._account.can_allocate(list(map(add, needs, beside))):
+            return
         sequence = self._account.open(
             request.request_id, tokens, request.prompt_count, request.sampling, digests, match
         )
         if sequence is None:
             return
+        self.samples.reserve(request)
+        sequence.samples = self.samples.draws(request)
         self._advance(request, DecodeEvent.SCHEDULED_HERE)
         self.queue.discard(request.request_id)
         request.sequence = sequence
@@ -195,7 +228,7 @@ class Requests:
 
     def adopt(self, request: DecodeRequest, ready: CacheReady, now: float) -> FinishReason | None:
         """TRANSFERRING -> RUNNING: the cache is there, and its first token. Returns why that is
-        the last one, if it is."""
+        the last one, if it is. One with samples has no token, and is to be forked at once."""
         done = ready.done
         self._advance(request, DecodeEvent.DONE)
         if request.first_token_at == 0.0:
@@ -204,10 +237,11 @@ class Requests:
             request.cached = CachedTokens(prefill=done.trace.cached_token_count, decode=here)
             request.prompt_logprobs = done.prompt_logprobs
         request.transfer = None
-        request.token_ids.append(done.first_token)
+        if not request.children:
+            request.token_ids.append(done.first_token)
         self.arriving.remove(request)
         held, request.held = request.held, None
-        request.sequence = self._account.adopt(
+        sequence = self._account.adopt(
             request.request_id,
             request.token_ids,
             request.prompt_count,
@@ -217,8 +251,62 @@ class Requests:
             request.digests,
             held,
         )
-        self._batcher.add(request.sequence)
-        return self._batcher.limits.finish_of(request.sequence)
+        request.sequence = sequence
+        if request.children:
+            return None
+        self._batcher.add(sequence)
+        return self._batcher.limits.finish_of(sequence)
+
+    def fork(
+        self,
+        parent: DecodeRequest,
+        tokens: Mapping[int, int],
+        logprobs: Mapping[int, TokenLogprobs],
+        now: float,
+        *,
+        is_known: bool,
+    ) -> None:
+        """RUNNING -> FINISHED of a prompt whose cache is there; WAITING -> RUNNING of its samples.
+
+        tokens, logprobs: of each sample, the first one. A sample without waits alone from now on.
+        is_known: whether our workers drew them, and so know the samples.
+        """
+        prompt, parent.sequence = parent.sequence, None
+        assert prompt is not None
+        going: list[Sequence] = []
+        begun: list[tuple[DecodeRequest, FinishReason | None]] = []
+        for child in list(parent.children):
+            if child.request_id not in tokens:
+                self._wait_alone(child, parent, now)
+                continue
+            self._advance(child, DecodeEvent.FORKED)
+            sequence = self.samples.begin(child, parent, is_first=not begun)
+            child.token_ids.append(tokens[child.request_id])
+            finish = self._batcher.limits.finish_of(sequence)
+            begun.append((child, finish))
+            if finish is None:
+                sequence.is_known = is_known
+                child.sequence = sequence
+                going.append(sequence)
+        copies = self.samples.fork(parent, prompt, going)
+        if going:
+            self._batcher.add_samples(copies, going[0])
+        if is_known:
+            self._batcher.retire(tokens.keys() - {one.request_id for one in going})
+        self._batcher.remove(prompt)
+        for child, finish in begun:
+            self.samples.leave(child)
+            first = tokens[child.request_id]
+            self.send_token(child, first, logprobs.get(child.request_id), finish, now)
+        self._advance(parent, DecodeEvent.LAST_TOKEN)
+        self._forget(parent)
+
+    def _wait_alone(self, child: DecodeRequest, parent: DecodeRequest, now: float) -> None:
+        """No token was drawn for a sample: its prompt's other half knew of fewer."""
+        self.samples.leave(child)
+        child.requested_at = parent.requested_at
+        child.waiting_since = now
+        self.queue.add_again(child)
 
     def retry(
         self, request: DecodeRequest, now: float, *, is_attempt: bool, is_computed_here: bool
@@ -227,7 +315,7 @@ class Requests:
         self._advance(request, DecodeEvent.PEER_FAILED)
         if is_attempt:
             self._note_attempt(request)
-            self.counters["retried"] += 1
+            self._counters["retried"] += 1
             request.is_computed_here = is_computed_here
         self._wait_again(request, now)
 
@@ -239,7 +327,7 @@ class Requests:
         request.tried_links.clear()
         request.retraction_count += 1
         request.digests = self._account.cached.digests_of(request.digests, request.token_ids)
-        self.counters["retracted"] += 1
+        self._counters["retracted"] += 1
         self._wait_again(request, now)
 
     def _wait_again(self, request: DecodeRequest, now: float) -> None:
@@ -255,12 +343,15 @@ class Requests:
         self._advance(request, DecodeEvent.LAST_TOKEN)
         self._drop_sequence(request)
         self._forget(request)
-        self.counters["finished"] += not request.tested_link
 
     def fail(self, request: DecodeRequest, failure: Failure, now: float) -> None:
-        """Any state -> FAILED: one error is the answer."""
-        if not request.tested_link:
-            self._answer_failed(request, failure, now)
+        """Any state -> FAILED: one error is the answer. A prompt fails with all of its samples, and
+        ends with the last of them."""
+        if request.children:
+            for child in list(request.children):
+                self.fail(child, failure, now)
+            return
+        self.answers.send_failure(request, failure, now)
         self._withdraw_room(request, failure.message)
         self._advance(request, DecodeEvent.CANCELLED)
         if request.transfer is not None and request.transfer.owner is not None:
@@ -269,18 +360,9 @@ class Requests:
         self._let_go(request)
         self._drop_sequence(request)
         self._forget(request)
-
-    def _answer_failed(self, request: DecodeRequest, failure: Failure, now: float) -> None:
-        kind = failure.kind
-        if kind is FailureKind.ABORTED and request.output_count:
-            # Its client has had enough: it gives its pages back like one that ended.
-            self.lengths.note_end(request.output_count)
-        self.counters["failed"] += 1
-        counted = "bootstrap_failed" if kind.is_bootstrap else kind
-        if counted in self.counters:
-            self.counters[counted] += 1
-        trace = request.trace(now, status=kind, message=failure.message)
-        self._outbox.to_frontend(Failed.of(request.request_id, failure, trace))
+        parent = self.samples.leave(request)
+        if parent is not None and not parent.children:
+            self.fail(parent, failure, now)
 
     def _withdraw_room(self, request: DecodeRequest, reason: str) -> None:
         """A routed request that has reserved nothing yet ends: its other half waits for that."""
@@ -316,36 +398,12 @@ class Requests:
         now: float,
     ) -> None:
         """One new token to the client; the last one ends the request."""
-        self._note_length(request, finish.kind if finish is not None else None)
         is_first = request.first_token_at == 0.0
         if is_first:
             request.first_token_at = now
         if finish is not None:
             self.finish(request)
-        if finish is not None and request.tested_link:
-            return
-        self._outbox.to_frontend(
-            Tokens(
-                request.request_id,
-                [token_id],
-                logprobs=[logprobs] if logprobs is not None else [],
-                prompt_logprobs=request.prompt_logprobs if is_first else [],
-                cached=request.cached,
-                finish=finish,
-                trace=request.trace(now) if finish is not None else None,
-                offset=request.output_count - 1,
-            )
-        )
-
-    def _note_length(self, request: DecodeRequest, finish: FinishKind | None) -> None:
-        """What is learned from a token of an output, perhaps its last."""
-        if request.tested_link:
-            return
-        self.lengths.note_token(request.output_count)
-        if finish is FinishKind.STOP:
-            self.lengths.note_end(request.output_count)
-        elif finish is FinishKind.LENGTH:
-            self.lengths.note_cut(request.output_count)
+        self.answers.send_token(request, token_id, logprobs, finish, now, is_first=is_first)
 
     # ---- helpers ---------------------------------------------------------------------------------
 
@@ -359,6 +417,7 @@ class Requests:
     def _let_go(self, request: DecodeRequest) -> None:
         """What is here of its cache may be evicted, if it was kept: nothing else comes."""
         self.arriving.remove(request)
+        self.samples.give_back(request)
         if request.held is not None:
             self._account.cached.let_go(request.held)
             request.held = None
@@ -390,4 +449,5 @@ def _ask(request: DecodeRequest, now: float) -> Ask:
         is_self_test=bool(request.tested_link),
         is_held=request.is_held,
         prefix_digests=b"" if room is not None else request.digests,
+        seeds=() if room is not None else request.seeds,
     )

@@ -21,6 +21,7 @@ from common.protocol.frontend import (
     State,
     Submit,
 )
+from common.protocol.peer import TransferDone
 from common.protocol.worker import (
     StepDone,
     WorkerBeat,
@@ -102,6 +103,7 @@ class DecodeScheduler:
             chunk_token_max=limits.chunk_token_max,
             checkpoint_max=facts.checkpoint_max,
             digest_tokens=facts.digest_tokens,
+            shares_samples=True,
         )
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         rates = StepRates(facts.pass_times)
@@ -279,19 +281,20 @@ class DecodeScheduler:
                 assert_never(message)
 
     def _handle_submit(self, submit: Submit, now: float) -> None:
-        self._counters["requests"] += 1
+        self._counters["requests"] += 1 + len(submit.siblings)
         failure = self._check(submit)
         if failure is not None:
-            self._outbox.to_frontend(Failed.of(submit.request_id, failure))
+            for sample in submit.samples:
+                self._outbox.to_frontend(Failed.of(sample.request_id, failure))
             return
-        request = self.requests.submit(submit, now)
-        decision = self._missing_servers.check_length(request, now)
-        if decision is not None:
-            self._apply(decision, now)
+        for request in self.requests.submit(submit, now):
+            decision = self._missing_servers.check_length(request, now)
+            if decision is not None:
+                self._apply(decision, now)
 
     def _check(self, submit: Submit) -> Failure | None:
         """Why a request is not taken; None if it is."""
-        token_count, waiting_count = len(submit.token_ids), len(self.requests.queue)
+        token_count, waiting_count = len(submit.token_ids), self.requests.waiting_count
         if not 1 <= token_count < self.request_token_max:
             text = f"prompt of {token_count} tokens: must be 1..{self.request_token_max - 1}"
             return Failure(FailureKind.BAD_REQUEST, text)
@@ -326,9 +329,9 @@ class DecodeScheduler:
         source = links.connections.of_incarnation(ready.transfer.peer)
         if source is not None:
             links.note_success(source, now)
-        if request.is_held and self.batcher.limits.ends_too_early(
-            request.sampling, done.first_token
-        ):
+        first_tokens = done.first_tokens or [done.first_token]
+        ends_too_early, sampling = self.batcher.limits.ends_too_early, request.sampling
+        if request.is_held and any(ends_too_early(sampling, one) for one in first_tokens):
             # The client asks for more than the prefill server was told: its token does not fit.
             self.transfers.incoming.release(ready.transfer)
             text = "the first token of the held cache would end the output too early"
@@ -337,10 +340,23 @@ class DecodeScheduler:
             return
         self._times.note_ready(ready, request.asked_at, now)
         finish = self.requests.adopt(request, ready, now)
+        if request.children:
+            self._fork_ready(request, done, now)
+            return
         logprobs = done.logprobs[0] if done.logprobs else None
         self.requests.send_token(request, done.first_token, logprobs, finish, now)
         if finish is not None and request.tested_link:
             self._self_tests.note_end(request.tested_link, "", now)
+
+    def _fork_ready(self, parent: DecodeRequest, done: TransferDone, now: float) -> None:
+        """A prompt's cache is there, and the first tokens of its samples in the order of its seeds;
+        fewer than that from a server whose client asked for fewer."""
+        first_tokens = done.first_tokens or [done.first_token]
+        places = {child: parent.seeds.index(child.sampling.seed) for child in parent.children}
+        drawn = {c.request_id: place for c, place in places.items() if place < len(first_tokens)}
+        tokens = {request_id: first_tokens[place] for request_id, place in drawn.items()}
+        told = {r: done.logprobs[p] for r, p in drawn.items() if p < len(done.logprobs)}
+        self.requests.fork(parent, tokens, told, now, is_known=False)
 
     def _handle_failed(self, failed: CacheFailed, now: float) -> None:
         request = self.requests.get(failed.owner)
@@ -379,6 +395,9 @@ class DecodeScheduler:
         for undrawn in outcome.failed:
             request = self.requests.of_sequence(undrawn.sequence)
             self._fail(request, undrawn.failure, now)
+        for drawn in outcome.samples:
+            parent = self.requests.of_sequence(drawn.sequence)
+            self.requests.fork(parent, drawn.tokens, drawn.logprobs, now, is_known=True)
         for token in outcome.tokens:
             request = self.requests.of_sequence(token.sequence)
             self.requests.send_token(request, token.token_id, token.logprobs, token.finish, now)
@@ -391,7 +410,7 @@ class DecodeScheduler:
             call_id=call_id,
             is_ready=self.is_ready,
             queues={
-                "waiting": len(requests.queue),
+                "waiting": requests.waiting_count,
                 "prealloc": self._admission.short_count(requests.queue, now),
                 "transfer": incoming.under_way_count,
                 "retracted": sum(r.output_count > 0 for r in requests.queue),

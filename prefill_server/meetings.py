@@ -49,7 +49,7 @@ class Meetings:
     # ---- a client's half -------------------------------------------------------------------------
 
     def handle_submit(self, submit: Submit, now: float) -> None:
-        self.count += 1
+        self.count += len(submit.samples)
         room = submit.bootstrap.room if submit.bootstrap is not None else None
         failure = self._check(submit, room)
         if failure is not None:
@@ -86,7 +86,8 @@ class Meetings:
         return None
 
     def _refuse(self, submit: Submit, failure: Failure) -> None:
-        self._outbox.to_frontend(Failed.of(submit.request_id, failure))
+        for sample in submit.samples:
+            self._outbox.to_frontend(Failed.of(sample.request_id, failure))
 
     def _refuse_room(self, room: int, problem: str, now: float) -> None:
         """The client's half of a room was not taken: its reservation ends, now or when it comes."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.failures import Failure
+from common.protocol.frontend import Sibling
 from common.request import (
     CachedTokens,
     Origin,
@@ -20,8 +23,9 @@ from common.transfers.outgoing import OutgoingTransfer
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """client_id: the frontend's id, or None if only the decode server knows of the request.
-
+    """clients: the samples of the prompt that a client waits for, by their place among all; none if
+    only the decode server knows of the request. seeds: of all samples, also of those whose clients
+    have left.
     digests: of its prompt's beginnings (see prefix_digests.py).
     is_ahead: it is computed before any decode server asks for it, and held until one does.
     transfer: to the decode server that asked for it; None before one has.
@@ -30,7 +34,8 @@ class PrefillRequest:
     """
 
     request_id: int
-    client_id: int | None
+    clients: dict[int, Sibling]
+    seeds: list[int]
     token_ids: list[int]
     prompt_count: int
     sampling: SamplingParams
@@ -42,8 +47,8 @@ class PrefillRequest:
     state: PrefillState = PrefillState.WAITING
     transfer: OutgoingTransfer | None = None
     sequence: Sequence | None = None
-    first_token: int | None = None
-    first_logprobs: TokenLogprobs | None = None
+    first_tokens: list[int] = field(default_factory=list)
+    first_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[bytes] = field(default_factory=list)
     failure: Failure | None = None
     short_since: float = 0.0
@@ -76,10 +81,6 @@ class PrefillRequest:
         """Whether puts or digests of it are outstanding."""
         return self.transfer is not None and self.transfer.is_on_its_way
 
-    @property
-    def first_logprob_list(self) -> list[TokenLogprobs]:
-        return [self.first_logprobs] if self.first_logprobs is not None else []
-
     def transfer_trace(self, now: float) -> TransferTrace:
         scheduled_at = self.scheduled_at or now
         computed_at = self.computed_at or now
@@ -97,20 +98,40 @@ class PrefillRequest:
             chunk_ends_s=list(self.chunk_ends_s),
         )
 
-    def trace(self, now: float) -> RequestTrace:
+    def traces(self, now: float) -> list[tuple[int, RequestTrace]]:
+        """The account of each client's sample, by its place. What a transfer moved counts once."""
+        traces: list[tuple[int, RequestTrace]] = []
+        for place, sample in self.clients.items():
+            trace = self.trace(now, sample.request_id, sample.origin)
+            if traces:
+                once = msgspec.structs.replace(
+                    trace.transfer, nbytes=0, exposed_nbytes=0, run_count=0, wire_s=0.0
+                )
+                trace = msgspec.structs.replace(trace, transfer=once)
+            traces.append((place, trace))
+        return traces
+
+    def trace(
+        self, now: float, request_id: int | None = None, origin: Origin | None = None
+    ) -> RequestTrace:
+        """request_id, origin: of a client's sample."""
         queued_at = self.queued_at or now
+        own = origin or self.origin
+        asked_by = self.transfer.request.origin.trace_parent if self.transfer is not None else ""
+        if asked_by:
+            own = msgspec.structs.replace(own, trace_parent=asked_by)
         return RequestTrace(
-            request_id=self.client_id if self.client_id is not None else self.request_id,
+            request_id=self.request_id if request_id is None else request_id,
             peer=self.transfer.peer_name if self.transfer is not None else "",
             status=self.failure.kind if self.failure is not None else "ok",
             message=self.failure.message if self.failure is not None else "",
             arrived_s=self.arrived_at,
             prompt_token_count=len(self.token_ids),
-            output_token_count=0 if self.first_token is None else 1,
+            output_token_count=1 if self.first_tokens else 0,
             cached=CachedTokens(prefill=self.cached_token_count),
             reserve_s=queued_at - self.arrived_at,
             transfer=self.transfer_trace(now),
             ttft_s=now - self.arrived_at,
             e2e_s=now - self.arrived_at,
-            origin=self.origin,
+            origin=own,
         )

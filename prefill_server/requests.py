@@ -9,18 +9,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 
 import msgspec
 
 from common.failures import Failure
 from common.protocol.frontend import Failed, Submit, Tokens, Traced
-from common.request import CHUNK_MARK_COUNT_MAX, CachedTokens, FinishKind, FinishReason
+from common.protocol.worker import SampleDraw
+from common.request import (
+    CHUNK_MARK_COUNT_MAX,
+    CachedTokens,
+    FinishKind,
+    FinishReason,
+    TokenLogprobs,
+)
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
-from common.scheduling.step_outcome import ChunkDone, TokenDone
+from common.scheduling.sequence import Sequence
+from common.scheduling.step_outcome import ChunkDone
 from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
 from common.transfers.credits import Credits
 from common.transfers.outgoing import ALL_COMPUTED, Outgoing, OutgoingTransfer
@@ -102,7 +111,8 @@ class Requests:
         of that."""
         request = PrefillRequest(
             request_id=self._take_id(),
-            client_id=submit.request_id,
+            clients=dict(enumerate(submit.samples)),
+            seeds=[sample.seed for sample in submit.samples],
             token_ids=submit.token_ids,
             prompt_count=len(submit.token_ids),
             sampling=submit.sampling,
@@ -113,7 +123,8 @@ class Requests:
             is_ahead=is_ahead,
             origin=submit.origin,
         )
-        self._by_client[submit.request_id] = request
+        for sample in submit.samples:
+            self._by_client[sample.request_id] = request
         self._by_room[room] = request
         self._add(request)
         return request
@@ -124,7 +135,8 @@ class Requests:
         assert message.sampling is not None, "checked when it came"
         request = PrefillRequest(
             request_id=self._take_id(),
-            client_id=None,
+            clients={},
+            seeds=message.seeds or [message.sampling.seed],
             token_ids=message.token_ids,
             prompt_count=message.prompt_count,
             sampling=message.sampling,
@@ -188,6 +200,8 @@ class Requests:
             return
         self._advance(request, PrefillEvent.SCHEDULED)
         request.sequence = sequence
+        if len(request.seeds) > 1:
+            sequence.samples = [SampleDraw(self._take_id(), seed) for seed in request.seeds]
         request.cached_token_count = sequence.cached_count
         request.scheduled_at = now
         self.queue.discard(request)
@@ -208,31 +222,36 @@ class Requests:
         if chunk.prompt_logprobs:
             request.prompt_logprobs.append(chunk.prompt_logprobs)
 
-    def note_computed(self, token: TokenDone, now: float) -> PrefillRequest:
-        """PREFILLING -> SENDING or HELD: the prompt is computed and the first token drawn. The
-        client of a held cache is answered; the last layers of another may be on their way."""
-        request = self._by_id[token.sequence.request_id]
-        request.first_token = token.token_id
-        request.first_logprobs = token.logprobs
+    def note_computed(
+        self,
+        sequence: Sequence,
+        tokens: List[int],
+        logprobs: List[TokenLogprobs],
+        now: float,
+    ) -> PrefillRequest:
+        """PREFILLING -> SENDING or HELD: the prompt is computed and its samples' first tokens are
+        drawn. The client of a held cache is answered; the last layers of another may be on their
+        way."""
+        request = self._by_id[sequence.request_id]
+        request.first_tokens = list(tokens)
+        request.first_logprobs = list(logprobs)
         request.computed_at = now
-        self._batcher.stop(token.sequence)
+        self._batcher.stop(sequence)
         if request.is_ahead:
             self._advance(request, PrefillEvent.COMPUTED_AHEAD)
             self._held.append(request)
             self._answer(request, now)
-            assert request.client_id is not None
-            del self._by_client[request.client_id]
-            request.client_id = None
+            self._forget_clients(request)
             return request
         self._advance(request, PrefillEvent.LAST_CHUNK)
         assert request.transfer is not None
-        self._outgoing.ask_digests(request.transfer, token.sequence.page_lists())
+        self._outgoing.ask_digests(request.transfer, sequence.page_lists())
         return request
 
     def finish(self, request: PrefillRequest, now: float) -> None:
         """SENDING -> FINISHED: everything is flushed at the target."""
         transfer, sequence = request.transfer, request.sequence
-        assert transfer is not None and sequence is not None and request.first_token is not None
+        assert transfer is not None and sequence is not None and request.first_tokens
         self._advance(request, PrefillEvent.SETTLED)
         self._account.close(sequence)
         self.counters["finished"] += not request.is_self_test
@@ -245,29 +264,43 @@ class Requests:
             )
         self._outgoing.finish(
             transfer,
-            request.first_token,
+            request.first_tokens,
             seen_by_target,
-            request.first_logprob_list,
+            request.first_logprobs,
             request.prompt_logprobs,
         )
-        if request.client_id is not None:
-            self._answer(request, now)
-        elif not request.is_self_test:
+        self._answer(request, now)
+        if not request.clients and not request.is_self_test:
             self._outbox.to_frontend(Traced(trace))
         self._forget(request)
 
     def _answer(self, request: PrefillRequest, now: float) -> None:
-        assert request.client_id is not None and request.first_token is not None
-        self._outbox.to_frontend(
-            Tokens(
-                request.client_id,
-                [request.first_token],
-                logprobs=request.first_logprob_list,
-                cached=CachedTokens(prefill=request.cached_token_count),
-                finish=FinishReason(FinishKind.LENGTH),
-                trace=request.trace(now),
+        """Each client's sample has its token, and no more here."""
+        for place, trace in request.traces(now):
+            self._outbox.to_frontend(
+                Tokens(
+                    trace.request_id,
+                    [request.first_tokens[place]],
+                    logprobs=request.first_logprobs[place : place + 1],
+                    cached=CachedTokens(prefill=request.cached_token_count),
+                    finish=FinishReason(FinishKind.LENGTH),
+                    trace=trace,
+                )
             )
-        )
+
+    def drop_client(
+        self, request: PrefillRequest, client_id: int, failure: Failure, now: float
+    ) -> bool:
+        """A client leaves a prompt that others wait for as well; False if there are no others."""
+        if len(request.clients) < 2:
+            return False
+        (place,) = (p for p, one in request.clients.items() if one.request_id == client_id)
+        sample = request.clients.pop(place)
+        del self._by_client[client_id]
+        trace = request.trace(now, client_id, sample.origin)
+        trace = msgspec.structs.replace(trace, status=failure.kind, message=failure.message)
+        self._outbox.to_frontend(Failed.of(client_id, failure, trace))
+        return True
 
     def fail(self, request: PrefillRequest, failure: Failure, now: float) -> None:
         """WAITING or QUEUED -> FAILED; PREFILLING, HELD or SENDING -> DRAINING. The first cause
@@ -275,8 +308,8 @@ class Requests:
         if request.state in ENDED:
             return
         request.failure = failure = request.failure or failure
-        if request.client_id is not None:
-            self._outbox.to_frontend(Failed.of(request.client_id, failure, request.trace(now)))
+        for _, trace in request.traces(now):
+            self._outbox.to_frontend(Failed.of(trace.request_id, failure, trace))
         self.queue.discard(request)
         if request.sequence is not None:
             self._batcher.stop(request.sequence)
@@ -301,7 +334,7 @@ class Requests:
         trace = request.trace(now)
         if transfer is not None:
             self._outgoing.refuse(transfer, failure, now)
-        if request.client_id is None and not is_test:
+        if not request.clients and not is_test:
             self._outbox.to_frontend(Traced(trace))
         self._forget(request)
 
@@ -314,9 +347,14 @@ class Requests:
         del self._by_id[request.request_id]
         self.deadlines.forget(request.request_id)
         self.queue.discard(request)
-        if request.client_id is not None:
-            del self._by_client[request.client_id]
+        self._forget_clients(request)
         if request.room is not None:
             del self._by_room[request.room]
         if request.transfer is not None and request.uses_credit:
             self._credits.end(request.transfer.peer)
+
+    def _forget_clients(self, request: PrefillRequest) -> None:
+        """They are answered."""
+        for sample in request.clients.values():
+            del self._by_client[sample.request_id]
+        request.clients = {}

@@ -25,6 +25,7 @@ from common.protocol.worker import (
     WorkerReady,
     WorkerToScheduler,
 )
+from common.request import TokenLogprobs
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
     Effect,
@@ -41,6 +42,7 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
+from common.scheduling.sequence import Sequence
 from common.scheduling.told_prefixes import ToldPrefixes
 from common.scheduling.transitions import PrefillState
 from common.scheduling.worker_health import WorkerHealth
@@ -234,7 +236,8 @@ class PrefillScheduler:
                 request = self.requests.of_client(message.request_id)
                 if request is not None:
                     failure = Failure(FailureKind.ABORTED, message.reason)
-                    self.meetings.fail(request, failure, now)
+                    if not self.requests.drop_client(request, message.request_id, failure, now):
+                        self.meetings.fail(request, failure, now)
             case Drain():
                 self.meetings.is_draining = True
                 self.transfers.links.hurry()
@@ -292,7 +295,7 @@ class PrefillScheduler:
         if request is None:
             self.meetings.drop(event.transfer, failure, now)
             return
-        if request.client_id is None:
+        if not request.clients:
             failure = Failure(FailureKind.ABORTED, text)
         self.meetings.fail(request, failure, now)
 
@@ -328,15 +331,25 @@ class PrefillScheduler:
             assert failed is not None
             self.meetings.fail(failed, undrawn.failure, now)
         for token in outcome.tokens:
-            request = self.requests.note_computed(token, now)
-            if request.is_ahead:
-                # Its decode server may have asked already, before it heard of the cache.
-                self.meetings.offer(request, now)
-            else:
-                self._handle_progress(request, now)
+            told = [token.logprobs] if token.logprobs is not None else []
+            self._handle_computed(token.sequence, [token.token_id], told, now)
+        for drawn in outcome.samples:
+            self.batcher.retire(drawn.tokens)
+            told = [drawn.logprobs[one] for one in drawn.tokens if one in drawn.logprobs]
+            self._handle_computed(drawn.sequence, list(drawn.tokens.values()), told, now)
         for request in self.requests:
             if request.state is PrefillState.DRAINING:
                 self.requests.settle(request, now)
+
+    def _handle_computed(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs], now: float
+    ) -> None:
+        request = self.requests.note_computed(sequence, tokens, logprobs, now)
+        if request.is_ahead:
+            # Its decode server may have asked already, before it heard of the cache.
+            self.meetings.offer(request, now)
+        else:
+            self._handle_progress(request, now)
 
     # ---- what others may know --------------------------------------------------------------------
 

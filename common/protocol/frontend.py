@@ -27,8 +27,19 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 # ---- to the scheduler ---------------------------------------------------------------------------
 
 
+class Sibling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Another sample of the same prompt: a request of its own, sampled with another seed."""
+
+    request_id: int
+    seed: int
+    origin: Origin = Origin()
+
+
 class Submit(_Message, frozen=True):
     """A validated request. budget_s: seconds it may still take. bootstrap: None for a plain one.
+
+    siblings: the other samples of the prompt, in the order in which the client numbers them. Each
+        is answered, cancelled and ended alone. They share the prompt, its cache and its room.
 
     prefix_digests: of the prompt's beginnings (see prefix_digests.py); none if nothing of it is to
         be found in a cache, or kept there.
@@ -41,6 +52,12 @@ class Submit(_Message, frozen=True):
     bootstrap: Bootstrap | None = None
     origin: Origin = Origin()
     prefix_digests: bytes = b""
+    siblings: list[Sibling] = []
+
+    @property
+    def samples(self) -> list[Sibling]:
+        """All of them, the message's own first."""
+        return [Sibling(self.request_id, self.sampling.seed, self.origin), *self.siblings]
 
 
 class Cancel(_Message, frozen=True):

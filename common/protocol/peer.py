@@ -169,6 +169,8 @@ class TransferRequest(_Message, frozen=True):
     writers: ranks of the prefill server that the decode server expects to write.
     budget_ms: how long this may still take. is_self_test: no client waits, and no metric counts it.
     attachment: of the Attach that the pages were reserved behind; under another, it is ignored.
+    seeds: of the samples of this prompt, if there are several; each draws a first token. With a
+        room, the client's body says how many there are, and how they draw.
     """
 
     transfer_id: int
@@ -188,12 +190,15 @@ class TransferRequest(_Message, frozen=True):
     attachment: int = 0
     token_start: int = 0
     prefix_digests: bytes = b""
+    seeds: list[int] = []
 
 
 class TransferDone(_Message, frozen=True):
     """The cache is complete and flushed at the target; here is the first token.
 
     writers: ranks that wrote (or had nothing to write), to compare with the expected set.
+    first_tokens: of all samples, if there are several, in the order of their seeds; first_token is
+        the first one of them. logprobs: of each sample, or of none.
     prompt_logprobs: `encode_logprobs` of each chunk. Schedulers pass them on unread: reading a
         million of them takes longer than a peer may be silent.
     digests: per decode rank, of the bytes written to it; empty without verification.
@@ -208,6 +213,7 @@ class TransferDone(_Message, frozen=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[bytes] = []
     digests: list[bytes] = []
+    first_tokens: list[int] = []
 
 
 class TransferFailed(_Message, frozen=True):

@@ -31,13 +31,20 @@ from common.protocol.worker import (
 from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.blocks_under_way import BlocksUnderWay
 from common.scheduling.chunks import is_passing, plan_chunks
+from common.scheduling.fork_copies import ForkCopies
 from common.scheduling.in_flight import Flight, InFlight
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.prefix_tree import Checkpoint
 from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
-from common.scheduling.step_outcome import ChunkDone, StepOutcome, TokenDone, Undrawn
+from common.scheduling.step_outcome import (
+    ChunkDone,
+    SamplesDrawn,
+    StepOutcome,
+    TokenDone,
+    Undrawn,
+)
 
 
 class PlannedStep(msgspec.Struct):
@@ -66,6 +73,7 @@ class Batcher:
         self._leaving: list[Sequence] = []
         self._in_flight = InFlight()
         self._under_way = BlocksUnderWay(account)
+        self._fork_copies = ForkCopies()
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
@@ -95,10 +103,14 @@ class Batcher:
         return len(self._ready)
 
     @property
+    def _place_count(self) -> int:
+        """Places in the steps that are taken: a prompt takes those of its samples."""
+        return len(self._running) + sum(s.sample_count for s in self._prompts.values())
+
+    @property
     def is_full(self) -> bool:
         """Whether as many sequences compute as may, those that are ready included."""
-        count = len(self._running) + len(self._prompts) + len(self._ready)
-        return count >= self.limits.running_max
+        return self._place_count + len(self._ready) >= self.limits.running_max
 
     @property
     def is_computing(self) -> bool:
@@ -107,7 +119,7 @@ class Batcher:
     def has_room_for(self, token_count: int) -> bool:
         """Whether a prompt of so many tokens would be computed in one of the steps that may be sent
         next: they have room, or it passes those that fill them."""
-        if len(self._running) + len(self._prompts) >= self.limits.running_max:
+        if self._place_count >= self.limits.running_max:
             return False
         budget = self.limits.in_flight_max * self.limits.chunk_token_max
         if self.unplanned_count < budget:
@@ -160,13 +172,26 @@ class Batcher:
             self.unplanned_count += len(sequence.token_ids) - sequence.chunk_start
             self._under_way.note(sequence)
 
+    def add_samples(self, forked: list[tuple[Sequence, list[PageCopies]]], first: Sequence) -> None:
+        """Samples of a prompt decode as soon as they have a place. What the others have to copy of
+        the first one's pages is copied with the next step, whoever is in it."""
+        self._fork_copies.add(first, forked)
+        for sequence in (first, *(sequence for sequence, _ in forked)):
+            assert not self.holds(sequence.request_id)
+            self._ready[sequence.request_id] = sequence
+        self._fill_places()
+
+    def retire(self, request_ids: Iterable[int]) -> None:
+        """Samples that workers know end with their first token."""
+        self._retired += request_ids
+
     def holds(self, request_id: int) -> bool:
         """Whether a request's sequence is here."""
         return any(request_id in table for table in (self._running, self._prompts, self._ready))
 
     def _fill_places(self) -> None:
         """Who is ready joins the steps, in order of arrival, as far as there are places."""
-        while self._ready and len(self._running) + len(self._prompts) < self.limits.running_max:
+        while self._ready and self._place_count < self.limits.running_max:
             request_id = next(iter(self._ready))
             self._running[request_id] = self._ready.pop(request_id)
 
@@ -176,10 +201,18 @@ class Batcher:
         self._close_or_wait(sequence)
 
     def _close_or_wait(self, sequence: Sequence) -> None:
-        if self.is_in_flight(sequence):
+        if self._fork_copies.drop(sequence):
+            self._account.cached.leave_nothing(sequence)
+        if self.is_in_flight(sequence) or self._fork_copies.is_source(sequence):
             self._leaving.append(sequence)
         else:
             self._account.close(sequence)
+
+    def _close_left(self) -> None:
+        """Take back the pages that no step touches any more."""
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            self._close_or_wait(sequence)
 
     def stop(self, sequence: Sequence) -> None:
         """Compute no further; the pages stay with the caller, who asks `is_in_flight`."""
@@ -203,6 +236,7 @@ class Batcher:
         be. To be called until there is none."""
         if len(self._in_flight) >= self.limits.in_flight_max:
             return PlannedStep(None)
+        self._close_left()
         self._fill_places()
         if len(self._in_flight):
             return PlannedStep(self._plan_ahead())
@@ -252,7 +286,7 @@ class Batcher:
             return None
         new: list[NewSequence] = []
         grants: list[PageGrant] = []
-        copies: list[PageCopies] = []
+        copies, copying = self._fork_copies.take()
         checkpoints = self._begin_checkpoints(chunks, decoding)
         chunks = self._keep_inside(chunks, checkpoints)
         for sequence in computing:
@@ -270,7 +304,7 @@ class Batcher:
         step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest, copies)
         self._next_step_id += 1
         self.unplanned_count -= sum(chunk.stop - chunk.start for chunk in chunks)
-        self._in_flight.begin(step, computing, checkpoints)
+        self._in_flight.begin(step, computing, checkpoints, copying)
         return step
 
     def _begin_checkpoints(
@@ -295,7 +329,9 @@ class Batcher:
                 stop = kept.token_count
                 parts.append(PrefillChunk(chunk.request_id, start, stop, False, pages))
                 start = stop
-            parts.append(PrefillChunk(chunk.request_id, start, chunk.stop, chunk.is_last))
+            samples = list(sequence.samples) if chunk.is_last else []
+            rest = PrefillChunk(chunk.request_id, start, chunk.stop, chunk.is_last, samples=samples)
+            parts.append(rest)
         return parts
 
     def _make_room(self, planned: PlannedStep) -> None:
@@ -314,8 +350,13 @@ class Batcher:
                 sequence = self._running.get(request_id)
 
     def _cheapest(self) -> Sequence:
-        """The sequence that costs least to bring back: the fewest tokens, the latest of equals."""
-        return min(self.sequences(), key=lambda s: (len(s.token_ids), -s.request_id))
+        """The sequence that costs least to bring back: the fewest tokens, the latest of equals.
+        One that the next step copies pages of would not give them back before that."""
+
+        def cost(one: Sequence) -> tuple[bool, int, int]:
+            return self._fork_copies.is_source(one), len(one.token_ids), -one.request_id
+
+        return min(self.sequences(), key=cost)
 
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
         """Within the token budget that the decodes leave."""
@@ -337,7 +378,7 @@ class Batcher:
             if sequence.checkpoint is not None:
                 self._account.cached.note_copied(sequence)
         for request_id in done.failed:
-            self._account.cached.withdraw(flight.sequences[request_id])
+            self._account.cached.withdraw(flight.owner_of(request_id))
         outcome = StepOutcome()
         for chunk in flight.step.chunks:
             self._finish_chunk(flight, chunk, done, outcome)
@@ -348,22 +389,20 @@ class Batcher:
             if sampled is None:
                 continue
             if request_id in done.failed:
-                is_unfit = request_id in done.unfit  # no other server would do better
-                kind = FailureKind.NO_TOKEN if is_unfit else FailureKind.BAD_LOGITS
-                outcome.failed.append(Undrawn(sampled, Failure(kind, done.failed[request_id])))
+                outcome.failed.append(_undrawn(sampled, request_id, done))
                 continue
             sampled.token_ids.append(token_id)
             finish = self.limits.finish_of(sampled)
             logprobs = done.logprobs.get(request_id)
             outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
-        leaving, self._leaving = self._leaving, []
-        for sequence in leaving:
-            self._close_or_wait(sequence)
+        self._close_left()
         return outcome
 
     def _still_running(self, flight: Flight, request_id: int) -> Sequence | None:
-        """The sequence that a step computed, unless it has left since."""
-        sequence = flight.sequences[request_id]
+        """The sequence that a step computed, unless it has left since. A sample is none yet."""
+        sequence = flight.sequences.get(request_id)
+        if sequence is None:
+            return None
         return sequence if self._running.get(request_id) is sequence else None
 
     def _finish_chunk(
@@ -373,19 +412,43 @@ class Batcher:
         who read them come out bad as well."""
         sequence = flight.sequences[chunk.request_id]
         if self._prompts.get(chunk.request_id) is not sequence:
+            self.retire(sample.request_id for sample in chunk.samples)
             return
         self._account.cached.remember(sequence)
         self._under_way.note(sequence)
         if chunk.is_last:
             self._under_way.forget(sequence)
             del self._prompts[chunk.request_id]
-            self._running[chunk.request_id] = sequence
+            if not chunk.samples:
+                self._running[chunk.request_id] = sequence
             # A sequence that sends its window now keeps no more than it.
             self._account.recycle(sequence)
         prompt_logprobs = done.prompt_logprobs.get(chunk.request_id, b"")
         outcome.chunks.append(
             ChunkDone(sequence, chunk.start, chunk.stop, chunk.is_last, prompt_logprobs)
         )
+        if chunk.samples:
+            self._finish_samples(sequence, chunk.drawing, done, outcome)
+
+    def _finish_samples(
+        self, sequence: Sequence, request_ids: list[int], done: StepDone, outcome: StepOutcome
+    ) -> None:
+        """All of them draw from one row: where one fails, all do."""
+        failed = [request_id for request_id in request_ids if request_id in done.failed]
+        if failed:
+            self.retire(request_ids)
+            outcome.failed.append(_undrawn(sequence, failed[0], done))
+            return
+        drawn = dict(zip(done.request_ids, done.token_ids, strict=True))
+        tokens = {request_id: drawn[request_id] for request_id in request_ids}
+        told = {one: done.logprobs[one] for one in request_ids if one in done.logprobs}
+        outcome.samples.append(SamplesDrawn(sequence, tokens, told))
+
+
+def _undrawn(sequence: Sequence, request_id: int, done: StepDone) -> Undrawn:
+    is_unfit = request_id in done.unfit  # no other server would do better
+    kind = FailureKind.NO_TOKEN if is_unfit else FailureKind.BAD_LOGITS
+    return Undrawn(sequence, Failure(kind, done.failed[request_id]))
 
 
 def _introduce(sequence: Sequence) -> NewSequence:

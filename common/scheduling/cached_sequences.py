@@ -323,6 +323,10 @@ class CachedSequences:
             self.remember(sequence)
             self._leave_checkpoint(sequence, self.cache)
 
+    def leave_nothing(self, sequence: Sequence) -> None:
+        """Of a sequence that ends, only the blocks that the cache has already hold anything."""
+        sequence.digests = b""
+
     def end(self, sequence: Sequence) -> None:
         """Its pages are given back."""
         self.note_copied(sequence)

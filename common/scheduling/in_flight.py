@@ -22,17 +22,27 @@ IN_FLIGHT_MAX = 2
 class Flight:
     """A step that has not returned. sequences: all that it computes, by request id, because a
     request that comes back under the same id is another sequence. counts: tokens of each whose
-    cache is there when it returns. checkpoints: that it copies, and of which sequence."""
+    cache is there when it returns. checkpoints: that it copies, and of which sequence. copying:
+    other sequences whose pages it copies."""
 
     step: Step
     sequences: dict[int, Sequence]
     counts: dict[int, int]
     checkpoints: list[tuple[Sequence, Checkpoint]]
+    copying: list[Sequence]
 
     def drawn(self) -> list[Sequence]:
         """Who gets a token from it."""
-        ids = [chunk.request_id for chunk in self.step.chunks if chunk.is_last]
+        last = [chunk for chunk in self.step.chunks if chunk.is_last and not chunk.samples]
+        ids = [chunk.request_id for chunk in last]
         return [self.sequences[request_id] for request_id in ids + self.step.decode]
+
+    def owner_of(self, request_id: int) -> Sequence:
+        """Whose logits a request's token was drawn from: a sample's are its prompt's."""
+        for chunk in self.step.chunks:
+            if request_id in chunk.drawing:
+                return self.sequences[chunk.request_id]
+        return self.sequences[request_id]
 
 
 class InFlight:
@@ -50,12 +60,13 @@ class InFlight:
         step: Step,
         sequences: list[Sequence],
         checkpoints: list[tuple[Sequence, Checkpoint]],
+        copying: list[Sequence],
     ) -> None:
         """A step is sent that computes these."""
         counts = {sequence.request_id: sequence.token_count for sequence in sequences}
         counts |= {chunk.request_id: chunk.stop for chunk in step.chunks}
         by_id = {sequence.request_id: sequence for sequence in sequences}
-        flight = Flight(step, by_id, counts, checkpoints)
+        flight = Flight(step, by_id, counts, checkpoints, copying)
         for chunk in step.chunks:
             flight.sequences[chunk.request_id].planned_count = chunk.stop
         for sequence in flight.drawn():
@@ -75,5 +86,6 @@ class InFlight:
     def touches(self, sequence: Sequence) -> bool:
         """Whether a step that has not returned may still read or write a sequence's pages."""
         return any(
-            flight.sequences.get(sequence.request_id) is sequence for flight in self._flights
+            flight.sequences.get(sequence.request_id) is sequence or sequence in flight.copying
+            for flight in self._flights
         )

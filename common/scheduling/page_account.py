@@ -31,6 +31,8 @@ class PageAccount:
     chunk_token_max: prompt tokens that are computed in one step; a window group keeps that many
     beside the window. None for whole prompts.
     digest_tokens: tokens of a digest (see prefix_digests.py). checkpoint_max: of the prefix cache.
+    shares_samples: samples of a prompt share its blocks. Where no prefix is kept, a block goes with
+    the last of them.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PageAccount:
         chunk_token_max: int | None = None,
         checkpoint_max: int = 0,
         digest_tokens: int = DIGEST_TOKENS,
+        shares_samples: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = PagePool(page_counts)
@@ -52,8 +55,10 @@ class PageAccount:
             index for index, group in enumerate(groups) if group.live.kind is LiveKind.WINDOW
         ]
         cache: PrefixCache | None = None
-        if has_prefix_cache:
-            cache = PrefixCache(self.pool, self.groups, digest_tokens, checkpoint_max)
+        self.keeps_prefixes = has_prefix_cache
+        if has_prefix_cache or shares_samples:
+            count_max = checkpoint_max if has_prefix_cache else 0
+            cache = PrefixCache(self.pool, self.groups, digest_tokens, count_max)
         self.cached = CachedSequences(cache, self.groups, digest_tokens)
         self.cache = cache
 
@@ -314,6 +319,8 @@ class PageAccount:
             sequence.spans[group].page_ids = []
         sequence.copies = [[] for _ in self.groups]
         self.cached.end(sequence)
+        if not self.keeps_prefixes:
+            self.flush_cache()
 
     def flush_cache(self) -> bool:
         """Forget cached prefixes; True if nothing is left of them."""
@@ -322,7 +329,7 @@ class PageAccount:
     def prefix_state(self, told_count: int = 0) -> PrefixCacheState:
         """What /server_info tells of the prefix cache. told_count: beginnings that peers know."""
         cache = self.cache
-        if cache is None:
+        if cache is None or not self.keeps_prefixes:
             return PrefixCacheState(reason="switched off by --disable-radix-cache")
         return PrefixCacheState(
             token_count=cache.tree.block_count * cache.block_tokens,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-from common.protocol.worker import PageCopies, PageGrant
+from common.protocol.worker import PageCopies, PageGrant, SampleDraw
 from common.request import SamplingParams
 from common.scheduling.prefix_tree import Checkpoint, Node
 
@@ -72,6 +72,7 @@ class Sequence:
     planned_count: tokens of the prompt up to the end of the last chunk that was sent.
     pending_count: tokens that steps in flight draw, not known yet.
     wanted_count: tokens of the prompt that another one waits for; 0 if none does.
+    samples: for which its last chunk draws tokens instead of one for itself.
     """
 
     request_id: int
@@ -96,6 +97,7 @@ class Sequence:
     cuts: list[int] = field(default_factory=list)
     making: list[int] = field(default_factory=list)
     made: list[Checkpoint] = field(default_factory=list)
+    samples: list[SampleDraw] = field(default_factory=list)
     is_known: bool = False
 
     def __post_init__(self) -> None:
@@ -104,6 +106,11 @@ class Sequence:
     @property
     def output_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def sample_count(self) -> int:
+        """Sequences that decode once its prompt is computed."""
+        return max(1, len(self.samples))
 
     @property
     def token_count(self) -> int:

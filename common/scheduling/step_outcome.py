@@ -30,6 +30,15 @@ class TokenDone(msgspec.Struct, frozen=True):
     finish: FinishReason | None
 
 
+class SamplesDrawn(msgspec.Struct, frozen=True):
+    """The first tokens of the samples of a prompt, by request id. The prompt's own sequence is in
+    no step any more, and has its pages."""
+
+    sequence: Sequence
+    tokens: dict[int, int]
+    logprobs: dict[int, TokenLogprobs]
+
+
 class Undrawn(msgspec.Struct, frozen=True):
     """A sequence that got no token."""
 
@@ -43,4 +52,5 @@ class StepOutcome:
 
     chunks: list[ChunkDone] = field(default_factory=list)
     tokens: list[TokenDone] = field(default_factory=list)
+    samples: list[SamplesDrawn] = field(default_factory=list)
     failed: list[Undrawn] = field(default_factory=list)

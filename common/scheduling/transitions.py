@@ -22,6 +22,7 @@ class DecodeEvent(StrEnum):
     RESERVED = "reserved"
     SCHEDULED_HERE = "scheduled here"
     DONE = "done"
+    FORKED = "forked"
     PEER_FAILED = "peer failed"
     RETRACTED = "retracted"
     LAST_TOKEN = "last token"
@@ -31,6 +32,7 @@ class DecodeEvent(StrEnum):
 DECODE_TABLE: dict[tuple[DecodeState, DecodeEvent], DecodeState] = {
     (DecodeState.WAITING, DecodeEvent.RESERVED): DecodeState.TRANSFERRING,
     (DecodeState.WAITING, DecodeEvent.SCHEDULED_HERE): DecodeState.RUNNING,
+    (DecodeState.WAITING, DecodeEvent.FORKED): DecodeState.RUNNING,
     (DecodeState.WAITING, DecodeEvent.CANCELLED): DecodeState.FAILED,
     (DecodeState.TRANSFERRING, DecodeEvent.DONE): DecodeState.RUNNING,
     (DecodeState.TRANSFERRING, DecodeEvent.PEER_FAILED): DecodeState.WAITING,

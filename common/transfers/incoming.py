@@ -196,6 +196,7 @@ class Incoming:
             attachment=attachment,
             token_start=transfer.token_start,
             prefix_digests=ask.prefix_digests,
+            seeds=list(ask.seeds),
         )
 
     def handle_done(self, link: str, done: TransferDone) -> IncomingResult | None:

@@ -64,6 +64,7 @@ class Ask:
     is_self_test: bool = False
     is_held: bool = False
     prefix_digests: bytes = b""
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

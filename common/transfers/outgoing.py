@@ -13,7 +13,7 @@ bytes a Send means is the worker's to plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Verify
@@ -337,12 +337,15 @@ class Outgoing:
     def finish(
         self,
         transfer: OutgoingTransfer,
-        first_token: int,
+        first_tokens: Sequence[int],
         trace: TransferTrace,
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[bytes],
     ) -> None:
-        """Everything is flushed at the target: the last message says so."""
+        """Everything is flushed at the target: the last message says so.
+
+        first_tokens: of every sample.
+        """
         assert not transfer.is_on_its_way
         self.health.note_success(transfer.peer)
         self._outbox.to_peer(
@@ -351,7 +354,8 @@ class Outgoing:
                 transfer_id=transfer.transfer_id,
                 peer_incarnation=transfer.peer,
                 token_count=transfer.token_count,
-                first_token=first_token,
+                first_token=first_tokens[0],
+                first_tokens=list(first_tokens) if len(first_tokens) > 1 else [],
                 # Every rank settles; those with nothing that is cached there are no writers.
                 writers=sorted(transfer.settled_ranks.intersection(transfer.request.writers)),
                 trace=trace,

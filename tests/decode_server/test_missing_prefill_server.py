@@ -139,7 +139,7 @@ def test_a_server_that_comes_back_begins_the_wait_anew(world: World) -> None:
 def test_a_retracted_request_waits_no_longer_for_a_server_than_a_new_one(world: World) -> None:
     decode = world.nodes["d0"]
     for _ in range(REMEMBERED_COUNT):
-        decode.core.requests.lengths.note_end(1)
+        decode.core.requests.answers.lengths.note_end(1)
     world.nodes["p0"].boot()
     world.run(world.now + 3.0)
     seeds = [bytes([i]) * DIGEST_NBYTES for i in range(2)]  # not one: no shared pages

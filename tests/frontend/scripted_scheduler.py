@@ -85,6 +85,22 @@ PEER = PeerState(
 Answer = Callable[[Submit], list[ToldFrontend]]
 
 
+def samples_in(message: FrontendToScheduler) -> list[FrontendToScheduler]:
+    """A message, or the requests that stand in it; each names the others as its siblings."""
+    if not isinstance(message, Submit) or not message.siblings:
+        return [message]
+    return [
+        msgspec.structs.replace(
+            message,
+            request_id=sample.request_id,
+            sampling=msgspec.structs.replace(message.sampling, seed=sample.seed),
+            origin=sample.origin,
+            siblings=[other for other in message.samples if other is not sample],
+        )
+        for sample in message.samples
+    ]
+
+
 def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[ToldFrontend]:
     """The whole continuation: last token + 1, + 2, ...; the logprob of token t is -t/8."""
     count = submit.sampling.max_new_tokens
@@ -149,7 +165,8 @@ def trace_of(submit: Submit, output_count: int, status: str = "ok") -> RequestTr
 class ScriptedScheduler:
     """Runs in a thread of its own between `with` and its end. Public methods are for the test.
 
-    seen: every message of the frontend, in order. held: submits that wait for `release`.
+    seen: every message of the frontend, in order, a Submit once for each sample. held: submits that
+    wait for `release`.
     is_stalled: no step is taken between two looks, although requests are said to run.
     """
 
@@ -226,13 +243,8 @@ class ScriptedScheduler:
         while not self._is_ended:
             poller.poll(POLL_S)
             for _, payload in self._server.receive():
-                message = decode_frontend_to_scheduler(payload)
-                with self._changed:
-                    self.seen.append(message)
-                    answers = [] if self.is_silent else self._react(message)
-                    self._changed.notify_all()
-                for answer in answers:
-                    self._tell(answer)
+                for message in samples_in(decode_frontend_to_scheduler(payload)):
+                    self._take(message)
             while True:
                 try:
                     order = self._orders.get_nowait()
@@ -242,6 +254,14 @@ class ScriptedScheduler:
                     self._say(order)
                 else:
                     self._tell(order)
+
+    def _take(self, message: FrontendToScheduler) -> None:
+        with self._changed:
+            self.seen.append(message)
+            answers = [] if self.is_silent else self._react(message)
+            self._changed.notify_all()
+        for answer in answers:
+            self._tell(answer)
 
     def _tell(self, message: ToldFrontend) -> None:
         """Every output in a message of its own, and with the offset that it has so far."""

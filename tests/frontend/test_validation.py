@@ -192,7 +192,7 @@ def test_a_batch_of_one_is_a_batch() -> None:
     assert not parse(input_ids=[5]).is_list
 
 
-def test_samples_of_a_prompt_have_their_own_seeds_rids_and_rooms() -> None:
+def test_samples_of_a_prompt_have_their_own_seeds_and_rids_and_share_a_room() -> None:
     call = parse(
         text=["a", "b"],
         sampling_params={"n": 2, "sampling_seed": 5},
@@ -202,7 +202,7 @@ def test_samples_of_a_prompt_have_their_own_seeds_rids_and_rooms() -> None:
     )
     assert call.is_list
     assert [s.rid for s in call.samples] == ["r_0", "r_1", "r_2", "r_3"]
-    assert [s.bootstrap and s.bootstrap.room for s in call.samples] == [100, 101, 102, 103]
+    assert [s.bootstrap and s.bootstrap.room for s in call.samples] == [100, 100, 101, 101]
     seeds = [s.sampling.seed for s in call.samples]
     assert seeds == [5, derive_seed(5, 1), 5, derive_seed(5, 1)]
     assert [s.token_ids for s in call.samples[1:3]] == [TOKENIZER.encode(x) for x in "ab"]
@@ -263,7 +263,7 @@ def test_a_room_without_an_address_is_on_the_one_prefill_server() -> None:
         parse(replace(DECODE, default_host=""), bootstrap_room=0)
 
 
-def test_rooms_of_prompts_count_up_over_their_samples() -> None:
+def test_each_prompt_has_a_room_for_all_of_its_samples() -> None:
     """What a router sends for several samples of each of several prompts."""
     body: JsonObject = {"text": ["a", "b"], "sampling_params": {"n": 2}}
     samples = parse(
@@ -271,9 +271,15 @@ def test_rooms_of_prompts_count_up_over_their_samples() -> None:
     ).samples
     places = [sample.bootstrap for sample in samples]
     assert [(place.host, place.room) for place in places if place is not None] == [
-        *(("10.0.0.1", 100), ("10.0.0.1", 101)),
-        *(("10.0.0.2", 70), ("10.0.0.2", 71)),
+        *(("10.0.0.1", 100), ("10.0.0.1", 100)),
+        *(("10.0.0.2", 70), ("10.0.0.2", 70)),
     ]
+
+
+def test_a_list_may_name_a_room_for_every_sample() -> None:
+    given = [4, 4, 6, 7]
+    samples = parse(**TWICE, bootstrap_room=given).samples
+    assert [sample.bootstrap and sample.bootstrap.room for sample in samples] == given
 
 
 def test_the_largest_room_is_exact() -> None:
@@ -304,7 +310,7 @@ TWICE: JsonObject = {"text": ["a", "b"], "sampling_params": {"n": 2}}
             "bootstrap_room",
         ),
         (
-            {"text": ["a", "b"], "sampling_params": {"n": 2}, "bootstrap_room": [1, 2]},
+            {"text": ["a", "b"], "sampling_params": {"n": 2}, "bootstrap_room": [1, 1, 1, 2]},
             "bootstrap_room",
         ),
         ({"bootstrap_host": "h"}, "bootstrap_room"),

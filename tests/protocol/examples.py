@@ -106,7 +106,14 @@ DESCRIPTOR = descriptor.RankDescriptor(
 
 FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
     frontend.Submit(
-        1, [5, 6, 7], SAMPLING, 59.5, Bootstrap("host", 8998, 2**63 - 1), ORIGIN, b"d" * 16
+        1,
+        [5, 6, 7],
+        SAMPLING,
+        59.5,
+        Bootstrap("host", 8998, 2**63 - 1),
+        ORIGIN,
+        b"d" * 16,
+        [frontend.Sibling(2, 2**63 - 1, ORIGIN)],
     ),
     frontend.Cancel(2, "because"),
     frontend.Drain(),
@@ -170,7 +177,7 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
         5,
         [worker.NewSequence(1, [5, 6], 2, SAMPLING)],
         [worker.PageGrant(1, 0, 3, [9, 8])],
-        [worker.PrefillChunk(1, 0, 2, True)],
+        [worker.PrefillChunk(1, 0, 2, True, [3], [worker.SampleDraw(8, 2**63 - 1)])],
         [7],
         [6],
         [41],
@@ -251,6 +258,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         attachment=4,
         token_start=2,
         prefix_digests=b"d" * 16,
+        seeds=[0, 2**63 - 1],
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
@@ -279,7 +287,9 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
     peer.Detached("inc-p", "inc-d", "lost", True),
-    peer.TransferDone(1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""]),
+    peer.TransferDone(
+        1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""], [8, 9]
+    ),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),
     peer.Heartbeat("inc-p", 1, 2, True, 3, 4, 5, "stuck", True, 64, b"cached-1"),

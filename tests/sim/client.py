@@ -19,7 +19,8 @@ class Client:
     """submitted_at: when its scheduler got to see it. room: that it shares with its other half,
     where both are asked at once. failed_at: when a server said that it has, though it may have
     ended before the client heard; could_tell: whether all servers were connected then.
-    seed: of its prefix digests. asked_count: how often its cache was asked for."""
+    seed: of its prefix digests. asked_count: how often its cache was asked for.
+    sample_seed: of its sampling; samples of one prompt are clients of their own."""
 
     request_id: int
     prompt: list[int]
@@ -40,6 +41,7 @@ class Client:
     retraction_count: int = 0
     asked_count: int = 0
     seed: bytes = bytes(DIGEST_NBYTES)
+    sample_seed: int = 0
 
     def expected(
         self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9, count: int = 10**9
@@ -48,7 +50,7 @@ class Client:
         its output together."""
         tokens = list(self.prompt)
         for _ in range(min(self.max_new_tokens, count)):
-            tokens.append(next_token(tokens, lives))
+            tokens.append(next_token(tokens, lives, self.sample_seed))
             if tokens[-1] == EOS or len(tokens) >= token_max:
                 break
         return tokens[len(self.prompt) :]

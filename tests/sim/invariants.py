@@ -45,9 +45,13 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     queue, incoming = core.requests.queue, core.transfers.incoming
     for request in core.requests:
         name = f"request {request.request_id}"
+        if request.parent is not None:
+            check_sample(core, request)
+            continue
         assert (request.state is DecodeState.WAITING) == (request.request_id in queue), (
             f"{name} is {request.state}: nobody will look at it again"
         )
+        assert bool(request.seeds) == bool(request.children), f"{name} has no sample left"
         match request.state:
             case DecodeState.WAITING:
                 assert request.transfer is None and request.sequence is None, name
@@ -72,6 +76,17 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     assert all(core.requests.get(request.request_id) is request for request in queue), (
         "a ghost waits"
     )
+
+
+def check_sample(core: DecodeScheduler, sample: DecodeRequest) -> None:
+    """It waits for its prompt, and nobody else looks at it."""
+    parent, name = sample.parent, f"sample {sample.request_id}"
+    assert parent is not None and core.requests.get(parent.request_id) is parent, name
+    assert sample in parent.children and sample.state is DecodeState.WAITING, name
+    assert sample.request_id not in core.requests.queue and sample.sequence is None, name
+    has_pages = parent.state is not DecodeState.WAITING
+    count = len(parent.children) - 1 if has_pages else 0
+    assert len(parent.sample_pages) == count, f"{name}: pages of {len(parent.sample_pages)} samples"
 
 
 def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
@@ -185,6 +200,9 @@ def check_pages(
     leaving = core.batcher._leaving if isinstance(core, DecodeScheduler) else []
     for sequence in [*sequences, *leaving]:
         owned.add_sequence(sequence)
+    for request in core.requests:
+        for own in request.sample_pages if isinstance(request, DecodeRequest) else ():
+            owned.add_pages(own)
     incoming = core.transfers.incoming
     for transfer in [*incoming.under_way, *kept]:
         owned.add(transfer)

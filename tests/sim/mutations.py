@@ -8,6 +8,7 @@ from tests.sim import (
     mutations_pages,
     mutations_prefixes,
     mutations_promised,
+    mutations_samples,
     mutations_shared,
     mutations_told,
     mutations_transfers,
@@ -21,6 +22,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_told.MUTATIONS,
     *mutations_promised.MUTATIONS,
     *mutations_shared.MUTATIONS,
+    *mutations_samples.MUTATIONS,
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
 )

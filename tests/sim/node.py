@@ -141,7 +141,7 @@ class Node:
         self.core = self.make_core(limits)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
             for _ in range(REMEMBERED_COUNT):
-                self.core.requests.lengths.note_end(1)
+                self.core.requests.answers.lengths.note_end(1)
         self._boot_worker()
         self.feed(Tick())
 
@@ -301,7 +301,8 @@ class Node:
         if self.world.log is not None:
             self.world.tell(self.name, event)
         if isinstance(event, FromFrontend) and isinstance(event.message, Submit):
-            self.world.clients[event.message.request_id].submitted_at = now
+            for sample in event.message.samples:
+                self.world.clients[sample.request_id].submitted_at = now
         if isinstance(event, FromWorker) and isinstance(event.message, StepDone):
             batcher = self.core.batcher
             left = set(event.message.request_ids) - {*batcher._running, *batcher._prompts}

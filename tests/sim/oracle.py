@@ -17,9 +17,14 @@ VOCAB_SIZE = 997
 STATE_MODULUS = 2**31 - 1
 
 
-def next_token(tokens: list[int], lives: Sequence[Live]) -> int:
+def next_token(tokens: list[int], lives: Sequence[Live], seed: int = 0) -> int:
     """What the model says after `tokens`, of which each part of it sees what its rule tells."""
-    return digest([value for live in lives for value in seen(tokens, live)])
+    return drawn([value for live in lives for value in seen(tokens, live)], seed)
+
+
+def drawn(read: list[int], seed: int) -> int:
+    """What is drawn from what was read: samples of one prompt differ from their first token on."""
+    return digest([*read, seed] if seed else read)
 
 
 def seen(tokens: list[int], live: Live) -> list[int]:

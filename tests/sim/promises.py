@@ -49,6 +49,7 @@ class PeerWaits:
         for request in core.requests:
             request_id = request.request_id
             if self._needs_peer(request):
+                request = request.parent or request  # who waits for a sample that ends with it
                 waits_since = before.get(request_id, (now, request))[0]
                 self._waiting[request_id] = (waits_since, request)
                 since = max(waits_since, self._last_seen_at(request), thawed_at)
@@ -67,7 +68,8 @@ class PeerWaits:
 
     @staticmethod
     def _needs_peer(request: DecodeRequest) -> bool:
-        """A self-test has no client, and fails with its connection."""
+        """A self-test has no client, and fails with its connection. A sample waits for its prompt,
+        which answers for it."""
         is_waiting = request.state is DecodeState.WAITING
         return is_waiting and not request.is_computed_here and not request.tested_link
 
@@ -96,16 +98,19 @@ def check_rooms(world: World) -> None:
     half had failed, and nothing kept the decode server from saying so. The other way round it can't
     be said: a prefill server does not know which decode server will ask."""
     prefills: dict[int, Client] = {}
+    decodes: dict[int, list[Client]] = {}
     for client in world.clients.values():
         if client.room is not None and world.nodes[client.node].role == "prefill":
             prefills[client.room] = client
-    for failed in world.clients.values():
-        waiting = prefills.get(failed.room) if failed.room is not None else None
-        if waiting is None or waiting is failed or not failed.could_tell:
+        elif client.room is not None:
+            decodes.setdefault(client.room, []).append(client)
+    for room, samples in decodes.items():
+        waiting = prefills.get(room)
+        if waiting is None or not all(sample.could_tell for sample in samples):
             continue
+        failed_at = max(sample.failed_at for sample in samples)
         thawed_at = world.nodes[waiting.node].thawed_at
-        due_at = max(failed.failed_at, waiting.submitted_at, thawed_at) + ROOM_S
+        due_at = max(failed_at, waiting.submitted_at, thawed_at) + ROOM_S
         assert due_at >= world.calm_until or waiting.answered_at <= due_at, (
-            f"request {waiting.request_id} waits for request {failed.request_id}, which failed at "
-            f"{failed.failed_at:.2f}"
+            f"request {waiting.request_id} waits for room {room}, which failed at {failed_at:.2f}"
         )

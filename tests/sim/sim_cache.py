@@ -13,7 +13,7 @@ from typing import assert_never
 from common.layout.cache_layout import PageGroup
 from common.layout.component import LiveKind
 from common.scheduling.page_pool import PagePool
-from tests.sim.oracle import digest, fold
+from tests.sim.oracle import drawn, fold
 
 UNWRITTEN = -1
 
@@ -24,10 +24,11 @@ PageLists = list[tuple[int, list[int]]]
 @dataclass
 class Known:
     """A sequence as a worker knows it. pages: per page group, page ids by logical index; the latest
-    grant of an index counts."""
+    grant of an index counts. seed: of its sampling."""
 
     tokens: list[int]
     pages: list[dict[int, int]]
+    seed: int = 0
 
 
 class SimCache:
@@ -68,7 +69,7 @@ class SimCache:
         values: list[int] = []
         for group in range(len(self.lives)):
             values += self.read(known, group, count)
-        return digest(values)
+        return drawn(values, known.seed)
 
     def read(self, known: Known, group: int, count: int) -> list[int]:
         """What the last of `count` tokens sees in a group."""

@@ -127,7 +127,13 @@ class SimWorker:
         for new in step.new:
             assert new.request_id not in self._known
             pages: list[dict[int, int]] = [{} for _ in self.cache.lives]
-            self._known[new.request_id] = Known(list(new.token_ids), pages)
+            self._known[new.request_id] = Known(list(new.token_ids), pages, new.sampling.seed)
+        for chunk in step.chunks:
+            for sample in chunk.samples:
+                assert sample.request_id not in self._known
+                tokens = list(self._known[chunk.request_id].tokens)
+                none: list[dict[int, int]] = [{} for _ in self.cache.lives]
+                self._known[sample.request_id] = Known(tokens, none, sample.seed)
         for grant in step.grants:
             granted = self._known[grant.request_id].pages[grant.group]
             granted.update(enumerate(grant.page_ids, grant.first_index))
@@ -162,8 +168,12 @@ class SimWorker:
                 if page:
                     cache.copy(group, [known.pages[group][0]], [page])
                     self._tally["states kept inside steps"] += 1
-            if chunk.is_last:
-                sampled[chunk.request_id] = cache.sample(known, chunk.stop)
+            for request_id in chunk.drawing:
+                seed = self._known[request_id].seed
+                sampled[request_id] = cache.sample(
+                    Known(known.tokens, known.pages, seed), chunk.stop
+                )
+            self._tally["samples drawn from one row"] += len(chunk.samples)
         for request_id in step.decode:
             known = self._known[request_id]
             cache.write(known, len(known.tokens) - 1)

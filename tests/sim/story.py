@@ -16,6 +16,7 @@ from tests.sim.accidents import (
 )
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.node import Node
+from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
 from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
 from tests.sim.verdict import check_flush, judge, run_to_rest
@@ -32,6 +33,9 @@ HOLD_S = 6.0
 
 # Stories in which no prefill server is there for more than ten seconds.
 OUTAGE_SHARE = 0.15
+
+# Stories in which some prompts have several samples.
+SAMPLES_SHARE = 0.4
 
 # Routed requests whose first half comes late.
 LATE_HALF_SHARE = 0.2
@@ -88,6 +92,10 @@ def run_story(
         two_step_share=TWO_STEP_SHARE if has_two_steps else 0.0,
     )
     decodes = [node for node in world.nodes.values() if node.role == "decode"]
+    forks = random.Random(seed ^ 0xF02C)
+    if forks.random() < SAMPLES_SHARE:
+        prefills = [node for node in world.nodes.values() if node.role == "prefill"]
+        plan_samples(world, forks, prefills, decodes)
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)

@@ -47,6 +47,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "prefixes": (
         *("turns of sessions", "pages copied", "states kept inside steps"),
+        *("prompts with samples", "samples drawn from one row"),
         "prefill: waited_for_equal",
         *("decode: transfer_tokens_spared", "decode: local_prefills"),
         *(

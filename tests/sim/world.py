@@ -18,7 +18,7 @@ from collections.abc import Callable
 from common.failures import FailureKind
 from common.layout.component import FULL, Live
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
-from common.protocol.frontend import Cancel, Failed, Submit, Tokens
+from common.protocol.frontend import Cancel, Failed, Sibling, Submit, Tokens
 from common.request import Bootstrap, SamplingParams
 from common.scheduling.events import (
     Effect,
@@ -169,21 +169,50 @@ class World:
         budget_s: float = BUDGET_S,
         seed: bytes = bytes(DIGEST_NBYTES),
     ) -> Client:
-        client = Client(len(self.clients) + 1, prompt, max_new_tokens, node.name, seed=seed)
-        client.budget_s = budget_s
-        client.room = room.room if room is not None and not room.engine else None
-        self.clients[client.request_id] = client
-        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
-        self.tally["requests"] += 1
+        return self.submit_samples(node, prompt, max_new_tokens, 1, room, budget_s, seed)[0]
+
+    def submit_samples(
+        self,
+        node: Node,
+        prompt: list[int],
+        max_new_tokens: int,
+        count: int,
+        room: Bootstrap | None = None,
+        budget_s: float = BUDGET_S,
+        seed: bytes = bytes(DIGEST_NBYTES),
+    ) -> list[Client]:
+        """So many samples of a prompt, each as a client of its own."""
+        clients = [
+            Client(
+                len(self.clients) + 1 + place,
+                prompt,
+                max_new_tokens,
+                node.name,
+                budget_s=budget_s,
+                room=room.room if room is not None and not room.engine else None,
+                seed=seed,
+                sample_seed=place,
+            )
+            for place in range(count)
+        ]
+        self.clients |= {client.request_id: client for client in clients}
+        self.tally["requests"] += count
         if not node.is_up or node.is_draining:
-            client.finals.append("refused: server is down or stopping")
-            return client
-        digests = extend_digests(client.seed, prompt, DIGEST_TOKENS)
+            for client in clients:
+                client.finals.append("refused: server is down or stopping")
+            return clients
+        first, *others = clients
         submit = Submit(
-            client.request_id, list(prompt), sampling, budget_s, room, prefix_digests=digests
+            first.request_id,
+            list(prompt),
+            SamplingParams(max_new_tokens=max_new_tokens, seed=0),
+            budget_s,
+            room,
+            prefix_digests=extend_digests(seed, prompt, DIGEST_TOKENS),
+            siblings=[Sibling(client.request_id, client.sample_seed) for client in others],
         )
         node.feed(FromFrontend(wire.from_frontend(submit)))
-        return client
+        return clients
 
     def cancel(self, client: Client) -> None:
         client.is_cancelled = True

@@ -120,7 +120,7 @@ class Lending:
         if transfer.failure is not None and not transfer.sends_open:
             outgoing.refuse(transfer, transfer.failure, now)
         elif transfer.failure is None and not transfer.is_on_its_way:
-            outgoing.finish(transfer, FIRST_TOKEN, TransferTrace(), [], [])
+            outgoing.finish(transfer, [FIRST_TOKEN], TransferTrace(), [], [])
 
 
 class LendingDecode(DecodeScheduler):

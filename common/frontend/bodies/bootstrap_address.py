@@ -55,12 +55,12 @@ def read_bootstraps(
 ) -> list[Bootstrap | None]:
     """Where each sample meets the other server. params: the body's `kv_transfer_params`.
 
-    A single room of several samples stands for room, room + 1, ...; a list has one per sample, or
-    one per prompt, and then those of a prompt's samples count up from it.
+    The samples of a prompt meet in one room. A single room of several prompts stands for room,
+    room + 1, ...; a list has one per prompt, or one per sample.
     Raises: RequestError; also on a prefill server if there is no room.
     """
     count = prompt_count * n
-    held = _read_held(body, params, count, limits)
+    held = _read_held(body, params, prompt_count, n, limits)
     if held is not None:
         return held
     places = spread(Meeting, body, prompt_count, n)
@@ -91,8 +91,10 @@ def read_bootstraps(
         if limits.dial_rules is not None:
             host = limits.dial_rules.check(host, port).bracketed_host
         found.append(Bootstrap(host=host, port=port, room=number))
-    if isinstance(room, list) and len({place.room for place in found if place}) != count:
-        raise refusal("bootstrap_room", room, "different rooms")
+    if isinstance(room, list):
+        of_prompt = {place.room: index // n for index, place in enumerate(found) if place}
+        if any(place and of_prompt[place.room] != i // n for i, place in enumerate(found)):
+            raise refusal("bootstrap_room", room, "different rooms for different prompts")
     return found
 
 
@@ -114,12 +116,13 @@ def transfer_params(place: Bootstrap | None, limits: Limits) -> JsonObject | Non
 
 
 def _read_held(
-    body: JsonObject, params: JsonObject, count: int, limits: Limits
+    body: JsonObject, params: JsonObject, prompt_count: int, n: int, limits: Limits
 ) -> list[Bootstrap | None] | None:
     """Places of samples whose prompt is computed before a decode server asks; None of others.
 
     Raises: RequestError.
     """
+    count = prompt_count * n
     wish, given = read(TransferWish, params, KEY), read(TransferAddress, params, KEY)
     if not wish.do_remote_decode and not wish.do_remote_prefill:
         return None
@@ -135,7 +138,8 @@ def _read_held(
     else:
         host, port, engine = _read_address(given, limits)
         room = _read_room(given.remote_request_id or "", count)
-    return [Bootstrap(host, port, room + i, engine) for i in range(count)]
+    steps = _room_steps(room, prompt_count, n)
+    return [Bootstrap(host, port, room + step, engine) for step in steps]
 
 
 def _read_address(given: TransferAddress, limits: Limits) -> tuple[str, int, str]:
@@ -183,8 +187,6 @@ def spread(kind: type[Body], body: JsonObject, prompt_count: int, n: int = 1) ->
 
 def _room_steps(room: JsonValue, prompt_count: int, n: int) -> list[int]:
     """The number that is added to each sample's room."""
-    if not isinstance(room, list):
-        return list(range(prompt_count * n))
-    if len(room) == prompt_count:
-        return list(range(n)) * prompt_count
-    return [0] * (prompt_count * n)
+    if isinstance(room, list):
+        return [0] * (prompt_count * n)
+    return [prompt for prompt in range(prompt_count) for _ in range(n)]

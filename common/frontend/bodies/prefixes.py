@@ -6,6 +6,7 @@ a long prompt takes some milliseconds. Knows nothing of what schedulers do with 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
@@ -15,7 +16,7 @@ from common.frontend.bodies.body import Body, read
 from common.frontend.bodies.bootstrap_address import spread
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.sample import Limits
-from common.prefix_digests import extend_digests, prefix_seed
+from common.prefix_digests import DIGEST_NBYTES, extend_digests, prefix_seed
 from common.request_bounds import CACHE_SALT_LENGTH_MAX
 
 NUL = "\0"
@@ -44,9 +45,10 @@ class SaltFields(Body, frozen=True):
 
 
 def read_prefix_digests(
-    body: JsonObject, prompts: Sequence[Sequence[int]], limits: Limits
+    body: JsonObject, prompts: Sequence[Sequence[int]], n: int, limits: Limits
 ) -> list[bytes]:
-    """The seed and the digests of each prompt, all b"" where this server keeps no prefixes.
+    """The seed and the digests of each prompt. Where this server keeps no prefixes they are b"", or
+    known to the samples of the prompt alone if there are several, which share its blocks.
 
     prompts: their token ids. A salt is one for all prompts, or a list with one per prompt.
     Raises: RequestError if a salt is none, also where it is not used.
@@ -54,7 +56,9 @@ def read_prefix_digests(
     salts = [read(SaltFields, fields).salt for fields in spread(SaltFields, body, len(prompts))]
     fingerprint = limits.prefix_fingerprint
     if fingerprint is None:
-        return [b""] * len(prompts)
+        if n == 1:
+            return [b""] * len(prompts)
+        return [extend_digests(secrets.token_bytes(DIGEST_NBYTES), one) for one in prompts]
     seeds = {salt: prefix_seed(fingerprint, salt) for salt in set(salts)}
     return [
         extend_digests(seeds[salt], token_ids)

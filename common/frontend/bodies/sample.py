@@ -61,7 +61,9 @@ class Sample:
     hides_output: the client asked for no output, only for the prompt's log-probabilities; the
         token that the engine draws all the same is not shown.
     grammar_field: the field that asked for the grammar in `sampling`, for errors.
-    prefix_digests: of the prompt, for the scheduler; b"" if nothing of it is kept.
+    prefix_digests: of the prompt, for the scheduler; b"" if nothing of it is kept or shared.
+    prompt_index: of the prompt in its body; samples of one prompt differ by their seeds alone. -1
+        for a sample that shares nothing.
     """
 
     index: int
@@ -75,3 +77,4 @@ class Sample:
     timeout_s: float = 600.0
     grammar_field: str = ""
     prefix_digests: bytes = b""
+    prompt_index: int = -1

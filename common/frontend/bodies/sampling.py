@@ -37,6 +37,7 @@ from common.request import SamplingParams, logprobs_nbytes
 from common.request_bounds import (
     LOGIT_BIAS,
     LOGIT_BIAS_COUNT_MAX,
+    N_MAX,
     PROMPT_LOGPROBS_NBYTES_MAX,
     SAMPLING_NUMBERS,
     SEED_MAX,
@@ -45,7 +46,6 @@ from common.request_bounds import (
     TOP_K_MAX,
 )
 
-N_MAX = 128  # as OpenAI's
 STOP_COUNT_MAX = 64  # each costs a step per character of output
 STOP_LENGTH_MAX = 1024
 MAX_NEW_TOKENS_DEFAULT = 128  # SGLang's

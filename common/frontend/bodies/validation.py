@@ -197,7 +197,7 @@ def make_samples(
     if request.timeout is not None:
         bounds = NumberBounds(0.0, timeout_s, is_low_allowed=False)
         timeout_s = check_number(request.timeout, "timeout", bounds)
-    digests = read_prefix_digests(body, [prompt.token_ids for prompt in prompts], limits)
+    digests = read_prefix_digests(body, [prompt.token_ids for prompt in prompts], n, limits)
     return tuple(
         Sample(
             index=index * n + i,
@@ -211,6 +211,7 @@ def make_samples(
             hides_output=choice.output.max_new_tokens == 0,
             timeout_s=timeout_s,
             prefix_digests=digests[index],
+            prompt_index=index,
         )
         for index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True))
         for i in range(n)

@@ -19,6 +19,7 @@ from common.frontend.bodies.dial_rules import dial_rules
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.context import FrontendContext
 from common.frontend.requests.request_handle import RequestHandle
+from common.frontend.requests.scheduler_client import SampleId
 from common.frontend.text.stop_strings import StopStrings
 from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.codec import decode_logprobs
@@ -197,23 +198,42 @@ class SampleGroup:
         self._is_streaming = is_streaming
         with ExitStack() as handles:
             submitted = [
-                handles.enter_context(
-                    self._context.submit(
-                        one.sample.token_ids,
-                        one.sample.sampling,
-                        budget_s=one.sample.timeout_s,
-                        rid=one.sample.rid,
-                        bootstrap=one.sample.bootstrap,
-                        is_streaming=is_streaming,
-                        trace_parent=self._trace_parent,
-                        prefix_digests=one.sample.prefix_digests,
-                    )
-                )
-                for one in self.continuations
+                (one, handles.enter_context(handle))
+                for group in self._with_equal_prompts()
+                for one, handle in zip(group, self._submit(group), strict=True)
             ]
             self._handles = handles.pop_all()
-        for one, handle in zip(self.continuations, submitted, strict=True):
+        for one, handle in submitted:
             handle.tell(partial(self._grow, one, handle))
+
+    def _with_equal_prompts(self) -> list[list[Continuation]]:
+        """Those that share a prompt and a room."""
+        groups: list[list[Continuation]] = []
+        for one in self.continuations:
+            last = groups[-1][0].sample if groups else None
+            sample = one.sample
+            if (
+                last is not None
+                and last.prompt_index == sample.prompt_index >= 0
+                and last.bootstrap == sample.bootstrap
+            ):
+                groups[-1].append(one)
+            else:
+                groups.append([one])
+        return groups
+
+    def _submit(self, group: list[Continuation]) -> list[RequestHandle]:
+        first = group[0].sample
+        return self._context.scheduler.submit_samples(
+            first.token_ids,
+            first.sampling,
+            [SampleId(one.sample.rid, one.sample.sampling.seed) for one in group],
+            budget_s=first.timeout_s,
+            bootstrap=first.bootstrap,
+            is_streaming=self._is_streaming,
+            trace_parent=self._trace_parent,
+            prefix_digests=first.prefix_digests,
+        )
 
     def _grow(self, one: Continuation, handle: RequestHandle) -> None:
         """Called as tokens come, not when they are read: a slow client's stop string still stops.

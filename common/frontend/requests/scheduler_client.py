@@ -8,8 +8,9 @@ gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import assert_never
 
 from msgspec import structs
@@ -37,6 +38,7 @@ from common.protocol.frontend import (
     Outputs,
     SchedulerToFrontend,
     ServerInfo,
+    Sibling,
     State,
     Submit,
     Tokens,
@@ -49,6 +51,14 @@ STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 UNREADY_WATCH_INTERVAL_S = 0.1  # a wait for a ready server ends so soon
 ANSWER_WAIT_S = 1.0  # for each look at a scheduler that is silent
+
+
+@dataclass(frozen=True, slots=True)
+class SampleId:
+    """What one sample of a prompt has for itself."""
+
+    rid: str
+    seed: int
 
 
 class SchedulerClient:
@@ -104,32 +114,61 @@ class SchedulerClient:
         is_measured: whether it counts in the metrics and is logged. trace_parent: the client's.
         prefix_digests: of the prompt's beginnings; none if nothing of it is to be kept.
 
-        Raises: RequestError with status 503 if the server is not ready, lost its scheduler or has
-            too much queued, 400 if a request of that rid is open, and 413 if it is larger than
-            what the scheduler reads.
+        Raises: RequestError, as `submit_samples`.
         """
-        if self.server_info is None:
-            raise RequestError("the server is still starting", status=503)
-        if self.is_draining:
-            raise RequestError(STOPPING, status=503)
-        trouble = self.trouble()
-        if trouble:
-            raise RequestError(trouble, status=503)
-        if rid in self._request_ids:
-            raise RequestError(f"rid={rid!r}: a request of that id is still open", field="rid")
-        request_id = self._next_id
-        self._next_id += 1
-        span_ids = self._tracing.begin(trace_parent) if is_measured else None
-        if span_ids is not None:
-            trace_parent = span_ids.remote_prefill.trace_parent
-        message = Submit(
-            request_id=request_id,
-            token_ids=token_ids,
-            sampling=sampling,
+        (handle,) = self.submit_samples(
+            token_ids,
+            sampling,
+            [SampleId(rid, sampling.seed)],
             budget_s=budget_s,
             bootstrap=bootstrap,
-            origin=Origin(rid, trace_parent),
+            is_streaming=is_streaming,
+            is_measured=is_measured,
+            trace_parent=trace_parent,
             prefix_digests=prefix_digests,
+        )
+        return handle
+
+    def submit_samples(
+        self,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        samples: Sequence[SampleId],
+        *,
+        budget_s: float,
+        bootstrap: Bootstrap | None = None,
+        is_streaming: bool = False,
+        is_measured: bool = True,
+        trace_parent: str = "",
+        prefix_digests: bytes = b"",
+    ) -> list[RequestHandle]:
+        """As `submit`, several samples of one prompt, whose sampling differs by their seeds.
+
+        Raises: RequestError with status 503 if the server is not ready, lost its scheduler or has
+            too much queued, 400 if a request of a rid is open, and 413 if it is larger than what
+            the scheduler reads. None of them is submitted then.
+        """
+        self._check_can_submit([sample.rid for sample in samples])
+        spans = [self._tracing.begin(trace_parent) if is_measured else None for _ in samples]
+        siblings = [
+            Sibling(
+                self._next_id + place,
+                sample.seed,
+                Origin(sample.rid, span.remote_prefill.trace_parent if span else trace_parent),
+            )
+            for place, (sample, span) in enumerate(zip(samples, spans, strict=True))
+        ]
+        self._next_id += len(samples)
+        first, *others = siblings
+        message = Submit(
+            request_id=first.request_id,
+            token_ids=token_ids,
+            sampling=structs.replace(sampling, seed=first.seed),
+            budget_s=budget_s,
+            bootstrap=bootstrap,
+            origin=first.origin,
+            prefix_digests=prefix_digests,
+            siblings=others,
         )
         try:
             is_sent = self._flush_unsent() and self._send(message)
@@ -137,19 +176,35 @@ class SchedulerClient:
             raise RequestError(str(exc), status=413) from exc
         if not is_sent:
             raise RequestError("too many requests are queued", status=503)
-        handle = RequestHandle(
-            self.cancel,
-            request_id,
-            rid,
-            # A scheduler that reads it any later is given up.
-            ends_by=self._clock.now() + budget_s + GONE_AFTER_S,
-            is_streaming=is_streaming,
-            is_measured=is_measured,
-        )
-        handle.span_ids = span_ids
-        self._open[request_id] = handle
-        self._request_ids[rid] = request_id
-        return handle
+        # A scheduler that reads it any later is given up.
+        ends_by = self._clock.now() + budget_s + GONE_AFTER_S
+        handles: list[RequestHandle] = []
+        for sibling, span in zip(siblings, spans, strict=True):
+            handle = RequestHandle(
+                self.cancel,
+                sibling.request_id,
+                sibling.origin.rid,
+                ends_by=ends_by,
+                is_streaming=is_streaming,
+                is_measured=is_measured,
+            )
+            handle.span_ids = span
+            self._open[handle.request_id] = handle
+            self._request_ids[handle.rid] = handle.request_id
+            handles.append(handle)
+        return handles
+
+    def _check_can_submit(self, rids: list[str]) -> None:
+        if self.server_info is None:
+            raise RequestError("the server is still starting", status=503)
+        if self.is_draining:
+            raise RequestError(STOPPING, status=503)
+        trouble = self.trouble()
+        if trouble:
+            raise RequestError(trouble, status=503)
+        for place, rid in enumerate(rids):
+            if rid in self._request_ids or rid in rids[:place]:
+                raise RequestError(f"rid={rid!r}: a request of that id is still open", field="rid")
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Ask the scheduler to end a request; unknown, ended and cancelled ones are ignored."""
