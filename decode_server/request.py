@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
+from common.protocol.frontend import Sibling, Submit
 from common.request import (
     Bootstrap,
     CachedTokens,
@@ -16,7 +19,7 @@ from common.scheduling.cached_sequences import HeldPrefix
 from common.scheduling.forks import SamplePages
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState
-from common.transfers.incoming_transfer import IncomingTransfer
+from common.transfers.incoming_transfer import Ask, IncomingTransfer
 
 
 @dataclass(slots=True, eq=False)
@@ -126,3 +129,38 @@ class DecodeRequest:
             e2e_s=now - self.arrived_at,
             origin=self.origin,
         )
+
+    def ask(self, now: float) -> Ask:
+        """What is asked of a prefill server. One that meets it by its room needs no tokens."""
+        room, sampling = self.room, self.sampling
+        if self.output_count > 0:
+            # Its prompt's log-probabilities have been sent to the client already.
+            sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
+        return Ask(
+            room=room,
+            token_ids=[] if room is not None else list(self.token_ids),
+            prompt_count=0 if room is not None else self.prompt_count,
+            sampling=None if room is not None else sampling,
+            budget_s=self.deadline - now,
+            origin=self.origin,
+            is_self_test=bool(self.tested_link),
+            is_held=self.is_held,
+            prefix_digests=b"" if room is not None else self.digests,
+            seeds=() if room is not None else self.seeds,
+        )
+
+
+def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
+    """A sample of a body, which waits from now on. Its room is not looked at."""
+    return DecodeRequest(
+        request_id=sample.request_id,
+        token_ids=list(submit.token_ids),
+        prompt_count=len(submit.token_ids),
+        sampling=msgspec.structs.replace(submit.sampling, seed=sample.seed),
+        bootstrap=None,
+        digests=submit.prefix_digests,
+        arrived_at=now,
+        deadline=now + submit.budget_s,
+        waiting_since=now,
+        origin=sample.origin,
+    )

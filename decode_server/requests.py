@@ -14,7 +14,7 @@ from operator import add
 import msgspec
 
 from common.failures import Failure
-from common.protocol.frontend import Sibling, Submit
+from common.protocol.frontend import Submit
 from common.protocol.peer import Withdraw
 from common.request import (
     CachedTokens,
@@ -31,11 +31,11 @@ from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
 from common.transfers.connection import Connection
-from common.transfers.incoming_transfer import Ask, CacheReady
+from common.transfers.incoming_transfer import CacheReady
 from common.transfers.transfers import Transfers
 from decode_server.answers import Answers
 from decode_server.arriving_blocks import ArrivingBlocks
-from decode_server.request import DecodeRequest
+from decode_server.request import DecodeRequest, new_request
 from decode_server.samples import Samples
 from decode_server.waiting import WaitingQueue
 
@@ -116,12 +116,12 @@ class Requests:
         for the first ones, as many as share a cache; any prefill server computes the others'."""
         queued: list[DecodeRequest] = []
         for samples in self.samples.groups_of(submit):
-            children = [self._new_request(submit, sample, now) for sample in samples]
+            children = [new_request(submit, sample, now) for sample in samples]
             if len(children) == 1:
                 (parent,) = children
             else:
                 own = msgspec.structs.replace(samples[0], request_id=self._take_own_id())
-                parent = self._new_request(submit, own, now)
+                parent = new_request(submit, own, now)
                 self.samples.join(parent, children)
                 self._requests[parent.request_id] = parent
             parent.bootstrap = None if queued else submit.bootstrap
@@ -131,21 +131,6 @@ class Requests:
             self.queue.add(parent)
             queued.append(parent)
         return queued
-
-    @staticmethod
-    def _new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
-        return DecodeRequest(
-            request_id=sample.request_id,
-            token_ids=list(submit.token_ids),
-            prompt_count=len(submit.token_ids),
-            sampling=msgspec.structs.replace(submit.sampling, seed=sample.seed),
-            bootstrap=None,
-            digests=submit.prefix_digests,
-            arrived_at=now,
-            deadline=now + submit.budget_s,
-            waiting_since=now,
-            origin=sample.origin,
-        )
 
     def submit_test(self, link: str, budget_s: float, now: float) -> None:
         """A prompt of one token, for one token, from the prefill server at a link."""
@@ -195,7 +180,7 @@ class Requests:
         prefix = request.held.prefix if request.held is not None else None
         self.arriving.add(request, match.block_count)
         request.transfer = incoming.reserve(
-            source, transfer_id, request.request_id, token_count, _ask(request, now), prefix
+            source, transfer_id, request.request_id, token_count, request.ask(now), prefix
         )
         self.samples.reserve(request)
         request.asked_at = now
@@ -431,23 +416,3 @@ class Requests:
         del self._requests[request.request_id]
         self.deadlines.forget(request.request_id)
         self.queue.discard(request.request_id)
-
-
-def _ask(request: DecodeRequest, now: float) -> Ask:
-    """A request that is met by its room brings no tokens along."""
-    room, sampling = request.room, request.sampling
-    if request.output_count > 0:
-        # Its prompt's log-probabilities have been sent to the client already.
-        sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
-    return Ask(
-        room=room,
-        token_ids=[] if room is not None else list(request.token_ids),
-        prompt_count=0 if room is not None else request.prompt_count,
-        sampling=None if room is not None else sampling,
-        budget_s=request.deadline - now,
-        origin=request.origin,
-        is_self_test=bool(request.tested_link),
-        is_held=request.is_held,
-        prefix_digests=b"" if room is not None else request.digests,
-        seeds=() if room is not None else request.seeds,
-    )

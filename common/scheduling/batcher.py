@@ -35,9 +35,9 @@ from common.scheduling.fork_copies import ForkCopies
 from common.scheduling.in_flight import Flight, InFlight
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
-from common.scheduling.prefix_tree import Checkpoint
 from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
+from common.scheduling.step_checkpoints import StepCheckpoints
 from common.scheduling.step_outcome import (
     ChunkDone,
     SamplesDrawn,
@@ -74,6 +74,7 @@ class Batcher:
         self._in_flight = InFlight()
         self._under_way = BlocksUnderWay(account)
         self._fork_copies = ForkCopies()
+        self._step_checkpoints = StepCheckpoints(account)
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
@@ -198,7 +199,8 @@ class Batcher:
     def remove(self, sequence: Sequence) -> None:
         """Stop computing and close the sequence once no step can touch its pages any more."""
         self.stop(sequence)
-        self._close_or_wait(sequence)
+        self._leaving.append(sequence)
+        self._close_left()
 
     def _close_or_wait(self, sequence: Sequence) -> None:
         if self._fork_copies.drop(sequence):
@@ -209,10 +211,12 @@ class Batcher:
             self._account.close(sequence)
 
     def _close_left(self) -> None:
-        """Take back the pages that no step touches any more."""
-        leaving, self._leaving = self._leaving, []
+        """Take back the pages that no step touches any more. Who is copied by one that leaves as
+        well came before that one."""
+        leaving, self._leaving = self._leaving[::-1], []
         for sequence in leaving:
             self._close_or_wait(sequence)
+        self._leaving.reverse()
 
     def stop(self, sequence: Sequence) -> None:
         """Compute no further; the pages stay with the caller, who asks `is_in_flight`."""
@@ -236,7 +240,6 @@ class Batcher:
         be. To be called until there is none."""
         if len(self._in_flight) >= self.limits.in_flight_max:
             return PlannedStep(None)
-        self._close_left()
         self._fill_places()
         if len(self._in_flight):
             return PlannedStep(self._plan_ahead())
@@ -287,8 +290,8 @@ class Batcher:
         new: list[NewSequence] = []
         grants: list[PageGrant] = []
         copies, copying = self._fork_copies.take()
-        checkpoints = self._begin_checkpoints(chunks, decoding)
-        chunks = self._keep_inside(chunks, checkpoints)
+        checkpoints = self._step_checkpoints.begin(chunks, self._prompts, decoding)
+        chunks = self._step_checkpoints.keep_inside(chunks, self._prompts, checkpoints)
         for sequence in computing:
             if sequence.page_copies:
                 copies += sequence.take_copies()
@@ -306,33 +309,6 @@ class Batcher:
         self.unplanned_count -= sum(chunk.stop - chunk.start for chunk in chunks)
         self._in_flight.begin(step, computing, checkpoints, copying)
         return step
-
-    def _begin_checkpoints(
-        self, chunks: list[PrefillChunk], decoding: list[Sequence]
-    ) -> list[tuple[Sequence, Checkpoint]]:
-        """Those that the step of these copies before it computes."""
-        at = [(self._prompts[chunk.request_id], chunk.start) for chunk in chunks]
-        at += [(sequence, sequence.token_count - 1) for sequence in decoding if sequence.cuts]
-        begun = [(one, self._account.cached.begin_checkpoint(one, start)) for one, start in at]
-        return [(one, checkpoint) for one, checkpoint in begun if checkpoint is not None]
-
-    def _keep_inside(
-        self, chunks: list[PrefillChunk], checkpoints: list[tuple[Sequence, Checkpoint]]
-    ) -> list[PrefillChunk]:
-        """Each chunk cut where checkpoints are made inside it; adds these to `checkpoints`."""
-        parts: list[PrefillChunk] = []
-        for chunk in chunks:
-            sequence, start = self._prompts[chunk.request_id], chunk.start
-            for kept in self._account.cached.begin_inside(sequence, start, chunk.stop):
-                checkpoints.append((sequence, kept))
-                pages = [of_group[0] if of_group else 0 for of_group in kept.pages]
-                stop = kept.token_count
-                parts.append(PrefillChunk(chunk.request_id, start, stop, False, pages))
-                start = stop
-            samples = list(sequence.samples) if chunk.is_last else []
-            rest = PrefillChunk(chunk.request_id, start, chunk.stop, chunk.is_last, samples=samples)
-            parts.append(rest)
-        return parts
 
     def _make_room(self, planned: PlannedStep) -> None:
         """Give every decoding sequence the page of its next token; retract the cheapest until all

@@ -98,6 +98,7 @@ class Server:
             for model, pool in zip(models, self.pools, strict=True)
         ]
         self._crew = Crew(ranks)
+        self.drawn: dict[int, dict[int, int]] = {}  # first tokens of samples, by their prompt's id
         self._next_id = 1
 
     # ---- what a prefill server does --------------------------------------------------------------
@@ -192,7 +193,9 @@ class Server:
         assert not planned.retracted
         outcome = self.batcher.apply_done(self._run(self._sent.popleft()))
         assert not outcome.failed, outcome.failed
-        return [token.sequence for token in outcome.tokens]
+        for drawn in outcome.samples:
+            self.drawn[drawn.sequence.request_id] = drawn.tokens
+        return [token.sequence for token in (*outcome.tokens, *outcome.samples)]
 
     def _limit(self, *, is_prompt_only: bool) -> None:
         """As the batcher of a prefill server has it, or of another one."""

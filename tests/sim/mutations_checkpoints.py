@@ -5,17 +5,18 @@ Knows nothing of stories.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 
 import pytest
 
 from common.protocol.worker import PageCopies, PrefillChunk
-from common.scheduling.batcher import Batcher
 from common.scheduling.cached_sequences import CachedSequences
 from common.scheduling.checkpoints import Checkpoints
 from common.scheduling.prefix_cache import Match, PrefixCache
 from common.scheduling.prefix_tree import Checkpoint, Node
 from common.scheduling.sequence import Sequence
+from common.scheduling.step_checkpoints import StepCheckpoints
 from tests.sim.planted import Mutation
 
 Patch = pytest.MonkeyPatch
@@ -152,17 +153,18 @@ def pages_of_an_evicted_checkpoint_are_lost(patch: Patch) -> None:
 
 def a_state_inside_a_chunk_is_not_kept(patch: Patch) -> None:
     """Its checkpoint is found, and the workers never heard of its page."""
-    keep = Batcher._keep_inside
+    keep = StepCheckpoints.keep_inside
 
     def keep_nothing(
-        self: Batcher,
+        self: StepCheckpoints,
         chunks: list[PrefillChunk],
+        prompts: Mapping[int, Sequence],
         checkpoints: list[tuple[Sequence, Checkpoint]],
     ) -> list[PrefillChunk]:
-        keep(self, chunks, checkpoints)
+        keep(self, chunks, prompts, checkpoints)
         return chunks
 
-    patch.setattr(Batcher, "_keep_inside", keep_nothing)
+    patch.setattr(StepCheckpoints, "keep_inside", keep_nothing)
 
 
 MUTATIONS = (

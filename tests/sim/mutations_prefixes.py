@@ -5,6 +5,8 @@ Knows nothing of stories.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 
@@ -12,13 +14,13 @@ from common.prefix_digests import DIGEST_NBYTES
 from common.protocol.peer import TransferRequest
 from common.protocol.worker import PrefillChunk
 from common.request import CachedTokens
-from common.scheduling.batcher import Batcher
 from common.scheduling.cached_sequences import CachedSequences, HeldPrefix
 from common.scheduling.followers import Followers
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.prefix_tree import Node, PrefixTree
 from common.scheduling.sequence import Sequence
+from common.scheduling.step_checkpoints import StepCheckpoints
 from common.transfers.incoming import Incoming
 from common.transfers.incoming_transfer import Ask, IncomingTransfer
 from common.transfers.outgoing import OutgoingTransfer
@@ -90,18 +92,23 @@ def what_is_read_can_be_evicted(patch: Patch) -> None:
 
 def blocks_are_found_before_they_are_computed(patch: Patch) -> None:
     """They are in the tree once their chunk is sent."""
-    begin = Batcher._begin_checkpoints
+    begin = StepCheckpoints.begin
 
-    def begin_early(self: Batcher, chunks: list[PrefillChunk], decoding: list[Sequence]) -> object:
+    def begin_early(
+        self: StepCheckpoints,
+        chunks: list[PrefillChunk],
+        prompts: Mapping[int, Sequence],
+        decoding: list[Sequence],
+    ) -> object:
         for chunk in chunks:
-            sequence = self._prompts[chunk.request_id]
+            sequence = prompts[chunk.request_id]
             before = sequence.computed_count
             sequence.computed_count = chunk.stop
             self._account.cached.remember(sequence)
             sequence.computed_count = before
-        return begin(self, chunks, decoding)
+        return begin(self, chunks, prompts, decoding)
 
-    patch.setattr(Batcher, "_begin_checkpoints", begin_early)
+    patch.setattr(StepCheckpoints, "begin", begin_early)
 
 
 def the_salt_is_ignored(patch: Patch) -> None:

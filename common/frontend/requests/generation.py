@@ -18,8 +18,7 @@ from common.failures import FailureKind
 from common.frontend.bodies.dial_rules import dial_rules
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.context import FrontendContext
-from common.frontend.requests.request_handle import RequestHandle
-from common.frontend.requests.scheduler_client import SampleId
+from common.frontend.requests.request_handle import RequestHandle, SampleId
 from common.frontend.text.stop_strings import StopStrings
 from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.codec import decode_logprobs

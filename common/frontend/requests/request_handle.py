@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from common.frontend.requests.spans import RequestIds
 from common.protocol.frontend import Failed, Tokens
 from common.protocol.joined_tokens import JoinedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampleId:
+    """What one sample of a prompt has for itself."""
+
+    rid: str
+    seed: int
 
 
 class RequestHandle:

@@ -8,9 +8,8 @@ gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import assert_never
 
 from msgspec import structs
@@ -21,8 +20,9 @@ from common.clock import Clock
 from common.errors import ProtocolError, RequestError
 from common.failures import Failure, FailureKind
 from common.frontend.requests.failure_log import FailureLog
-from common.frontend.requests.request_handle import RequestHandle
+from common.frontend.requests.request_handle import RequestHandle, SampleId
 from common.frontend.requests.request_log import RequestLog
+from common.frontend.requests.scheduler_calls import SchedulerCalls
 from common.frontend.requests.scheduler_health import GONE_AFTER_S, SchedulerHealth
 from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
@@ -51,14 +51,6 @@ STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 UNREADY_WATCH_INTERVAL_S = 0.1  # a wait for a ready server ends so soon
 ANSWER_WAIT_S = 1.0  # for each look at a scheduler that is silent
-
-
-@dataclass(frozen=True, slots=True)
-class SampleId:
-    """What one sample of a prompt has for itself."""
-
-    rid: str
-    seed: int
 
 
 class SchedulerClient:
@@ -90,7 +82,7 @@ class SchedulerClient:
         self._next_id = 1
         self._open: dict[int, RequestHandle] = {}
         self._request_ids: dict[str, int] = {}  # by rid; a cancelled request's rid is free again
-        self._calls: dict[int, asyncio.Future[State | FlushDone]] = {}
+        self._calls = SchedulerCalls(lambda message: self._flush_unsent() and self._send(message))
         self.is_draining = False
         self._is_empty = asyncio.Event()
         self._unsent: dict[int, Cancel] = {}  # bounded: one per request that is under way
@@ -231,34 +223,15 @@ class SchedulerClient:
 
     async def get_state(self, timeout_s: float = 5.0) -> State:
         """The scheduler's gauges. Raises: RequestError 503 if no answer comes in time."""
-        answer = await self._call(lambda call_id: GetState(call_id=call_id), timeout_s)
+        answer = await self._calls.ask(GetState, timeout_s)
         assert isinstance(answer, State)
         return answer
 
     async def flush_cache(self, timeout_s: float = 30.0) -> FlushDone:
         """Forget cached prefixes. Raises: RequestError 503 if no answer comes in time."""
-        answer = await self._call(lambda call_id: FlushCache(call_id=call_id), timeout_s)
+        answer = await self._calls.ask(FlushCache, timeout_s)
         assert isinstance(answer, FlushDone)
         return answer
-
-    async def _call(
-        self, make: Callable[[int], GetState | FlushCache], timeout_s: float
-    ) -> State | FlushDone:
-        call_id = self._next_id
-        self._next_id += 1
-        future: asyncio.Future[State | FlushDone] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        try:
-            if not (self._flush_unsent() and self._send(make(call_id))):
-                raise RequestError("the scheduler's queue is full", status=503)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as exc:
-            raise RequestError(
-                f"the scheduler did not answer within {timeout_s:g} s", status=503
-            ) from exc
-        finally:
-            del self._calls[call_id]
 
     async def wait_ready(self) -> ServerInfo:
         """Wait until every worker is ready."""
@@ -343,9 +316,9 @@ class SchedulerClient:
                 self._metrics.observe_transfer(trace)
             case State():
                 self._liveness.hear_state(message, self._clock.now())
-                self._answer(message)
+                self.late_message_count += not self._calls.answer(message)
             case FlushDone():
-                self._answer(message)
+                self.late_message_count += not self._calls.answer(message)
             case ServerInfo():
                 self.server_info = message
                 self._ready.set()
@@ -393,13 +366,6 @@ class SchedulerClient:
         if not is_end:
             self._unsent[request_id] = Cancel(request_id=request_id, reason="already answered")
             self._flush_unsent()
-
-    def _answer(self, message: State | FlushDone) -> None:
-        future = self._calls.get(message.call_id)
-        if future is None:
-            self.late_message_count += 1
-        elif not future.done():
-            future.set_result(message)
 
     def _close(
         self,
