@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.frontend.bodies.sampling import derive_seed
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
 from tests.e2e.replies import Logprob, Reply
 from tests.engine.tiny_checkpoints import Reference, random_prompt
@@ -143,11 +144,56 @@ def test_a_batch_equals_its_parts(house: House, decode: Node) -> None:
     assert [reply.meta_info.prompt_tokens for reply in replies] == LENGTHS
 
 
-def test_several_samples_of_a_prompt_equal_one_servers(house: House, decode: Node) -> None:
-    asked = body(PAGE_SIZE + 1, SEEDED | {"n": 3})
-    ours, theirs = decode.generate_list(asked), house.alone.generate_list(asked)
-    assert [reply.output_ids for reply in ours] == [reply.output_ids for reply in theirs]
-    assert len({tuple(reply.output_ids) for reply in ours}) == 3
+SAMPLE_COUNT = 8
+SAMPLED: dict[str, Body] = {
+    "penalties": SEEDED | {"frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    "ends that differ": SEEDED | {"stop_token_ids": list(range(0, 400, 3)), "min_new_tokens": 2},
+    "one token": SEEDED | {"max_new_tokens": 1},
+    "greedy": GREEDY,
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_samples_equal_requests_of_their_seeds_and_move_one_cache(
+    house: House, decode: Node, kind: str
+) -> None:
+    """Streamed and plain. The transfer's bytes are told with one of them."""
+    told: Body = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+    asked = body(CHUNK_SIZE + 9, SAMPLED[kind] | {"n": SAMPLE_COUNT}) | told
+    seeds = [derive_seed(7, index) for index in range(SAMPLE_COUNT)]
+    singles = [
+        house.alone.generate(body(CHUNK_SIZE + 9, SAMPLED[kind] | {"seed": seed}) | told)
+        for seed in seeds
+    ]
+    last: dict[int, Reply] = {}
+    with decode.stream(asked) as events:
+        for event in events:
+            last[event.index] = event
+    for replies in (decode.generate_list(asked), [last[i] for i in range(SAMPLE_COUNT)]):
+        for reply, single in zip(replies, singles, strict=True):
+            assert (reply.output_ids, reply.text) == (single.output_ids, single.text)
+            assert reply.finish == single.finish
+            ours, theirs = reply.meta_info, single.meta_info
+            assert_close(ours.output_token_logprobs, theirs.output_token_logprobs)
+            assert_close(ours.input_token_logprobs, theirs.input_token_logprobs)
+        alone = decode.generate(body(CHUNK_SIZE + 9, SAMPLED[kind]))
+        moved = [reply.timeline.transfer.nbytes for reply in replies]
+        assert sum(moved) == alone.timeline.transfer.nbytes > 0
+
+
+def test_a_sample_that_is_aborted_leaves_the_others(house: House, decode: Node) -> None:
+    long: Body = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 0.9, "seed": 7, "n": 4}
+    asked = body(CHUNK_SIZE, long) | {"rid": "aborted-alone"}
+    plain = house.alone.generate_list(body(CHUNK_SIZE, long))
+    last: dict[int, Reply] = {}
+    with decode.stream(asked) as events:
+        for event in events:
+            if not last:
+                reply = decode.post("/abort_request", {"rid": "aborted-alone_2"})
+                assert reply.status_code == 200
+            last[event.index] = event
+    assert last[2].finish.type == "abort"
+    assert [last[i].output_ids for i in (0, 1, 3)] == [plain[i].output_ids for i in (0, 1, 3)]
 
 
 def test_a_stream_grows_to_the_plain_reply(decode: Node) -> None:

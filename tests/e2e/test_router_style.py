@@ -3,6 +3,7 @@ what happens to a half that stays alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -125,6 +126,35 @@ def test_a_single_room_of_a_batch_counts_up(router: Router) -> None:
         decoded = router.decode.generate(router.body(room + index, question))
         assert is_right(question, decoded.text)
     assert len(replies_of(batch.result())) == len(QUESTIONS)
+
+
+def test_samples_meet_in_one_room_and_follow_their_grammar(router: Router) -> None:
+    """Each half answers all of them; another request may use the room afterwards."""
+    room = next(ROOMS)
+    sampling: Body = {"n": 5, "regex": "(red|blue)( [a-z]{2,9}){1,3}", "max_new_tokens": 40}
+    asked = router.body(room, sampling_params=sampling | {"temperature": 1.0, "seed": 3})
+    prefilled, decoded = map(replies_of, router.post(asked))
+    assert [reply.meta_info.completion_tokens for reply in prefilled] == [1] * 5
+    firsts = [reply.output_ids for reply in prefilled]
+    assert firsts == [reply.output_ids[:1] for reply in decoded]
+    for reply in decoded:
+        assert re.fullmatch("(red|blue)( [a-z]{2,9}){1,3}", reply.text), reply.text
+    assert len({reply.text for reply in decoded}) > 1
+    moved = [reply.timeline.transfer.nbytes for reply in decoded]
+    assert moved[0] > 0 and not any(moved[1:]), "one cache"
+    assert router.is_met_by_both(room)
+
+
+def test_fewer_samples_on_the_prefill_server_cost_another_transfer(router: Router) -> None:
+    """A router that asks the prefill server for one sample of several."""
+    sampling: Body = {"max_new_tokens": 9, "temperature": 1.0, "seed": 3}
+    asked = router.body(next(ROOMS), sampling_params=sampling | {"n": 3})
+    half = router.fleet.in_background(router.prefill, {**asked, "sampling_params": sampling})
+    replies = router.decode.generate_list(asked)
+    assert half.result().status_code == 200
+    plain: Body = {"text": asked["text"], "sampling_params": sampling | {"n": 3}}
+    whole = router.decode.generate_list(plain)
+    assert [reply.output_ids for reply in replies] == [reply.output_ids for reply in whole]
 
 
 def test_a_streamed_prefill_half_ends_after_one_token(router: Router) -> None:
