@@ -42,6 +42,7 @@ SECTIONS = {
     "pair": "bench.pair",
     "prefix_tree": "bench.prefix_tree",
     "prefix_reuse": "bench.prefix_reuse",
+    "samples": "bench.samples",
     "staging": "bench.staging",
     "cache_kinds": "bench.cache_kinds",
     "states": "bench.states",

@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation("a-dropped-token-is-told", a_dropped_token_is_told, 0),
     Mutation("pending-tokens-get-no-page", pending_tokens_get_no_page, 0),
     Mutation("pending-tokens-count-as-computed", pending_tokens_count_as_computed, 1),
-    Mutation("a-prefill-server-decodes-ahead", a_prefill_server_decodes_ahead, 0),
+    Mutation("a-prefill-server-decodes-ahead", a_prefill_server_decodes_ahead, 1),
     Mutation("a-chunk-is-sent-again", a_chunk_is_sent_again, 0),
     Mutation("a-chunk-leaves-a-step-early", a_chunk_leaves_with_the_step_before, 5),
     Mutation("a-step-is-planned-as-if-alone", a_step_is_planned_as_if_alone, 0),

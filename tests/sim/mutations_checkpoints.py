@@ -175,7 +175,7 @@ MUTATIONS = (
     Mutation("a-checkpoint-is-not-copied", a_checkpoint_is_not_copied, 0),
     Mutation("a-checkpoint-is-made-of-nothing", a_checkpoint_is_made_of_nothing, 2),
     Mutation("copies-go-with-the-step-behind", copies_go_with_the_step_behind, 0),
-    Mutation("evicted-while-it-is-copied", a_checkpoint_is_evicted_while_it_is_copied, 53),
+    Mutation("evicted-while-it-is-copied", a_checkpoint_is_evicted_while_it_is_copied, 2),
     Mutation("a-page-handed-over-is-given-back", a_page_handed_over_is_given_back, 0),
     Mutation("pages-of-a-checkpoint-are-lost", pages_of_an_evicted_checkpoint_are_lost, 0),
     Mutation("a-state-inside-a-chunk-is-not-kept", a_state_inside_a_chunk_is_not_kept, 2),

@@ -11,7 +11,6 @@ import pytest
 
 from common.protocol.worker import PageCopies
 from common.request import TokenLogprobs
-from common.scheduling.cached_sequences import CachedSequences
 from common.scheduling.fork_copies import ForkCopies
 from common.scheduling.forks import Forks, SamplePages
 from common.scheduling.prefix_cache import PrefixCache
@@ -60,11 +59,6 @@ def a_source_closes_before_it_is_copied(patch: Patch) -> None:
 
 def a_target_that_left_is_copied_to(patch: Patch) -> None:
     patch.setattr(ForkCopies, "drop", lambda self, sequence: False)
-
-
-def pages_that_were_not_copied_yet_become_a_checkpoint(patch: Patch) -> None:
-    """Of a sample that is retracted before the next step."""
-    patch.setattr(CachedSequences, "leave_nothing", lambda self, sequence: None)
 
 
 def samples_take_each_other_s_tokens(patch: Patch) -> None:
@@ -129,16 +123,11 @@ def a_sample_nobody_drew_for_is_forgotten(patch: Patch) -> None:
 MUTATIONS = (
     Mutation("a-shared-block-is-not-counted", a_shared_block_is_given_back_once_too_often, 0),
     Mutation("a-fork-copies-after-the-first-write", a_fork_copies_after_the_first_write, 0),
-    Mutation("a-source-closes-before-it-is-copied", a_source_closes_before_it_is_copied, 0),
-    Mutation("a-target-that-left-is-copied-to", a_target_that_left_is_copied_to, 0),
-    Mutation(
-        "pages-not-copied-yet-become-a-checkpoint",
-        pages_that_were_not_copied_yet_become_a_checkpoint,
-        0,
-    ),
-    Mutation("samples-take-each-other-s-tokens", samples_take_each_other_s_tokens, 0),
+    Mutation("a-source-closes-before-it-is-copied", a_source_closes_before_it_is_copied, 261),
+    Mutation("a-target-that-left-is-copied-to", a_target_that_left_is_copied_to, 121),
+    Mutation("samples-take-each-other-s-tokens", samples_take_each_other_s_tokens, 1),
     Mutation("samples-are-admitted-as-one-request", samples_are_admitted_as_one_request, 0),
-    Mutation("a-sample-that-leaves-keeps-its-pages", a_sample_that_leaves_keeps_its_pages, 0),
-    Mutation("a-sample-copies-one-page-too-few", a_sample_copies_one_page_too_few, 0),
-    Mutation("a-sample-nobody-drew-for-is-forgotten", a_sample_nobody_drew_for_is_forgotten, 0),
+    Mutation("a-sample-that-leaves-keeps-its-pages", a_sample_that_leaves_keeps_its_pages, 8),
+    Mutation("a-sample-copies-one-page-too-few", a_sample_copies_one_page_too_few, 1),
+    Mutation("a-sample-nobody-drew-for-is-forgotten", a_sample_nobody_drew_for_is_forgotten, 15),
 )

@@ -155,9 +155,9 @@ def failure_lost_on_the_way(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 35),
-    Mutation("a-transfer-is-begun-again", a_transfer_is_begun_again, 50),
+    Mutation("a-transfer-is-begun-again", a_transfer_is_begun_again, 159),
     Mutation("done-before-the-flush", done_before_the_flush, 0),
-    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 18),
+    Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 20),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),
     Mutation("lost-reply", lost_reply, 1),
     Mutation("double-answer", double_answer, 1),
