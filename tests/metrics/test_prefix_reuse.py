@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
@@ -74,6 +74,7 @@ def test_who_had_them_is_known_before_the_first_request() -> None:
 parts = st.integers(0, ENDED.prompt_token_count)
 
 
+@settings(deadline=None)
 @given(
     traces=st.lists(
         st.builds(ended, parts, parts, st.sampled_from(["ok", "aborted", "timed_out"]))
