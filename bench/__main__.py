@@ -43,6 +43,7 @@ SECTIONS = {
     "prefix_tree": "bench.prefix_tree",
     "prefix_reuse": "bench.prefix_reuse",
     "samples": "bench.samples",
+    "returns": "bench.returns",
     "staging": "bench.staging",
     "cache_kinds": "bench.cache_kinds",
     "states": "bench.states",

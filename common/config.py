@@ -77,6 +77,17 @@ class Verify(StrEnum):
     FULL = "full"
 
 
+class ReturnCache(StrEnum):
+    """Whether the cache of a turn that has ended on a decode server goes back to the prefill server
+    that computed its prompt.
+
+    auto: where both servers want it and keep prefixes.
+    """
+
+    OFF = "off"
+    AUTO = "auto"
+
+
 class LocalPrefill(StrEnum):
     """Which prompts a decode server with prefill servers computes itself; each level has those
     before it.
@@ -132,6 +143,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         empty: nothing is asked. The admin ones also open what changes the server's state.
     local_prefill: what a decode server computes itself. Without "fallback" a prompt for which no
         prefill server can be found is answered 503.
+    return_cache: whether caches of answers go back to prefill servers.
     self_test_interval_s: a decode server that was handed nothing for so long tries one token, and
         another one right after it was connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for the other on a prefill server.
@@ -207,6 +219,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging_buffer_mb: int = 64
     ucx: str = "auto"
     local_prefill: LocalPrefill = LocalPrefill.AUTO
+    return_cache: ReturnCache = ReturnCache.OFF
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     bootstrap_timeout_s: float = DEFAULT_BOOTSTRAP_TIMEOUT_S
     request_timeout_s: float = 600.0

@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "max_total_tokens": "TOKENS",
         "mem_fraction_static": "SHARE",
         "disable_radix_cache": "",
+        "return_cache": "WHEN",
         "max_checkpoints": "N",
         "chunked_prefill_size": "TOKENS",
         "max_running_requests": "N",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import DEFAULT_TRACE_ENDPOINT, MetricsNames, TransferMode, Verify
+from common.config import DEFAULT_TRACE_ENDPOINT, MetricsNames, ReturnCache, TransferMode, Verify
 from common.flag_values import (
     DTYPES,
     OR_DTYPES,
@@ -200,6 +200,13 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         switch,
         "do not keep prefixes for later requests",
         is_switch=True,
+    ),
+    Flag(
+        "return_cache",
+        ("return-cache",),
+        choice(*ReturnCache),
+        "auto: caches of answers go back to the prefill server of their prompt, if both servers "
+        "say so",
     ),
     Flag(
         "disable_cuda_graph",

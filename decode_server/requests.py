@@ -70,6 +70,7 @@ class Requests:
         self.queue = WaitingQueue()
         self.samples = Samples(account)
         self.answers = Answers(outbox)
+        self._ended: list[tuple[DecodeRequest, Sequence]] = []
         self._counters = dict.fromkeys(COUNTED, 0.0)
 
     def __iter__(self) -> Iterator[DecodeRequest]:
@@ -326,8 +327,15 @@ class Requests:
     def finish(self, request: DecodeRequest) -> None:
         """RUNNING -> FINISHED: its last token is there. Its cache is kept for equal beginnings."""
         self._advance(request, DecodeEvent.LAST_TOKEN)
+        if request.sequence is not None and request.has_client:
+            self._ended.append((request, request.sequence))
         self._drop_sequence(request)
         self._forget(request)
+
+    def take_ended(self) -> list[tuple[DecodeRequest, Sequence]]:
+        """Those of clients that have had their last token since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def fail(self, request: DecodeRequest, failure: Failure, now: float) -> None:
         """Any state -> FAILED: one error is the answer. A prompt fails with all of its samples, and

@@ -22,12 +22,7 @@ from common.protocol.frontend import (
     Submit,
 )
 from common.protocol.peer import TransferDone
-from common.protocol.worker import (
-    StepDone,
-    WorkerBeat,
-    WorkerReady,
-    WorkerToScheduler,
-)
+from common.protocol.worker import StepDone, WorkerBeat, WorkerReady, WorkerToScheduler
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
     Effect,
@@ -51,6 +46,9 @@ from common.transfers.incoming_transfer import CacheFailed, CacheReady
 from common.transfers.introduction import Introduction
 from common.transfers.outgoing import CacheAsked
 from common.transfers.transfers import (
+    AbortAsked,
+    SendProgressed,
+    TargetLost,
     TransferEvent,
     Transfers,
 )
@@ -62,6 +60,7 @@ from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
+from decode_server.returns import Returns
 from decode_server.self_test import SelfTests
 from decode_server.starvation import Starvation
 
@@ -127,6 +126,15 @@ class DecodeScheduler:
             self._outbox,
             random.Random(seed),
         )
+        self.returns = Returns(
+            facts.incarnation,
+            self.account,
+            self.transfers,
+            self._outbox,
+            random.Random(seed + 3),
+            digest_tokens=facts.digest_tokens,
+            is_on=sends,
+        )
         self._times = ExpectedTime(self.batcher)
         self._admission = Admission(
             self.account,
@@ -166,8 +174,8 @@ class DecodeScheduler:
                 self._handle_frontend(message, now)
             case FromWorker(message=report):
                 self._handle_worker(report, now)
-            case FromPeer(link=link, message=peer_message):
-                self._apply_events(self.transfers.handle_peer(link, peer_message, now), now)
+            case FromPeer():
+                self._apply_events(self.transfers.handle_peer(event, now), now)
             case WorkersStopped(ranks=ranks):
                 self._worker_health.stopped_ranks = ranks
             case Stopping():
@@ -185,6 +193,7 @@ class DecodeScheduler:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._flushes.answer(self.requests.client_count)
         self._expire(now)
+        self.returns.offer(self.requests.take_ended())
         self._apply_decisions(self._missing_servers.review(now), now)
         if self._starvation.since is None:
             for link, budget_s in self._self_tests.begin_due(now):
@@ -315,11 +324,9 @@ class DecodeScheduler:
                     self._handle_ready(event, now)
                 case CacheFailed():
                     self._handle_failed(event, now)
-                case CacheAsked(transfer=transfer):
-                    text = "this server holds no cache for others"
-                    failure = Failure(FailureKind.NOT_HELD, text)
-                    self.transfers.outgoing.refuse(transfer, failure, now)
-                case _:  # only a transfer that was taken on can come to these
+                case CacheAsked() | SendProgressed() | AbortAsked() | TargetLost():
+                    self.returns.apply(event, now)
+                case _:  # rooms and offers are of prefill servers
                     self._counters["stale_messages"] += 1
 
     def _handle_ready(self, ready: CacheReady, now: float) -> None:
@@ -422,6 +429,7 @@ class DecodeScheduler:
                 **self._counters,
                 **self._starvation.counters,
                 **requests.counters,
+                **self.returns.counters,
                 **incoming.counters,
                 **self.account.prefix_counters(),
                 "waited_for_equal": float(self._admission.followed_count),

@@ -54,6 +54,12 @@ class Admission:
         return self._requests.queue.token_count + self._batcher.uncomputed_token_count
 
     @property
+    def is_short(self) -> bool:
+        """Whether the next request waits for pages."""
+        oldest = self._requests.queue.oldest
+        return oldest is not None and self._is_short(oldest)
+
+    @property
     def followed_count(self) -> int:
         """How often a request waited for what another prompt computed."""
         return self._followers.count

@@ -52,6 +52,7 @@ from common.transfers.introduction import Introduction
 from common.transfers.outgoing import AskRefused, CacheAsked
 from common.transfers.transfers import (
     AbortAsked,
+    CacheOffered,
     RoomWithdrawn,
     SendProgressed,
     TargetLost,
@@ -62,6 +63,7 @@ from prefill_server.admission import Admission, GiveUpHeld, Schedule
 from prefill_server.meetings import Meetings, failure_of_expired
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import Requests
+from prefill_server.returns import Returns
 
 
 class PrefillScheduler:
@@ -120,6 +122,9 @@ class PrefillScheduler:
             room_timeout_s=limits.bootstrap_timeout_s,
         )
         self._told_prefixes = ToldPrefixes(self.account.cache)
+        self.returns = Returns(
+            self.account, self.transfers, random.Random(seed + 1), is_on=receives
+        )
         self._admission = Admission(self.account, self.batcher, self.requests)
         self._transfer_trouble = ""
         self._stale_count = 0
@@ -137,8 +142,8 @@ class PrefillScheduler:
                 self._handle_frontend(message, now)
             case FromWorker(message=report):
                 self._handle_worker(report, now)
-            case FromPeer(link=link, message=peer_message):
-                self._apply_events(self.transfers.handle_peer(link, peer_message, now), now)
+            case FromPeer():
+                self._apply_events(self.transfers.handle_peer(event, now), now)
             case WorkersStopped(ranks=ranks):
                 self._worker_health.stopped_ranks = ranks
             case Stopping():
@@ -155,6 +160,7 @@ class PrefillScheduler:
         self._flushes.answer(len(self.requests))
         self._expire(now)
         self._admit(now)
+        self.returns.review(now, is_short=self._admission.is_short)
         self._send_steps()
         links, is_busy = self.transfers.links, self.batcher.is_computing
         condition = Condition(
@@ -268,10 +274,13 @@ class PrefillScheduler:
                     self.meetings.withdraw_room(room, text, now)
                 case TargetLost():
                     self._handle_lost(event, now)
-                case CacheReady(transfer=received):
-                    self.transfers.incoming.release(received)
+                case CacheOffered():
+                    is_short = self._admission.is_short
+                    self.returns.handle_offer(event, now, is_short=is_short)
+                case CacheReady():
+                    self.returns.handle_ready(event)
                 case CacheFailed():
-                    self._stale_count += 1
+                    self.returns.handle_failed(event)
                 case _:
                     assert_never(event)
 
@@ -369,6 +378,7 @@ class PrefillScheduler:
             },
             counters={
                 **requests.counters,
+                **self.returns.counters,
                 "requests": float(self.meetings.count),
                 **self.account.prefix_counters(),
                 "waited_for_equal": float(self._admission.followed_count),

@@ -16,6 +16,7 @@ from common.channel.gate import Gate
 from common.channel.handshakes import Break, Handshakes
 from common.channel.keys import Curve
 from common.channel.sockets import (
+    PeerFrame,
     SendResult,
     Socket,
     SocketSet,
@@ -23,8 +24,7 @@ from common.channel.sockets import (
     open_peer_dealer,
     open_peer_router,
     receive_dealt,
-    receive_guarded,
-    receive_routed,
+    receive_peers,
     send_dealt,
     send_routed,
 )
@@ -35,6 +35,8 @@ LINK_COUNT_MAX = 256
 IDENTITY_NBYTES = 16
 # Dropped links that are remembered. A sender that dials again and again displaces the oldest.
 DROPPED_COUNT_MAX = 4096
+# Links whose host is remembered, the last so many that were heard.
+HOST_COUNT_MAX = 4096
 
 
 class PeerListener:
@@ -54,6 +56,7 @@ class PeerListener:
         self.malformed_count = 0
         self._gate = gate
         self._dropped: dict[str, None] = {}
+        self._hosts: dict[str, str] = {}
         context = gate.context if gate is not None else None
         self._socket = open_peer_router(is_ipv6=address.is_ipv6, context=context)
         if gate is not None:
@@ -87,28 +90,36 @@ class PeerListener:
     def receive(self) -> list[tuple[str, bytes]]:
         """(link, payload) of new messages, oldest first per link. Never waits."""
         self._handshakes.read_events()
-        if self._gate is None:
-            received, malformed_count = receive_routed(self._socket)
-            messages = [(identity.hex(), payload) for identity, payload in received]
-        else:
-            messages, malformed_count = self._receive_guarded(self._gate)
+        if self._gate is not None:
+            self._gate.answer()
+        received, malformed_count = receive_peers(self._socket)
         self.malformed_count += malformed_count
-        if self._dropped:
-            return [(link, payload) for link, payload in messages if link not in self._dropped]
+        messages: list[tuple[str, bytes]] = []
+        for frame in self._allowed(received):
+            link = f"{frame.identity.hex()}.{frame.user}" if self._gate else frame.identity.hex()
+            if link not in self._dropped:
+                self._note_host(link, frame.host)
+                messages.append((link, frame.payload))
         return messages
 
-    def _receive_guarded(self, gate: Gate) -> tuple[list[tuple[str, bytes]], int]:
-        """Messages under keys that are allowed now. Messages under a key that was removed from the
+    def host_of(self, link: str) -> str:
+        """Where a link's last message came from; "" if that is not known."""
+        return self._hosts.get(link, "")
+
+    def _note_host(self, link: str, host: str) -> None:
+        self._hosts.pop(link, None)
+        self._hosts[link] = host
+        if len(self._hosts) > HOST_COUNT_MAX:
+            del self._hosts[next(iter(self._hosts))]
+
+    def _allowed(self, received: list[PeerFrame]) -> list[PeerFrame]:
+        """Those under keys that are allowed now. Messages under a key that was removed from the
         file are dropped, although its connection stands."""
-        gate.answer()
-        received, malformed_count = receive_guarded(self._socket)
-        allowed = {user for user in {user for _, user, _ in received} if gate.allows(user)}
-        messages = [
-            (f"{identity.hex()}.{user}", payload)
-            for identity, user, payload in received
-            if user in allowed
-        ]
-        return messages, malformed_count
+        gate = self._gate
+        if gate is None:
+            return received
+        allowed = {user for user in {one.user for one in received} if gate.allows(user)}
+        return [one for one in received if one.user in allowed]
 
     def drop(self, link: str) -> None:
         """Read a link no more. ZMQ can't close one connection of a router socket."""

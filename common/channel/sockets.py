@@ -8,6 +8,7 @@ when a connection broke are lost; deadlines and heartbeats above notice it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -208,20 +209,41 @@ def receive_routed(socket: Socket) -> tuple[list[tuple[bytes, bytes]], int]:
     return received, malformed_count
 
 
-def receive_guarded(socket: Socket) -> tuple[list[tuple[bytes, str, bytes]], int]:
-    """As `receive_routed`, with the key of the connection in the middle."""
-    received: list[tuple[bytes, str, bytes]] = []
+@dataclass(frozen=True, slots=True)
+class PeerFrame:
+    """A message of another host. user: the key of its connection, "" without keys. host: where the
+    connection comes from."""
+
+    identity: bytes
+    user: str
+    host: str
+    payload: bytes
+
+
+def receive_peers(socket: Socket) -> tuple[list[PeerFrame], int]:
+    """As `receive_routed`, with what is known of each connection."""
+    received: list[PeerFrame] = []
     malformed_count = 0
     for _ in range(RECEIVE_COUNT_MAX):
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             break
-        if len(frames) == 2:
-            received.append((frames[0].bytes, str(frames[1].get("User-Id")), frames[1].bytes))
-        else:
+        if len(frames) != 2:
             malformed_count += 1
+            continue
+        identity, payload = frames
+        user, host = (_metadata(payload, name) for name in ("User-Id", "Peer-Address"))
+        received.append(PeerFrame(identity.bytes, user, host, payload.bytes))
     return received, malformed_count
+
+
+def _metadata(frame: zmq.Frame, name: str) -> str:
+    """What ZMQ says of the connection of a frame, "" if it says nothing."""
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
 
 
 def send_dealt(socket: Socket, payload: bytes) -> SendResult:

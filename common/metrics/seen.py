@@ -127,6 +127,48 @@ COUNTERS = (
         side=Side.DECODE,
     ),
     _counter(
+        "returns_offered",
+        "Caches of ended answers that were offered to the prefill server of their prompt.",
+        "baton:returns_offered",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "returns_sent",
+        "Caches of ended answers that were sent back.",
+        "baton:returns_sent",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "returns_failed",
+        "Caches of ended answers that were asked for and did not arrive.",
+        "baton:returns_failed",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "returned_tokens",
+        "Tokens whose cache was sent back.",
+        "baton:returned_tokens",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "returns_asked",
+        "Caches of ended answers that were asked for.",
+        "baton:returns_asked",
+        side=Side.PREFILL,
+    ),
+    _counter(
+        "returns_kept",
+        "Caches of ended answers that came back.",
+        "baton:returns_kept",
+        side=Side.PREFILL,
+    ),
+    _counter(
+        "returns_lost",
+        "Caches of ended answers that were asked for and did not come, or gave way to a request.",
+        "baton:returns_lost",
+        side=Side.PREFILL,
+    ),
+    _counter(
         "transfer_tokens_spared",
         "Prompt tokens that were not sent, as the decode server had their cache.",
         "baton:transfer_tokens_spared",

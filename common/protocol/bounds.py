@@ -359,6 +359,7 @@ _FIELD_CHECKS: dict[str, _Check] = {
     "seeds": _ints_in(0, SEED_MAX, N_MAX),
     "budget_ms": _int_in(0, BUDGET_MS_MAX),
     "token_ids": _ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
+    "rest_token_ids": _ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
     "writers": _ints_in(0, RANK_COUNT_MAX - 1, RANK_COUNT_MAX),
     "pids": _ints_in(1, INT32_MAX, RANK_COUNT_MAX),
     "room": _check_room,

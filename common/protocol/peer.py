@@ -193,6 +193,23 @@ class TransferRequest(_Message, frozen=True):
     seeds: list[int] = []
 
 
+class Offer(_Message, frozen=True):
+    """A turn of a conversation has ended here, and the next one will be sent to the peer, which may
+    ask for the cache by a TransferRequest with `is_held` for this room. Nothing is kept for it
+    meanwhile. Sent only to a peer that takes caches.
+
+    token_count: of prompt and answer, as far as their cache is here. prefix_digests: of them all.
+    rest_token_ids: those behind the peer's last whole block, which no digest names.
+    """
+
+    room: int
+    incarnation: str
+    peer_incarnation: str
+    token_count: int
+    prefix_digests: bytes
+    rest_token_ids: list[int] = []
+
+
 class TransferDone(_Message, frozen=True):
     """The cache is complete and flushed at the target; here is the first token.
 
@@ -274,7 +291,7 @@ class Quiesced(_Message, frozen=True):
     peer_incarnation: str
 
 
-DecodeToPrefill = Hello | Attach | TransferRequest | Abort | Withdraw | Heartbeat | Detached
+DecodeToPrefill = Hello | Attach | TransferRequest | Abort | Withdraw | Heartbeat | Detached | Offer
 PrefillToDecode = (
     Welcome | Refuse | Attached | Detached | TransferDone | TransferFailed | Quiesced | Heartbeat
 )

@@ -34,6 +34,9 @@ class PeerEnd(Protocol):
     def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
         """The event that ends the transfer of an unreadable message."""
 
+    def host_of(self, link: str) -> str:
+        """Where a peer that dialled us is; "" if we dialled it."""
+
     def take_breaks(self) -> list[LinkBroke]:
         """Connections that broke since the last call, as far as the links' `receive` has seen."""
 
@@ -81,7 +84,8 @@ class PeerEndpoint:
 
     def _read(self, link: str, payload: bytes) -> Event | None:
         try:
-            return FromPeer(link, decode_peer_message(payload))
+            message = decode_peer_message(payload)
+            return FromPeer(link, message, self._end.host_of(link))
         except ProtocolError as error:
             self.dropped_count += 1
             return self._attribute(link, payload, error) or self._note_malformed(link, error)

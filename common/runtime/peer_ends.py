@@ -34,6 +34,9 @@ class ListeningEnd:
     def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
         return UnreadableRequest(link, unread.transfer_id, unread.incarnation, str(error))
 
+    def host_of(self, link: str) -> str:
+        return self.links.host_of(link)
+
     def take_breaks(self) -> list[LinkBroke]:
         """None: only a dialler's socket reports a broken connection."""
         return []
@@ -65,6 +68,9 @@ class DialingEnd:
     def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
         transfer_id, incarnation = unread.transfer_id, unread.incarnation
         return FromPeer(link, too_large.failure_of_unread_result(transfer_id, incarnation, error))
+
+    def host_of(self, link: str) -> str:
+        return ""
 
     def take_breaks(self) -> list[LinkBroke]:
         breaks = self.links.take_breaks()

@@ -10,7 +10,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from common.layout.cache_layout import PageGroup
-from common.prefix_digests import DIGEST_NBYTES, extend_digests
+from common.prefix_digests import DIGEST_NBYTES, digests_nbytes, extend_digests
 from common.protocol.worker import PageCopies
 from common.scheduling.prefix import Prefix
 from common.scheduling.prefix_cache import Match, PrefixCache
@@ -35,6 +35,18 @@ class HeldPrefix:
     @property
     def token_count(self) -> int:
         return self.prefix.token_count
+
+
+@dataclass(frozen=True, slots=True)
+class LentCache:
+    """A cache that is sent from the prefix cache, and kept while it is.
+
+    pages: per group (first logical index, page ids), as Send carries them.
+    """
+
+    node: Node
+    checkpoint: Checkpoint | None
+    pages: list[tuple[int, list[int]]]
 
 
 class CachedSequences:
@@ -77,6 +89,40 @@ class CachedSequences:
         """The rest did not come."""
         assert self.cache is not None
         self.cache.unlock(held.node)
+
+    def digest_nbytes(self, token_count: int) -> int:
+        """Of the seed and the digests of so many tokens."""
+        return digests_nbytes(token_count, self._digest_tokens)
+
+    def digests_up_to(self, digests: bytes, token_count: int) -> bytes:
+        """Those of the first tokens."""
+        return digests[: self.digest_nbytes(token_count)]
+
+    def lend(self, match: Match) -> LentCache | None:
+        """Keep a cache that was found, to send it: all of its `token_count` tokens, with what their
+        last one leaves. None if something of that is not there."""
+        cache, checkpoint = self.cache, match.checkpoint
+        if cache is None or match.node is None or not match.token_count:
+            return None
+        blocks = cache.blocks_in(match.token_count)
+        if checkpoint is not None and checkpoint.block_count != blocks:
+            return None
+        node = cache.lock(match.node, blocks)
+        pages = [(0, found) for found in cache.pages(node, blocks)]
+        if checkpoint is not None:
+            cache.checkpoints.use(checkpoint)
+            indices = self._checkpoint_indices(checkpoint.token_count, checkpoint.least_count)
+            for group, (one, own) in enumerate(zip(indices, checkpoint.pages, strict=True)):
+                first, found = pages[group]
+                pages[group] = (first, found + own) if found else (one.start, list(own))
+        return LentCache(node, checkpoint, pages)
+
+    def take_back(self, lent: LentCache) -> None:
+        """It is sent, or not wanted any more."""
+        assert self.cache is not None
+        self.cache.unlock(lent.node)
+        if lent.checkpoint is not None:
+            self.cache.let_go(lent.checkpoint)
 
     # ---- they begin ------------------------------------------------------------------------------
 

@@ -24,10 +24,12 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 class FromPeer(msgspec.Struct, frozen=True):
     """link: the decode server's name for an address it dialled, or the prefill server's name for a
-    connection it accepted. A link says nothing of who is behind it; incarnation ids do."""
+    connection it accepted. A link says nothing of who is behind it; incarnation ids do. host: where
+    a Hello came from."""
 
     link: str
     message: PeerMessage
+    host: str = ""
 
 
 class UnreadableRequest(msgspec.Struct, frozen=True):

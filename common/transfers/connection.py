@@ -131,6 +131,7 @@ class Outbound:
 class Connection:
     """link: where its messages come from. is_dialled: by this server, and the link is the address.
 
+    address: in its direction, for our own host's; "" if nothing is known of it.
     has_spoken: something after its handshake message was heard.
     is_suspect: its link broke, and it has not been heard since.
     is_gone: those of its processes that are watched have ended.
@@ -148,6 +149,7 @@ class Connection:
     liveness: PeerLiveness
     breaker: Breaker
     is_dialled: bool = False
+    address: str = ""
     phase: ConnectionPhase = ConnectionPhase.WELCOMED
     inbound: Inbound | None = None
     outbound: Outbound | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 
+from common.channel.address import Address
 from common.errors import ProtocolError
 from common.protocol.handshake import (
     announced_page_counts,
@@ -48,6 +49,9 @@ from common.transfers.refusals import Refusals
 PEER_COUNT_MAX = 256
 SPOKEN_FOR = "incarnation: another link speaks for this process already"
 
+# Of an address of which only the way to its host is looked for.
+SOME_PORT = 9
+
 
 class Handshakes:
     """trouble: why this server answers no Hello at the moment, "" if it does."""
@@ -73,8 +77,9 @@ class Handshakes:
         self._attachment_count = 0
         self.trouble = ""
 
-    def handle_hello(self, link: str, hello: Hello, now: float) -> str | None:
-        """Welcome or refuse. Returns the incarnation of a connection that a new one takes over."""
+    def handle_hello(self, link: str, hello: Hello, host: str, now: float) -> str | None:
+        """Welcome or refuse. host: where it came from. Returns the incarnation of a connection that
+        a new one takes over."""
         if self.trouble:
             return None  # it asks again, and is welcome once our own workers move
         known = self._connections.of_incarnation(hello.incarnation)
@@ -107,6 +112,7 @@ class Handshakes:
             hello, layout, self._introduction.agree(hello), self._facts, name=self._name_of(hello)
         )
         connection = Connection(link, remote, PeerLiveness.start(now), Breaker(self._rng))
+        connection.address = str(Address(host, SOME_PORT)) if host else ""
         self._send_welcome(connection)
         self._begin(connection, hello)
         return lost
@@ -147,7 +153,7 @@ class Handshakes:
         if before is not None and before.incarnation == remote.incarnation:
             breaker = before.breaker  # a new process is not to blame for the old one
         liveness = PeerLiveness.start(now)
-        connection = Connection(link, remote, liveness, breaker, is_dialled=True)
+        connection = Connection(link, remote, liveness, breaker, is_dialled=True, address=link)
         connection.credits = welcome.credits
         address.begin(connection)
         self._begin(connection, welcome)
@@ -180,7 +186,10 @@ class Handshakes:
             connection.phase = ConnectionPhase.OPENING
             self._outbox.to_workers(
                 OpenPeer(
-                    remote.incarnation, remote.layout_bytes, connection.link, remote.transfer_mode
+                    remote.incarnation,
+                    remote.layout_bytes,
+                    connection.address,
+                    remote.transfer_mode,
                 )
             )
 

@@ -72,6 +72,11 @@ class Links:
             rng,
         )
 
+    @property
+    def incarnation(self) -> str:
+        """Of this server."""
+        return self._facts.incarnation
+
     def resolve(self, link: str, incarnation: str = "") -> str:
         """The link to ask the server at an address, which may be connected by another name.
 

@@ -20,7 +20,7 @@ from common.protocol.peer import (
     Detached,
     Heartbeat,
     Hello,
-    PeerMessage,
+    Offer,
     Quiesced,
     Refuse,
     TransferDone,
@@ -38,6 +38,7 @@ from common.protocol.worker import (
     SendSettled,
 )
 from common.scheduling.events import (
+    FromPeer,
     LinkBroke,
     LinkDropped,
     LinkRefused,
@@ -47,6 +48,7 @@ from common.scheduling.events import (
 from common.scheduling.facts import Pace
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Condition, Outbox
+from common.transfers.connection import Connection
 from common.transfers.credits import Credits
 from common.transfers.incoming import Incoming
 from common.transfers.incoming_transfer import CacheFailed, CacheReady
@@ -79,6 +81,14 @@ class RoomWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheOffered:
+    """A peer has a cache that this server may ask for, and need not."""
+
+    source: Connection
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
 class TargetLost:
     """A peer was lost: these transfers to it are of no use any more."""
 
@@ -95,6 +105,7 @@ TransferEvent = (
     | SendProgressed
     | AbortAsked
     | RoomWithdrawn
+    | CacheOffered
     | TargetLost
 )
 
@@ -134,8 +145,9 @@ class Transfers:
     def stale_count(self) -> int:
         return self._stale_count + self.incoming.stale_count + self.outgoing.stale_count
 
-    def handle_peer(self, link: str, message: PeerMessage, now: float) -> list[TransferEvent]:
+    def handle_peer(self, event: FromPeer, now: float) -> list[TransferEvent]:
         """A message of another server."""
+        link, message = event.link, event.message
         match message:
             case TransferDone():
                 return _one(self.incoming.handle_done(link, message))
@@ -152,6 +164,15 @@ class Transfers:
                 if self.links.connections.target(message.incarnation, link) is not None:
                     return [RoomWithdrawn(message.room, message.reason)]
                 self._stale_count += 1
+            case Offer():
+                source = self.links.connections.on_own_link(message.incarnation, link)
+                ours = self.links.incarnation
+                if source is not None and source.is_source and message.peer_incarnation == ours:
+                    return [CacheOffered(source, message)]
+                self._stale_count += 1
+            case Hello():
+                lost = self.links.handshakes.handle_hello(link, message, event.host, now)
+                return self._lose(lost, "it dialled anew")
             case _:
                 return self._handle_handshake(link, message, now)
         return []
@@ -159,13 +180,11 @@ class Transfers:
     def _handle_handshake(
         self,
         link: str,
-        message: Hello | Welcome | Refuse | Attach | Attached | Detached | Heartbeat,
+        message: Welcome | Refuse | Attach | Attached | Detached | Heartbeat,
         now: float,
     ) -> list[TransferEvent]:
         shakes = self.links.handshakes
         match message:
-            case Hello():
-                return self._lose(shakes.handle_hello(link, message, now), "it dialled anew")
             case Welcome():
                 shakes.handle_welcome(link, message, now)
             case Refuse():

@@ -329,7 +329,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
     values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
-    values |= {"nccl-init-addr": "10.0.0.1:5000"}
+    values |= {"nccl-init-addr": "10.0.0.1:5000", "return-cache": "auto"}
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
     keys.write_text("sk-1")

@@ -188,6 +188,13 @@ class Node:
     def wait_queued(self, queue: str, count: int = 1) -> None:
         wait_until(f"{count} in {self.name}'s {queue}", lambda: self.has_queued(queue, count))
 
+    def wait_counted(self, counter: str, count: float) -> None:
+        """Until a counter has come so far."""
+        wait_until(
+            f"{count:g} {counter} on {self.name}",
+            lambda: self.info().counters[counter] >= count,
+        )
+
     def wait_at_rest(self) -> None:
         """Until nothing is under way and every page is free again."""
         try:

@@ -217,6 +217,10 @@ def check_pages(
         held = [r.held for r in core.requests if isinstance(r, DecodeRequest) and r.held]
         readers = [one.node for one in [*sequences, *leaving] if one.node is not None]
         readers += [one.node for one in held]
+        if isinstance(core, DecodeScheduler):
+            readers += [lent.node for lent in core.returns.lent]
+        else:
+            readers += [one.node for one in core.returns.held]
         readers += [one.copied_node for one in sequences if one.copied_node is not None]
         readers += [one.copied_node for one in leaving if one.copied_node is not None]
         owned.add_cache(cache, check_tree(cache, readers))

@@ -8,6 +8,7 @@ from tests.sim import (
     mutations_pages,
     mutations_prefixes,
     mutations_promised,
+    mutations_returns,
     mutations_samples,
     mutations_shared,
     mutations_told,
@@ -23,6 +24,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_promised.MUTATIONS,
     *mutations_shared.MUTATIONS,
     *mutations_samples.MUTATIONS,
+    *mutations_returns.MUTATIONS,
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
 )

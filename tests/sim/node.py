@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
+    returns_caches: caches of ended turns go back to prefill servers.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
@@ -70,6 +71,7 @@ class Node:
         self.has_prefix_cache = True
         self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
+        self.returns_caches = False
         self.running_max = 8
         self.queue_max = 64
         self.expects_short_outputs = False
@@ -147,7 +149,8 @@ class Node:
 
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
         if self.role == "prefill":
-            return PrefillScheduler(self.facts, limits)
+            seed = hash_pid(self.name, self.life)
+            return PrefillScheduler(self.facts, limits, receives=self.returns_caches, seed=seed)
         return DecodeScheduler(
             self.facts,
             limits,
@@ -155,6 +158,7 @@ class Node:
             is_local=self.is_local,
             may_fall_back=self.may_fall_back,
             computes_rests=self.computes_rests,
+            sends=self.returns_caches,
             seed=self.world.rng.getrandbits(32),
         )
 

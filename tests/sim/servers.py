@@ -14,6 +14,8 @@ from tests.sim.node import Node
 from tests.sim.world import World
 
 # What the servers of a story want; those of one story can agree.
+# Stories in which caches of turns that have ended go back to prefill servers.
+RETURN_SHARE = 0.4
 TRANSFER_MODES = (
     (TransferMode.DIRECT,),
     (TransferMode.STAGED,),
@@ -80,6 +82,7 @@ def add_servers(
         elif world.is_hurried:
             node.queue_max = tight.choice(QUEUE_MAXES)
     _choose_caches(world, seed, is_crowded=is_crowded)
+    _choose_returns(world, seed)
 
 
 def _choose_transport(world: World, seed: int, kind: str) -> None:
@@ -147,6 +150,14 @@ def _choose_caches(world: World, seed: int, *, is_crowded: bool) -> None:
         node.checkpoint_max = rng.choice((0, 1, 3, 16))
         node.computes_rests = rng.random() < 0.5
         node.prompt_token_s = rng.choice(PROMPT_TOKEN_S)
+
+
+def _choose_returns(world: World, seed: int) -> None:
+    """Whether caches of ended turns go back, if both servers want that."""
+    rng = random.Random(seed ^ 0x2E702)
+    if rng.random() < RETURN_SHARE:
+        for node in world.nodes.values():
+            node.returns_caches = rng.random() < 0.9
 
 
 def _page_count(node: Node, live: Live, rng: random.Random) -> int:

@@ -48,6 +48,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "prefixes": (
         *("turns of sessions", "pages copied", "states kept inside steps"),
         *("prompts with samples", "samples drawn from one row"),
+        *("decode: returns_offered", "decode: returns_sent", "decode: returned_tokens"),
+        *("decode: returns_failed", "prefill: returns_kept", "prefill: returns_lost"),
         "prefill: waited_for_equal",
         *("decode: transfer_tokens_spared", "decode: local_prefills"),
         *(

@@ -158,7 +158,7 @@ def test_unasked_checkpoints_give_way_to_tokens_that_were_asked_for(
         ({"max_checkpoints": 0}, "none: --max-checkpoints 0"),
         (
             {"role": Role.DECODE, "prefill": ("p:1",), "local_prefill": "off"},
-            "none: no prompt is computed here: --local-prefill off",
+            "none: no prompt is computed here, and no cache returned: --local-prefill off",
         ),
     ],
 )

@@ -1,0 +1,74 @@
+"""Caches of answers that go back: the next turn is computed from where the answer ended.
+
+Each turn goes to a decode server that knows nothing of the one before, so what a turn finds is the
+prefill server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node
+from tests.engine.tiny_checkpoints import random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+COMMON = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--return-cache", "auto")
+PREFILL = (*COMMON, "--page-size", "32", "--chunked-prefill-size", "64", "--pp-size", "2")
+DECODE = (*COMMON, "--page-size", "8", "--tp-size", "2", "--local-prefill", "off")
+DECODE += ("--self-test-interval", "0", "--verify-transfer", "full")
+BLOCK_TOKENS = 32
+OUTPUT_COUNT = 40
+TURN_COUNT = 3
+
+
+@dataclass
+class Town:
+    """Servers of one checkpoint. decodes: take turns."""
+
+    recipe: str
+    prefill: Node
+    decodes: list[Node]
+    cold: Node
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def town(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Callable[[str], Path],
+) -> Iterator[Town]:
+    with Fleet(tmp_path_factory.mktemp("logs"), tiny_checkpoint(request.param)) as fleet:
+        prefill = fleet.prefill(*PREFILL)
+        decodes = [fleet.decode([prefill], *DECODE, name=f"decode-{i}") for i in range(2)]
+        cold = fleet.decode([], *COMMON[:4], "--disable-radix-cache", name="cold")
+        fleet.wait_ready()
+        yield Town(request.param, prefill, decodes, cold)
+        fleet.wait_at_rest()
+
+
+def body_of(token_ids: list[int]) -> Body:
+    sampling = {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True}
+    return {"input_ids": token_ids, "sampling_params": sampling}
+
+
+def test_a_turn_is_computed_from_where_the_last_answer_ended(town: Town) -> None:
+    prompt, ended = random_prompt(75, seed=3), 0
+    for index in range(TURN_COUNT):
+        kept = town.prefill.info().counters["returns_kept"]
+        reply = town.decodes[index % 2].generate(body_of(prompt))
+        assert reply.output_ids == town.cold.generate(body_of(prompt)).output_ids, index
+        cached = reply.meta_info.cached_tokens_details.prefill
+        if ended:
+            # Of the last token of an answer there is no cache.
+            assert cached == ended - 1, "a checkpoint stands at the end"
+        town.prefill.wait_counted("returns_kept", kept + 1)
+        ended = len(prompt) + OUTPUT_COUNT
+        prompt = [*prompt, *reply.output_ids, *random_prompt(9, seed=index)]
+    counters = [decode.info().counters for decode in town.decodes]
+    assert sum(one["returns_sent"] for one in counters) == TURN_COUNT
+    assert not any(one["returns_failed"] or one["mismatched"] for one in counters)
