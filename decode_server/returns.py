@@ -22,6 +22,7 @@ from common.layout.cache_layout import ServerLayout
 from common.protocol.peer import Offer
 from common.request import TransferTrace
 from common.scheduling.cached_sequences import LentCache
+from common.scheduling.facts import ServerFacts
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
@@ -53,21 +54,19 @@ class Returns:
 
     def __init__(
         self,
-        incarnation: str,
+        facts: ServerFacts,
         account: PageAccount,
         transfers: Transfers,
         outbox: Outbox,
         rng: random.Random,
         *,
-        digest_tokens: int,
         is_on: bool,
     ) -> None:
-        self._incarnation = incarnation
+        self._facts = facts
         self._account = account
         self._transfers = transfers
         self._outbox = outbox
         self._rng = rng
-        self._digest_tokens = digest_tokens
         self._is_on = is_on and account.keeps_prefixes
         self._ended: list[tuple[DecodeRequest, Sequence]] = []
         self._offers: OrderedDict[int, _Offered] = OrderedDict()
@@ -108,7 +107,7 @@ class Returns:
         token_count = match.token_count
         if token_count - request.prompt_count < NEW_TOKENS_MIN or not _is_whole(match):
             return
-        block = block_tokens(peer.remote.layout, self._digest_tokens)
+        block = block_tokens(peer.remote.layout, self._facts.digest_tokens)
         room = self._rng.getrandbits(ROOM_BITS)
         self._offers[room] = _Offered(peer.incarnation, token_count, token_ids, digests)
         if len(self._offers) > OFFER_COUNT_MAX:
@@ -118,7 +117,7 @@ class Returns:
             peer.link,
             Offer(
                 room,
-                self._incarnation,
+                self._facts.incarnation,
                 peer.incarnation,
                 token_count,
                 self._account.cached.digests_up_to(digests, token_count),

@@ -126,15 +126,8 @@ class DecodeScheduler:
             self._outbox,
             random.Random(seed),
         )
-        self.returns = Returns(
-            facts.incarnation,
-            self.account,
-            self.transfers,
-            self._outbox,
-            random.Random(seed + 3),
-            digest_tokens=facts.digest_tokens,
-            is_on=sends,
-        )
+        rng = random.Random(seed + 3)
+        self.returns = Returns(facts, self.account, self.transfers, self._outbox, rng, is_on=sends)
         self._times = ExpectedTime(self.batcher)
         self._admission = Admission(
             self.account,
