@@ -61,5 +61,5 @@ def _computed_later(pair: Pair, number: int) -> float:
         *("--random-output-len", str(ANSWER), "--seed", str(number)),
         vocab_size=VOCAB_SIZE,
     )
-    first = sum(len(one.ask.prompt) for one in played.outcomes if not one.ask.turn)
-    return account_since(pair, began_wall_s, len(played.outcomes)).computed_count - first
+    account = account_since(pair, began_wall_s, len(played.outcomes))
+    return float(account.computed_count - SESSION_COUNT * FIRST_PROMPT)

@@ -16,6 +16,7 @@ from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import reusable_count
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import Requests
+from prefill_server.returns import Returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,11 @@ class Admission:
     prompt that is being computed follows that: it waits for what the two share.
     """
 
-    def __init__(self, account: PageAccount, batcher: Batcher, requests: Requests) -> None:
+    def __init__(
+        self, account: PageAccount, batcher: Batcher, requests: Requests, returns: Returns
+    ) -> None:
         self._account = account
+        self._returns = returns
         self._batcher = batcher
         self._requests = requests
         self._followers = Followers(requests.queue, batcher)
@@ -78,7 +82,9 @@ class Admission:
             tokens = request.token_ids
             reusable = reusable_count(tokens, request.sampling)
             match = self._account.match(request.digests, tokens, reusable)
-            if not self._followers.follows(request, match, request.digests, reusable, len(tokens)):
+            if self._followers.follows(request, match, request.digests, reusable, len(tokens)):
+                continue
+            if not self._returns.follows(request, match, reusable):
                 yield Schedule(request, match)
 
     def _held_to_give_up(self, now: float) -> PrefillRequest | None:

@@ -3,22 +3,27 @@
     Offer ─► enough of it is lacking, and nobody waits for pages ─► TransferRequest
     TransferDone ─► in the prefix cache, as if it had been computed here
 
-Best effort: a return gives way to requests that wait for pages, and losing it costs a computation.
-Knows nothing of requests.
+The next turn may come before the return is there: it waits, and then begins behind the answer. Best
+effort: a return gives way to requests that wait for pages, and losing it costs a computation.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common.prefix_digests import DIGEST_NBYTES
 from common.protocol.peer import Offer
 from common.request import Origin, SamplingParams
 from common.scheduling.cached_sequences import HeldPrefix
+from common.scheduling.followers import SPARED_SHARE_MIN
 from common.scheduling.page_account import PageAccount
-from common.scheduling.prefix_cache import NOTHING
+from common.scheduling.prefix_cache import NOTHING, Match
+from common.scheduling.prefix_tree import equal_count
 from common.transfers.incoming_transfer import Ask, CacheFailed, CacheReady, IncomingTransfer
 from common.transfers.transfers import CacheOffered, Transfers
+from prefill_server.queue import WaitingQueue
+from prefill_server.request import PrefillRequest
 
 TRANSFER_ID_BITS = 63
 # Tokens that must be lacking, for less is computed as quickly.
@@ -34,22 +39,31 @@ COUNTED = ("returns_asked", "returns_kept", "returns_lost")
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """held: what is here of it already."""
+    """held: what is here of it already. followers: requests that wait for it."""
 
     transfer: IncomingTransfer
     held: HeldPrefix | None
     token_ids: list[int]
     digests: bytes
     deadline: float
+    followers: list[PrefillRequest] = field(default_factory=list)
 
 
 class Returns:
-    """Owner of the caches that are on their way back. is_on: whether any are asked for."""
+    """Owner of the caches that are on their way back. is_on: whether any are asked for. queue: of
+    requests, in which those that wait for a return are set aside."""
 
     def __init__(
-        self, account: PageAccount, transfers: Transfers, rng: random.Random, *, is_on: bool
+        self,
+        account: PageAccount,
+        transfers: Transfers,
+        queue: WaitingQueue,
+        rng: random.Random,
+        *,
+        is_on: bool,
     ) -> None:
         self._account = account
+        self._queue = queue
         self._transfers = transfers
         self._rng = rng
         self._is_on = is_on and account.keeps_prefixes
@@ -100,9 +114,47 @@ class Returns:
             and len(offer.rest_token_ids) == rest_count
         )
 
+    def follows(self, request: PrefillRequest, match: Match, reusable_count: int) -> bool:
+        """Whether a request waits for a return that brings enough of what it lacks. match: what is
+        here of it, of which it can reuse so many tokens."""
+        lacking = len(request.token_ids) - match.token_count
+        for one in self._under_way.values():
+            brought = self._shared(one, request, match)
+            if brought <= reusable_count and brought - match.token_count >= max(
+                LACKING_TOKENS_MIN, SPARED_SHARE_MIN * lacking
+            ):
+                one.followers.append(request)
+                self._queue.set_aside(request)
+                return True
+        return False
+
+    def _shared(self, one: _Return, request: PrefillRequest, match: Match) -> int:
+        """Tokens of a return with which a request begins: all of them, or none."""
+        cache = self._account.cache
+        if cache is None or not request.digests:
+            return 0
+        _, ours = cache.keys_of(request.digests)
+        _, theirs = cache.keys_of(one.digests)
+        start, count = match.block_count, cache.blocks_in(len(one.token_ids))
+        most = min(len(ours) // DIGEST_NBYTES, count) - start
+        if request.digests[:DIGEST_NBYTES] != one.digests[:DIGEST_NBYTES] or most < 0:
+            return 0
+        shared = start + equal_count(ours, start, theirs, start, most)
+        return len(one.token_ids) if shared == count else 0
+
+    @property
+    def followers(self) -> list[PrefillRequest]:
+        return [request for one in self._under_way.values() for request in one.followers]
+
+    def _put_back(self, one: _Return) -> None:
+        for request in one.followers:
+            if request.request_id in self._queue:
+                self._queue.put_back(request)
+
     def handle_ready(self, ready: CacheReady) -> None:
         """It is found from now on, by the next turn."""
         one = self._under_way.pop(ready.owner)
+        self._put_back(one)
         sequence = self._account.adopt(
             0, one.token_ids, len(one.token_ids), NO_OUTPUT, ready.transfer.spans,
             ready.done.token_count, one.digests, one.held,
@@ -123,6 +175,7 @@ class Returns:
 
     def _forget(self, owner: int) -> None:
         one = self._under_way.pop(owner)
+        self._put_back(one)
         if one.held is not None:
             self._account.cached.let_go(one.held)
         self.counters["returns_lost"] += 1

@@ -122,10 +122,9 @@ class PrefillScheduler:
             room_timeout_s=limits.bootstrap_timeout_s,
         )
         self._told_prefixes = ToldPrefixes(self.account.cache)
-        self.returns = Returns(
-            self.account, self.transfers, random.Random(seed + 1), is_on=receives
-        )
-        self._admission = Admission(self.account, self.batcher, self.requests)
+        rng, queue = random.Random(seed + 1), self.requests.queue
+        self.returns = Returns(self.account, self.transfers, queue, rng, is_on=receives)
+        self._admission = Admission(self.account, self.batcher, self.requests, self.returns)
         self._transfer_trouble = ""
         self._stale_count = 0
 

@@ -36,7 +36,9 @@ class Town:
     cold: Node
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("llama", marks=pytest.mark.soak), "qwen3_next"]
+)
 def town(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -72,3 +74,14 @@ def test_a_turn_is_computed_from_where_the_last_answer_ended(town: Town) -> None
     counters = [decode.info().counters for decode in town.decodes]
     assert sum(one["returns_sent"] for one in counters) == TURN_COUNT
     assert not any(one["returns_failed"] or one["mismatched"] for one in counters)
+
+
+def test_a_turn_that_comes_at_once_waits_for_the_return(town: Town) -> None:
+    """Also one that goes to the same decode server, which computes no rests."""
+    prompt, ended = random_prompt(90, seed=8), 0
+    for index in range(TURN_COUNT):
+        reply = town.decodes[0].generate(body_of(prompt))
+        cached = reply.meta_info.cached_tokens_details.prefill
+        assert cached == (ended - 1 if ended else 0), "the return was not overtaken"
+        ended = len(prompt) + OUTPUT_COUNT
+        prompt = [*prompt, *reply.output_ids, *random_prompt(9, seed=index)]

@@ -154,6 +154,7 @@ def check_followers(core: PrefillScheduler) -> None:
     for leader in core._admission._followers._leaders.values():
         assert core.batcher.computes_prompt(leader.sequence), "a prompt that has ended is followed"
         awaited.update(request.request_id for _, request in leader.followers)
+    awaited.update(request.request_id for request in core.returns.followers)
     looked_at = {request_id for _, request_id in queue._by_age}
     for request in queue:
         is_there = request.request_id in looked_at or request.request_id in awaited
