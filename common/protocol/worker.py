@@ -208,6 +208,19 @@ class CloseTransfer(_Message, frozen=True):
     transfer_id: int
 
 
+class MovePages(_Message, frozen=True):
+    """Copy whole pages between the pool and the tier in host memory, beside the engine; answered by
+    PagesMoved.
+
+    is_spill: whether they go from the pool to host memory; else they come back from there. Nobody
+    else writes to any of these pages until then, and nobody reads the targets.
+    """
+
+    move_id: int
+    is_spill: bool
+    pages: list[PageCopies]
+
+
 class Shutdown(_Message, frozen=True):
     """End the worker after its current step."""
 
@@ -232,6 +245,7 @@ class WorkerReady(_Message, frozen=True):
     checkpoint_max: how many of the slots, tails and windows are there for checkpoints of prefixes,
         beside those of requests that run.
     pass_times: what a first pass took.
+    host_page_counts: pages per group of the tier in host memory; none without one.
     """
 
     rank: int
@@ -246,6 +260,7 @@ class WorkerReady(_Message, frozen=True):
     pid: int = 0
     checkpoint_max: int = 0
     pass_times: PassTimes = PassTimes()
+    host_page_counts: list[int] = []
 
 
 class WorkerBeat(_Message, frozen=True):
@@ -314,6 +329,14 @@ class PeerClosed(_Message, frozen=True):
     rank: int
 
 
+class PagesMoved(_Message, frozen=True):
+    """A MovePages has ended on a rank. With an error, what lies in its targets means nothing."""
+
+    move_id: int
+    rank: int
+    error: str = ""
+
+
 class SendSettled(_Message, frozen=True):
     """Every operation of a Send has returned. error "" means its bytes are final at the target.
 
@@ -347,6 +370,7 @@ SchedulerToWorker = (
     | Expect
     | Forget
     | Digest
+    | MovePages
     | Shutdown
 )
 WorkerToScheduler = (
@@ -360,4 +384,5 @@ WorkerToScheduler = (
     | SendSettled
     | Forgotten
     | Digested
+    | PagesMoved
 )

@@ -22,9 +22,8 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
     first = ordered[0]
     for worker in ordered[1:]:
         assert worker.layout == first.layout and worker.fingerprint == first.fingerprint
-    page_counts = tuple(
-        min(counts) for counts in zip(*(w.page_counts for w in ordered), strict=True)
-    )
+    page_counts = tuple(map(min, *(w.page_counts for w in ordered), first.page_counts))
+    host_counts = tuple(map(min, *(w.host_page_counts for w in ordered), first.host_page_counts))
     return ServerFacts(
         incarnation=secrets.token_hex(8),
         layout=decode_layout(first.layout),
@@ -40,6 +39,7 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         workers=tuple(worker.describe for worker in ordered),
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
+        host_page_counts=host_counts,
         checkpoint_max=min(worker.checkpoint_max for worker in ordered),
         pass_times=PassTimes(
             max(worker.pass_times.prompt_token_s for worker in ordered),

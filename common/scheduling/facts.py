@@ -37,7 +37,8 @@ class ServerFacts:
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
     it wants compared.
     pass_times: what steps took at the start, of the slowest rank.
-    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py)."""
+    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
+    host_page_counts: per page group, of the tier in host memory; () without one."""
 
     incarnation: str
     layout: ServerLayout
@@ -57,6 +58,7 @@ class ServerFacts:
 
     pass_times: PassTimes = NOT_TIMED
     digest_tokens: int = DIGEST_TOKENS
+    host_page_counts: tuple[int, ...] = ()
 
     @property
     def rank_count(self) -> int:
