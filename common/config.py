@@ -121,6 +121,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         of the pool holds them.
     max_total_tokens: tokens the KV pool holds. mem_fraction_static: share of free memory that
         weights and pool may take where max_total_tokens is not given.
+    host_cache_gb: GiB of host memory, of all ranks together, for cached prefixes that leave the
+        pool; 0: none.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
         batch whose decode passes are recorded.
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
@@ -191,6 +193,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queued_requests: int = 1024
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.85
+    host_cache_gb: float = 0.0
     context_length: int | None = None
     load_format: str = "auto"
     log_level: str = "info"

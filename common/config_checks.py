@@ -34,6 +34,10 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(
             f"--max-checkpoints {config.max_checkpoints}: must be 0 with --disable-radix-cache"
         )
+    if config.disable_radix_cache and config.host_cache_gb:
+        raise ConfigError(
+            f"--host-cache-gb {config.host_cache_gb:g}: must be 0 with --disable-radix-cache"
+        )
     if config.role is Role.PREFILL and config.port == config.bootstrap_port:
         raise ConfigError(
             f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"

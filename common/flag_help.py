@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "page_size": "TOKENS",
         "max_total_tokens": "TOKENS",
         "mem_fraction_static": "SHARE",
+        "host_cache_gb": "GIB",
         "disable_radix_cache": "",
         "return_cache": "WHEN",
         "max_checkpoints": "N",

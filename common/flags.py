@@ -115,6 +115,13 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "share of free memory for weights and pool",
     ),
     Flag(
+        "host_cache_gb",
+        ("host-cache-gb",),
+        number(0, 1 << 16),
+        "GiB of host memory, of all ranks together, for cached prefixes that leave the pool; "
+        "0: none",
+    ),
+    Flag(
         "context_length",
         ("context-length",),
         integer(1, TOKEN_COUNT_MAX),

@@ -6,12 +6,14 @@ Knows nothing of what happens to a request after it was admitted. Writes nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import replace
 from operator import add, le
 
 from common.layout.component import LiveKind
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.followers import Followers
+from common.scheduling.host_tier import HostTier
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import NOTHING, Match
 from common.scheduling.sequence import Sequence, reusable_count
@@ -49,6 +51,7 @@ class Admission:
         requests: Requests,
         transfers: Transfers,
         times: ExpectedTime,
+        tier: HostTier[DecodeRequest],
         *,
         is_local: bool,
         computes_rests: bool,
@@ -61,6 +64,7 @@ class Admission:
         self._is_local = is_local
         self._computes_rests = computes_rests
         self._times = times
+        self._tier = tier
         self._followers = Followers(requests.queue, batcher)
         self._turns_here = Turns()
         self._turns_elsewhere = Turns()
@@ -94,7 +98,9 @@ class Admission:
             if self._followers.follows(request, match, digests, reusable, len(tokens)):
                 continue
             if self._fits_grown(request, self._needs_to_compute(request, match)):
-                yield ComputeHere(request, match)
+                if self._tier.holds_up(request, reusable):
+                    continue
+                yield ComputeHere(request, self._match_to_compute(request)[0])
                 vain_count = 0
             elif self._is_late(request, now):
                 return
@@ -108,7 +114,7 @@ class Admission:
         """
         may_ask_any = self._choice.may_ask_any(now)
         vain_count = 0
-        waiting = [one for one in self._requests.queue if not one.is_computed_here]
+        waiting = [one for one in self._requests.queue.ready if not one.is_computed_here]
         for request in self._turns_elsewhere.of(waiting):
             if self._batcher.ready_count or vain_count == VAIN_COUNT_MAX:
                 return
@@ -123,8 +129,35 @@ class Admission:
                 if self._is_late(request, now):
                     return
             elif decision is not None:
+                if self._is_held_up(decision):
+                    continue
+                decision = self._found_anew(decision)
+                if isinstance(decision, Reserve) and not self._fits_to_receive(decision):
+                    continue  # what is being saved is not free yet
                 yield decision
                 vain_count, may_ask_any = 0, self._choice.may_ask_any(now)
+
+    def _is_held_up(self, decision: Reserve | ComputeHere) -> bool:
+        """Whether it waits for what is saved in host memory, or comes from there. What could be
+        computed here comes with what that takes."""
+        request = decision.request
+        is_asked = isinstance(decision, Reserve)
+        may_compute = self._computes_rests and request.room is None and not request.tested_link
+        if not is_asked or may_compute:
+            _, token_max = self._match_to_compute(request)
+            if self._tier.holds_up(request, token_max):
+                return True
+        if not isinstance(decision, Reserve) or not decision.source.remote.sends_rest:
+            return False
+        return self._tier.holds_up(request, len(request.token_ids), is_received=True)
+
+    def _found_anew(self, decision: Reserve | ComputeHere) -> Reserve | ComputeHere:
+        """The same, with what is here now that there is room."""
+        request = decision.request
+        if isinstance(decision, ComputeHere):
+            return replace(decision, match=self._match_to_compute(request)[0])
+        is_known = decision.source.remote.sends_rest
+        return replace(decision, match=self._match_to_receive(request) if is_known else NOTHING)
 
     def _decide_one(self, request: DecodeRequest, now: float) -> Reserve | ComputeHere | None:
         """What would be done with a request if its pages were there; None if it waits."""

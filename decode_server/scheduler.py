@@ -22,7 +22,7 @@ from common.protocol.frontend import (
     Submit,
 )
 from common.protocol.peer import TransferDone
-from common.protocol.worker import StepDone, WorkerBeat, WorkerReady, WorkerToScheduler
+from common.protocol.worker import PagesMoved, StepDone, WorkerBeat, WorkerReady, WorkerToScheduler
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
     Effect,
@@ -37,7 +37,8 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
-from common.scheduling.page_account import PageAccount
+from common.scheduling.host_tier import HostTier
+from common.scheduling.page_account import account_of
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.rates import StepRates
 from common.scheduling.transitions import DecodeState
@@ -95,15 +96,7 @@ class DecodeScheduler:
         self._may_fall_back = may_fall_back
         self._outbox = Outbox()
         self._worker_health = WorkerHealth.of(facts, limits.pace)
-        self.account = PageAccount(
-            facts.layout.groups,
-            facts.page_counts,
-            has_prefix_cache=limits.has_prefix_cache,
-            chunk_token_max=limits.chunk_token_max,
-            checkpoint_max=facts.checkpoint_max,
-            digest_tokens=facts.digest_tokens,
-            shares_samples=True,
-        )
+        self.account = account_of(facts, limits, shares_samples=True)
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         rates = StepRates(facts.pass_times)
         batch_limits = limits.of_batch(facts, self.request_token_max)
@@ -128,6 +121,7 @@ class DecodeScheduler:
         )
         rng = random.Random(seed + 3)
         self.returns = Returns(facts, self.account, self.transfers, self._outbox, rng, is_on=sends)
+        self.tier = HostTier(self.account, self.requests.queue, self._outbox, facts.rank_count)
         self._times = ExpectedTime(self.batcher)
         self._admission = Admission(
             self.account,
@@ -136,6 +130,7 @@ class DecodeScheduler:
             self.requests,
             self.transfers,
             self._times,
+            self.tier,
             is_local=is_local,
             computes_rests=computes_rests and not is_local,
         )
@@ -194,6 +189,7 @@ class DecodeScheduler:
         self._apply_decisions(self._admission.decide(now), now)
         self._starvation.update(self.requests.queue, now)
         self._send_steps(now)
+        self.tier.keep_free()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
         running_count = self.batcher.running_count
@@ -380,6 +376,8 @@ class DecodeScheduler:
                 self._handle_step(message, now)
             case WorkerBeat():
                 self._worker_health.apply_beat(message.rank, message.progress)
+            case PagesMoved():
+                self.tier.note_moved(message)
             case WorkerReady():
                 self._counters["stale_messages"] += 1
             case _:
@@ -423,6 +421,7 @@ class DecodeScheduler:
                 **self._starvation.counters,
                 **requests.counters,
                 **self.returns.counters,
+                **self.tier.counters,
                 **incoming.counters,
                 **self.account.prefix_counters(),
                 "waited_for_equal": float(self._admission.followed_count),

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.followers import Followers
+from common.scheduling.host_tier import HostTier
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import reusable_count
 from prefill_server.request import PrefillRequest
 from prefill_server.requests import Requests
 from prefill_server.returns import Returns
+
+# Requests that wait for copies from or to host memory; more of them would not be computed sooner.
+HELD_UP_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,16 @@ class Admission:
     """
 
     def __init__(
-        self, account: PageAccount, batcher: Batcher, requests: Requests, returns: Returns
+        self,
+        account: PageAccount,
+        batcher: Batcher,
+        requests: Requests,
+        returns: Returns,
+        tier: HostTier[PrefillRequest],
     ) -> None:
         self._account = account
         self._returns = returns
+        self._tier = tier
         self._batcher = batcher
         self._requests = requests
         self._followers = Followers(requests.queue, batcher)
@@ -77,15 +87,23 @@ class Admission:
             if held is not None:
                 yield GiveUpHeld(held)
             request = self._next(now)
-            if request is None:
+            if request is None or len(self._tier.waiting) >= HELD_UP_MAX:
                 return
             tokens = request.token_ids
             reusable = reusable_count(tokens, request.sampling)
             match = self._account.match(request.digests, tokens, reusable)
             if self._followers.follows(request, match, request.digests, reusable, len(tokens)):
                 continue
-            if not self._returns.follows(request, match, reusable):
-                yield Schedule(request, match)
+            if self._returns.follows(request, match, reusable) or self._holds_up(request, match):
+                continue
+            yield Schedule(request, self._account.match(request.digests, tokens, reusable))
+
+    def _holds_up(self, request: PrefillRequest, match: Match) -> bool:
+        """Whether a request that has room waits for what is saved in host memory, or comes from
+        there."""
+        tokens = request.token_ids
+        fits = self._account.can_allocate(self._account.needs_behind(match, len(tokens)))
+        return fits and self._tier.holds_up(request, reusable_count(tokens, request.sampling))
 
     def _held_to_give_up(self, now: float) -> PrefillRequest | None:
         """The oldest held cache, if the next request has waited too long for its pages."""

@@ -20,6 +20,7 @@ from common.protocol.frontend import (
     Submit,
 )
 from common.protocol.worker import (
+    PagesMoved,
     StepDone,
     WorkerBeat,
     WorkerReady,
@@ -40,7 +41,8 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
-from common.scheduling.page_account import PageAccount
+from common.scheduling.host_tier import HostTier
+from common.scheduling.page_account import account_of
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import Sequence
 from common.scheduling.told_prefixes import ToldPrefixes
@@ -86,14 +88,7 @@ class PrefillScheduler:
         self._limits = limits
         self._outbox = Outbox()
         self._worker_health = WorkerHealth.of(facts, limits.pace)
-        self.account = PageAccount(
-            facts.layout.groups,
-            facts.page_counts,
-            has_prefix_cache=limits.has_prefix_cache,
-            chunk_token_max=limits.chunk_token_max,
-            checkpoint_max=facts.checkpoint_max,
-            digest_tokens=facts.digest_tokens,
-        )
+        self.account = account_of(facts, limits)
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
         self.batcher = Batcher(self.account, batch_limits)
@@ -124,7 +119,10 @@ class PrefillScheduler:
         self._told_prefixes = ToldPrefixes(self.account.cache)
         rng, queue = random.Random(seed + 1), self.requests.queue
         self.returns = Returns(self.account, self.transfers, queue, rng, is_on=receives)
-        self._admission = Admission(self.account, self.batcher, self.requests, self.returns)
+        self.tier = HostTier(self.account, queue, self._outbox, facts.rank_count)
+        self._admission = Admission(
+            self.account, self.batcher, self.requests, self.returns, self.tier
+        )
         self._transfer_trouble = ""
         self._stale_count = 0
 
@@ -161,6 +159,7 @@ class PrefillScheduler:
         self._admit(now)
         self.returns.review(now, is_short=self._admission.is_short)
         self._send_steps()
+        self.tier.keep_free()
         links, is_busy = self.transfers.links, self.batcher.is_computing
         condition = Condition(
             self._worker_health.progress,
@@ -325,6 +324,8 @@ class PrefillScheduler:
                 self._handle_step(message, now)
             case WorkerBeat():
                 self._worker_health.apply_beat(message.rank, message.progress)
+            case PagesMoved():
+                self.tier.note_moved(message)
             case WorkerReady():
                 self._stale_count += 1
             case _:
@@ -378,6 +379,7 @@ class PrefillScheduler:
             counters={
                 **requests.counters,
                 **self.returns.counters,
+                **self.tier.counters,
                 "requests": float(self.meetings.count),
                 **self.account.prefix_counters(),
                 "waited_for_equal": float(self._admission.followed_count),

@@ -198,6 +198,21 @@ COUNTERS = (
         "Checkpoints that were given up to make room.",
         "baton:checkpoints_evicted",
     ),
+    _counter(
+        "host_saved_tokens",
+        "Tokens whose cache was copied to host memory to make room.",
+        "baton:host_saved_tokens",
+    ),
+    _counter(
+        "host_loaded_tokens",
+        "Tokens whose cache came back from host memory.",
+        "baton:host_loaded_tokens",
+    ),
+    _counter(
+        "host_failed_loads",
+        "Copies from host memory that failed, so that their tokens were computed again.",
+        "baton:host_failed_loads",
+    ),
     _counter("self_tests", "Self-tests that ended.", "baton:self_tests", side=Side.DECODE),
     _counter(
         "self_tests_failed",
@@ -264,6 +279,18 @@ GAUGES = (
         "baton:checkpoints",
     ),
     _gauge("checkpoint_max", "Checkpoints that have room.", "baton:checkpoint_max"),
+    _gauge(
+        "host_cache_tokens",
+        "Tokens in the tier in host memory.",
+        "baton:host_cache_tokens",
+        "sglang:hicache_host_used_tokens",
+    ),
+    _gauge(
+        "host_cache_token_max",
+        "Tokens that have room in the tier in host memory.",
+        "baton:host_cache_token_max",
+        "sglang:hicache_host_total_tokens",
+    ),
     _labelled(
         "pages",
         "Pages by state; the states of a group add up to its pool.",

@@ -41,12 +41,17 @@ class PeerGauge:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCounts:
-    """What is kept of prompts for later ones. checkpoint_max: checkpoints that have room."""
+    """What is kept of prompts for later ones. checkpoint_max: checkpoints that have room.
+
+    host_token_count, host_token_max: tokens in the tier in host memory, and as many as have room.
+    """
 
     token_count: int = 0
     node_count: int = 0
     checkpoint_count: int = 0
     checkpoint_max: int = 0
+    host_token_count: int = 0
+    host_token_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ def see(now: Snapshot) -> Iterator[Seen]:
     yield Seen("prefix_cache_nodes", now.prefixes.node_count)
     yield Seen("checkpoints", now.prefixes.checkpoint_count)
     yield Seen("checkpoint_max", now.prefixes.checkpoint_max)
+    yield Seen("host_cache_tokens", now.prefixes.host_token_count)
+    yield Seen("host_cache_token_max", now.prefixes.host_token_max)
     for group in now.pages:
         yield from _see_pages(group)
     for queue, depth in sorted(now.queues.items()):

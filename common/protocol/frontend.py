@@ -203,6 +203,7 @@ class PrefixCacheState(_Message, frozen=True):
         have room, 0 also where the cache needs none.
     digest_count: beginnings that peers are told of.
     reason: why nothing is kept, "" if it is.
+    host_token_count: tokens in the tier in host memory; host_token_max: as many have room there.
     """
 
     token_count: int = 0
@@ -212,6 +213,8 @@ class PrefixCacheState(_Message, frozen=True):
     checkpoint_max: int = 0
     digest_count: int = 0
     reason: str = ""
+    host_token_count: int = 0
+    host_token_max: int = 0
 
 
 class State(_Message, frozen=True):

@@ -244,8 +244,8 @@ class Batcher:
         if len(self._in_flight):
             return PlannedStep(self._plan_ahead())
         planned = PlannedStep(None)
-        self._make_room(planned)
-        decoding = list(self._running.values())
+        standing = self._make_room(planned)
+        decoding = [one for one in self._running.values() if one not in standing]
         planned.step = self._begin(self._plan_chunks(len(decoding)), decoding)
         return planned
 
@@ -310,20 +310,26 @@ class Batcher:
         self._in_flight.begin(step, computing, checkpoints, copying)
         return step
 
-    def _make_room(self, planned: PlannedStep) -> None:
+    def _make_room(self, planned: PlannedStep) -> list[Sequence]:
         """Give every decoding sequence the page of its next token; retract the cheapest until all
-        that are left have one."""
+        that are left have one. Returns those that stand still until what is in it is saved."""
+        standing: list[Sequence] = []
         for request_id in list(self._running):
             sequence = self._running.get(request_id)
             if sequence is not None:
                 self._account.recycle(sequence)
-            while sequence is not None and not self._account.grow(
-                sequence, len(sequence.token_ids)
-            ):
+            while sequence is not None:
+                needs = self._account.needs(sequence.spans, len(sequence.token_ids))
+                if self._account.saves_for(needs):
+                    standing.append(sequence)
+                    break
+                if self._account.grow(sequence, len(sequence.token_ids)):
+                    break
                 victim = self._cheapest()
                 planned.retracted.append(victim)
                 self.remove(victim)
                 sequence = self._running.get(request_id)
+        return standing
 
     def _cheapest(self) -> Sequence:
         """The sequence that costs least to bring back: the fewest tokens, the latest of equals.

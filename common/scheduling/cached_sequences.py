@@ -52,13 +52,18 @@ class LentCache:
 class CachedSequences:
     """Owner of what a sequence has of the cache: its node, blocks, copies, checkpoint and cuts.
 
-    cache: None if there is none.
+    cache: None if there is none. host: of the tier in host memory.
     """
 
     def __init__(
-        self, cache: PrefixCache | None, groups: List[PageGroup], digest_tokens: int
+        self,
+        cache: PrefixCache | None,
+        groups: List[PageGroup],
+        digest_tokens: int,
+        host: PrefixCache | None = None,
     ) -> None:
         self.cache = cache
+        self._host = host
         self._groups = tuple(groups)
         self._digest_tokens = digest_tokens
 
@@ -356,6 +361,8 @@ class CachedSequences:
         """Its computation came out wrong: what it added to the prefix cache is not to be found, nor
         what others put behind that. What they had put there before stays."""
         if self.cache is not None and sequence.node is not None:
+            if self._host is not None:
+                self._host.forget_equal(sequence.digests, sequence.added_from, sequence.made)
             self.cache.checkpoints.withdraw(sequence.made)
             if sequence.added_from is not None:
                 self.cache.tree.cut_off(sequence.node, sequence.added_from)

@@ -97,9 +97,8 @@ class Checkpoints:
 
     def renew(self, node: Node, checkpoint: Checkpoint) -> bool:
         """Whether one is there that serves wherever this one would; that counts as used now."""
-        for other in place_of(node, checkpoint).checkpoints:
-            is_equal = (other.token_count, other.rest) == (checkpoint.token_count, checkpoint.rest)
-            if is_equal and other.least_count <= checkpoint.least_count:
+        for other in equals_of(node, checkpoint):
+            if other.least_count <= checkpoint.least_count:
                 if other.users == 0:
                     self._table_of(other).move_to_end(other)
                 return True
@@ -108,17 +107,24 @@ class Checkpoints:
     # ---- used ------------------------------------------------------------------------------------
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """Its pages are copied from now on, until `let_go`."""
-        checkpoint.users += 1
+        """A prompt goes on from it: its pages are copied from now on, until `let_go`."""
+        self.hold(checkpoint)
         self.used_count += 1
+        checkpoint.is_spare = False
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """Its pages are read from now on, until `let_go`."""
+        checkpoint.users += 1
         if checkpoint.users == 1:
             self._note_busy(checkpoint)
-            checkpoint.is_spare = False
 
-    def let_go(self, checkpoint: Checkpoint) -> None:
+    def let_go(self, checkpoint: Checkpoint, *, is_use: bool = True) -> None:
+        """is_use: whether it counts as used by that; else it is the first to go."""
         checkpoint.users -= 1
         if checkpoint.users == 0:
             self._note_idle(checkpoint)
+            if not is_use:
+                self._table_of(checkpoint).move_to_end(checkpoint, last=False)
 
     def _table_of(self, checkpoint: Checkpoint) -> OrderedDict[Checkpoint, None]:
         return self._spare if checkpoint.is_spare else self._idle
@@ -180,6 +186,13 @@ class Checkpoints:
             if any(helps):
                 self.forget([checkpoint])
                 left = [n - len(pages) for n, pages in zip(left, checkpoint.pages, strict=True)]
+
+
+def equals_of(node: Node, checkpoint: Checkpoint) -> list[Checkpoint]:
+    """Those of the same tokens along a path."""
+    tokens = checkpoint.token_count, checkpoint.rest
+    here = place_of(node, checkpoint).checkpoints
+    return [other for other in here if (other.token_count, other.rest) == tokens]
 
 
 def place_of(node: Node, checkpoint: Checkpoint) -> Node:

@@ -11,8 +11,8 @@ from common.scheduling.peers import Outbox
 class Flushes:
     """Forgets cached prefixes, unless there are requests, which may be reading them.
 
-    A request that has ended may still be in a step in flight; that is waited for. It is the last
-    one, so a flush waits no longer than a step takes.
+    A request that has ended may still be in a step in flight, and what it left may be on its way to
+    host memory. Both are waited for, which takes no longer than a step and some copies.
     """
 
     def __init__(self, account: PageAccount, batcher: Batcher, outbox: Outbox) -> None:
@@ -27,7 +27,8 @@ class Flushes:
 
     def answer(self, request_count: int) -> None:
         """Answer what can be answered by now."""
-        if self._batcher.is_computing and not request_count:
+        is_read = self._batcher.is_computing or self._account.is_moving
+        if is_read and not request_count:
             return
         waiting, self._waiting = self._waiting, []
         for flush in waiting:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from functools import lru_cache
+from typing import Protocol
 
 from common.layout.cache_layout import PageGroup, ServerLayout
 from common.layout.component import LiveKind
@@ -14,6 +15,7 @@ from common.prefix_digests import DIGEST_TOKENS
 from common.protocol.frontend import PageGroupState, PrefixCacheState
 from common.request import SamplingParams
 from common.scheduling.cached_sequences import CachedSequences, HeldPrefix
+from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.page_pool import PagePool
 from common.scheduling.prefix_cache import NOTHING, Match, PrefixCache
 from common.scheduling.sequence import PageSpan, Sequence
@@ -25,6 +27,18 @@ CAPACITY_UNLIMITED = 2**31 - 1
 PROMPT_LENGTH_COUNT_MAX = 4096
 
 
+class Saver(Protocol):
+    """Saves what is in pages before others get them."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether any pages are being saved, or come back."""
+
+    def saves_for(self, needs: List[int]) -> bool:
+        """Whether so many pages per group will be free once something is saved that is under way.
+        Those that hold what is saved are free at once."""
+
+
 class PageAccount:
     """Owner of the pool and of the prefix cache, and of what pages a sequence has.
 
@@ -33,6 +47,8 @@ class PageAccount:
     digest_tokens: tokens of a digest (see prefix_digests.py). checkpoint_max: of the prefix cache.
     shares_samples: samples of a prompt share its blocks. Where no prefix is kept, a block goes with
     the last of them.
+    host_page_counts: of the tier in host memory, whose prefix cache is `host`; () without one.
+    saver: who saves what is evicted; None if nobody does.
     """
 
     def __init__(
@@ -45,6 +61,7 @@ class PageAccount:
         checkpoint_max: int = 0,
         digest_tokens: int = DIGEST_TOKENS,
         shares_samples: bool = False,
+        host_page_counts: List[int] = (),
     ) -> None:
         self.groups = tuple(groups)
         self.pool = PagePool(page_counts)
@@ -59,8 +76,25 @@ class PageAccount:
         if has_prefix_cache or shares_samples:
             count_max = checkpoint_max if has_prefix_cache else 0
             cache = PrefixCache(self.pool, self.groups, digest_tokens, count_max)
-        self.cached = CachedSequences(cache, self.groups, digest_tokens)
         self.cache = cache
+        self.host = self._host_cache(host_page_counts, digest_tokens, checkpoint_max)
+        self.saver: Saver | None = None
+        self.cached = CachedSequences(cache, self.groups, digest_tokens, self.host)
+
+    def _host_cache(
+        self, page_counts: List[int], digest_tokens: int, checkpoint_max: int
+    ) -> PrefixCache | None:
+        """Of the tier in host memory, which has its share of checkpoints."""
+        if not page_counts or not self.keeps_prefixes:
+            return None
+        share = sum(page_counts) / sum(self.pool.page_counts)
+        count_max = -(-checkpoint_max * share // 1)
+        return PrefixCache(PagePool(page_counts), self.groups, digest_tokens, int(count_max))
+
+    @property
+    def host_pool(self) -> PagePool | None:
+        """The pages of the tier in host memory."""
+        return self.host.pool if self.host is not None else None
 
     @property
     def token_capacity(self) -> int:
@@ -111,6 +145,15 @@ class PageAccount:
             self.cache.evict(needs)
         return [self.pool.allocate(group, need) for group, need in enumerate(needs)]
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether pages are on their way to the tier in host memory, or from there."""
+        return self.saver is not None and self.saver.is_moving
+
+    def saves_for(self, needs: List[int]) -> bool:
+        """Whether so many pages will be free once what is in them is saved; see `Saver`."""
+        return self.saver is not None and any(needs) and self.saver.saves_for(needs)
+
     def grow(self, sequence: Sequence, token_count: int) -> bool:
         """Add the pages that `token_count` tokens need; False, and nothing changed, if there are
         not enough."""
@@ -127,11 +170,12 @@ class PageAccount:
         """Add the pages of all tokens to come, to every sequence or to none; False if there are not
         enough, or if a window would hold more of them than one step alone needs.
 
-        A cached prefix may go for them. That is no loss: one token later it would have to.
+        A cached prefix may go for them. That is no loss: one token later it would have to. What is
+        being saved is waited for.
         """
         growing = [(s, n) for s in sequences if any(n := self.needs(s.spans, s.token_count))]
         total = [sum(column) for column in zip(*(needs for _, needs in growing), strict=True)]
-        if not self.can_allocate(total):
+        if not self.can_allocate(total) or self.saves_for(total):
             return False
         for index in self._windows:
             page_max = self.decode_page_max(index)
@@ -235,13 +279,19 @@ class PageAccount:
 
     def needs_to_receive(self, match: Match, token_count: int) -> list[int]:
         """As `needs_behind`, of a cache whose blocks are here and whose rest is sent."""
-        needs = self.needs_of_prompt(token_count)
+        needs = self.needs_of_rest(match, token_count, is_received=True)
         if self.cache is None or not match.block_count:
             return needs
-        counts = self.cache.page_counts
-        needs = [n - match.block_count * c for n, c in zip(needs, counts, strict=True)]
         token_count = match.block_count * self.cache.block_tokens
         return self._with_idle(needs, Match(match.node, match.block_count, token_count))
+
+    def needs_of_rest(self, match: Match, token_count: int, *, is_received: bool) -> list[int]:
+        """New pages per group for what was not found, which is sent or computed."""
+        if not is_received:
+            return self.needs_to_compute(token_count, match.token_count)
+        needs = self.needs_of_prompt(token_count)
+        counts = self.cache.page_counts if self.cache is not None else [0] * len(needs)
+        return [n - match.block_count * c for n, c in zip(needs, counts, strict=True)]
 
     def _with_idle(self, needs: list[int], match: Match) -> list[int]:
         if self.cache is None or match.node is None:
@@ -324,7 +374,8 @@ class PageAccount:
 
     def flush_cache(self) -> bool:
         """Forget cached prefixes; True if nothing is left of them."""
-        return self.cache is None or self.cache.flush()
+        is_saved_gone = self.host is None or self.host.flush()
+        return (self.cache is None or self.cache.flush()) and is_saved_gone
 
     def prefix_state(self, told_count: int = 0) -> PrefixCacheState:
         """What /server_info tells of the prefix cache. told_count: beginnings that peers know."""
@@ -332,12 +383,14 @@ class PageAccount:
         if cache is None or not self.keeps_prefixes:
             return PrefixCacheState(reason="switched off by --disable-radix-cache")
         return PrefixCacheState(
-            token_count=cache.tree.block_count * cache.block_tokens,
+            token_count=cache.token_count,
             block_tokens=cache.block_tokens,
             node_count=cache.tree.node_count,
             checkpoint_count=cache.checkpoints.count,
             checkpoint_max=cache.checkpoints.count_max,
             digest_count=told_count,
+            host_token_count=self.host.token_count if self.host is not None else 0,
+            host_token_max=self.host.token_max if self.host is not None else 0,
         )
 
     def prefix_counters(self) -> dict[str, float]:
@@ -372,6 +425,22 @@ class PageAccount:
                 )
             )
         return states
+
+
+def account_of(
+    facts: ServerFacts, limits: SchedulerLimits, *, shares_samples: bool = False
+) -> PageAccount:
+    """The pages of a server that starts."""
+    return PageAccount(
+        facts.layout.groups,
+        facts.page_counts,
+        has_prefix_cache=limits.has_prefix_cache,
+        chunk_token_max=limits.chunk_token_max,
+        checkpoint_max=facts.checkpoint_max,
+        digest_tokens=facts.digest_tokens,
+        shares_samples=shares_samples,
+        host_page_counts=facts.host_page_counts,
+    )
 
 
 def touched_page_max(group: PageGroup, item_count: int) -> int:

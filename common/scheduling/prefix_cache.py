@@ -23,7 +23,7 @@ import numpy as np
 from common.layout.cache_layout import PageGroup
 from common.layout.component import LiveKind
 from common.prefix_digests import DIGEST_NBYTES
-from common.scheduling.checkpoints import Checkpoints
+from common.scheduling.checkpoints import Checkpoints, equals_of
 from common.scheduling.page_pool import PagePool
 from common.scheduling.prefix_tree import Checkpoint, Node, PrefixTree
 
@@ -59,7 +59,7 @@ def marks_in(told: bytes) -> list[bytes]:
 
 
 class PrefixCache:
-    """tree, checkpoints: of one server. block_tokens: tokens of a block.
+    """tree, checkpoints: of one server. pool: what its pages are of. block_tokens: of one block.
 
     page_counts: pages of a block per page group, 0 for groups that don't grow.
     relief_count: pages so far that were adopted, or let go of by their last reader.
@@ -73,7 +73,7 @@ class PrefixCache:
         digest_tokens: int,
         checkpoint_max: int,
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self._growing = [i for i, group in enumerate(groups) if group.live.is_streamable]
         self.block_tokens = lcm(digest_tokens, *(groups[i].page_tokens for i in self._growing))
         self._key_stride = self.block_tokens // digest_tokens
@@ -131,6 +131,17 @@ class PrefixCache:
         found = iter(self.tree.pages(node, block_count))
         return [next(found) if count else [] for count in self.page_counts]
 
+    @property
+    def token_count(self) -> int:
+        """Of all blocks."""
+        return self.tree.block_count * self.block_tokens
+
+    @property
+    def token_max(self) -> int:
+        """Of all blocks that its pages have room for."""
+        rooms = (self.pool.page_counts[i] // self.page_counts[i] for i in self._growing)
+        return min(rooms, default=BLOCK_COUNT_MAX) * self.block_tokens
+
     def kept_blocks(self, match: Match) -> int:
         """Blocks that are locked while a prompt goes on from a match: its own, and the one that it
         copies if it computes the last token of that again."""
@@ -161,14 +172,23 @@ class PrefixCache:
                 return self.tree.lock(one, block_count)
         raise AssertionError("a path ends in its root")
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: Node, *, is_use: bool = True) -> None:
+        """As `PrefixTree.unlock`."""
         before = self.tree.idle_block_count
-        self.tree.unlock(node)
+        self.tree.unlock(node, is_use=is_use)
         self.relief_count += self.tree.idle_block_count - before
 
-    def let_go(self, checkpoint: Checkpoint) -> None:
+    def touch(self, match: Match) -> None:
+        """What was found counts as used now."""
+        if match.node is not None:
+            self.unlock(self.lock(match.node, match.block_count))
+        if match.checkpoint is not None:
+            self.checkpoints.hold(match.checkpoint)
+            self.let_go(match.checkpoint)
+
+    def let_go(self, checkpoint: Checkpoint, *, is_use: bool = True) -> None:
         """Its pages are copied."""
-        self.checkpoints.let_go(checkpoint)
+        self.checkpoints.let_go(checkpoint, is_use=is_use)
         self.relief_count += 1
 
     def add(self, checkpoint: Checkpoint, node: Node) -> None:
@@ -181,44 +201,74 @@ class PrefixCache:
     ) -> tuple[Node, list[range]]:
         """As `PrefixTree.extend`. pages: per page group."""
         _, keys = self.keys_of(digests)
+        return self.extend_by_keys(node, keys, pages, block_count)
+
+    def extend_by_keys(
+        self, node: Node, keys: bytes, pages: Sequence[Sequence[int]], block_count: int
+    ) -> tuple[Node, list[range]]:
+        """As `extend`, of what has the keys of all blocks from the first one on."""
         before = self.tree.block_count
         node, twice = self.tree.extend(node, keys, [pages[i] for i in self._growing], block_count)
         self.relief_count += self.tree.block_count - before
         if self.tree.block_count > BLOCK_COUNT_MAX:
-            self._evict_blocks(self.tree.block_count - BLOCK_COUNT_MAX)
+            self.evict_blocks(self.tree.block_count - BLOCK_COUNT_MAX)
         return node, twice
 
     # ---- gone ------------------------------------------------------------------------------------
 
     def evict(self, needs: Sequence[int]) -> None:
         """Make so many pages per group free, as far as there are any that nobody uses."""
-        missing = self._pool.shortfall(needs)
-        blocks = [-(-missing[group] // self.page_counts[group]) for group in self._growing]
-        if any(blocks):
-            self._evict_blocks(max(blocks))
-            missing = self._pool.shortfall(needs)
+        missing = self.pool.shortfall(needs)
+        if count := self.blocks_with(missing):
+            self.evict_blocks(count)
+            missing = self.pool.shortfall(needs)
         if any(missing):
             self.checkpoints.evict(missing)
 
+    def blocks_with(self, pages: Sequence[int]) -> int:
+        """How many blocks have so many pages of each group that grows."""
+        return max((-(-pages[i] // self.page_counts[i]) for i in self._growing), default=0)
+
     def allocate(self, needs: Sequence[int]) -> list[list[int]] | None:
-        """Pages per group for a checkpoint; None if there are not enough."""
+        """Pages per group to be filled and found here; None if there are not enough."""
         for group, need in enumerate(needs):
-            if need > self._pool.free_count(group) + self.evictable_count(group):
+            if need > self.pool.free_count(group) + self.evictable_count(group):
                 return None
         self.evict(needs)
-        return [self._pool.allocate(group, need) for group, need in enumerate(needs)]
+        return [self.pool.allocate(group, need) for group, need in enumerate(needs)]
 
-    def _evict_blocks(self, count: int) -> None:
+    def release(self, pages: Sequence[Sequence[int]]) -> None:
+        """Pages that `allocate` gave, and that are found by nobody."""
+        for group, of_group in enumerate(pages):
+            self.pool.release(group, of_group)
+
+    def evict_blocks(self, count: int) -> None:
+        """Forget up to so many blocks that nobody uses."""
         evicted = self.tree.evict(count)
         for group, pages in zip(self._growing, evicted.pages, strict=True):
-            self._pool.release(group, pages)
+            self.pool.release(group, pages)
         self.checkpoints.forget(evicted.checkpoints)
         self.evicted_token_count += evicted.block_count * self.block_tokens
+
+    def forget_equal(
+        self, digests: bytes, block_count: int | None, checkpoints: Sequence[Checkpoint]
+    ) -> None:
+        """What was copied here of a prompt turned out wrong in another cache: its blocks behind so
+        many, and some of its checkpoints, are not to be found here either."""
+        seed, keys = self.keys_of(digests)
+        node, count = self.tree.find(seed, keys, len(keys) // DIGEST_NBYTES)
+        if node is None:
+            return
+        for one in checkpoints:
+            if one.block_count <= count:
+                self.checkpoints.withdraw(equals_of(node, one))
+        if block_count is not None and block_count < count:
+            self.tree.cut_off(node, block_count)
 
     def flush(self) -> bool:
         """Forget all that nobody uses; whether nothing is left."""
         self.checkpoints.forget_idle()
-        self._evict_blocks(self.tree.idle_block_count)
+        self.evict_blocks(self.tree.idle_block_count)
         return self.tree.block_count == 0 and self.checkpoints.count == 0
 
     # ---- told ------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class Checkpoint:
     behind the last whole block, a window's, a tail, a slot. node: where it hangs; None while its
     pages are still to be filled. users: sequences that copy it. is_spare: serves equal prompts and
     few others, as there will be one of a few tokens more: until it is used it goes before the rest.
+    is_saved: the tier in host memory was given it once.
     """
 
     token_count: int
@@ -100,6 +101,7 @@ class Checkpoint:
     node: Node | None = None
     users: int = 0
     is_spare: bool = False
+    is_saved: bool = False
 
 
 class PrefixTree:
@@ -123,6 +125,11 @@ class PrefixTree:
     def idle_block_count(self) -> int:
         """Blocks that could be evicted, one after the other."""
         return self.block_count - self.locked_block_count
+
+    @property
+    def oldest_leaf(self) -> Node | None:
+        """Whose last blocks are evicted next."""
+        return next(iter(self._idle_leaves), None)
 
     def nodes(self) -> Iterator[Node]:
         """All that are found, parents first, roots included."""
@@ -158,6 +165,21 @@ class PrefixTree:
                 break
         return node, count
 
+    def is_found(self, node: Node) -> bool:
+        """Whether prompts find all of the path to a node. Whoever reads it may be the last to know
+        it: see `cut_off`."""
+        for one in node.path():
+            if one.parent is None:
+                return self._roots.get(one.seed) is one
+            if one.parent.children.get(one.keys[:DIGEST_NBYTES]) is not one:
+                return False
+        raise AssertionError("a path ends in a root")
+
+    def keys(self, node: Node) -> tuple[bytes, bytes]:
+        """The seed and all keys of the path to a node."""
+        path = list(node.path())[::-1]
+        return path[0].seed, b"".join(one.keys for one in path)
+
     def pages(self, node: Node, block_count: int) -> list[list[int]]:
         """Per group, the pages of the first blocks of the path that ends in a node."""
         pages: list[list[int]] = [[] for _ in self._page_counts]
@@ -187,12 +209,12 @@ class PrefixTree:
             self._note_locked(node)
         return node
 
-    def unlock(self, node: Node) -> None:
-        """Let go of a path."""
+    def unlock(self, node: Node, *, is_use: bool = True) -> None:
+        """Let go of a path. is_use: whether it counts as used by that."""
         assert node.users > 0
         node.users -= 1
         if not node.is_locked:
-            self._note_unlocked(node)
+            self._note_unlocked(node, is_use=is_use)
 
     def drop_if_empty(self, node: Node) -> None:
         """A root that leads nowhere goes. Harmless for any other node."""
@@ -211,17 +233,20 @@ class PrefixTree:
             if one.parent.users + one.parent.locked_child_count > 1:
                 return
 
-    def _note_unlocked(self, node: Node) -> None:
+    def _note_unlocked(self, node: Node, *, is_use: bool) -> None:
         """It is not locked any more; so those above it may not be."""
         self._clock += 1
         for one in node.path():
             self.locked_block_count -= one.block_count
-            one.used_at = self._clock
+            if is_use:
+                one.used_at = self._clock
             if one.parent is None:
                 self.drop_if_empty(one)
                 return
-            if one.is_leaf:
+            if one.is_leaf and is_use:
                 self._idle_leaves[one] = None
+            elif one.is_leaf:
+                self._add_leaf(one)
             one.parent.locked_child_count -= 1
             if one.parent.is_locked:
                 return
@@ -365,8 +390,8 @@ class PrefixTree:
                 self._add_leaf(parent)
 
     def _add_leaf(self, node: Node) -> None:
-        """An idle node has lost its last child. It goes after the leaves that were used before it.
-        Mostly it is the oldest, as its child was; else those used since are not many."""
+        """A leaf is idle, and not because it was used just now. It goes after the leaves that were
+        used before it. Mostly it is the oldest; else those used since are not many."""
         if node.parent is None:
             self.drop_if_empty(node)
             return

@@ -7,10 +7,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 
 log = logging.getLogger(__name__)
+
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
 
 
 class DeviceThread:
@@ -45,3 +50,34 @@ class DeviceThread:
         except Exception:
             log.error("the %s thread failed", self._name, exc_info=True)
             self._fail()
+
+
+class JobThread(Generic[Job, Answer]):
+    """Runs jobs in order and hands over their answers. fail: ends the worker.
+
+    jobs: from the I/O thread; None ends the thread, behind the jobs that came before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        run: Callable[[Job], Answer],
+        answer: Callable[[Answer], None],
+        fail: Callable[[], None],
+    ) -> None:
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._run_job = run
+        self._answer = answer
+        self._thread = DeviceThread(name, device, self._run, fail)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self.jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            self._answer(self._run_job(job))

@@ -6,7 +6,7 @@ kernels run on a stream of their own. Knows nothing of requests, and compares no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
 
@@ -26,7 +26,6 @@ from common.planner.digests import (
 from common.planner.pairing import TokenRange, units_to_write
 from common.protocol.codec import decode_layout
 from common.protocol.digests import Digest, Digested
-from common.worker.device_thread import DeviceThread
 
 DigestJobs = SimpleQueue[Digest | None]
 """From the I/O thread; None ends it. The scheduler bounds it: one for each transfer that waits for
@@ -129,32 +128,6 @@ class _Pair:
                 self.readers[cell.component, cell.segment, cell.layer] = PlaneReader(
                     buffer, group, cell, stored[name], wires[name]
                 )
-
-
-class DigestThread:
-    """Runs jobs in order. fail: ends the worker."""
-
-    def __init__(
-        self,
-        digester: Digester,
-        answer: Callable[[Digested], None],
-        fail: Callable[[], None],
-    ) -> None:
-        self.jobs: DigestJobs = SimpleQueue()
-        self._digester = digester
-        self._answer = answer
-        self._thread = DeviceThread("digest", digester.device, self._run, fail)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        self.jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            self._answer(self._digester.run(job))
 
 
 def _plane_key(plane: DigestedPlane) -> PlaneKey:

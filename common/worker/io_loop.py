@@ -28,6 +28,7 @@ from common.protocol.worker import (
     ConnectPeer,
     Expect,
     Forget,
+    MovePages,
     OpenPeer,
     OpenTransfer,
     ReclaimPeer,
@@ -47,6 +48,7 @@ from common.transport.transport import (
     TransportEvent,
 )
 from common.worker.digester import DigestJobs
+from common.worker.host_pages import PageMoves
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staging.io import StagingIo
@@ -151,6 +153,7 @@ class IoLoop:
         steps: Steps,
         outbox: EngineOutbox,
         digests: DigestJobs,
+        moves: PageMoves,
         staged: StagingIo | None = None,
         *,
         progress: Progress | None = None,
@@ -169,6 +172,7 @@ class IoLoop:
         self._steps = steps
         self._outbox = outbox
         self._digests = digests
+        self._moves = moves
         self._poller = Poller()
         self._poller.register(client)
         self._poller.register(transport.fileno())
@@ -238,6 +242,8 @@ class IoLoop:
                 return self._staged.handle(message)
             case Digest():
                 self._digests.put(message)
+            case MovePages():
+                self._moves.put(message)
             case Shutdown():
                 self._steps.put(None)
             case _:

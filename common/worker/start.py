@@ -35,6 +35,8 @@ from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
 from common.worker.digester import Digester
 from common.worker.first_pass import first_pass_tokens, warm_up
+from common.worker.host_page_counts import check_host_memory, host_share_nbytes
+from common.worker.host_pages import HostPages, start_host_pages
 from common.worker.pools import (
     FreeMemory,
     allocate_pool,
@@ -77,6 +79,7 @@ class StartedRank:
     staging_target: StagingTarget | None
     staging_source: StagingSource | None
     digester: Digester
+    host_pages: HostPages
     ready: WorkerReady
 
 
@@ -91,6 +94,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     context_length = _context_length(config, model_config)
     layout = _server_layout(config, model_config).ranks[rank]
     before_nbytes = free_nbytes(device)
+    # Before the ranks meet, none has taken its share: all shares must be free at once.
+    check_host_memory(config, len(config.local_ranks) * host_share_nbytes(config))
     parallel = _meet_other_ranks(config, rank, device)
     cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
     choice = choose_attention(
@@ -98,16 +103,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         config.attention_backend,
         may_record=not why_not_recorded(config, device),
     )
-    with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
-        model = load_model(
-            config.model_path,
-            dtype=config.dtype,
-            device=device,
-            parallel=parallel,
-            load_format=config.load_format,
-            seed=config.random_seed,
-            attention=choice.attention,
-        )
+    model = _load_model(config, device, parallel, choice)
     now_nbytes = free_nbytes(device)
     plan = plan_graphs(config, model, layout, choice, context_length)
     free = FreeMemory(before_nbytes, now_nbytes, _shared_nbytes(config, device), plan.nbytes)
@@ -115,6 +111,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     page_counts = size.page_counts
     transport = start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
+    host_pages = start_host_pages(config, pool)
     staging_target = start_target(config, transport, layout, pool)
     staging_source = start_source(config, transport, layout, pool, clock)
     grammars = _grammars(config, model_config) if model.head is not None else None
@@ -132,11 +129,13 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
         describe=_describe(rank, model, layout, page_counts, choice, transport)
-        | {"cuda_graphs": plan.summary, "checkpoints": size.checkpoints},
+        | {"cuda_graphs": plan.summary, "checkpoints": size.checkpoints}
+        | {"host_cache": host_pages.describe()},
         host_id=host_id(),
         pid=os.getpid(),
         checkpoint_max=size.checkpoint_max,
         pass_times=times,
+        host_page_counts=host_pages.page_counts,
     )
     return StartedRank(
         device,
@@ -147,8 +146,24 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         staging_target,
         staging_source,
         Digester(pool.buffers, layout),
+        host_pages,
         ready,
     )
+
+
+def _load_model(
+    config: ServerConfig, device: torch.device, parallel: ParallelContext, choice: AttentionChoice
+) -> CausalLm:
+    with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
+        return load_model(
+            config.model_path,
+            dtype=config.dtype,
+            device=device,
+            parallel=parallel,
+            load_format=config.load_format,
+            seed=config.random_seed,
+            attention=choice.attention,
+        )
 
 
 def _set_up_process(config: ServerConfig, device: torch.device) -> None:

@@ -3,17 +3,18 @@
     scheduler --Step-----> I/O thread --steps---> engine thread
     scheduler <-StepDone-- I/O thread <-outbox--- engine thread, on CUDA through a notifier thread
 
-A fourth thread computes digests of transferred caches, where transfers are verified.
+A fourth thread computes digests of transferred caches, where transfers are verified. A fifth copies
+pages to the tier in host memory and back, where there is one.
 
 The engine thread only computes; transfers progress and settle while a forward pass runs. Every
 failure here that no peer has caused ends the process with one line in the log.
 
-On CUDA peers, staging and digests touch the pool beside the stream that computes. No event orders
-them; the host does:
-- A scheduler may send a step that reads transferred pages only after a message from here. It is
-  sent when every put has returned and every staged byte is scattered.
-- Pages that a step writes leave, or are digested, after the host has seen the step computed. They
-  get another owner after its `StepDone`.
+On CUDA peers, staging, digests and the tier touch the pool beside the stream that computes. No
+event orders them; the host does:
+- A scheduler may send a step that reads transferred or loaded pages only after a message from here.
+  It is sent when every put and every copy has returned and every staged byte is scattered.
+- Pages that a step writes leave, are digested, or are spilled, after the host has seen the step
+  computed. They get another owner after its `StepDone`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from common.engine.model_runner import OnLayer
 from common.errors import ConfigError
 from common.exit_codes import EXIT_FAILED, exit_code_of
 from common.worker.completion_notifiers import start_notifier
-from common.worker.device_thread import DeviceThread
-from common.worker.digester import DigestThread
+from common.worker.device_thread import DeviceThread, JobThread
 from common.worker.io_loop import EngineOutbox, IoLoop, Progress, Steps
 from common.worker.last_resort import end_process_after
 from common.worker.peer_links import PeerLinks
@@ -109,7 +109,12 @@ class _Worker:
         self._staged = StagingIo(
             sends, links, started.staging_target, started.staging_source, SystemClock()
         )
-        self._digests = DigestThread(started.digester, self._outbox.put, self._fail_thread)
+        self._digests = JobThread(
+            "digest", self._device, started.digester.run, self._outbox.put, self._fail_thread
+        )
+        self._moves = JobThread(
+            "host page", self._device, started.host_pages.run, self._outbox.put, self._fail_thread
+        )
         self._loop = IoLoop(
             client,
             started.transport,
@@ -118,6 +123,7 @@ class _Worker:
             self._steps,
             self._outbox,
             self._digests.jobs,
+            self._moves.jobs,
             self._staged,
             progress=self._progress,
             beat_interval_s=beat_interval_s,
@@ -132,6 +138,7 @@ class _Worker:
         io_thread = DeviceThread("I/O", self._device, self._loop.run, self._fail_thread)
         io_thread.start()
         self._digests.start()
+        self._moves.start()
         self._notifier.start()
         code = 0
         try:
@@ -141,6 +148,7 @@ class _Worker:
             code = EXIT_FAILED
         self._notifier.end()
         self._digests.end()
+        self._moves.end()
         self._outbox.end()
         io_thread.join()
         self._client.close()

@@ -194,6 +194,7 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.Send(1, 3, 2**62, 0, 16, True, [(0, []), (3, [5])]),
     worker.CancelSends(2**62),
     worker.CloseTransfer(2**62),
+    worker.MovePages(2**40, True, [worker.PageCopies(1, [9, 8], [4, 5])]),
     worker.Shutdown(),
 ]
 WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
@@ -210,6 +211,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         17,
         3,
         worker.PassTimes(0.5, 0.25),
+        [500],
     ),
     worker.WorkerBeat(3, 2**40),
     worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),
@@ -219,6 +221,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
     digests.Digested(2**62, 1, [b"12345678", b""]),
     worker.PeerFailed("inc", 1, "refused"),
     worker.PeerClosed("inc", 1),
+    worker.PagesMoved(2**40, 1, "host memory has changed: page 7 of group full"),
     worker.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
 ]
 DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [

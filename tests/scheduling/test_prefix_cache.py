@@ -67,7 +67,7 @@ class Both:
         node = cache.lock(match.node or cache.tree.root(SEED), match.block_count)
         lock = self.slow.lock(SEED, self.slow.find(SEED, tokens))
         missing = blocks - match.block_count
-        pages = [*[0] * match.block_count, *self.fast._pool.allocate(0, missing)]
+        pages = [*[0] * match.block_count, *self.fast.pool.allocate(0, missing)]
         node, _ = cache.extend(node, digests_of(tokens), [pages, []], blocks)
         self.slow.extend(lock, tokens, [((page,),) for page in pages])
         self.locks.append((node, lock, tokens))
@@ -92,7 +92,7 @@ class Both:
         assert self.fast.checkpoints.begin() == (len(self.slow.checkpoints) < COUNT_MAX)
         if len(self.slow.checkpoints) >= COUNT_MAX:
             return
-        checkpoint.pages[1] = self.fast._pool.allocate(1, 1)
+        checkpoint.pages[1] = self.fast.pool.allocate(1, 1)
         self.fast.add(checkpoint, node)
         if not serving:
             made = SlowCheckpoint(
@@ -134,11 +134,11 @@ class Both:
 
     def evict(self, number: int) -> None:
         """Blocks, with the checkpoints on them, or pages of checkpoints only."""
-        pool = self.fast._pool
+        pool = self.fast.pool
         if number % 2:
             count = number % 4
             free = set(pool._free[0])
-            self.fast._evict_blocks(count)
+            self.fast.evict_blocks(count)
             taken = [page for page in pool._free[0] if page not in free]
             self.slow.evict([((page,),) for page in taken])
         else:
@@ -169,8 +169,8 @@ class Both:
         assert list(cache.checkpoints.idle()) == idle
         assert cache.checkpoints.count == len(self.slow.checkpoints) <= COUNT_MAX
         assert cache.checkpoints.idle_page_counts == [0, len(idle)]
-        assert cache._pool.used_count(1) == len(self.slow.checkpoints)
-        assert cache._pool.used_count(0) == cache.tree.block_count == len(self.slow.blocks)
+        assert cache.pool.used_count(1) == len(self.slow.checkpoints)
+        assert cache.pool.used_count(0) == cache.tree.block_count == len(self.slow.blocks)
         assert set(marks_in(cache.marks())) == self.marks()
 
     def marks(self) -> set[bytes]:
@@ -211,7 +211,7 @@ def test_checkpoints_are_found_kept_and_forgotten_as_in_a_list_of_them(
     while both.locks:
         both.leave(0)
     assert both.fast.flush()
-    assert [both.fast._pool.free_count(group) for group in range(2)] == list(PAGE_COUNTS)
+    assert [both.fast.pool.free_count(group) for group in range(2)] == list(PAGE_COUNTS)
     assert list(both.fast.tree.nodes()) == []
 
 
@@ -233,7 +233,7 @@ def test_a_prompt_shorter_than_a_block_goes_on_from_a_checkpoint_of_its_seed_alo
     cache = cache_of(FULL, SLOT)
     root = cache.lock(cache.tree.root(SEED), 0)
     cache.checkpoints.begin()
-    pages = [[], cache._pool.allocate(1, 1)]
+    pages = [[], cache.pool.allocate(1, 1)]
     cache.add(Checkpoint(1, 1, 0, (5,), pages), root)
     cache.unlock(root)
     other = extend_digests(b"b" * DIGEST_NBYTES, [5, 6], PAGE_SIZE)

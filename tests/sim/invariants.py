@@ -14,6 +14,7 @@ from common.protocol.peer import TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import Effect, ToPeer
 from common.scheduling.page_account import PageAccount
+from common.scheduling.page_moves import Move
 from common.scheduling.prefix import Prefix
 from common.scheduling.prefix_cache import PrefixCache
 from common.scheduling.prefix_tree import Node
@@ -73,6 +74,10 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     assert incoming.under_way_count <= len(core.requests), "transfers without an owner"
     for awaited in core.requests.arriving._first.values():
         assert awaited.transfer is not None, "blocks are waited for that nobody brings"
+    leaders = core._admission._followers._leaders.values()
+    awaited = {one.request_id for leader in leaders for _, one in leader.followers}
+    awaited |= {one.request_id for one in core.tier.waiting}
+    assert queue._aside <= awaited, "a request was set aside for good"
     assert all(core.requests.get(request.request_id) is request for request in queue), (
         "a ghost waits"
     )
@@ -155,6 +160,7 @@ def check_followers(core: PrefillScheduler) -> None:
         assert core.batcher.computes_prompt(leader.sequence), "a prompt that has ended is followed"
         awaited.update(request.request_id for _, request in leader.followers)
     awaited.update(request.request_id for request in core.returns.followers)
+    awaited.update(request.request_id for request in core.tier.waiting)
     looked_at = {request_id for _, request_id in queue._by_age}
     for request in queue:
         is_there = request.request_id in looked_at or request.request_id in awaited
@@ -224,15 +230,40 @@ def check_pages(
             readers += [one.node for one in core.returns.held]
         readers += [one.copied_node for one in sequences if one.copied_node is not None]
         readers += [one.copied_node for one in leaving if one.copied_node is not None]
+        readers += moving_nodes(core, cache)
+        for move in core.tier.moves:
+            if move.target is cache:
+                owned.add_move(move)
         owned.add_cache(cache, check_tree(cache, readers))
         for flight in core.batcher._in_flight._flights:
             for _, checkpoint in flight.checkpoints:
                 owned.add_pages(checkpoint.pages)
+    check_host(core)
     owned.check("used", core.account.pool._used)
     quarantined.check("quarantined", core.account.pool._quarantined)
     for sequence in sequences:
         name = f"request {sequence.request_id}"
         assert sequence.cached_count < max(2, len(sequence.token_ids)), f"{name}: all is cached"
+
+
+def moving_nodes(core: Core, cache: PrefixCache) -> list[Node]:
+    """What copies to and from host memory keep of a cache."""
+    sources = [move.source_node for move in core.tier.moves if move.source is cache]
+    return sources + [move.target_node for move in core.tier.moves if move.target is cache]
+
+
+def check_host(core: Core) -> None:
+    """Used pages of the tier in host memory are those of its cache and of copies to it."""
+    host = core.account.host
+    if host is None:
+        return
+    host.pool.check()
+    owned = Owned(core.account)
+    for move in core.tier.moves:
+        if move.target is host:
+            owned.add_move(move)
+    owned.add_cache(host, check_tree(host, moving_nodes(core, host)))
+    owned.check("used in host memory", host.pool._used)
 
 
 def check_tree(cache: PrefixCache, readers: Iterable[Node]) -> set[Node]:
@@ -271,6 +302,12 @@ class Owned:
         """Those of its prefix are the prefix cache's."""
         for pages, (_, owned) in zip(self._pages, transfer.pages, strict=True):
             pages += owned
+
+    def add_move(self, move: Move) -> None:
+        """Those that it fills."""
+        self.add_pages(move.pages)
+        for _, copy in move.checkpoints:
+            self.add_pages(copy.pages)
 
     def add_prefix(self, prefix: Prefix) -> None:
         for pages, owned in zip(self._pages, prefix.pages, strict=True):

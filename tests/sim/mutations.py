@@ -11,6 +11,7 @@ from tests.sim import (
     mutations_returns,
     mutations_samples,
     mutations_shared,
+    mutations_tier,
     mutations_told,
     mutations_transfers,
 )
@@ -25,6 +26,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_shared.MUTATIONS,
     *mutations_samples.MUTATIONS,
     *mutations_returns.MUTATIONS,
+    *mutations_tier.MUTATIONS,
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
 )

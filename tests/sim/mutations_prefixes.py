@@ -139,7 +139,7 @@ def a_duplicate_comes_back_twice(patch: Patch) -> None:
         remember(self, sequence)
         for group, (pages, count) in enumerate(zip(sequence.copies, counts, strict=True)):
             if self.cache is not None:
-                self.cache._pool.release(group, pages[count:])
+                self.cache.pool.release(group, pages[count:])
 
     patch.setattr(CachedSequences, "remember", remember_and_free)
 

@@ -72,6 +72,7 @@ class Node:
         self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
         self.returns_caches = False
+        self.host_share = self.changed_rate = 0.0
         self.running_max = 8
         self.queue_max = 64
         self.expects_short_outputs = False
@@ -103,6 +104,13 @@ class Node:
         stages = ((0, count), (count, count + 1)) if self.has_bare_stage else ((0, count + 1),)
         return ServerLayout(components, 1, stages, self.page_size)
 
+    @property
+    def host_page_counts(self) -> tuple[int, ...]:
+        """Of its tier in host memory, in the proportions of its pool."""
+        if not self.host_share:
+            return ()
+        return tuple(max(1, int(count * self.host_share)) for count in self.page_counts)
+
     # ---- its processes ---------------------------------------------------------------------------
 
     def boot(self) -> None:
@@ -130,6 +138,7 @@ class Node:
             checkpoint_max=self.checkpoint_max,
             digest_tokens=DIGEST_TOKENS,
             pass_times=PassTimes(self.prompt_token_s),
+            host_page_counts=self.host_page_counts,
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
@@ -175,8 +184,10 @@ class Node:
         self.worker.slow_step_rate = world.slow_step_rate
         self.worker.transfers.damage_rate = world.damage_rate
         self.worker.transfers.damage_rng = world.damage_rng
+        self.worker.tier.changed_rate = self.changed_rate
         if world.is_honest:
             self.worker.cache.owner = core.account.pool
+            self.worker.tier.owner = core.account.host_pool
         if world.is_honest:
             self.worker.transfers.awaits = lambda transfer_id, pages: (
                 self.life != life or not self.is_up or is_set_aside(core, transfer_id, pages)
@@ -189,7 +200,7 @@ class Node:
         self.harvest()
         self.is_up = False
         worker, incarnation = self.worker, self.facts.incarnation
-        worker.cache.owner = None
+        worker.cache.owner = worker.tier.owner = None
 
         def bury() -> None:
             worker.go_on()

@@ -16,6 +16,10 @@ from tests.sim.world import World
 # What the servers of a story want; those of one story can agree.
 # Stories in which caches of turns that have ended go back to prefill servers.
 RETURN_SHARE = 0.4
+# Stories in which servers have a tier in host memory, and how large it is against their pools.
+TIER_SHARE = 0.4
+HOST_SHARES = (0.0, 0.2, 1.0, 3.0)
+CHANGED_RATES = (0.0, 0.0, 0.2)
 TRANSFER_MODES = (
     (TransferMode.DIRECT,),
     (TransferMode.STAGED,),
@@ -83,6 +87,7 @@ def add_servers(
             node.queue_max = tight.choice(QUEUE_MAXES)
     _choose_caches(world, seed, is_crowded=is_crowded)
     _choose_returns(world, seed)
+    _choose_tiers(world, seed)
 
 
 def _choose_transport(world: World, seed: int, kind: str) -> None:
@@ -158,6 +163,15 @@ def _choose_returns(world: World, seed: int) -> None:
     if rng.random() < RETURN_SHARE:
         for node in world.nodes.values():
             node.returns_caches = rng.random() < 0.9
+
+
+def _choose_tiers(world: World, seed: int) -> None:
+    """Who has a tier in host memory."""
+    rng = random.Random(seed ^ 0x71E2)
+    if rng.random() < TIER_SHARE:
+        for node in world.nodes.values():
+            node.host_share = rng.choice(HOST_SHARES)
+            node.changed_rate = rng.choice(CHANGED_RATES)
 
 
 def _page_count(node: Node, live: Live, rng: random.Random) -> int:

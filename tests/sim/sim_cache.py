@@ -81,14 +81,14 @@ class SimCache:
     def get(self, known: Known, group: int, items: range) -> list[int]:
         pages, row_count = known.pages[group], self._row_counts[group]
         if not self._is_paged[group]:
-            page = self._page(group, pages[0])
+            page = self.page(group, pages[0])
             return [page[item % row_count] for item in items]
         values: list[int] = []
         start = items.start
         while start < items.stop:
             index, row = divmod(start, row_count)
             assert index in pages, f"item {start} of group {group} never had a page"
-            values += self._page(group, pages[index])[row : row + items.stop - start]
+            values += self.page(group, pages[index])[row : row + items.stop - start]
             start += row_count - row
         return values
 
@@ -97,19 +97,19 @@ class SimCache:
         index, row = divmod(item, self._row_counts[group])
         index = index if self._is_paged[group] else 0
         assert index in known.pages[group], f"item {item} of group {group} never had a page"
-        self._page(group, known.pages[group][index])[row] = value
+        self.page(group, known.pages[group][index])[row] = value
 
     def copy(self, group: int, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Whole pages, all of them read before any is written."""
-        rows = [list(self._page(group, page)) for page in source_ids]
+        rows = [list(self.page(group, page)) for page in source_ids]
         for page, values in zip(target_ids, rows, strict=True):
-            self._page(group, page)[:] = values
+            self.page(group, page)[:] = values
 
     # ---- of a transfer --------------------------------------------------------------------------
 
     def take(self, lists: PageLists, group: int, item: int) -> int:
         page, row = self._place(lists, group, item)
-        return self._page(group, page)[row]
+        return self.page(group, page)[row]
 
     def peek(self, lists: PageLists, group: int, item: int) -> int:
         """Whoever compares may look at pages that were given back: nobody heeds what it says."""
@@ -118,7 +118,7 @@ class SimCache:
 
     def leave(self, lists: PageLists, group: int, item: int, value: int) -> None:
         page, row = self._place(lists, group, item)
-        self._page(group, page)[row] = value
+        self.page(group, page)[row] = value
 
     def _place(self, lists: PageLists, group: int, item: int) -> tuple[int, int]:
         first, pages = lists[group]
@@ -127,7 +127,7 @@ class SimCache:
         assert 0 <= index < len(pages), f"item {item} is not in pages {first}.. of {group}"
         return pages[index], row
 
-    def _page(self, group: int, page: int) -> list[int]:
+    def page(self, group: int, page: int) -> list[int]:
         owner = self.owner
         if owner is not None and page not in owner._used[group]:
             assert page in owner._quarantined[group], f"page {page} of group {group} is nobody's"

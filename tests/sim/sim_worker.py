@@ -19,6 +19,7 @@ from common.protocol.worker import (
     ConnectPeer,
     Expect,
     Forget,
+    MovePages,
     OpenPeer,
     OpenTransfer,
     SchedulerToWorker,
@@ -32,6 +33,7 @@ from tests.sim.digests import digest_pages
 from tests.sim.oracle import seen
 from tests.sim.sim_cache import Known, SimCache
 from tests.sim.sim_process import After, Reply, SimProcess
+from tests.sim.sim_tier import SimTier
 from tests.sim.sim_transfers import SimTransfers
 
 
@@ -54,6 +56,8 @@ class SimWorker:
         self.process = SimProcess(rng, after, reply)
         self.cache = SimCache(facts.layout.groups, facts.page_counts)
         self.transfers = SimTransfers(facts, self.process, self.cache, rng, transport, tally)
+        own = random.Random(f"{facts.incarnation} {facts.page_counts}")
+        self.tier = SimTier(facts, self.cache, self.process, tally, own)
         self.slow_step_rate = 0.0
         self._tally = tally
         self._rng = rng
@@ -90,6 +94,8 @@ class SimWorker:
                 self.transfers.forget(message)
             case Digest():
                 self.process.after(self._rng.uniform(0.0001, 0.01), lambda: self._compare(message))
+            case MovePages():
+                self.tier.move(message)
             case OpenPeer():
                 self.transfers.open(message)
             case ConnectPeer():

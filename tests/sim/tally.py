@@ -50,6 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("prompts with samples", "samples drawn from one row"),
         *("decode: returns_offered", "decode: returns_sent", "decode: returned_tokens"),
         *("decode: returns_failed", "prefill: returns_kept", "prefill: returns_lost"),
+        *("pages saved", "pages loaded", "loads that failed"),
         "prefill: waited_for_equal",
         *("decode: transfer_tokens_spared", "decode: local_prefills"),
         *(
@@ -57,6 +58,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
             for role in ("prefill", "decode")
             for counted in (
                 *("checkpoints_made", "checkpoints_used", "checkpoints_evicted"),
+                *("host_saved_tokens", "host_loaded_tokens"),
                 "prefix_evicted_tokens",
             )
         ),

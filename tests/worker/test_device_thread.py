@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import common
-from common.worker.device_thread import DeviceThread
+from common.worker.device_thread import DeviceThread, JobThread
 
 SOURCES = Path(common.__file__).parent
 
@@ -51,6 +51,33 @@ def test_a_device_that_can_not_be_taken_ends_the_worker(
     run(torch.device("cuda", 0), said)
     assert said == ["failed"]
     assert "the test thread failed" in caplog.text and "out of memory" in caplog.text
+
+
+def test_jobs_are_answered_in_order_until_the_end() -> None:
+    said: list[object] = []
+    thread = JobThread[int, int](
+        "test", torch.device("cpu"), lambda job: job * 2, said.append, lambda: said.append("failed")
+    )
+    for job in range(100):
+        thread.jobs.put(job)
+    thread.start()
+    thread.end()
+    assert said == [2 * job for job in range(100)]
+
+
+def test_a_job_that_fails_ends_the_worker_and_no_later_one_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said: list[object] = []
+    thread = JobThread[int, float](
+        "test", torch.device("cpu"), lambda job: 1 / job, said.append, lambda: said.append("failed")
+    )
+    for job in (1, 0, 2):
+        thread.jobs.put(job)
+    thread.start()
+    thread.end()
+    assert said == [1.0, "failed"]
+    assert "the test thread failed" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_a_worker_starts_no_thread_that_does_not() -> None:

@@ -47,6 +47,8 @@ def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
     [
         ({"context_length": 5000}, r"--context-length 5000: must be in 1\.\.1024"),
         ({"max_total_tokens": 2**40}, "--max-total-tokens 1099511627776: needs"),
+        ({"host_cache_gb": 65536.0}, r"--host-cache-gb 65536: takes 70368744177664 bytes of"),
+        ({"host_cache_gb": 1e-5}, r"--host-cache-gb 1e-05: no room for a page of group full: must"),
         ({"pp_size": 99}, "pp_size=99: must be in 1"),
         ({"tp_size": 3}, "tp_size=3"),
         ({"ucx": "/nowhere"}, "--ucx /nowhere"),
@@ -136,6 +138,24 @@ def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path)
     assert ready.host_id == host_id() and "pid:[" in ready.host_id
     assert started.runner.sequence_count == 0
     started.transport.close()
+
+
+def test_a_rank_with_a_tier_in_host_memory_says_how_many_pages_it_has(checkpoint: Path) -> None:
+    config = config_of(checkpoint, host_cache_gb=0.01, transport="stream")
+    started = start_rank(config, 0, ManualClock())
+    (count,) = started.ready.host_page_counts
+    page_nbytes = started.layout.groups[0].page_nbytes
+    assert count == (512 // 16) * round(0.01 * 2**30) // ((512 // 16 + 1) * page_nbytes)
+    assert started.ready.describe["host_cache"] == (
+        f"{(count + 1) * page_nbytes / 2**30:.3g} GiB: {count} pages"
+    )
+    assert started.host_pages.page_counts == [count]
+    started.transport.close()
+
+    without = start_rank(config_of(checkpoint, transport="stream"), 0, ManualClock())
+    assert without.ready.host_page_counts == []
+    assert without.ready.describe["host_cache"] == "none"
+    without.transport.close()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])

@@ -126,6 +126,8 @@ def prefix_counts(cache: PrefixCacheState | None) -> PrefixCounts:
         node_count=cache.node_count,
         checkpoint_count=cache.checkpoint_count,
         checkpoint_max=cache.checkpoint_max,
+        host_token_count=cache.host_token_count,
+        host_token_max=cache.host_token_max,
     )
 
 
