@@ -31,6 +31,7 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
+from common.worker.host_pages import HostPages
 from common.worker.pools import page_counts_for
 from tests.families.ranks import Crew, contexts
 
@@ -58,10 +59,17 @@ class Shape:
 class Server:
     """One server. Its pools start as NaN: nothing may read what nobody wrote.
 
-    checkpoint_max: of its prefix cache; None if it has no prefix cache.
+    checkpoint_max: of its prefix cache; None if it has no prefix cache. host_share: how large its
+    tier in host memory is against its pool; 0 for none.
     """
 
-    def __init__(self, checkpoint: Path, shape: Shape, checkpoint_max: int | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        shape: Shape,
+        checkpoint_max: int | None = None,
+        host_share: float = 0.0,
+    ) -> None:
         self.shape = shape
         ranks = contexts(shape.tp_size, shape.pp_size)
         models = [load_model(checkpoint, parallel=rank) for rank in ranks]
@@ -81,12 +89,15 @@ class Server:
         for pool in self.pools:
             for buffer in pool.buffers:
                 buffer.view(torch.float32).fill_(float("nan"))
+        host_counts = [int(count * host_share) for count in counts] if host_share else []
+        self.host_pages = [HostPages(pool, host_counts) for pool in self.pools]
         self.account = PageAccount(
             self.layout.groups,
             counts,
             has_prefix_cache=checkpoint_max is not None,
             chunk_token_max=shape.chunk,
             checkpoint_max=checkpoint_max or 0,
+            host_page_counts=host_counts,
         )
         # Stages without the head are told what was drawn, so nothing can be planned ahead.
         in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 else 1
