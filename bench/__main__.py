@@ -44,6 +44,7 @@ SECTIONS = {
     "prefix_reuse": "bench.prefix_reuse",
     "samples": "bench.samples",
     "returns": "bench.returns",
+    "host_tier": "bench.host_tier",
     "staging": "bench.staging",
     "cache_kinds": "bench.cache_kinds",
     "states": "bench.states",
