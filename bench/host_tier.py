@@ -53,7 +53,9 @@ def run() -> list[Row]:
 def measure(model: ReuseModel) -> list[Row]:
     with ExitStack() as stack:
         path = stack.enter_context(written(model))
-        pairs = [stack.enter_context(Pair(path, flags, flags)) for flags in ((*FLAGS, *TIER), FLAGS)]
+        pairs = [
+            stack.enter_context(Pair(path, flags, flags)) for flags in ((*FLAGS, *TIER), FLAGS)
+        ]
         ttfts: list[list[float]] = [[], []]
         gaps: list[list[float]] = [[], []]
         for number in range(SESSION_ROUNDS):

@@ -189,7 +189,7 @@ class DecodeScheduler:
         self._apply_decisions(self._admission.decide(now), now)
         self._starvation.update(self.requests.queue, now)
         self._send_steps(now)
-        self.tier.keep_free()
+        self.tier.save_ahead()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
         running_count = self.batcher.running_count

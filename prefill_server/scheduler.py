@@ -159,7 +159,7 @@ class PrefillScheduler:
         self._admit(now)
         self.returns.review(now, is_short=self._admission.is_short)
         self._send_steps()
-        self.tier.keep_free()
+        self.tier.save_ahead()
         links, is_busy = self.transfers.links, self.batcher.is_computing
         condition = Condition(
             self._worker_health.progress,

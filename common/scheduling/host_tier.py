@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from common.protocol.worker import MovePages, PagesMoved
@@ -21,11 +22,13 @@ from common.scheduling.page_account import PageAccount
 from common.scheduling.page_moves import Move, Part, begin_move
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match, PrefixCache
+from common.scheduling.prefix_tree import Checkpoint, Node
 
-# Share of each group that is kept free, so that whoever needs pages seldom waits.
-FREE_SHARE = 1 / 8
-# Share of the checkpoints that are saved before they have to go.
+# Share of each group, and of the checkpoints, that is free or saved before it is needed.
 SAVED_SHARE = 1 / 8
+SAVED_LEAVES_MAX = 64
+# How often a request waits for a copy of its beginning: others may need the pages again meanwhile.
+LOAD_COUNT_MAX = 3
 # Copies out of the pool at a time, and blocks of each: a load waits behind them.
 SPILL_COUNT_MAX = 2
 SPILL_BLOCK_MAX = 64
@@ -69,7 +72,7 @@ class HostTier(Generic[R]):
         self._rank_count = rank_count
         self._under_way: dict[int, _UnderWay[R]] = {}
         self._waiting_for_room: list[R] = []
-        self._loaded: set[int] = set()
+        self._load_counts: dict[int, int] = {}
         self._next_id = 1
         self.counters = dict.fromkeys(COUNTED, 0.0)
         if self._caches is not None:
@@ -124,17 +127,18 @@ class HostTier(Generic[R]):
         move = begin_move(host, cache, part) if part is not None else None
         if move is None:
             return False
-        self._loaded.add(request.request_id)
+        counts = self._load_counts
+        counts[request.request_id] = counts.get(request.request_id, 0) + 1
         return self._wait(request, self._begin(move, is_spill=False).waiting)
 
     def _part_to_load(
         self, request: R, match: Match, token_max: int, *, is_received: bool
     ) -> Part | None:
         """What the tier has more of a prompt than the pool has; None if that is not worth a copy,
-        or was copied for it before."""
+        or was copied for it often enough."""
         assert self._caches is not None
         cache, host = self._caches
-        if request.request_id in self._loaded:
+        if self._load_counts.get(request.request_id, 0) >= LOAD_COUNT_MAX:
             return None
         found = host.match(request.digests, request.token_ids, token_max)
         if found.checkpoint is not None and (is_received or not cache.checkpoints.count_max):
@@ -161,15 +165,33 @@ class HostTier(Generic[R]):
 
     # ---- pages leave -----------------------------------------------------------------------------
 
-    def keep_free(self) -> None:
-        """Save what would be evicted next, so that some pages are always free."""
+    def save_ahead(self) -> None:
+        """Save what would be evicted next, so that its pages are free as soon as they are needed.
+        Nothing is evicted for that."""
         if self._caches is None:
             return
         cache, _ = self._caches
-        self._loaded = {one for one in self._loaded if one in self._queue}
-        totals = zip(self._account.pool.page_counts, cache.page_counts, strict=True)
-        self._make_free([int(total * FREE_SHARE) if each else 0 for total, each in totals])
+        self._load_counts = {
+            one: count for one, count in self._load_counts.items() if one in self._queue
+        }
+        pool, left = self._account.pool, 0
+        for group, each in enumerate(cache.page_counts):
+            if each:
+                wanted = int(pool.page_counts[group] * SAVED_SHARE) - pool.free_count(group)
+                left = max(left, -(-wanted // each))
+        if left > 0:
+            self._save_leaves(list(islice(cache.tree.idle_leaves, SAVED_LEAVES_MAX)), left)
         self._save_checkpoints()
+
+    def _save_leaves(self, leaves: list[Node], block_count: int) -> None:
+        """Until so many blocks of them are saved."""
+        for leaf in leaves:
+            if block_count <= 0 or self._spill_count >= SPILL_COUNT_MAX:
+                return
+            block_count -= leaf.block_count
+            is_saved = leaf.saved_end == leaf.end
+            if not is_saved and not self._spill(Part(leaf, leaf.end, idle_checkpoints(leaf))):
+                leaf.saved_end = leaf.end
 
     def saves_for(self, needs: Sequence[int]) -> bool:
         """Make so many pages free, as far as what they hold is saved. Whether they are not, and it
@@ -185,11 +207,10 @@ class HostTier(Generic[R]):
         cache, _ = self._caches
         pool = self._account.pool
         while count := cache.blocks_with(pool.shortfall(needs)):
-            leaf = cache.tree.oldest_leaf
+            leaf = next(iter(cache.tree.idle_leaves), None)
             if leaf is None:
                 break
-            idle = [one for one in leaf.checkpoints if one.users == 0]
-            if not self._spill(Part(leaf, leaf.end, idle)):
+            if not self._spill(Part(leaf, leaf.end, idle_checkpoints(leaf))):
                 if self._spill_count >= SPILL_COUNT_MAX:
                     return
                 cache.evict_blocks(min(count, leaf.block_count))
@@ -274,3 +295,8 @@ class HostTier(Generic[R]):
         else:
             move.withdraw()
             self.counters["host_failed_loads"] += 1
+
+
+def idle_checkpoints(leaf: Node) -> list[Checkpoint]:
+    """Those that go with its blocks."""
+    return [one for one in leaf.checkpoints if one.users == 0]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -30,6 +30,7 @@ class Node:
     checkpoints: that begin in one of its blocks, or at its end.
     users: who reads its last block and none behind it. locked_child_count: children that are
     locked. used_at: of an idle one, when it was let go of last, on a clock that counts that.
+    saved_end: its end when the tier in host memory had all of it.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Node:
         "locked_child_count",
         "pages",
         "parent",
+        "saved_end",
         "seed",
         "start",
         "used_at",
@@ -56,6 +58,7 @@ class Node:
         self.users = 0
         self.locked_child_count = 0
         self.used_at = 0
+        self.saved_end = 0
 
     @property
     def block_count(self) -> int:
@@ -127,9 +130,9 @@ class PrefixTree:
         return self.block_count - self.locked_block_count
 
     @property
-    def oldest_leaf(self) -> Node | None:
-        """Whose last blocks are evicted next."""
-        return next(iter(self._idle_leaves), None)
+    def idle_leaves(self) -> Iterable[Node]:
+        """Whose last blocks are evicted next, one after the other."""
+        return self._idle_leaves.keys()
 
     def nodes(self) -> Iterator[Node]:
         """All that are found, parents first, roots included."""

@@ -15,13 +15,15 @@ from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
 from tests.e2e.replies import Reply
 from tests.engine.tiny_checkpoints import Reference, random_prompt
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+SOAK = pytest.mark.soak
 
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT))
 PREFILL = ("--page-size", "8", "--chunked-prefill-size", "48", "--max-total-tokens", "768",
            "--max-checkpoints", "4")  # fmt: skip
 DECODE = ("--page-size", "16", "--max-total-tokens", "640", "--max-checkpoints", "3",
           "--max-running-requests", "6")  # fmt: skip
+TIER = ("--host-cache-gb", "0.02")
 CLIENT_COUNT = 12
 SESSION_COUNT = 24
 TURN_COUNT = 3
@@ -30,6 +32,8 @@ OUTPUT_COUNTS = (1, 2, 3, 5, 18, 110)
 """Mostly short, so that too many requests are let in."""
 
 GIVEN_UP_SHARE = 0.15
+IN_SHORT = ("qwen3_next", "auto", TIER)
+"""Of the soak, what every test run has."""
 
 
 @dataclass
@@ -66,18 +70,30 @@ def run_session(fleet: Fleet, node: Node, seed: int) -> list[Turn]:
     return turns
 
 
-@pytest.mark.parametrize("recipe", ["llama", "gemma3", "qwen3_next", "deepseek_v4"])
-@pytest.mark.parametrize("mode", ["auto", "off", "alone"])
+CASES = [
+    pytest.param(recipe, mode, tier, marks=() if (recipe, mode, tier) == IN_SHORT else SOAK)
+    for recipe in ("llama", "gemma3", "qwen3_next", "deepseek_v4")
+    for mode in ("auto", "off", "alone")
+    for tier in ((), TIER)
+]
+
+
+@pytest.mark.parametrize(("recipe", "mode", "tier"), CASES)
 def test_crowded_sessions_are_answered_as_by_the_reference(
-    recipe: str, mode: str, tmp_path: Path, tiny_checkpoint: Callable[[str], Path]
+    recipe: str,
+    mode: str,
+    tier: tuple[str, ...],
+    tmp_path: Path,
+    tiny_checkpoint: Callable[[str], Path],
 ) -> None:
     checkpoint = tiny_checkpoint(recipe)
+    flags = (*FLAGS, *tier)
     with Fleet(tmp_path, checkpoint) as fleet:
         if mode == "alone":
-            node = fleet.decode([], *FLAGS, *DECODE)
+            node = fleet.decode([], *flags, *DECODE)
         else:
-            prefill = fleet.prefill(*FLAGS, *PREFILL)
-            node = fleet.decode([prefill], *FLAGS, *DECODE, "--local-prefill", mode)
+            prefill = fleet.prefill(*flags, *PREFILL)
+            node = fleet.decode([prefill], *flags, *DECODE, "--local-prefill", mode)
         fleet.wait_ready()
         oracle = Reference.load(checkpoint)
         with ThreadPoolExecutor(CLIENT_COUNT) as clients:
@@ -91,3 +107,4 @@ def test_crowded_sessions_are_answered_as_by_the_reference(
             if turn.output:
                 assert turn.output == oracle.continues(turn.prompt, turn.output), len(turn.prompt)
     assert counters["prefix_evicted_tokens"] > 0
+    assert not tier or (counters["host_saved_tokens"] > 0 and not counters["host_failed_loads"])
