@@ -1,9 +1,9 @@
 """The tier in host memory, against a pair of servers that lose what their pools have no room for.
 
-    sessions   more of them than the pools hold, each turn after think time: all of a prompt but its
-               last tokens was there once. TTFT of turns 2 and later
-    streams    a few that run all the time, while prompts that share nothing go through the pools, so
-               that every block is saved and none comes back. Gaps between tokens of the streams
+    sessions   more of them than the pools hold: all of a prompt but its last tokens was there once.
+               TTFT of turns 2 and later
+    streams    a few that run all the time, while prompts that share nothing go through the pools:
+               every block is saved and none comes back. Gaps between tokens of the streams
 
 One model for each kind of cache. The pairs take turns, and what they answer is not looked at here.
 """
