@@ -116,7 +116,7 @@ class PrefillScheduler:
             queue_max=limits.queue_max,
             room_timeout_s=limits.bootstrap_timeout_s,
         )
-        self._told_prefixes = ToldPrefixes(self.account.cache)
+        self._told_prefixes = ToldPrefixes(self.account.cache, self.account.host)
         rng, queue = random.Random(seed + 1), self.requests.queue
         self.returns = Returns(self.account, self.transfers, queue, rng, is_on=receives)
         self.tier = HostTier(self.account, queue, self._outbox, facts.rank_count)
