@@ -128,7 +128,7 @@ def begin_move(
             target.checkpoints.give_up(copy)
         target.unlock(target_node, is_use=False)
         return None
-    source_node = source.lock(part.node, stop)
+    source_node = source.lock(part.node, part.block_count)  # those behind go next, and not before
     sources = source.pages(source_node, stop)
     pages: list[list[int]] = []
     copies: list[PageCopies] = []

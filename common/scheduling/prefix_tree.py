@@ -187,7 +187,7 @@ class PrefixTree:
         """Per group, the pages of the first blocks of the path that ends in a node."""
         pages: list[list[int]] = [[] for _ in self._page_counts]
         for one in reversed(list(node.path())):
-            count = min(one.end, block_count) - one.start
+            count = max(0, min(one.end, block_count) - one.start)
             for found, of_node, each in zip(pages, one.pages, self._page_counts, strict=True):
                 found.extend(of_node[: count * each])
         return pages

@@ -35,6 +35,7 @@ class Rig:
         checkpoint_max: int = 8,
         in_flight_max: int = 1,
         chunk_max: int = CHUNK_MAX,
+        host_counts: tuple[int, ...] = (),
     ) -> None:
         segment = (Segment("h", 1, 8),)
         components = tuple(
@@ -49,6 +50,7 @@ class Rig:
             chunk_token_max=chunk_max,
             checkpoint_max=checkpoint_max,
             digest_tokens=PAGE_SIZE,
+            host_page_counts=host_counts,
         )
         limits = BatchLimits(chunk_max, 8, 200, frozenset(), in_flight_max)
         self.batcher = Batcher(self.account, limits)

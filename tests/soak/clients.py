@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from tests.soak.golden import Golden
-from tests.soak.plans import Plan, Side, Twist, draw_plans
+from tests.soak.plans import NO_MIX, Mix, Plan, Side, Twist, draw_plans
 from tests.soak.verdicts import Half, Verdict, judge
 
 DONE = "[DONE]"
@@ -52,6 +52,7 @@ class Load:
     goldens: Sequence[Golden]
     seed: int
     client_count: int
+    mix: Mix = NO_MIX
     answers: list[Answer] = field(default_factory=list)
     sent_count: int = 0
     _open: dict[str, dict[Side, Half]] = field(default_factory=dict)
@@ -82,14 +83,14 @@ class Load:
     def begun_count(self) -> int:
         """Streams that have brought their first token and no more."""
         halves = [halves[Side.DECODE] for halves in self._open.values()]
-        return sum(half.event_count == 1 and not half.finish for half in halves)
+        return sum(half.event_count == 1 and not half.is_ended for half in halves)
 
     async def _run_client(self, index: int) -> None:
         # Connections are given up before the server (5 s) would: a post may not cross its close.
         kept_count = 4 if self.target.keeps_connections else 0
         limits = httpx.Limits(max_keepalive_connections=kept_count, keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=None, limits=limits) as http:
-            for plan in draw_plans(self.seed, index, self.goldens):
+            for plan in draw_plans(self.seed, index, self.goldens, self.mix):
                 await asyncio.sleep(plan.think_s)
                 if self._is_stopping:
                     return
@@ -101,7 +102,7 @@ class Load:
     async def _send(self, http: httpx.AsyncClient, plan: Plan) -> Answer:
         sent_at = time.monotonic()
         self.sent_count += 1
-        halves = {side: Half() for side in plan.sides}
+        halves = {side: Half(plan.sample_count) for side in plan.sides}
         aborts = plan.twisted_sides if plan.twist is Twist.ABORT else ()
         self._open[plan.rid] = halves
         async with asyncio.TaskGroup() as tasks:
@@ -128,7 +129,7 @@ class Load:
         except TimeoutError:
             is_hang = not leaves_by_time
             kind = Verdict.HANG if is_hang else Verdict.ABORTED
-            half.trouble = (kind, f"{side} {plan.rid}: no end in {limit_s:g} s" if is_hang else "")
+            half.trouble = (kind, f"{side}: no end in {limit_s:g} s" if is_hang else "")
         except (httpx.ConnectError, httpx.ConnectTimeout):
             half.trouble = (Verdict.UNREACHABLE, f"{side} does not listen")
         except httpx.TransportError as error:
@@ -137,7 +138,7 @@ class Load:
             kind = Verdict.UNREACHABLE if is_unread else Verdict.CUT
             half.trouble = (kind, f"{side} {type(error).__name__}")
         except msgspec.DecodeError as error:
-            half.trouble = (Verdict.WRONG, f"{side} {plan.rid}: {error}")
+            half.trouble = (Verdict.WRONG, f"{side}: {error}")
 
     async def _exchange(
         self, http: httpx.AsyncClient, plan: Plan, side: Side, half: Half, *, is_leaving: bool
@@ -162,7 +163,7 @@ class Load:
                     half.trouble = (Verdict.ABORTED, "")
                     return
             if not half.is_closed:
-                half.trouble = (Verdict.WRONG, f"{side} {plan.rid}: a stream ended without {DONE}")
+                half.trouble = (Verdict.WRONG, f"{side}: a stream ended without {DONE}")
 
     async def _abort(self, http: httpx.AsyncClient, plan: Plan, side: Side) -> None:
         """Whether the abort finds the request is not known; it must be answered."""

@@ -1,8 +1,8 @@
 """Prompts whose right answers are known: a single server was asked first, greedily.
 
 Where two tokens are almost equally likely, rounding decides, and rounding depends on what else is
-in the batch; outputs are cut before such a place, so that another output is always a mistake.
-Knows nothing of pairs.
+in the batch; outputs are cut before such a place, so that another output is always a mistake. A next
+turn is asked for in a second round, as its prompt begins with a right answer. Knows nothing of pairs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ FIRST_PLAIN_TOKEN = 3  # below are the special tokens
 # Far above fp32 rounding (1e-5) and far below what the model is sure of.
 MARGIN_MIN = 1e-3
 CONCURRENT_COUNT = 8
+# What a next turn adds to the answer before it.
+TURN_TOKENS_MAX = 20
 # Around the page and chunk borders; the others are drawn.
 BORDER_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 511, 512, 513, PROMPT_TOKENS_MAX)
 
@@ -36,12 +38,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """finish: "stop" or "length"."""
+    """finish: "stop" or "length". next_turn: whose prompt begins with this prompt and answer."""
 
     prompt: Prompt
     output_ids: list[int]
     text: str
     finish: str
+    next_turn: Golden | None = None
 
 
 class _Finish(msgspec.Struct):
@@ -87,11 +90,40 @@ def draw_prompts(seed: int, count: int, output_tokens_max: int) -> list[Prompt]:
     return prompts
 
 
+def draw_next_prompts(seed: int, goldens: list[Golden], output_tokens_max: int) -> list[Prompt]:
+    """Of the turn after each golden: its prompt, its answer, and a few tokens of another answer."""
+    rng = random.Random(f"next prompts {seed}")
+    texts = [golden.text for golden in goldens if isinstance(golden.prompt.content, str)]
+    prompts: list[Prompt] = []
+    for golden in goldens:
+        count = rng.randint(1, TURN_TOKENS_MAX)
+        content = golden.prompt.content
+        if isinstance(content, str):
+            content += golden.text + " " + " ".join(rng.choice(texts).split()[:count])
+        else:
+            content = [*content, *golden.output_ids, *rng.choice(goldens).output_ids[:count]]
+        prompts.append(Prompt(content, rng.randint(1, output_tokens_max)))
+    return prompts
+
+
+async def take_conversations(
+    url: str, prompts: list[Prompt], seed: int, output_tokens_max: int
+) -> list[Golden]:
+    """As `take_goldens`, each with its next turn, unless rounding decides the first token of that."""
+    goldens = await take_goldens(url, prompts)
+    turns = await _take_all(url, draw_next_prompts(seed, goldens, output_tokens_max))
+    return [replace(one, next_turn=turn) for one, turn in zip(goldens, turns, strict=True)]
+
+
 async def take_goldens(url: str, prompts: list[Prompt]) -> list[Golden]:
     """Ask the server at `url`, which computes alone; in the order of `prompts`.
 
     A prompt whose very first token is a matter of rounding is left out.
     """
+    return [golden for golden in await _take_all(url, prompts) if golden is not None]
+
+
+async def _take_all(url: str, prompts: list[Prompt]) -> list[Golden | None]:
     turns = asyncio.Semaphore(CONCURRENT_COUNT)
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
 
@@ -99,8 +131,7 @@ async def take_goldens(url: str, prompts: list[Prompt]) -> list[Golden]:
             async with turns:
                 return await _take(client, prompt)
 
-        goldens = await asyncio.gather(*(take(prompt) for prompt in prompts))
-    return [golden for golden in goldens if golden is not None]
+        return await asyncio.gather(*(take(prompt) for prompt in prompts))
 
 
 async def _take(client: httpx.AsyncClient, prompt: Prompt) -> Golden | None:

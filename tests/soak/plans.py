@@ -36,9 +36,18 @@ class Api(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of the requests, 0 to 1: that ask for SAMPLE_COUNT samples; that are a next turn."""
+
+    samples: float = 0.0
+    turns: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One request.
 
+    sample_count: answers that are asked for. is_turn: whether its prompt goes on from an answer.
     sides: posted to, in this order, gap_s apart; both for a request as a router sends it.
     twisted_sides: where it is aborted or disconnected, after_s from the post or, for a streamed
     disconnect, after after_events events. think_s: pause before it.
@@ -47,6 +56,8 @@ class Plan:
 
     rid: str
     golden: Golden
+    is_turn: bool
+    sample_count: int
     api: Api
     is_streaming: bool
     sides: tuple[Side, ...]
@@ -65,11 +76,25 @@ class Plan:
     def is_routed(self) -> bool:
         return len(self.sides) > 1
 
+    def __str__(self) -> str:
+        """For people who look for the request in the logs."""
+        words = [
+            f"{self.rid} {self.api}",
+            "routed" if self.is_routed else "plain",
+            "streamed" if self.is_streaming else "whole",
+            f"{self.sample_count} samples" if self.sample_count > 1 else "",
+            "next turn" if self.is_turn else "",
+            "" if self.twist is Twist.NONE else f"{self.twist} {'+'.join(self.twisted_sides)}",
+        ]
+        return ", ".join(word.strip() for word in words if word)
+
     def body(self, bootstrap: tuple[str, int]) -> JsonObject:
         """The JSON body, the same for both sides. bootstrap: the prefill server's host and port."""
         prompt = self.golden.prompt
         temperature = 1.0 if self.twist is Twist.SAMPLED else 0.0
         limits: JsonObject = {"temperature": temperature, "seed": self.sampling_seed}
+        if self.sample_count > 1:
+            limits["n"] = self.sample_count
         body: JsonObject = {"rid": self.rid, "stream": self.is_streaming}
         match self.api:
             case Api.GENERATE:
@@ -117,6 +142,7 @@ TWIST_WEIGHTS = {
     Twist.BAD: 6,
     Twist.SAMPLED: 8,
 }
+SAMPLE_COUNT = 3
 ROUTED_SHARE = 0.3
 THINK_MAX_S = 0.05
 GAP_MAX_S = 0.05
@@ -124,19 +150,35 @@ GAP_MAX_S = 0.05
 TWIST_DELAYS_S = (0.0, 0.002, 0.01, 0.05, 0.2, 0.6)
 
 
-def draw_plans(seed: int, client_index: int, goldens: Sequence[Golden]) -> Iterator[Plan]:
+NO_MIX = Mix()
+
+
+def draw_plans(
+    seed: int, client_index: int, goldens: Sequence[Golden], mix: Mix = NO_MIX
+) -> Iterator[Plan]:
     """The endless sequence of one client's requests."""
     rng = random.Random(f"client {seed} {client_index}")
     # Rooms of a client begin at a place of their own; a room is used once.
     room = rng.getrandbits(30) << 32
     number = 0
+    golden = goldens[0]
     while True:
         number += 1
+        turn = _draw_turn(rng, goldens, golden) if rng.random() < mix.turns else None
+        golden = turn or rng.choice(goldens)
         # The end mark keeps one name from being the beginning of another, which an abort matches.
-        yield _draw(rng, f"{client_index}-{number}.", room + number, goldens)
+        rid = f"{client_index}-{number}."
+        yield _draw(rng, rid, room + number, golden, mix, is_turn=turn is not None)
 
 
-def _draw(rng: random.Random, rid: str, room: int, goldens: Sequence[Golden]) -> Plan:
+def _draw_turn(rng: random.Random, goldens: Sequence[Golden], before: Golden) -> Golden | None:
+    """A next turn: half of them at once after `before`, the others when its cache may have gone."""
+    return (before if rng.random() < 0.5 else rng.choice(goldens)).next_turn
+
+
+def _draw(
+    rng: random.Random, rid: str, room: int, golden: Golden, mix: Mix, *, is_turn: bool
+) -> Plan:
     twist = rng.choices(list(TWIST_WEIGHTS), list(TWIST_WEIGHTS.values()))[0]
     api = rng.choice((Api.GENERATE, Api.GENERATE, Api.COMPLETIONS))
     is_routed = rng.random() < ROUTED_SHARE and twist is not Twist.BAD
@@ -145,9 +187,12 @@ def _draw(rng: random.Random, rid: str, room: int, goldens: Sequence[Golden]) ->
         sides = rng.choice(((Side.PREFILL, Side.DECODE), (Side.DECODE, Side.PREFILL)))
     twisted = rng.choice((sides, sides, (Side.DECODE,), (Side.PREFILL,))) if is_routed else sides
     flaw, statuses = rng.choice(FLAWS[api])
+    has_samples = rng.random() < mix.samples and twist is not Twist.BAD
     return Plan(
         rid=rid,
-        golden=rng.choice(goldens),
+        golden=golden,
+        is_turn=is_turn,
+        sample_count=SAMPLE_COUNT if has_samples else 1,
         api=api,
         is_streaming=rng.random() < 0.5,
         sides=sides,
