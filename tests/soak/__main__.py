@@ -1,8 +1,11 @@
 """`python -m tests.soak --minutes 30 --clients 20`: a pair under mixed load, watched all the time;
 with `--fault-interval 20` also frozen and killed in parts, every 20 seconds or so.
 
-Exit code 0 if every answer was right, typed or cut by us, no page is held at the end, and no
-process has grown.
+Some requests ask for several samples or go on from an answer; caches of answers go back, and
+prefixes go to host memory. `--without samples,returns,tier` leaves parts of that out.
+
+Exit code 0 if every answer was right, typed or cut by us, no page is held at the end, no process
+has grown, and, after LONG_S, every feature was used.
 """
 
 from __future__ import annotations
@@ -11,13 +14,17 @@ import argparse
 import asyncio
 import sys
 import time
-from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.soak.clients import Load, Target
-from tests.soak.golden import draw_prompts, take_goldens
-from tests.soak.growth import Growth, UseLog
-from tests.soak.servers import ServerPair, start_lone
+from tests.soak.features import CounterLog, Feature, flags_of
+from tests.soak.golden import Golden, draw_prompts, take_conversations
+from tests.soak.growth import UseLog
+from tests.soak.plans import Mix, Side
+from tests.soak.servers import Look, Server, ServerPair, start_lone
+from tests.soak.summary import summarize_answers, summarize_features, summarize_growth
 from tests.soak.troubles import Troubles
 from tests.soak.verdicts import Verdict
 
@@ -31,9 +38,10 @@ REST_TIMEOUT_S = 30.0
 SAMPLE_INTERVAL_S = 5.0
 PROGRESS_INTERVAL_S = 10.0
 WARM_UP_S = 300.0
-# Of greedy requests that we do not cut: fewer right ones are a failure, however typed the errors.
-RIGHT_SHARE_MIN = 0.99
-SHOWN_COUNT_MAX = 20
+# In a run as long as this every feature is used.
+LONG_S = 300.0
+SAMPLES_SHARE = 0.1
+TURNS_SHARE = 0.3
 SHARED_MEMORY = Path("/dev/shm")
 
 COMMON_ARGS = (
@@ -45,25 +53,49 @@ PREFILL_POOL_ARGS = ("--max-total-tokens", "12288")
 DECODE_POOL_ARGS = ("--max-total-tokens", "4096")
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """seed: fixes what is sent. fault_interval_s: 0 for no faults."""
+
+    duration_s: float
+    client_count: int
+    seed: int
+    transport: str
+    fault_interval_s: float
+    features: Collection[Feature]
+
+    @property
+    def has_faults(self) -> bool:
+        return self.fault_interval_s > 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="fixes what is sent")
-    parser.add_argument("--transport", default="auto", help="auto, shm or tcp")
+    parser.add_argument("--transport", default="auto", help="auto, shm, stream or ucx-tcp")
     parser.add_argument("--fault-interval", type=float, default=0.0, help="seconds; 0: no faults")
+    parser.add_argument("--without", default="", help=f"some of {','.join(Feature)}")
     options = parser.parse_args()
-    left_before = set(SHARED_MEMORY.iterdir())
-    problems = asyncio.run(
-        soak(
-            options.minutes * 60,
-            options.clients,
-            options.seed,
-            options.transport,
-            options.fault_interval,
-        )
+    left_out = [name for name in options.without.split(",") if name]
+    if not set(left_out) <= set(Feature):
+        parser.error(f"--without {options.without}: must be of {', '.join(Feature)}")
+    settings = Settings(
+        options.minutes * 60,
+        options.clients,
+        options.seed,
+        options.transport,
+        options.fault_interval,
+        [feature for feature in Feature if feature not in left_out],
     )
-    left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - left_before)
+    left_before = set(SHARED_MEMORY.iterdir())
+    problems = asyncio.run(soak(settings))
+    left = sorted(
+        path.name
+        for path in set(SHARED_MEMORY.iterdir()) - left_before
+        if not _is_in_use(path.name)
+    )
     if left:
         problems.append(f"left in {SHARED_MEMORY}: {', '.join(left)}")
     for problem in problems:
@@ -72,45 +104,41 @@ def main() -> int:
     return 1 if problems else 0
 
 
-async def soak(
-    duration_s: float, client_count: int, seed: int, transport: str, fault_interval_s: float
-) -> list[str]:
+def _is_in_use(name: str) -> bool:
+    """Whether the server that a directory in /dev/shm is named after runs; ours have ended."""
+    pids = [word for word in name.split("-") if word.isdecimal()]
+    return any(Path("/proc", pid).exists() for pid in pids)
+
+
+async def soak(settings: Settings) -> list[str]:
     """Run it all; what was off, in words."""
-    args = (*COMMON_ARGS, "--transport", transport)
+    lone_args = (*COMMON_ARGS, "--transport", settings.transport)
+    args = (*lone_args, *flags_of(settings.features))
     async with ServerPair(args, PREFILL_POOL_ARGS, DECODE_POOL_ARGS) as pair:
-        print(f"logs in {pair.log_dir}; asking a single server for {GOLDEN_COUNT} right answers")
-        lone = await start_lone(args, pair.log_dir / "single.log")
-        try:
-            goldens = await take_goldens(
-                lone.url, draw_prompts(seed, GOLDEN_COUNT, OUTPUT_TOKENS_MAX)
-            )
-        finally:
-            lone.kill()
-        has_faults = fault_interval_s > 0
+        print(f"logs in {pair.log_dir}; asking a single server for right answers", flush=True)
+        goldens = await _learn(lone_args, pair.log_dir / "single.log", settings.seed)
         target = Target(
             pair.urls,
             pair.bootstrap,
             REQUEST_TIMEOUT_S + HANG_GRACE_S,
-            keeps_connections=not has_faults,
+            keeps_connections=not settings.has_faults,
         )
-        load = Load(target, goldens, seed, client_count)
-        log = UseLog(warm_up_s=min(WARM_UP_S, duration_s / 3))
+        mix = Mix(SAMPLES_SHARE if Feature.SAMPLES in settings.features else 0.0, TURNS_SHARE)
+        load = Load(target, goldens, settings.seed, settings.client_count, mix)
+        uses = UseLog(warm_up_s=min(WARM_UP_S, settings.duration_s / 3))
+        counters = CounterLog(settings.features)
         print(f"prefill {pair.prefill.url}, decode {pair.decode.url}")
-        print(f"{client_count} clients for {duration_s / 60:g} minutes, {len(goldens)} goldens")
+        print(f"{settings.client_count} clients for {settings.duration_s / 60:g} minutes")
         load.start()
-        if has_faults:
-            async with Troubles(pair, fault_interval_s, seed) as troubles:
-                await _watch(pair, load, log, duration_s, may_end=True)
+        watch = Watch(pair, load, uses, counters)
+        if settings.has_faults:
+            async with Troubles(pair, settings.fault_interval_s, settings.seed) as troubles:
+                await watch.run(settings.duration_s, may_end=True)
             print(f"{troubles.freeze_count} freezes, {troubles.kill_count} kills")
         else:
-            await _watch(pair, load, log, duration_s)
+            await watch.run(settings.duration_s)
         await load.stop()
-        held_count = await pair.wait_at_rest(REST_TIMEOUT_S)
-        log.sample(pair.servers)
-        problems = _summarize(load, log.growths(), held_count, has_faults=has_faults)
-        for server in pair.servers:
-            look = await server.look()
-            print(f"{server.role} server counted: {look.counters if look else 'no answer'}")
+        problems = await _conclude(settings, pair, load, uses, counters)
         codes = await pair.stop()
         if codes != [0, 0]:
             problems.append(f"exit codes of the servers: {codes}, expected 0")
@@ -119,74 +147,92 @@ async def soak(
         return problems
 
 
-async def _watch(
-    pair: ServerPair, load: Load, log: UseLog, duration_s: float, *, may_end: bool = False
-) -> None:
-    """Sample and report until the time is over. may_end: whether servers are ended by us."""
-    began_at = time.monotonic()
-    sampled_at = told_at = began_at
-    while time.monotonic() - began_at < duration_s:
-        await asyncio.sleep(0.5)
-        load.check()
-        now = time.monotonic()
-        for server in pair.servers:
-            if not server.is_running and not may_end:
-                raise RuntimeError(f"the {server.role} server ended:\n{server.last_words()}")
-        if now - sampled_at >= SAMPLE_INTERVAL_S:
-            sampled_at = now
-            log.sample(pair.servers)
-        if now - told_at >= PROGRESS_INTERVAL_S:
-            told_at = now
-            await _tell(pair, load, log, now - began_at)
+async def _learn(args: tuple[str, ...], log_path: Path, seed: int) -> list[Golden]:
+    """Right answers of a single server, which computes every prompt from its first token."""
+    lone = await start_lone((*args, "--disable-radix-cache"), log_path)
+    try:
+        prompts = draw_prompts(seed, GOLDEN_COUNT, OUTPUT_TOKENS_MAX)
+        goldens = await take_conversations(lone.url, prompts, seed, OUTPUT_TOKENS_MAX)
+    finally:
+        lone.kill()
+    turns = [golden.next_turn for golden in goldens if golden.next_turn is not None]
+    token_count = sum(len(golden.output_ids) for golden in [*goldens, *turns])
+    print(f"{len(goldens)} goldens, {len(turns)} next turns, {token_count} tokens of answers")
+    return goldens
 
 
-async def _tell(pair: ServerPair, load: Load, log: UseLog, elapsed_s: float) -> None:
-    counts = load.counts()
-    words = " ".join(f"{verdict} {counts[verdict]}" for verdict in Verdict if counts[verdict])
-    looks = [await server.look() for server in pair.servers]
-    held = "+".join("?" if look is None else str(look.held_count) for look in looks)
-    open_count = load.sent_count - len(load.answers)
-    print(
-        f"{elapsed_s:6.0f} s  sent {load.sent_count} open {open_count} {words}  "
-        f"pages held {held}  rss {log.total_rss_mb():.0f} MB  workers waited for a core "
-        f"{log.starved_share('prefill worker'):.0%}+{log.starved_share('decode worker'):.0%}",
-        flush=True,
-    )
-
-
-def _summarize(
-    load: Load, growths: list[Growth], held_count: int, *, has_faults: bool
+async def _conclude(
+    settings: Settings, pair: ServerPair, load: Load, uses: UseLog, counters: CounterLog
 ) -> list[str]:
-    """Print the tables; what is off."""
-    counts = load.counts()
-    print("\nrequests")
-    print(f"  {'sent':<12}{load.sent_count:>8}")
-    for verdict in Verdict:
-        print(f"  {verdict:<12}{counts[verdict]:>8}")
-    details = Counter(
-        f"{answer.verdict}: {answer.detail}" for answer in load.answers if answer.detail
-    )
-    for detail, count in details.most_common(SHOWN_COUNT_MAX):
-        print(f"  {count:>5} x {detail}")
+    """Look at servers that have nothing left to do, and print it all; what was off."""
+    held_count = await pair.wait_at_rest(REST_TIMEOUT_S)
+    uses.sample(pair.servers)
+    problems = summarize_answers(load, has_faults=settings.has_faults)
     print(f"\npages held at the end: {held_count}")
-    print(f"\n{'process':<22}{Growth.HEAD}")
-    for one in growths:
-        print(f"{one.process:<22}{one.row}")
-    problems = [one.problem for one in growths if one.problem]
-    excused = (Verdict.CUT, Verdict.UNREACHABLE) if has_faults else ()
-    for verdict in {Verdict.WRONG, Verdict.HANG, Verdict.CUT, Verdict.UNREACHABLE} - {*excused}:
-        if counts[verdict]:
-            problems.append(f"{counts[verdict]} requests: {verdict}")
-    if load.sent_count != len(load.answers):
-        problems.append(f"{load.sent_count - len(load.answers)} requests were never answered")
-    asked_count = counts[Verdict.RIGHT] + counts[Verdict.ERROR]
-    if not has_faults and (
-        asked_count == 0 or counts[Verdict.RIGHT] / asked_count < RIGHT_SHARE_MIN
-    ):
-        problems.append(f"{counts[Verdict.RIGHT]} of {asked_count} answers are right")
     if held_count:
         problems.append(f"{held_count} pages were not given back")
-    return problems
+    problems += summarize_growth(uses.growths())
+    for server in pair.servers:
+        look = await hear(server, counters)
+        print(f"{server.role} server counted: {look.counters if look else 'no answer'}")
+        print(f"{server.role} server keeps: {look.prefix_cache if look else 'no answer'}")
+        # What somebody still uses of a cached prefix, or of the tier, can't be forgotten.
+        reason = await server.flush_cache()
+        if reason:
+            problems.append(f"the {server.role} server can't forget its prefixes: {reason}")
+    is_long = settings.duration_s >= LONG_S
+    return problems + summarize_features(load, counters, is_long=is_long)
+
+
+async def hear(server: Server, counters: CounterLog) -> Look | None:
+    """Look at a server and note its counters; None if it does not answer now."""
+    look = await server.look()
+    if look is not None and server.process is not None:
+        counters.take(server.role, server.process.pid, look.counters)
+    return look
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Of a pair under load."""
+
+    pair: ServerPair
+    load: Load
+    uses: UseLog
+    counters: CounterLog
+
+    async def run(self, duration_s: float, *, may_end: bool = False) -> None:
+        """Sample and report until the time is over. may_end: whether servers are ended by us."""
+        began_at = time.monotonic()
+        sampled_at = told_at = began_at
+        while time.monotonic() - began_at < duration_s:
+            await asyncio.sleep(0.5)
+            self.load.check()
+            now = time.monotonic()
+            for server in self.pair.servers:
+                if not server.is_running and not may_end:
+                    raise RuntimeError(f"the {server.role} server ended:\n{server.last_words()}")
+            if now - sampled_at >= SAMPLE_INTERVAL_S:
+                sampled_at = now
+                self.uses.sample(self.pair.servers)
+            if now - told_at >= PROGRESS_INTERVAL_S:
+                told_at = now
+                await self._tell(now - began_at)
+
+    async def _tell(self, elapsed_s: float) -> None:
+        counts = self.load.counts()
+        words = " ".join(f"{verdict} {counts[verdict]}" for verdict in Verdict if counts[verdict])
+        looks = [await hear(server, self.counters) for server in self.pair.servers]
+        held = "+".join("?" if look is None else str(look.held_count) for look in looks)
+        tiers = "+".join("?" if look is None else f"{look.tier_share:.0%}" for look in looks)
+        open_count = self.load.sent_count - len(self.load.answers)
+        starved = "+".join(f"{self.uses.starved_share(f'{side} worker'):.0%}" for side in Side)
+        print(
+            f"{elapsed_s:6.0f} s  sent {self.load.sent_count} open {open_count} {words}  "
+            f"pages held {held}  tier {tiers}  rss {self.uses.total_rss_mb():.0f} MB  "
+            f"workers waited for a core {starved}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

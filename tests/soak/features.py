@@ -5,7 +5,7 @@ Knows nothing of processes: a server is known by its role and by the number of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -20,44 +20,54 @@ class Feature(StrEnum):
     TIER = "tier"
 
 
-# Flags of both servers. With these prompts the tier has room for about what the smaller pool holds
-# and is full within a minute or two, so that what it keeps leaves it, too.
+# Of both servers. The tier has room for less than the larger pool, and the prompts for much more
+# than both: it is soon full.
 FLAGS: dict[Feature, tuple[str, ...]] = {
-    Feature.SAMPLES: (),
     Feature.RETURNS: ("--return-cache", "auto"),
     Feature.TIER: ("--host-cache-gb", "0.02"),
 }
-_RETURNS_SENT = (Side.DECODE, "returns_sent")
-_RETURNS_KEPT = (Side.PREFILL, "returns_kept")
-_TIER = tuple((side, name) for side in Side for name in ("host_saved_tokens", "host_loaded_tokens"))
-# Zero at the end of a long run: the feature was not used. The others are only shown.
-USED: dict[Feature, tuple[tuple[Side, str], ...]] = {
-    Feature.SAMPLES: (),
-    Feature.RETURNS: (_RETURNS_SENT, _RETURNS_KEPT),
-    Feature.TIER: _TIER,
-}
-SHOWN: dict[Feature, tuple[tuple[Side, str], ...]] = {
-    Feature.SAMPLES: (),
-    Feature.RETURNS: (
-        (Side.DECODE, "returns_offered"),
-        (Side.DECODE, "returns_failed"),
-        (Side.DECODE, "returned_tokens"),
-        (Side.PREFILL, "returns_asked"),
-        (Side.PREFILL, "returns_lost"),
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A counter of a server. must_rise: while it is zero, a part of the feature was not used."""
+
+    feature: Feature
+    side: Side
+    name: str
+    must_rise: bool = False
+
+
+WATCHED = (
+    Watched(Feature.RETURNS, Side.DECODE, "returns_offered"),
+    Watched(Feature.RETURNS, Side.DECODE, "returns_sent", must_rise=True),
+    Watched(Feature.RETURNS, Side.DECODE, "returns_failed"),
+    Watched(Feature.RETURNS, Side.DECODE, "returned_tokens"),
+    Watched(Feature.RETURNS, Side.PREFILL, "returns_asked"),
+    Watched(Feature.RETURNS, Side.PREFILL, "returns_kept", must_rise=True),
+    Watched(Feature.RETURNS, Side.PREFILL, "returns_lost"),
+    *(
+        watched
+        for side in Side
+        for watched in (
+            Watched(Feature.TIER, side, "host_saved_tokens", must_rise=True),
+            Watched(Feature.TIER, side, "host_loaded_tokens", must_rise=True),
+            Watched(Feature.TIER, side, "host_failed_loads"),
+        )
     ),
-    Feature.TIER: tuple((side, "host_failed_loads") for side in Side),
-}
+)
 
 
-def flags_of(features: Iterable[Feature]) -> tuple[str, ...]:
+def flags_of(features: Collection[Feature]) -> tuple[str, ...]:
     """Flags of both servers that switch `features` on."""
-    return tuple(flag for feature in Feature if feature in features for flag in FLAGS[feature])
+    return tuple(flag for feature, flags in FLAGS.items() if feature in features for flag in flags)
 
 
 @dataclass(slots=True)
 class CounterLog:
-    """Counters as heard last of every server process, which count from zero when it is restarted."""
+    """Counters as last heard of every server process; a restarted server counts from zero again."""
 
+    features: Collection[Feature]
     _latest: dict[tuple[str, int], Mapping[str, float]] = field(default_factory=dict)
 
     def take(self, role: str, pid: int, counters: Mapping[str, float]) -> None:
@@ -66,23 +76,25 @@ class CounterLog:
             self._latest[role, pid] = counters
 
     def total(self, role: str, name: str) -> float:
-        """Over all processes of a role, but for what they counted since they were heard last."""
+        """Over all processes of a role, without what they counted after they were last heard."""
         return sum(
             counters.get(name, 0.0)
             for (of_role, _), counters in self._latest.items()
             if of_role == role
         )
 
-    def rows(self, features: Iterable[Feature]) -> list[str]:
-        """For people: a line per counter."""
-        chosen = [one for feature in Feature if feature in features for one in _shown(feature)]
-        return [f"{side:<8}{name:<20}{self.total(side, name):>10.0f}" for side, name in chosen]
+    def rows(self) -> list[str]:
+        """A line for people per counter of the features."""
+        return [
+            f"{one.side:<8}{one.name:<20}{self.total(one.side, one.name):>10.0f}"
+            for one in WATCHED
+            if one.feature in self.features
+        ]
 
-    def unused(self, features: Iterable[Feature]) -> list[str]:
-        """Counters of `features` that are zero and would not be if all of it was used."""
-        chosen = [one for feature in Feature if feature in features for one in USED[feature]]
-        return [f"{side} {name}" for side, name in chosen if not self.total(side, name)]
-
-
-def _shown(feature: Feature) -> tuple[tuple[Side, str], ...]:
-    return USED[feature] + SHOWN[feature]
+    def unused(self) -> list[str]:
+        """Counters that would not be zero if all parts of the features had been used."""
+        return [
+            f"{one.side} {one.name}"
+            for one in WATCHED
+            if one.feature in self.features and one.must_rise and not self.total(one.side, one.name)
+        ]

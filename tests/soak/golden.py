@@ -1,8 +1,9 @@
 """Prompts whose right answers are known: a single server was asked first, greedily.
 
 Where two tokens are almost equally likely, rounding decides, and rounding depends on what else is
-in the batch; outputs are cut before such a place, so that another output is always a mistake. A next
-turn is asked for in a second round, as its prompt begins with a right answer. Knows nothing of pairs.
+in the batch; outputs are cut before such a place, so that another output is always a mistake. Next
+turns are asked in a second round, as their prompts begin with right answers.
+Knows nothing of pairs.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def draw_next_prompts(seed: int, goldens: list[Golden], output_tokens_max: int) 
 async def take_conversations(
     url: str, prompts: list[Prompt], seed: int, output_tokens_max: int
 ) -> list[Golden]:
-    """As `take_goldens`, each with its next turn, unless rounding decides the first token of that."""
+    """As `take_goldens`, each with its next turn if that has a sure first token."""
     goldens = await take_goldens(url, prompts)
     turns = await _take_all(url, draw_next_prompts(seed, goldens, output_tokens_max))
     return [replace(one, next_turn=turn) for one, turn in zip(goldens, turns, strict=True)]

@@ -67,6 +67,12 @@ class _Peer(msgspec.Struct):
     state: str
 
 
+class _PrefixCache(msgspec.Struct):
+    token_count: int
+    host_token_count: int
+    host_token_max: int
+
+
 class Look(msgspec.Struct):
     """What a server says of itself."""
 
@@ -74,6 +80,7 @@ class Look(msgspec.Struct):
     internal_states: list[_Internal]
     is_state_fresh: bool
     peers: list[_Peer]
+    prefix_cache: _PrefixCache | None = None
 
     @property
     def held_count(self) -> int:
@@ -91,6 +98,14 @@ class Look(msgspec.Struct):
     @property
     def counters(self) -> dict[str, float]:
         return self.internal_states[0].counters
+
+    @property
+    def tier_share(self) -> float:
+        """How full the tier in host memory is, 0 to 1."""
+        cache = self.prefix_cache
+        return (
+            cache.host_token_count / cache.host_token_max if cache and cache.host_token_max else 0
+        )
 
     @property
     def is_at_rest(self) -> bool:
@@ -176,6 +191,15 @@ class Server:
         except httpx.TransportError:
             return None
         return msgspec.json.decode(response.content, type=Look)
+
+    async def flush_cache(self) -> str:
+        """Have it forget every cached prefix; why it can't, or "" if nothing is left."""
+        try:
+            async with httpx.AsyncClient(base_url=self.url, timeout=30.0) as client:
+                response = await client.post("/flush_cache")
+        except httpx.TransportError as error:
+            return type(error).__name__
+        return "" if response.status_code == 200 else response.text
 
     async def stop(self) -> int:
         """Ask it to drain and wait; its exit code. Raises: ServerFailed if it had to be killed."""

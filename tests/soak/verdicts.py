@@ -1,7 +1,7 @@
 """Whether what came back for a request is right. Knows nothing of sockets.
 
-A `Half` is what one server said; a routed request has two. Each has all samples that were asked for,
-and every one of them is judged.
+A `Half` is what one server said; a routed request has two. Each has all samples that were asked
+for, and every one of them is judged.
 """
 
 from __future__ import annotations

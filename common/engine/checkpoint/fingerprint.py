@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
+from common.engine.config.added import named_fields
 from common.engine.config.model import ModelConfig
 from common.errors import config_error
 
@@ -55,10 +56,22 @@ def model_fingerprint(
 
 def config_digest(config: ModelConfig) -> str:
     """sha256 of every value that changes logits, the dtype aside, which has a line of its own."""
-    values = dataclasses.asdict(config)
+    values = _named_values(config)
+    assert isinstance(values, dict)
     for name in ("dtype", "eos_token_ids", "context_length"):
         del values[name]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _named_values(value: object) -> object:
+    """As `dataclasses.asdict`, without fields that mean what servers without them do."""
+    if dataclasses.is_dataclass(value):
+        return {one.name: _named_values(getattr(value, one.name)) for one in named_fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_named_values(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _named_values(one) for key, one in value.items()}
+    return value
 
 
 def weights_digest(model_path: Path) -> str:
