@@ -15,7 +15,7 @@ from math import log
 
 from common.transfers.connection import Connection
 from common.transfers.transfers import Transfers
-from decode_server.expected_time import ExpectedTime, cached_there
+from decode_server.expected_time import ExpectedTime
 from decode_server.request import DecodeRequest
 
 # Expected times are alike if they differ by less than this factor, or are shorter than this.
@@ -69,10 +69,11 @@ class Choice:
         """Which two, and which of equals, is chance. Of times that differ by less than they can be
         known, the one with less to do."""
         drawn = self._rng.sample(sources, min(2, len(sources)))
-        knowing = [one for one in sources if one not in drawn and cached_there(one, request)]
+        others = [one for one in sources if one not in drawn]
+        knowing = [one for one in others if self._times.cached_there(one, request)]
 
         def key(source: Connection) -> tuple[int, int]:
-            lacking = len(request.token_ids) - cached_there(source, request)
+            lacking = len(request.token_ids) - self._times.cached_there(source, request)
             asked_s = max(SHORTEST_S, self._times.asked_s(source, request))
             return round(log(asked_s, KNOWN_RATIO)), source.load_token_count + lacking
 

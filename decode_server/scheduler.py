@@ -128,7 +128,7 @@ class DecodeScheduler:
         )
         rng = random.Random(seed + 3)
         self.returns = Returns(facts, self.account, self.transfers, self._outbox, rng, is_on=sends)
-        self._times = ExpectedTime(self.batcher)
+        self._times = ExpectedTime(self.batcher, facts.digest_tokens)
         self._admission = Admission(
             self.account,
             self.batcher,
