@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import pytest
 
+from common.errors import ProtocolError
 from common.layout.component import FULL, Live
-from common.protocol.peer import Offer
-from common.scheduling.events import ToPeer
+from common.protocol.peer import Offer, PeerMessage, TransferDone, TransferRequest
+from common.protocol.too_large import failure_of_unread_result
+from common.scheduling.events import Event, FromPeer, ToPeer, UnreadableRequest
 from decode_server.expected_time import ExpectedTime
 from decode_server.returns import NEW_TOKENS_MIN
 from tests.decode_server.test_prefixes import FAMILIES, PAGE_SIZE, PROMPT, Pair
 from tests.sim.node import Node
+from tests.sim.world import World
 
 OUTPUT_COUNT = 20
 PREFILL_COUNT = 4
@@ -105,6 +108,43 @@ def test_of_several_answers_to_a_prompt_none_is_offered() -> None:
     clients = pair.world.submit_samples(pair.decode, PROMPT, OUTPUT_COUNT, 3)
     pair.finish(*clients)
     assert offers_of(pair) == []
+    pair.end()
+
+
+@pytest.mark.parametrize("unread", [TransferRequest, TransferDone])
+def test_a_return_of_which_a_message_can_not_be_read_ends_at_once(
+    unread: type[TransferRequest | TransferDone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between servers of two versions. Nobody waits for a time limit."""
+    pair, _ = returning_pair()
+    post, garbled_at = World.post, []
+
+    def post_garbled(world: World, sender: Node, link: str, message: PeerMessage) -> None:
+        receiver = world.nodes[link.partition(":")[0]]
+        is_return = receiver.role == ("decode" if unread is TransferRequest else "prefill")
+        if not isinstance(message, unread) or not is_return:
+            post(world, sender, link, message)
+            return
+        garbled_at.append(world.now)
+        event: Event
+        if isinstance(message, TransferRequest):
+            asker = message.incarnation
+            event = UnreadableRequest(f"{sender.name}:1", message.transfer_id, asker, "of later")
+        else:
+            failed = failure_of_unread_result(
+                message.transfer_id, message.peer_incarnation, ProtocolError("of later")
+            )
+            event = FromPeer(sender.name, failed)
+        world.after(0.001, lambda: receiver.feed(event))
+
+    monkeypatch.setattr(World, "post", post_garbled)
+    client = pair.submit(PROMPT, OUTPUT_COUNT)
+    while not garbled_at:
+        pair.world.run(pair.world.now + 0.01)
+    pair.world.run(pair.world.now + 0.1)
+    assert pair.counted("p0", "returns_lost") == 1, "it is known not to come"
+    assert pair.counted("p0", "returns_kept") == 0
+    pair.finish(client)
     pair.end()
 
 
