@@ -153,7 +153,9 @@ class Returns:
             case AbortAsked(transfer=transfer):
                 self._stop(transfer, Failure(FailureKind.ABORTED, event.reason), now)
             case TargetLost(transfers=orphans):
-                for transfer in orphans:
+                # What its own last report ended, which lost the peer as well, has ended already.
+                known = self._transfers.outgoing.get
+                for transfer in (one for one in orphans if known(one.transfer_id) is one):
                     self._stop(transfer, Failure(FailureKind.PEER_LOST, event.reason), now)
 
     def _handle_asked(self, transfer: OutgoingTransfer, now: float) -> None:

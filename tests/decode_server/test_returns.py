@@ -11,7 +11,15 @@ from common.errors import ProtocolError
 from common.layout.component import FULL, Live
 from common.protocol.peer import Offer, PeerMessage, TransferDone, TransferRequest
 from common.protocol.too_large import failure_of_unread_result
-from common.scheduling.events import Event, FromPeer, ToPeer, UnreadableRequest
+from common.protocol.worker import Send, SendSettled
+from common.scheduling.events import (
+    Event,
+    FromPeer,
+    FromWorker,
+    ToPeer,
+    ToWorkers,
+    UnreadableRequest,
+)
 from decode_server.expected_time import ExpectedTime
 from decode_server.returns import NEW_TOKENS_MIN
 from tests.decode_server.test_prefixes import FAMILIES, PAGE_SIZE, PROMPT, Pair
@@ -145,6 +153,25 @@ def test_a_return_of_which_a_message_can_not_be_read_ends_at_once(
     assert pair.counted("p0", "returns_lost") == 1, "it is known not to come"
     assert pair.counted("p0", "returns_kept") == 0
     pair.finish(client)
+    pair.end()
+
+
+def test_a_return_whose_connection_breaks_with_its_last_bytes_under_way_costs_no_more() -> None:
+    """That it has settled and that its peer is lost is known by one report."""
+    pair, _ = returning_pair()
+    client = pair.submit(PROMPT, OUTPUT_COUNT)
+    returned: list[Send] = []
+    while not returned:
+        pair.world.run(pair.world.now + 0.001)
+        sent = [effect for name, effect in pair.told if name == "d0"]
+        messages = [effect.message for effect in sent if isinstance(effect, ToWorkers)]
+        returned = [message for message in messages if isinstance(message, Send)]
+    send_id, transfer_id = returned[0].send_id, returned[0].transfer_id
+    broken = SendSettled(send_id, transfer_id, 0, "reset by peer", 0, 0, 0.0, is_quiet=False)
+    pair.decode.feed(FromWorker(broken))
+    assert pair.counted("d0", "returns_failed") == 1
+    pair.finish(client)
+    pair.finish(pair.submit([*PROMPT, *client.output, 7], OUTPUT_COUNT))
     pair.end()
 
 

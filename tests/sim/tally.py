@@ -50,6 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("prompts with samples", "samples drawn from one row"),
         *("decode: returns_offered", "decode: returns_sent", "decode: returned_tokens"),
         *("decode: returns_failed", "prefill: returns_kept", "prefill: returns_lost"),
+        "returns struck",
         "prefill: waited_for_equal",
         *("decode: transfer_tokens_spared", "decode: local_prefills"),
         *(
