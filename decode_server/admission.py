@@ -20,7 +20,7 @@ from common.scheduling.sequence import Sequence, reusable_count
 from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Reserve
-from decode_server.expected_time import ExpectedTime, cached_there
+from decode_server.expected_time import ExpectedTime
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
@@ -217,7 +217,7 @@ class Admission:
         source = self._choice.choose(request, now)
         asked_s = MISSING_S
         if source is not None:
-            lacking_there = token_count - cached_there(source, request)
+            lacking_there = token_count - self._times.cached_there(source, request)
             asked_s = self._times.asked_s(source, request) * max(1.0, lacking_there / lacking)
         if computed_s > asked_s:
             return False

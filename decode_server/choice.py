@@ -15,7 +15,7 @@ from math import log
 
 from common.transfers.connection import Connection
 from common.transfers.transfers import Transfers
-from decode_server.expected_time import ExpectedTime, cached_there
+from decode_server.expected_time import ExpectedTime
 from decode_server.request import DecodeRequest
 
 # Expected times are alike if they differ by less than this factor, or are shorter than this.
@@ -35,8 +35,19 @@ class Choice:
         return any(self._may_ask(one, now) for one in self._links.connections.sources())
 
     def _may_ask(self, source: Connection, now: float) -> bool:
-        is_healthy = source.breaker.allows(now) and not source.is_suspect
-        return is_healthy and self._has_room(source)
+        return self._is_healthy(source, now) and self._has_room(source)
+
+    @staticmethod
+    def _is_healthy(source: Connection, now: float) -> bool:
+        return source.breaker.allows(now) and not source.is_suspect
+
+    def _healthy(self, request: DecodeRequest, now: float) -> list[Connection]:
+        """Those that may go on, and take so many tokens."""
+        return [
+            source
+            for source in self._links.connections.sources()
+            if len(request.token_ids) <= source.request_token_max and self._is_healthy(source, now)
+        ]
 
     def _has_room(self, source: Connection) -> bool:
         return source.has_room(self._incoming.open_count(source.attachment))
@@ -55,24 +66,33 @@ class Choice:
                 return named if is_up else None
             if named is not None and is_up and self._has_room(named):
                 return named
-        candidates = [
-            source
-            for source in self._links.connections.sources()
-            if len(request.token_ids) <= source.request_token_max and self._may_ask(source, now)
-        ]
+        candidates = [one for one in self._healthy(request, now) if self._has_room(one)]
         if not candidates:
             return None
         fresh = [source for source in candidates if source.link not in request.tried_links]
         return self._draw(request, fresh or candidates)
 
+    def home_of(self, request: DecodeRequest, now: float) -> tuple[Connection | None, int]:
+        """Of the prefill servers that take caches, the one that has most of a request's tokens, and
+        how many. If none has any, one as for a new request: others find it there by its marks."""
+        targets = [one for one in self._healthy(request, now) if one.is_target]
+        if not targets:
+            return None, 0
+        counts = [self._times.cached_there(target, request) for target in targets]
+        if not any(counts):
+            return self._draw(request, targets), 0
+        most = max(counts)
+        return targets[counts.index(most)], most
+
     def _draw(self, request: DecodeRequest, sources: list[Connection]) -> Connection:
         """Which two, and which of equals, is chance. Of times that differ by less than they can be
         known, the one with less to do."""
         drawn = self._rng.sample(sources, min(2, len(sources)))
-        knowing = [one for one in sources if one not in drawn and cached_there(one, request)]
+        others = [one for one in sources if one not in drawn]
+        knowing = [one for one in others if self._times.cached_there(one, request)]
 
         def key(source: Connection) -> tuple[int, int]:
-            lacking = len(request.token_ids) - cached_there(source, request)
+            lacking = len(request.token_ids) - self._times.cached_there(source, request)
             asked_s = max(SHORTEST_S, self._times.asked_s(source, request))
             return round(log(asked_s, KNOWN_RATIO)), source.load_token_count + lacking
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from common.prefix_digests import DIGEST_NBYTES, DIGEST_TOKENS
+from common.prefix_digests import DIGEST_NBYTES
 from common.scheduling.batcher import Batcher
 from common.scheduling.prefix_cache import MARK_NBYTES
 from common.scheduling.rates import FORGOTTEN_SHARE
@@ -39,8 +39,10 @@ class _Source:
 class ExpectedTime:
     """Of every prefill server, by its incarnation, and of this one."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher, digest_tokens: int) -> None:
+        """digest_tokens: tokens that each digest of a prompt adds."""
         self._batcher = batcher
+        self._digest_tokens = digest_tokens
         self._sources: dict[str, _Source] = {}
 
     def note_ready(self, ready: CacheReady, asked_at: float, now: float) -> None:
@@ -61,9 +63,15 @@ class ExpectedTime:
         """Until a prefill server's cache is here, with the first token."""
         known = self._sources.get(source.incarnation, _Source())
         token_s = known.token_s if known.token_s is not None else self._batcher.rates.token_s
-        lacking = len(request.token_ids) - cached_there(source, request)
+        lacking = len(request.token_ids) - self.cached_there(source, request)
         waiting = source.load_token_count
         return (waiting + max(1, lacking)) * (token_s or 0.0) + (known.beside_s or 0.0)
+
+    def cached_there(self, source: Connection, request: DecodeRequest) -> int:
+        """Tokens of a prompt that a prefill server has cached, as far as it tells."""
+        if not source.cached_prefixes or not request.digests:
+            return 0
+        return _known_digests(request.digests, source.cached_prefixes) * self._digest_tokens
 
     def computed_s(self, token_count: int) -> float | None:
         """Until so many tokens are computed here, beside what is computed already; None if nothing
@@ -80,13 +88,6 @@ class ExpectedTime:
         """Prompt tokens in a step that decodes, so that streams keep their pace."""
         within = self._batcher.rates.tokens_within(STEP_SHARE)
         return max(STEP_TOKENS_MIN, within or 0)
-
-
-def cached_there(source: Connection, request: DecodeRequest) -> int:
-    """Tokens of a prompt that a prefill server has cached, as far as it tells."""
-    if not source.cached_prefixes or not request.digests:
-        return 0
-    return _known_digests(request.digests, source.cached_prefixes) * DIGEST_TOKENS
 
 
 @lru_cache(KNOWN_COUNT_MAX)

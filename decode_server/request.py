@@ -28,11 +28,12 @@ class DecodeRequest:
 
     digests: of its tokens' beginnings (see prefix_digests.py).
     held: what is here of its cache while the rest is on its way. asked_at: when that was asked for.
-    link, source_name: of the server that its cache comes from.
+    link, source_name: of the server that its cache comes from; "" if it is computed here.
     failure_count: transfers that brought nothing since it last ran; tried_links: the prefill
     servers that failed them.
     is_computed_here: no prefill server is looked for any more.
     tested_link: of the prefill server that this is a self-test of; it has no client then.
+    is_sample: it is one of several answers to its prompt.
     children: samples of clients that wait for this one's cache, in the order of its seeds, of which
     some may have left; it has no client of its own then. parent: whose cache a sample waits for.
     sample_pages: for all children but one, what each has beside its blocks.
@@ -55,6 +56,7 @@ class DecodeRequest:
     retraction_count: int = 0
     is_computed_here: bool = False
     tested_link: str = ""
+    is_sample: bool = False
     parent: DecodeRequest | None = None
     children: list[DecodeRequest] = field(default_factory=list)
     seeds: tuple[int, ...] = ()
@@ -162,5 +164,6 @@ def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
         arrived_at=now,
         deadline=now + submit.budget_s,
         waiting_since=now,
+        is_sample=bool(submit.siblings),
         origin=sample.origin,
     )

@@ -208,7 +208,7 @@ class Requests:
         self._advance(request, DecodeEvent.SCHEDULED_HERE)
         self.queue.discard(request.request_id)
         request.sequence = sequence
-        request.source_name = ""
+        request.link = request.source_name = ""
         request.requested_at = request.requested_at or now
         self._batcher.add(sequence)
 

@@ -1,12 +1,13 @@
-"""Caches of turns that have ended, sent back to the prefill server that computed their prompts.
+"""Caches of turns that have ended, sent back to prefill servers.
 
     a stream ends ─► Offer: prompt and answer are here       nothing is kept for it
     asked ─► found once more, and kept while it is sent ─► TransferDone
           └─► gone meanwhile: refused
 
-The next turn of the conversation begins there with what this one has left. Best effort: whoever
-needs the pages has them, and losing a return costs a computation. Knows nothing of requests that
-run.
+A cache goes to the server that computed the prompt; if it was computed here, to the one that has
+most of it. The next turn of the conversation begins there with what this one has left. Best effort:
+whoever needs the pages has them, and losing a return costs a computation. Knows nothing of requests
+that run.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
+from common.transfers.connection import Connection
 from common.transfers.outgoing import ALL_COMPUTED, CacheAsked, OutgoingTransfer
 from common.transfers.transfers import AbortAsked, SendProgressed, TargetLost, Transfers
+from decode_server.choice import Choice
 from decode_server.request import DecodeRequest
 
 ROOM_BITS = 63
-# Tokens that an answer must have added, for less is computed as quickly.
+# Tokens that the prefill server must lack, for less is computed as quickly.
 NEW_TOKENS_MIN = 16
 # Offers that may be asked for still, the last so many: a peer asks at once or never.
 OFFER_COUNT_MAX = 256
@@ -50,7 +53,8 @@ class _Offered:
 
 
 class Returns:
-    """Owner of what is lent for them. is_on: whether anything is offered at all."""
+    """Owner of what is lent for them. choice: of the server for a turn that was computed here.
+    is_on: whether anything is offered at all."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Returns:
         account: PageAccount,
         transfers: Transfers,
         outbox: Outbox,
+        choice: Choice,
         rng: random.Random,
         *,
         is_on: bool,
@@ -66,6 +71,7 @@ class Returns:
         self._account = account
         self._transfers = transfers
         self._outbox = outbox
+        self._choice = choice
         self._rng = rng
         self._is_on = is_on and account.keeps_prefixes
         self._ended: list[tuple[DecodeRequest, Sequence]] = []
@@ -79,7 +85,7 @@ class Returns:
 
     # ---- offered ---------------------------------------------------------------------------------
 
-    def offer(self, ended: Iterable[tuple[DecodeRequest, Sequence]]) -> None:
+    def offer(self, ended: Iterable[tuple[DecodeRequest, Sequence]], now: float) -> None:
         """Offer the caches of streams that have ended, as soon as no step touches their pages and
         the prefix cache has them. ended: since the last call."""
         self._ended += [one for one in ended if self._is_worth(one[0])]
@@ -88,24 +94,32 @@ class Returns:
             if sequence.node is not None:
                 waiting.append((request, sequence))
             else:
-                self._offer(request)
+                self._offer(request, now)
         self._ended = waiting
 
     def _is_worth(self, request: DecodeRequest) -> bool:
-        new_count = len(request.token_ids) - 1 - request.prompt_count
-        return bool(
-            self._is_on and request.link and request.digests and new_count >= NEW_TOKENS_MIN
-        )
+        """Which of several answers to one prompt is gone on from, if any, nobody knows."""
+        known_count = request.prompt_count if request.link else 0
+        new_count = len(request.token_ids) - 1 - known_count
+        is_kept = self._is_on and bool(request.digests) and not request.is_sample
+        return is_kept and new_count >= NEW_TOKENS_MIN
 
-    def _offer(self, request: DecodeRequest) -> None:
-        peer = self._transfers.links.connections.on_link(request.link)
+    def _peer_of(self, request: DecodeRequest, now: float) -> tuple[Connection | None, int]:
+        """The server that the next turn would be sent to, and how many tokens of this one's cache
+        it has."""
+        if request.link:
+            return self._transfers.links.connections.on_link(request.link), request.prompt_count
+        return self._choice.home_of(request, now)
+
+    def _offer(self, request: DecodeRequest, now: float) -> None:
+        peer, known_count = self._peer_of(request, now)
         if peer is None or not (peer.is_target and peer.is_source):
             return
         token_ids = request.token_ids
         digests = self._account.cached.digests_of(request.digests, token_ids)
         match = self._account.match(digests, token_ids, len(token_ids) - 1)
         token_count = match.token_count
-        if token_count - request.prompt_count < NEW_TOKENS_MIN or not _is_whole(match):
+        if token_count - known_count < NEW_TOKENS_MIN or not _is_whole(match):
             return
         block = block_tokens(peer.remote.layout, self._facts.digest_tokens)
         room = self._rng.getrandbits(ROOM_BITS)
@@ -139,7 +153,9 @@ class Returns:
             case AbortAsked(transfer=transfer):
                 self._stop(transfer, Failure(FailureKind.ABORTED, event.reason), now)
             case TargetLost(transfers=orphans):
-                for transfer in orphans:
+                # What its own last report ended, which lost the peer as well, has ended already.
+                known = self._transfers.outgoing.get
+                for transfer in (one for one in orphans if known(one.transfer_id) is one):
                     self._stop(transfer, Failure(FailureKind.PEER_LOST, event.reason), now)
 
     def _handle_asked(self, transfer: OutgoingTransfer, now: float) -> None:

@@ -98,9 +98,8 @@ class DecodeScheduler:
         self._worker_health = WorkerHealth.of(facts, limits.pace)
         self.account = account_of(facts, limits, shares_samples=True)
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
-        rates = StepRates(facts.pass_times)
         batch_limits = limits.of_batch(facts, self.request_token_max)
-        self.batcher = Batcher(self.account, batch_limits, rates)
+        self.batcher = Batcher(self.account, batch_limits, StepRates(facts.pass_times))
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
         self.transfers = Transfers(
             Introduction(facts, "decode", sends=sends, receives=True),
@@ -112,21 +111,20 @@ class DecodeScheduler:
             addresses=links,
         )
         self.requests = Requests(
-            facts.incarnation,
-            self.account,
-            self.batcher,
-            self.transfers,
-            self._outbox,
+            facts.incarnation, self.account, self.batcher, self.transfers, self._outbox,
             random.Random(seed),
-        )
+        )  # fmt: skip
+        self._times = ExpectedTime(self.batcher, facts.digest_tokens)
+        choice = Choice(self.transfers, self._times, random.Random(seed + 2))
         rng = random.Random(seed + 3)
-        self.returns = Returns(facts, self.account, self.transfers, self._outbox, rng, is_on=sends)
+        self.returns = Returns(
+            facts, self.account, self.transfers, self._outbox, choice, rng, is_on=sends
+        )
         self.tier = HostTier(self.account, self.requests.queue, self._outbox, facts.rank_count)
-        self._times = ExpectedTime(self.batcher)
         self._admission = Admission(
             self.account,
             self.batcher,
-            Choice(self.transfers, self._times, random.Random(seed + 2)),
+            choice,
             self.requests,
             self.transfers,
             self._times,
@@ -181,7 +179,7 @@ class DecodeScheduler:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._flushes.answer(self.requests.client_count)
         self._expire(now)
-        self.returns.offer(self.requests.take_ended())
+        self.returns.offer(self.requests.take_ended(), now)
         self._apply_decisions(self._missing_servers.review(now), now)
         if self._starvation.since is None:
             for link, budget_s in self._self_tests.begin_due(now):

@@ -71,6 +71,9 @@ class Returns:
         self._under_way: dict[int, _Return] = {}
         self.counters = dict.fromkeys(COUNTED, 0.0)
 
+    def __len__(self) -> int:
+        return len(self._under_way)
+
     @property
     def held(self) -> list[HeldPrefix]:
         """What is kept of those under way."""

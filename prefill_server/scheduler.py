@@ -375,6 +375,7 @@ class PrefillScheduler:
                 "inflight": transfers.outgoing.open_count,
                 "held": requests.held_count,
                 "reservations": rendezvous.reservation_count,
+                "returning": len(self.returns),
             },
             counters={
                 **requests.counters,

@@ -93,22 +93,25 @@ def decode_peer_message(payload: bytes) -> PeerMessage:
 
 
 class UnreadTransfer(msgspec.Struct, frozen=True):
-    """The transfer of a message that can't be read. incarnation: of its decode server."""
+    """The transfer of a message that can't be read. incarnation: of the server that asks for it.
+
+    is_request: the message is the reservation, and not the result.
+    """
 
     transfer_id: int
     incarnation: str
+    is_request: bool
 
 
-def find_unread_request(payload: bytes) -> UnreadTransfer | None:
-    """The transfer of a reservation that `decode_peer_message` refuses. None if the bytes are
-    no reservation or name no transfer."""
-    return _named(_transfer_request, payload)
-
-
-def find_unread_result(payload: bytes) -> UnreadTransfer | None:
-    """The transfer of a result that `decode_peer_message` refuses. None if the bytes are no
-    result or name no transfer."""
-    return _named(_transfer_result, payload)
+def find_unread(payload: bytes) -> UnreadTransfer | None:
+    """The transfer of a reservation or a result that `decode_peer_message` refuses. None if the
+    bytes are neither, or name no transfer."""
+    try:
+        name = _transfer_name.decode(payload)
+        check_transfer_name(name.transfer_id, name.incarnation)
+    except ProtocolError:
+        return None
+    return UnreadTransfer(name.transfer_id, name.incarnation, isinstance(name, _RequestName))
 
 
 def decode_slot_filled(payload: bytes) -> SlotFilled:
@@ -169,17 +172,6 @@ class _FailedName(msgspec.Struct, frozen=True, tag="TransferFailed"):
     incarnation: str = msgspec.field(name="peer_incarnation")
 
 
-def _named(
-    decoder: _Decoder[_RequestName] | _Decoder[_DoneName | _FailedName], payload: bytes
-) -> UnreadTransfer | None:
-    try:
-        name = decoder.decode(payload)
-        check_transfer_name(name.transfer_id, name.incarnation)
-    except ProtocolError:
-        return None
-    return UnreadTransfer(name.transfer_id, name.incarnation)
-
-
 class _Decoder(Generic[T]):
     """A msgspec decoder whose every failure is a ProtocolError."""
 
@@ -220,11 +212,10 @@ _worker_to_scheduler: _Decoder[WorkerToScheduler] = _Decoder(
 _peer_message: _Decoder[PeerMessage] = _Decoder(
     msgspec.msgpack.Decoder(PeerMessage), "message of another server", PEER_MESSAGE_NBYTES_MAX
 )
-_transfer_request: _Decoder[_RequestName] = _Decoder(
-    msgspec.msgpack.Decoder(_RequestName), "reservation", PEER_MESSAGE_NBYTES_MAX
-)
-_transfer_result: _Decoder[_DoneName | _FailedName] = _Decoder(
-    msgspec.msgpack.Decoder(_DoneName | _FailedName), "result", PEER_MESSAGE_NBYTES_MAX
+_transfer_name: _Decoder[_RequestName | _DoneName | _FailedName] = _Decoder(
+    msgspec.msgpack.Decoder(_RequestName | _DoneName | _FailedName),
+    "message of a transfer",
+    PEER_MESSAGE_NBYTES_MAX,
 )
 _slot_filled: _Decoder[SlotFilled] = _Decoder(
     msgspec.msgpack.Decoder(SlotFilled), "message of a prefill rank", STAGING_MESSAGE_NBYTES_MAX

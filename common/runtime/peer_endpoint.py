@@ -13,10 +13,17 @@ from common.channel.peer import PeerDialer, PeerListener
 from common.channel.sockets import SendResult
 from common.errors import ConfigError, ProtocolError
 from common.protocol import too_large
-from common.protocol.codec import UnreadTransfer, decode_peer_message, encode
+from common.protocol.codec import decode_peer_message, encode, find_unread
 from common.protocol.peer import PeerMessage
 from common.runtime.malformed import MalformedCounts
-from common.scheduling.events import Event, FromPeer, LinkBroke, LinkDropped, LinkRefused
+from common.scheduling.events import (
+    Event,
+    FromPeer,
+    LinkBroke,
+    LinkDropped,
+    LinkRefused,
+    UnreadableRequest,
+)
 
 # A peer of another version sends a message or two that can't be read; more is nonsense.
 MALFORMED_COUNT_MAX = 16
@@ -27,12 +34,6 @@ class PeerEnd(Protocol):
 
     @property
     def links(self) -> PeerListener | PeerDialer: ...
-
-    def find_unread(self, payload: bytes) -> UnreadTransfer | None:
-        """The transfer of a message that `decode` refuses; None if it names none."""
-
-    def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
-        """The event that ends the transfer of an unreadable message."""
 
     def host_of(self, link: str) -> str:
         """Where a peer that dialled us is; "" if we dialled it."""
@@ -92,15 +93,18 @@ class PeerEndpoint:
 
     def _attribute(self, link: str, payload: bytes, error: ProtocolError) -> Event | None:
         """An unreadable message ends the transfer that it names, and does not count as malformed:
-        its sender may be of another version."""
-        unread = self._end.find_unread(payload)
+        its sender may be of another version. Caches travel both ways, whichever end dialled."""
+        unread = find_unread(payload)
         if unread is None:
             return None
         self._warn(
             f"transfer {unread.transfer_id} on link {link:.24} has failed: {error}; are both "
             "servers of one version?"
         )
-        return self._end.fail_unread(link, unread, error)
+        transfer_id, incarnation = unread.transfer_id, unread.incarnation
+        if unread.is_request:
+            return UnreadableRequest(link, transfer_id, incarnation, str(error))
+        return FromPeer(link, too_large.failure_of_unread_result(transfer_id, incarnation, error))
 
     def _note_malformed(self, link: str, error: ProtocolError) -> Event | None:
         """A link with MALFORMED_COUNT_MAX malformed messages is dropped."""

@@ -1,7 +1,7 @@
 """The two ends of a link between servers: a prefill server listens, a decode server dials.
 
-Each end knows its sockets, the messages that arrive there, and how a link is closed. The role's
-scheduler process passes one of `listen` and `dial` to the loop. Decides nothing.
+Each end knows its sockets, and how a link is closed. The role's scheduler process passes one of
+`listen` and `dial` to the loop. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ from common.channel.handshakes import Break
 from common.channel.keys import load_curve
 from common.channel.peer import PeerDialer, PeerListener
 from common.config import ServerConfig
-from common.errors import ProtocolError
-from common.protocol import too_large
-from common.protocol.codec import (
-    UnreadTransfer,
-    find_unread_request,
-    find_unread_result,
-)
-from common.scheduling.events import Event, FromPeer, LinkBroke, UnreadableRequest
+from common.scheduling.events import LinkBroke
 
 
 class ListeningEnd:
@@ -27,12 +20,6 @@ class ListeningEnd:
     def __init__(self, links: PeerListener, gate: Gate | None) -> None:
         self.links = links
         self._gate = gate
-
-    def find_unread(self, payload: bytes) -> UnreadTransfer | None:
-        return find_unread_request(payload)
-
-    def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
-        return UnreadableRequest(link, unread.transfer_id, unread.incarnation, str(error))
 
     def host_of(self, link: str) -> str:
         return self.links.host_of(link)
@@ -61,13 +48,6 @@ class DialingEnd:
 
     def __init__(self, links: PeerDialer) -> None:
         self.links = links
-
-    def find_unread(self, payload: bytes) -> UnreadTransfer | None:
-        return find_unread_result(payload)
-
-    def fail_unread(self, link: str, unread: UnreadTransfer, error: ProtocolError) -> Event:
-        transfer_id, incarnation = unread.transfer_id, unread.incarnation
-        return FromPeer(link, too_large.failure_of_unread_result(transfer_id, incarnation, error))
 
     def host_of(self, link: str) -> str:
         return ""

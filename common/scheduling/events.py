@@ -33,7 +33,7 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class UnreadableRequest(msgspec.Struct, frozen=True):
-    """A decode server's reservation of which no more can be read than which one it is.
+    """A reservation of which no more can be read than which one it is.
 
     problem: why not; the sender is told.
     """

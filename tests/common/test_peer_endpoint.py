@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import pytest
@@ -117,29 +119,45 @@ def greet(decode: PeerEndpoint, listener: PeerListener) -> tuple[str, str]:
     return link, name
 
 
+@dataclass
+class Told:
+    """One end of a link, and what tells it something from the other one."""
+
+    heard: PeerEndpoint
+    tell: Callable[[bytes], object]
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def told(request: pytest.FixtureRequest) -> Told:
+    """Either end: caches go both ways where answers go back."""
+    heard: PeerEndpoint = request.getfixturevalue(request.param)
+    if request.param == "prefill":
+        dialer: PeerDialer = request.getfixturevalue("dialer")
+        return Told(heard, partial(say, dialer, dial(dialer, heard)))
+    listener: PeerListener = request.getfixturevalue("listener")
+    _, name = greet(heard, listener)
+    return Told(heard, partial(listener.send, name))
+
+
 def test_a_reservation_that_can_not_be_read_is_told_as_one_and_never_drops_its_link(
-    prefill: PeerEndpoint, dialer: PeerDialer, lines: list[str]
+    told: Told, lines: list[str]
 ) -> None:
-    link = dial(dialer, prefill)
     for _ in range(2 * MALFORMED_COUNT_MAX):
-        say(dialer, link, changed(REQUEST, budget_ms=-1))
-    found = events_of(prefill, 2 * MALFORMED_COUNT_MAX)
+        told.tell(changed(REQUEST, budget_ms=-1))
+    found = events_of(told.heard, 2 * MALFORMED_COUNT_MAX)
     names = {(e.transfer_id, e.incarnation) for e in found if isinstance(e, UnreadableRequest)}
     assert len(found) == 2 * MALFORMED_COUNT_MAX and names == {(5, "decode")}
     assert isinstance(found[0], UnreadableRequest) and "budget_ms=-1" in found[0].problem
     assert "budget_ms=-1" in lines[0]
-    say(dialer, link, encode(ABORT))
-    (event,) = events_of(prefill)
+    told.tell(encode(ABORT))
+    (event,) = events_of(told.heard)
     assert isinstance(event, FromPeer) and event.message == ABORT
 
 
-def test_a_result_that_can_not_be_read_ends_its_transfer(
-    decode: PeerEndpoint, listener: PeerListener
-) -> None:
-    link, name = greet(decode, listener)
-    listener.send(name, changed(DONE, first_token=-1))
-    (event,) = events_of(decode)
-    assert isinstance(event, FromPeer) and event.link == link
+def test_a_result_that_can_not_be_read_ends_its_transfer(told: Told) -> None:
+    told.tell(changed(DONE, first_token=-1))
+    (event,) = events_of(told.heard)
+    assert isinstance(event, FromPeer)
     failed = event.message
     assert isinstance(failed, TransferFailed)
     assert (failed.transfer_id, failed.peer_incarnation) == (5, "decode")

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 COMMON = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--return-cache", "auto")
 PREFILL = (*COMMON, "--page-size", "32", "--chunked-prefill-size", "64", "--pp-size", "2")
-DECODE = (*COMMON, "--page-size", "8", "--tp-size", "2", "--local-prefill", "off")
+DECODE = (*COMMON, "--page-size", "8", "--tp-size", "2")
 DECODE += ("--self-test-interval", "0", "--verify-transfer", "full")
 BLOCK_TOKENS = 32
 OUTPUT_COUNT = 40
@@ -28,7 +28,7 @@ TURN_COUNT = 3
 
 @dataclass
 class Town:
-    """Servers of one checkpoint. decodes: take turns."""
+    """Servers of one checkpoint. decodes: take turns; the second one may compute rests."""
 
     recipe: str
     prefill: Node
@@ -46,7 +46,10 @@ def town(
 ) -> Iterator[Town]:
     with Fleet(tmp_path_factory.mktemp("logs"), tiny_checkpoint(request.param)) as fleet:
         prefill = fleet.prefill(*PREFILL)
-        decodes = [fleet.decode([prefill], *DECODE, name=f"decode-{i}") for i in range(2)]
+        decodes = [
+            fleet.decode([prefill], *DECODE, "--local-prefill", mode, name=f"decode-{mode}")
+            for mode in ("off", "auto")
+        ]
         cold = fleet.decode([], *COMMON[:4], "--disable-radix-cache", name="cold")
         fleet.wait_ready()
         yield Town(request.param, prefill, decodes, cold)
@@ -85,3 +88,19 @@ def test_a_turn_that_comes_at_once_waits_for_the_return(town: Town) -> None:
         assert cached == (ended - 1 if ended else 0), "the return was not overtaken"
         ended = len(prompt) + OUTPUT_COUNT
         prompt = [*prompt, *reply.output_ids, *random_prompt(9, seed=index)]
+
+
+def test_a_turn_that_a_decode_server_computed_itself_goes_back_too(town: Town) -> None:
+    off, auto = town.decodes
+    before = auto.info().counters["local_prefills"]
+    prompt = random_prompt(60, seed=9)
+    for index in range(TURN_COUNT):
+        kept = town.prefill.info().counters["returns_kept"]
+        reply = auto.generate(body_of(prompt))
+        town.prefill.wait_counted("returns_kept", kept + 1)
+        ended = len(prompt) + OUTPUT_COUNT
+        prompt = [*prompt, *reply.output_ids, *random_prompt(9, seed=index)]
+    assert auto.info().counters["local_prefills"] > before, "a rest of 9 tokens is computed sooner"
+    reply = off.generate(body_of(prompt))
+    assert reply.meta_info.cached_tokens_details.prefill == ended - 1
+    assert reply.output_ids == town.cold.generate(body_of(prompt)).output_ids

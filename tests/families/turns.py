@@ -1,4 +1,5 @@
-"""Two servers that keep prompts: turns of conversations through both, or on the second one alone.
+"""Two servers that keep prompts: turns of conversations through both, or on the second one alone,
+and answers that go back.
 
 In the order of the real schedulers: the decode side finds blocks, keeps them and reserves the rest;
 the prefill side finds what it has itself, and what of that is asked for leaves before its first
@@ -18,9 +19,11 @@ from common.request import SamplingParams
 from common.scheduling.cached_sequences import HeldPrefix
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import PageSpan, Sequence
-from tests.families.server import PageLists, Server, digests_of, transfer
+from tests.families.server import PageLists, Server, digests_of, greedy, transfer
 
 NAN_BYTE = 0xFF
+# A server that is offered a cache knows the tokens before its last block by digests alone.
+UNKNOWN_TOKEN = 0
 
 
 @dataclass
@@ -163,9 +166,41 @@ def turn_alone(
     ]
 
 
-def _reserve(target: Server, prompt: list[int]) -> _Reserved:
+@dataclass
+class Returned:
+    """A cache that went back. token_count: of prompt and answer. start, nbytes: as of a turn."""
+
+    token_count: int
+    start: int
+    nbytes: int
+
+
+def give_back(source: Server, target: Server, token_ids: list[int]) -> Returned:
+    """Send what a server has of a prompt and its answer, to be found on the other one, as the
+    `Returns` of the two schedulers do."""
+    digests = digests_of(token_ids)
+    match = source.account.match(digests, token_ids, len(token_ids) - 1)
+    lent = source.account.cached.lend(match)
+    assert lent is not None, "something of what its last token leaves is not there"
+    count = match.token_count
+    block_stop = target.account.cached.whole_blocks(count)
+    told = [UNKNOWN_TOKEN] * block_stop + token_ids[block_stop:count]
+    digests = source.account.cached.digests_up_to(digests, count)
+    one = _reserve(target, told, digests)
+    tokens = TokenRange(one.start, count, True)
+    nbytes = transfer(source, lent.pages, target, one.asked_pages(), tokens)
+    source.account.cached.take_back(lent)
+    sequence = target.account.adopt(
+        target.take_id(), told, count, greedy(1), one.spans, count, digests, one.held
+    )
+    sequence.cuts.clear()
+    target.close(sequence)
+    return Returned(count, one.start, nbytes)
+
+
+def _reserve(target: Server, prompt: list[int], digests: bytes = b"") -> _Reserved:
     account = target.account
-    match = account.match(digests_of(prompt), prompt, len(prompt))
+    match = account.match(digests or digests_of(prompt), prompt, len(prompt))
     assert account.can_allocate(account.needs_to_receive(match, len(prompt)))
     held = account.cached.hold(match)
     spans = account.spans_for_prompt(len(prompt))

@@ -44,7 +44,7 @@ class Scene(StrEnum):
 
 class Phase(StrEnum):
     """What a request, or for HANDSHAKE the pair, is doing. SETTLED: its cache has arrived and its
-    client has the first token and no more."""
+    client has the first token and no more. RETURN: it has ended, and its cache goes back."""
 
     HANDSHAKE = "handshake"
     RESERVE = "reserve"
@@ -52,6 +52,7 @@ class Phase(StrEnum):
     TRANSFER = "transfer"
     SETTLED = "settled"
     DECODE = "decode"
+    RETURN = "return"
 
 
 @dataclass(frozen=True, slots=True)

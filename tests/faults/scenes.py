@@ -17,6 +17,8 @@ COMMON_ARGS = (
     *("--dtype", "float32", "--cpu-threads", "1", "--log-level", "info"),
     *("--chunked-prefill-size", "512", "--drain-timeout", "10"),
 )
+# Caches go both ways, so that a fault meets writers and readers on either side.
+RETURN_ARGS = ("--return-cache", "auto")
 # Half a request whose other half met a dead server has nothing to wait for.
 PREFILL_ARGS = ("--bootstrap-timeout", "4")
 POOL_TOKENS = {
@@ -75,7 +77,7 @@ async def open_pair(
     transport: str, scene: Scene, settings: Settings
 ) -> AsyncIterator[tuple[ServerPair, FarHosts | None]]:
     """A pair that is ready, and the hosts it is on if they are not this one."""
-    args = (*COMMON_ARGS, "--transport", transport)
+    args = (*COMMON_ARGS, *RETURN_ARGS, "--transport", transport)
     args += ("--request-timeout", str(settings.request_timeout_s))
     args += ("--max-total-tokens", str(POOL_TOKENS[scene]))
     async with AsyncExitStack() as stack:

@@ -150,6 +150,7 @@ class Striker:
             if side is Side.PREFILL:
                 moment[Phase.PREFILL] += queues["running"]
                 moment[Phase.TRANSFER] += queues["inflight"]
+                moment[Phase.RETURN] += queues["returning"]
             else:
                 moment[Phase.DECODE] += queues["running"]
         return moment

@@ -277,9 +277,8 @@ def test_an_unreadable_reservation_says_which_it_is(change: dict[str, object]) -
     payload = changed_bytes(REQUEST, change)
     with pytest.raises(ProtocolError):
         codec.decode_peer_message(payload)
-    unread = codec.find_unread_request(payload)
-    assert unread == codec.UnreadTransfer(REQUEST.transfer_id, REQUEST.incarnation)
-    assert codec.find_unread_result(payload) is None
+    unread = codec.find_unread(payload)
+    assert unread == codec.UnreadTransfer(REQUEST.transfer_id, REQUEST.incarnation, True)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +291,8 @@ def test_an_unreadable_result_says_whose_it_is(
     payload = changed_bytes(message, change)
     with pytest.raises(ProtocolError):
         codec.decode_peer_message(payload)
-    unread = codec.find_unread_result(payload)
-    assert unread == codec.UnreadTransfer(message.transfer_id, message.peer_incarnation)
-    assert codec.find_unread_request(payload) is None
+    unread = codec.find_unread(payload)
+    assert unread == codec.UnreadTransfer(message.transfer_id, message.peer_incarnation, False)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +310,7 @@ def test_an_unreadable_result_says_whose_it_is(
     ],
 )
 def test_of_anything_else_nothing_is_known(payload: bytes) -> None:
-    assert codec.find_unread_request(payload) is None
-    assert codec.find_unread_result(payload) is None
+    assert codec.find_unread(payload) is None
 
 
 @pytest.mark.slow

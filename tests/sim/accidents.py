@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.scheduling.events import LinkBroke
+from decode_server.scheduler import DecodeScheduler
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -25,6 +26,9 @@ OUTAGE_LAST_AT = 4.0
 OUTAGE_REQUEST_COUNT = 8
 OUTAGE_TOKENS = (100, 180)
 STOPPED_FRONTEND_SHARE = 0.15
+# How long, and how often, it is looked for a cache on its way back.
+RETURN_PATIENCE_S = 3.0
+RETURN_POLL_S = 0.002
 
 
 def plan_accident(world: World, rng: random.Random, kinds: Sequence[str] = ACCIDENTS) -> None:
@@ -168,8 +172,41 @@ def plan_breaks(world: World, rng: random.Random) -> None:
 def _break_off(world: World, writer: Node) -> None:
     if writer.is_up:
         for node in world.nodes.values():
-            if node.role == "decode" and node.life:
+            if node.role != writer.role and node.life:
                 writer.worker.transfers.break_off(node.facts.incarnation)
+
+
+def plan_struck_returns(world: World, rng: random.Random) -> None:
+    """Where caches go back, something goes wrong while one does."""
+    if any(node.returns_caches for node in world.nodes.values()):
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            at = rng.uniform(FIRST_AT, LAST_AT)
+            world.after(at, partial(_await_return, world, rng, at + RETURN_PATIENCE_S))
+
+
+def _await_return(world: World, rng: random.Random, until: float) -> None:
+    for node in world.nodes.values():
+        if node.is_up and isinstance(node.core, DecodeScheduler) and node.core.returns.lent:
+            world.tally["returns struck"] += 1
+            world.calm_until = min(world.calm_until, world.now)
+            world.after(rng.uniform(0.0, 0.015), partial(_strike_return, world, rng, node))
+            return
+    if world.now < until:
+        world.after(RETURN_POLL_S, partial(_await_return, world, rng, until))
+
+
+def _strike_return(world: World, rng: random.Random, writer: Node) -> None:
+    """Its connection breaks, or either side stops or ends."""
+    if rng.random() < 0.4:
+        _break_off(world, writer)
+        return
+    readers = [node for node in world.nodes.values() if node.role == "prefill"]
+    struck = rng.choice([writer, *readers])
+    if rng.random() < 0.5:
+        _stop_worker(world, struck, rng.uniform(0.3, 4.0))
+    elif struck.is_up:
+        struck.crash(rng.choice((0.0, 0.0, 1.0)))
+        world.after(rng.uniform(0.1, 2.0), lambda: struck.is_up or struck.boot())
 
 
 def _stop_worker(world: World, node: Node, duration_s: float) -> None:

@@ -195,7 +195,7 @@ MUTATIONS = (
     Mutation("a-retry-begins-the-budget-anew", a_retry_begins_the_budget_anew, 19),
     Mutation("a-retried-request-is-put-behind", a_retried_request_is_put_behind, 0),
     Mutation("credits-are-not-looked-at", credits_are_not_looked_at, 0),
-    Mutation("a-withdrawal-is-forgotten", a_withdrawal_is_forgotten, 101),
+    Mutation("a-withdrawal-is-forgotten", a_withdrawal_is_forgotten, 605),
     Mutation("a-waiting-half-is-not-told", a_waiting_half_is_not_told, 9),
     Mutation("an-expired-reservation-is-unanswered", an_expired_reservation_is_not_answered, 3),
 )

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import pytest
 
+from common.failures import Failure, FailureKind
 from common.scheduling.cached_sequences import CachedSequences, LentCache
 from common.scheduling.prefix_cache import Match
 from common.transfers.incoming_transfer import CacheFailed
+from common.transfers.outgoing import CacheAsked
+from common.transfers.transfers import AbortAsked, SendProgressed, TargetLost
+from decode_server.returns import Returns as Lender
 from prefill_server.returns import Returns
 from tests.sim.planted import Mutation
 
@@ -45,8 +49,25 @@ def what_was_lent_is_never_taken_back(patch: Patch) -> None:
     patch.setattr(CachedSequences, "take_back", lambda self, lent: None)
 
 
+def what_has_ended_ends_again_with_its_peer(patch: Patch) -> None:
+    """Its last report says that the connection broke, so the peer is lost by the same report."""
+    apply = Lender.apply
+
+    def apply_to_all(
+        self: Lender, event: CacheAsked | SendProgressed | AbortAsked | TargetLost, now: float
+    ) -> None:
+        if not isinstance(event, TargetLost):
+            apply(self, event, now)
+            return
+        for transfer in event.transfers:
+            self._stop(transfer, Failure(FailureKind.PEER_LOST, event.reason), now)
+
+    patch.setattr(Lender, "apply", apply_to_all)
+
+
 MUTATIONS = (
     Mutation("what-is-lent-can-be-evicted", what_is_lent_can_be_evicted, 15),
     Mutation("what-is-held-of-a-lost-return-is-kept", what_is_held_of_a_lost_return_is_kept, 15),
     Mutation("what-was-lent-is-never-taken-back", what_was_lent_is_never_taken_back, 15),
+    Mutation("what-has-ended-ends-again", what_has_ended_ends_again_with_its_peer, 85),
 )

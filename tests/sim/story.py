@@ -12,6 +12,7 @@ from tests.sim.accidents import (
     plan_breaks,
     plan_outage,
     plan_stopped_frontends,
+    plan_struck_returns,
     repair,
 )
 from tests.sim.client import BUDGET_S, Client
@@ -120,6 +121,7 @@ def _plan_accidents(world: World, rng: random.Random, seed: int, *, is_crowded: 
         plan_outage(world, outage)
     plan_stopped_frontends(world, random.Random(seed ^ 0xF407))
     plan_breaks(world, random.Random(seed ^ 0xB2EA))
+    plan_struck_returns(world, random.Random(seed ^ 0x57A2C))
 
 
 def _plan_requests(

@@ -51,6 +51,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("decode: returns_offered", "decode: returns_sent", "decode: returned_tokens"),
         *("decode: returns_failed", "prefill: returns_kept", "prefill: returns_lost"),
         *("pages saved", "pages loaded", "loads that failed"),
+        "returns struck",
         "prefill: waited_for_equal",
         *("decode: transfer_tokens_spared", "decode: local_prefills"),
         *(

@@ -29,6 +29,7 @@ export const QUEUES = {
   bootstrap: "wait for their half",
   inflight: "send their cache",
   reservations: "reservations",
+  returning: "caches on their way back",
 };
 
 export const COUNTERS = {
