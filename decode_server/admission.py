@@ -10,6 +10,7 @@ from dataclasses import replace
 from operator import add, le
 
 from common.layout.component import LiveKind
+from common.protocol.peer import VERSION_OF_SHARED_ROOMS
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
 from common.scheduling.followers import Followers
@@ -19,7 +20,7 @@ from common.scheduling.prefix_cache import NOTHING, Match
 from common.scheduling.sequence import Sequence, reusable_count
 from common.transfers.transfers import Transfers
 from decode_server.choice import Choice
-from decode_server.decisions import ComputeHere, Reserve
+from decode_server.decisions import ComputeHere, Reserve, Split
 from decode_server.expected_time import ExpectedTime
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
@@ -77,7 +78,7 @@ class Admission:
         computing_count = batcher.running_count + batcher.prompt_count + batcher.ready_count
         return computing_count + self._incoming.under_way_count
 
-    def decide(self, now: float) -> Iterator[Reserve | ComputeHere]:
+    def decide(self, now: float) -> Iterator[Reserve | ComputeHere | Split]:
         """One request after the other. Each decision is applied before the next one is made."""
         self._followers.wake()
         yield from self._decide_here(now)
@@ -105,7 +106,7 @@ class Admission:
             elif self._is_late(request, now):
                 return
 
-    def _decide_elsewhere(self, now: float) -> Iterator[Reserve | ComputeHere]:
+    def _decide_elsewhere(self, now: float) -> Iterator[Reserve | ComputeHere | Split]:
         """Requests that a prefill server is asked for, and rests that are computed here sooner.
 
         Pages bound the transfers under way, for how many it takes to keep the batch full depends
@@ -125,7 +126,9 @@ class Admission:
                 continue
             vain_count += 1
             decision = self._decide_one(request, now)
-            if isinstance(decision, Reserve) and not self._fits_to_receive(decision):
+            if isinstance(decision, Split):
+                yield decision
+            elif isinstance(decision, Reserve) and not self._fits_to_receive(decision):
                 if self._is_late(request, now):
                     return
             elif decision is not None:
@@ -159,7 +162,9 @@ class Admission:
         is_known = decision.source.remote.sends_rest
         return replace(decision, match=self._match_to_receive(request) if is_known else NOTHING)
 
-    def _decide_one(self, request: DecodeRequest, now: float) -> Reserve | ComputeHere | None:
+    def _decide_one(
+        self, request: DecodeRequest, now: float
+    ) -> Reserve | ComputeHere | Split | None:
         """What would be done with a request if its pages were there; None if it waits."""
         if self._is_quicker_here(request, now):
             match, _ = self._match_to_compute(request)
@@ -171,6 +176,9 @@ class Admission:
         source = self._choice.choose(request, now)
         if source is None:
             return None
+        knows_samples = source.remote.version >= VERSION_OF_SHARED_ROOMS
+        if request.children and request.room is not None and not knows_samples:
+            return Split(request)
         return Reserve(request, source, match if source.remote.sends_rest else NOTHING)
 
     def _fits_to_receive(self, reserve: Reserve) -> bool:

@@ -32,6 +32,13 @@ class ComputeHere:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """A prompt's samples ask each for itself: their server knows of a room for each of them."""
+
+    request: DecodeRequest
+
+
+@dataclass(frozen=True, slots=True)
 class KeepHere:
     """No prefill server is looked for any more."""
 

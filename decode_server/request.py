@@ -37,6 +37,7 @@ class DecodeRequest:
     children: samples of clients that wait for this one's cache, in the order of its seeds, of which
     some may have left; it has no client of its own then. parent: whose cache a sample waits for.
     sample_pages: for all children but one, what each has beside its blocks.
+    sample_index: of a sample, its place among those of its prompt.
     """
 
     request_id: int
@@ -61,6 +62,7 @@ class DecodeRequest:
     children: list[DecodeRequest] = field(default_factory=list)
     seeds: tuple[int, ...] = ()
     sample_pages: list[SamplePages] = field(default_factory=list)
+    sample_index: int = 0
     tried_links: set[str] = field(default_factory=set)
     prompt_logprobs: list[bytes] = field(default_factory=list)
     waiting_since: float = 0.0

@@ -287,6 +287,18 @@ class Requests:
         self._advance(parent, DecodeEvent.LAST_TOKEN)
         self._forget(parent)
 
+    def split(self, parent: DecodeRequest) -> None:
+        """WAITING -> FAILED, without an answer, of a prompt whose samples are met one by one, in
+        rooms that follow each other: they wait each for itself."""
+        for child in list(parent.children):
+            self.samples.leave(child)
+            if parent.bootstrap is not None:
+                room = parent.bootstrap.room + child.sample_index
+                child.bootstrap = msgspec.structs.replace(parent.bootstrap, room=room)
+            self.queue.add(child)
+        self._advance(parent, DecodeEvent.CANCELLED)
+        self._forget(parent)
+
     def _wait_alone(self, child: DecodeRequest, parent: DecodeRequest, now: float) -> None:
         """No token was drawn for a sample: its prompt's other half knew of fewer."""
         self.samples.leave(child)

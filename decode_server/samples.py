@@ -40,8 +40,8 @@ class Samples:
         """They share a prompt from now on."""
         parent.children = children
         parent.seeds = tuple(child.sampling.seed for child in children)
-        for child in children:
-            child.parent = parent
+        for index, child in enumerate(children):
+            child.parent, child.sample_index = parent, index
 
     def needs(self, request: DecodeRequest) -> list[int]:
         """Pages per group that its samples take beside its own."""

@@ -55,7 +55,7 @@ from common.transfers.transfers import (
 )
 from decode_server.admission import Admission
 from decode_server.choice import Choice
-from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Unbind
+from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Split, Unbind
 from decode_server.expected_time import ExpectedTime
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
@@ -66,7 +66,7 @@ from decode_server.self_test import SelfTests
 from decode_server.starvation import Starvation
 
 COUNTED = ("requests", "stale_messages", "computed_here", "local_prefills")
-Decision = Reserve | ComputeHere | KeepHere | Unbind | Fail | Retry
+Decision = Reserve | ComputeHere | Split | KeepHere | Unbind | Fail | Retry
 
 
 class DecodeScheduler:
@@ -238,6 +238,8 @@ class DecodeScheduler:
             case ComputeHere(match=match, is_rest=is_rest):
                 self.requests.compute_here(request, match, now)
                 self._counters["local_prefills"] += is_rest
+            case Split():
+                self.requests.split(request)
             case KeepHere():
                 self.requests.keep_here(request)
             case Unbind():

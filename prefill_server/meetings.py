@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from common.failures import Failure, FailureKind
 from common.protocol.frontend import Failed, Submit
+from common.protocol.peer import VERSION_OF_SHARED_ROOMS
+from common.request_bounds import N_MAX
 from common.scheduling.peers import Outbox
+from common.scheduling.transitions import PrefillState
 from common.transfers.credits import Credits
 from common.transfers.outgoing import Outgoing, OutgoingTransfer
 from prefill_server.rendezvous import NEVER_CAME, Rendezvous
@@ -102,6 +105,7 @@ class Meetings:
         assert request.room is not None
         reservation = self.rendezvous.offer(request.room, request, now)
         if reservation is not None:
+            self._split_for(request, reservation, now)
             self._pair(request, reservation, now)
 
     # ---- a decode server's half ------------------------------------------------------------------
@@ -140,6 +144,12 @@ class Meetings:
             self.fail(request, failure, now)
 
     def _meet(self, room: int, transfer: OutgoingTransfer, now: float) -> None:
+        if transfer.version < VERSION_OF_SHARED_ROOMS:
+            rooms = range(room, room - N_MAX, -1)
+            waiting = (self.rendezvous.waits_in(one) for one in rooms)
+            request = next((one for one in waiting if one is not None), None)
+            if request is not None:
+                self._split_for(request, transfer, now)
         failure = self._why_not_met(room, transfer, now)
         if failure is not None:
             self._outgoing.refuse(transfer, failure, now)
@@ -152,6 +162,18 @@ class Meetings:
         request = self.rendezvous.reserve(room, transfer, now)
         if request is not None:
             self._pair(request, transfer, now)
+
+    def _split_for(self, request: PrefillRequest, transfer: OutgoingTransfer, now: float) -> None:
+        """A decode server of the first release asks for each sample in a room of its own. Rooms of
+        two bodies are far from each other, as routers draw them."""
+        is_whole = transfer.version >= VERSION_OF_SHARED_ROOMS or len(request.seeds) == 1
+        if is_whole or request.state is not PrefillState.WAITING:
+            return  # a prompt that is computed already is nobody else's
+        for part in self._requests.split(request):
+            self.offer(part, now)
+        if not request.clients:
+            text = "the client of the first sample has gone"
+            self.fail(request, Failure(FailureKind.OTHER_HALF_ABORTED, text), now)
 
     def _why_not_met(self, room: int, transfer: OutgoingTransfer, now: float) -> Failure | None:
         if self.rendezvous.holds_reservation(room):

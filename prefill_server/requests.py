@@ -7,6 +7,7 @@ when no step and no put of the request is outstanding. Decides nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
@@ -287,6 +288,32 @@ class Requests:
                     trace=trace,
                 )
             )
+
+    def split(self, request: PrefillRequest) -> list[PrefillRequest]:
+        """The samples of a prompt that waits are asked for one by one, in rooms that follow its
+        own: each but the first is a request from now on. Returns those, none of which waits in its
+        room yet."""
+        assert request.room is not None
+        parts: list[PrefillRequest] = []
+        for place, sample in list(request.clients.items()):
+            if place == 0:
+                continue
+            del request.clients[place]
+            seed, room = request.seeds[place], request.room + place
+            part = dataclasses.replace(
+                request,
+                request_id=self._take_id(),
+                clients={0: sample},
+                seeds=[seed],
+                sampling=msgspec.structs.replace(request.sampling, seed=seed),
+                room=room,
+            )
+            self._by_client[sample.request_id] = part
+            self._by_room[room] = part
+            self._add(part)
+            parts.append(part)
+        request.seeds = request.seeds[:1]
+        return parts
 
     def drop_client(
         self, request: PrefillRequest, client_id: int, failure: Failure, now: float

@@ -143,6 +143,7 @@ class PeerState(_Message, frozen=True):
     rank_pairs: (prefill rank, decode rank) between which bytes may travel; none before layouts are
         known.
     name: for operators; unique among the peers of a server. http_address: of its page.
+    version: of the protocol, as both speak it; 0 before it is known.
     """
 
     address: str
@@ -162,6 +163,7 @@ class PeerState(_Message, frozen=True):
     rank_pairs: list[tuple[int, int]] = []
     name: str = ""
     http_address: str = ""
+    version: int = 0
 
     @property
     def label(self) -> str:

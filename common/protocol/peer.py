@@ -24,8 +24,12 @@ from common.failures import Failure
 from common.protocol.descriptor import RankDescriptor
 from common.request import Origin, SamplingParams, TokenLogprobs, TransferTrace
 
-PROTOCOL_VERSION = 1
+# 1: the first release. A room is for one sample: those of one body are in rooms that follow each
+#    other, each asked for alone.
+# 2: a room is for all samples of a prompt. Caches of answers go back (Offer).
+PROTOCOL_VERSION = 2
 PROTOCOL_VERSION_MIN = 1
+VERSION_OF_SHARED_ROOMS = 2
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

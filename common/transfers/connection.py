@@ -50,7 +50,8 @@ class Remote:
     of each cache is compared. request_token_max: the longest prompt that it computes; 0 if it did
     not say. writers: its ranks that hold part of what this server caches. sends_rest: it can send
     the rest of a cache whose beginning is here; one that can't is asked for whole caches.
-    rank_pairs: (source rank, target rank) between which bytes may travel.
+    rank_pairs: (source rank, target rank) between which bytes may travel. version: of the protocol,
+    as both speak it.
     """
 
     incarnation: str
@@ -66,6 +67,7 @@ class Remote:
     rank_pairs: tuple[tuple[int, int], ...]
     processes: PeerProcesses
     sends_rest: bool
+    version: int
 
     @staticmethod
     def of(
@@ -75,8 +77,9 @@ class Remote:
         facts: ServerFacts,
         *,
         name: str,
+        version: int,
     ) -> Remote:
-        """layout: decoded from the message. mode: as agreed. facts: of this server."""
+        """layout: decoded from the message. mode, version: as agreed. facts: of this server."""
         writes_here = message.sends
         pairs = (
             rank_pairs(layout, facts.layout) if writes_here else rank_pairs(facts.layout, layout)
@@ -95,6 +98,7 @@ class Remote:
             rank_pairs=tuple(pairs),
             processes=peer_processes(message.host_ids, message.pids, facts.host_ids),
             sends_rest=message.sends_rest,
+            version=version,
         )
 
 
@@ -261,6 +265,7 @@ class Connection:
             rank_pairs=list(remote.rank_pairs),
             name=remote.name,
             http_address=remote.http_address,
+            version=remote.version,
         )
 
 

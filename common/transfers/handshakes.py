@@ -109,7 +109,12 @@ class Handshakes:
             return lost
         self._refusals.forget(hello.incarnation)
         remote = Remote.of(
-            hello, layout, self._introduction.agree(hello), self._facts, name=self._name_of(hello)
+            hello,
+            layout,
+            self._introduction.agree(hello),
+            self._facts,
+            name=self._name_of(hello),
+            version=self._introduction.agree_version(hello),
         )
         connection = Connection(link, remote, PeerLiveness.start(now), Breaker(self._rng))
         connection.address = str(Address(host, SOME_PORT)) if host else ""
@@ -126,7 +131,8 @@ class Handshakes:
 
     def _send_welcome(self, connection: Connection) -> None:
         level = self._credits.report(connection.incarnation) if self._credits is not None else None
-        self._outbox.to_peer(connection.link, self._introduction.welcome(level))
+        welcome = self._introduction.welcome(level, connection.remote.version)
+        self._outbox.to_peer(connection.link, welcome)
 
     def handle_welcome(self, link: str, welcome: Welcome, now: float) -> None:
         address = self._addresses.get(link)
@@ -147,7 +153,8 @@ class Handshakes:
         given = welcome.name if welcome.name not in ("", welcome.http_address) else ""
         name = f"{given} ({link})" if given else link
         mode = self._introduction.agree(welcome)
-        remote = Remote.of(welcome, layout, mode, self._facts, name=name)
+        version = self._introduction.agree_version(welcome)
+        remote = Remote.of(welcome, layout, mode, self._facts, name=name, version=version)
         before = address.connection
         breaker = Breaker(self._rng)
         if before is not None and before.incarnation == remote.incarnation:

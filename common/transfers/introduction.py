@@ -14,6 +14,7 @@ from common.protocol.handshake import (
     compare_layouts,
     compare_transfer_mode,
     compare_versions,
+    negotiate_version,
 )
 from common.protocol.peer import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Hello, Welcome
 from common.scheduling.facts import ServerFacts
@@ -53,11 +54,12 @@ class Introduction:
             sends_rest=self.sends,
         )
 
-    def welcome(self, credit_count: int | None) -> Welcome:
-        """The answer. credit_count: requests that it takes from this peer from now on."""
+    def welcome(self, credit_count: int | None, version: int) -> Welcome:
+        """The answer. credit_count: requests that it takes from this peer from now on. version: of
+        the protocol, as both speak it."""
         facts = self.facts
         return Welcome(
-            version=PROTOCOL_VERSION,
+            version=version,
             incarnation=facts.incarnation,
             fingerprint=facts.fingerprint,
             layout=facts.layout_bytes,
@@ -79,9 +81,8 @@ class Introduction:
         """Every difference that keeps caches from moving, and the other server's layout if it can
         be read. An empty list: the two fit."""
         facts, differences = self.facts, []
-        if isinstance(message, Hello):
-            theirs = (message.version_min, message.version_max)
-            differences += compare_versions((PROTOCOL_VERSION_MIN, PROTOCOL_VERSION), theirs)
+        ours = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)
+        differences += compare_versions(ours, spoken_versions(message))
         if not ((self.sends and message.receives) or (self.receives and message.sends)):
             differences.append(
                 f"role: no cache can move between this {self.role} server and a {message.role} "
@@ -100,3 +101,16 @@ class Introduction:
         """How caches will travel. DIRECT stands for no agreement, which is a difference."""
         agreed = agree_transfer_mode(self.facts.transfer_mode, message.transfer_mode)
         return agreed or TransferMode.DIRECT
+
+    @staticmethod
+    def agree_version(message: Hello | Welcome) -> int:
+        """Of the protocol, as both speak it; the oldest stands for none, which is a difference."""
+        ours = (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)
+        return negotiate_version(ours, spoken_versions(message)) or PROTOCOL_VERSION_MIN
+
+
+def spoken_versions(message: Hello | Welcome) -> tuple[int, int]:
+    """Oldest and newest version of the protocol. Who answers has chosen one."""
+    if isinstance(message, Welcome):
+        return message.version, message.version
+    return message.version_min, message.version_max

@@ -44,7 +44,8 @@ class OutgoingTransfer:
     """One cache that a peer waits for. owner: the request that computes it, if there is one.
 
     link, peer: where it was asked for, and the incarnation that asked. request: its pages.
-    verify: how much of it that server compares; target_layout: its own, msgpack.
+    verify: how much of it that server compares; target_layout: its own, msgpack. version: of the
+        protocol, as both speak it.
     is_opened: our workers know its pages. sent_token_count: tokens that the target has or that a
         Send is of.
     sends_open: send id -> ranks of ours that have not settled it yet.
@@ -62,6 +63,7 @@ class OutgoingTransfer:
     peer_name: str
     verify: Verify
     target_layout: bytes
+    version: int
     owner: int | None = None
     sends_open: dict[int, set[int]] = field(default_factory=dict)
     digests_open: set[int] = field(default_factory=set)
@@ -166,7 +168,13 @@ class Outgoing:
             return None
         remote = target.remote
         transfer = OutgoingTransfer(
-            message, link, target.incarnation, target.name, remote.verify, remote.layout_bytes
+            message,
+            link,
+            target.incarnation,
+            target.name,
+            remote.verify,
+            remote.layout_bytes,
+            remote.version,
         )
         counts = target.outbound.page_counts
         problem = check_transfer_request(

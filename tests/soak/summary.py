@@ -13,6 +13,7 @@ from tests.soak.verdicts import Verdict
 # Of greedy requests that we do not cut: fewer right ones are a failure, however typed the errors.
 RIGHT_SHARE_MIN = 0.99
 SHOWN_COUNT_MAX = 20
+DETAIL_LENGTH_MAX = 400
 
 
 def summarize_answers(load: Load, *, has_faults: bool) -> list[str]:
@@ -23,7 +24,7 @@ def summarize_answers(load: Load, *, has_faults: bool) -> list[str]:
         f"{answer.verdict}: {answer.detail}" for answer in load.answers if answer.detail
     )
     for detail, count in details.most_common(SHOWN_COUNT_MAX):
-        print(f"  {count:>5} x {detail}")
+        print(f"  {count:>5} x {detail[:DETAIL_LENGTH_MAX]}")
     problems: list[str] = []
     excused = (Verdict.CUT, Verdict.UNREACHABLE) if has_faults else ()
     for verdict in {Verdict.WRONG, Verdict.HANG, Verdict.CUT, Verdict.UNREACHABLE} - {*excused}:

@@ -185,7 +185,7 @@ def judge(plan: Plan, halves: dict[Side, Half]) -> tuple[Verdict, str]:
     if is_ours and any(verdict is Verdict.ABORTED for verdict, _ in verdicts):
         return Verdict.ABORTED, ""
     if verdict in (Verdict.WRONG, Verdict.HANG):
-        detail = f"{detail} ({plan})"
+        detail = f"{plan}: {detail}"
     return verdict, detail
 
 

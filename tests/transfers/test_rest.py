@@ -141,4 +141,4 @@ def test_a_server_says_whether_it_can_send_a_rest() -> None:
     assert source is not None and source.remote.sends_rest
     for sends in (False, True):
         introduction = Introduction(first.facts, "decode", sends=sends, receives=True)
-        assert introduction.hello().sends_rest == introduction.welcome(None).sends_rest == sends
+        assert introduction.hello().sends_rest == introduction.welcome(None, 2).sends_rest == sends

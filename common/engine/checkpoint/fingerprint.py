@@ -65,7 +65,7 @@ def config_digest(config: ModelConfig) -> str:
 
 def _named_values(value: object) -> object:
     """As `dataclasses.asdict`, without fields that mean what servers without them do."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {one.name: _named_values(getattr(value, one.name)) for one in named_fields(value)}
     if isinstance(value, (list, tuple)):
         return [_named_values(one) for one in value]

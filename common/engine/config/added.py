@@ -7,13 +7,16 @@ where it is something else: then the older server can't compute the model as thi
 from __future__ import annotations
 
 from dataclasses import Field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ADDED = {"is_added": True}
 """Metadata of such a field: `name: type = field(default=..., metadata=ADDED)`."""
 
 
-def named_fields(config: Any) -> list[Field[Any]]:
+def named_fields(config: DataclassInstance) -> list[Field[Any]]:
     """Those of a dataclass that a fingerprint names."""
     return [
         one
