@@ -144,6 +144,13 @@ class Node:
     def post(self, path: str, body: Body) -> httpx.Response:
         return self._client.post(self.url + path, json=body)
 
+    def try_post(self, path: str, body: Body) -> httpx.Response | None:
+        """None if nobody listens, or whoever did has gone."""
+        try:
+            return self.post(path, body)
+        except httpx.TransportError:
+            return None
+
     def generate(self, body: Body) -> Reply:
         return msgspec.json.decode(self._generate(body).content, type=Reply)
 
@@ -252,11 +259,16 @@ class Fleet:
         return self._add("prefill", args, name, model, starts=starts)
 
     def decode(
-        self, prefills: Sequence[Node], *args: str, name: str = "decode", model: Path | None = None
+        self,
+        prefills: Sequence[Node],
+        *args: str,
+        name: str = "decode",
+        model: Path | None = None,
+        starts: bool = True,
     ) -> Node:
         """A decode server; without prefill servers it computes prompts itself."""
         addresses = ",".join(node.bootstrap for node in prefills) or "none"
-        return self._add("decode", ["--prefill", addresses, *args], name, model)
+        return self._add("decode", ["--prefill", addresses, *args], name, model, starts=starts)
 
     def _add(
         self, role: str, args: Sequence[str], name: str, model: Path | None, *, starts: bool = True

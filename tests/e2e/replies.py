@@ -153,6 +153,7 @@ class Peer(msgspec.Struct):
     in_flight_count: int
     transfer_mode: list[str]
     name: str = ""
+    version: int = 0
 
 
 class PageGroup(msgspec.Struct):
