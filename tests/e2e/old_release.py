@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.fleet import Fleet, Node
 
 ROOT = Path(__file__).parents[2]
-RELEASES = {1: "99a85227d3af3ff6a73fbb2b61ef16e6b61be652"}
+RELEASES = {1: "23b31c38efe22919ad5f7fc9190e61c031af0e2c"}
 """The last commit of each version of the protocol that is still spoken."""
 
 # An editable installation leads every import to this tree, whatever the path says.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.engine.checkpoint.fingerprint import model_fingerprint
+from common.engine.config.added import ADDED, named_fields
 from common.engine.loader import read_served_config
 from tests.engine.tiny_checkpoints import (
     RECIPES,
@@ -108,3 +111,24 @@ def test_noise_is_identified_by_its_seed(tiny_checkpoint: Checkpoints) -> None:
     )
     assert differing(first, second) == {"weights"}
     assert differing(first, fingerprint(path)) == {"weights"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_servers_of_the_first_release_have_the_same_fingerprint(
+    recipe: str, tiny_checkpoint: Checkpoints
+) -> None:
+    """If a config has gained a field: `metadata=ADDED` says that its default changes nothing."""
+    released = json.loads((Path(__file__).parent / "released_configs.json").read_text())
+    if recipe not in released:
+        pytest.skip("the release did not serve it")
+    assert fingerprint(tiny_checkpoint(recipe))["config"] == released[recipe]
+
+
+def test_an_added_field_is_named_where_it_is_not_its_default() -> None:
+    @dataclass
+    class Config:
+        size: int
+        gain: float = field(default=1.0, metadata=ADDED)
+
+    assert [one.name for one in named_fields(Config(3))] == ["size"]
+    assert [one.name for one in named_fields(Config(3, 2.0))] == ["size", "gain"]
