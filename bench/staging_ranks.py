@@ -78,12 +78,12 @@ class RankIo:
             port=1,
             prefill=("127.0.0.1:1",),
         )
-        self.staging_target: StagingTarget | None = start_target(
-            config, self.transport, layout, self.pool
-        )
         clock = SystemClock()
         self.staging_source: StagingSource | None = start_source(
             config, self.transport, layout, self.pool, clock
+        )
+        self.staging_target: StagingTarget | None = start_target(
+            config, self.transport, layout, self.pool
         )
         self.links = PeerLinks(self.transport, layout, self.staging_target, self.staging_source)
         self.sends = Sends(self.transport, self.links, layout, [page_count], self.staging_source)

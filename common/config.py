@@ -140,7 +140,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "direct" never does; "staged" always does, so that the KV pool is not writable from outside.
     verify_transfer: how much of every cache that was transferred is compared with what was sent;
         the stricter of two servers decides.
-    staging_buffer_mb: MiB of each decode rank's staging buffer, in which staged transfers arrive.
+    staging_buffer_mb: MiB of the staging buffer in which staged transfers arrive, of each rank that
+        receives caches.
     api_keys, admin_api_keys: what HTTP clients must show, from flags, files and environment alike;
         empty: nothing is asked. The admin ones also open what changes the server's state.
     local_prefill: what a decode server computes itself. Without "fallback" a prompt for which no
@@ -266,6 +267,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.role is Role.PREFILL:
             return EngineType.PREFILL
         return EngineType.DECODE if self.prefill else EngineType.UNIFIED
+
+    @property
+    def returns_caches(self) -> bool:
+        """Whether caches of answers go back from here, or to here, where a peer wants that too."""
+        has_peers = self.role is Role.PREFILL or bool(self.prefill)
+        is_on = self.return_cache is not ReturnCache.OFF
+        return has_peers and is_on and not self.disable_radix_cache
+
+    @property
+    def sends_caches(self) -> bool:
+        return self.role is Role.PREFILL or self.returns_caches
+
+    @property
+    def receives_caches(self) -> bool:
+        return (self.role is Role.DECODE and bool(self.prefill)) or self.returns_caches
 
     @property
     def transfer_port_range(self) -> tuple[int, int]:

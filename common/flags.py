@@ -263,7 +263,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "staging_buffer_mb",
         ("staging-buffer-mb",),
         integer(1, 1 << 16),
-        "MiB of a rank that staged transfers land in, on a decode server",
+        "MiB in which staged transfers land, of each rank that receives caches",
     ),
     Flag(
         "net_devices",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
-from common.config import LocalPrefill, ReturnCache, ServerConfig
+from common.config import LocalPrefill, ServerConfig
 from common.runtime import scheduler_loop
 from common.runtime.peer_ends import dial
 from common.runtime.start import read_process_config
@@ -35,7 +35,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
         list(config.prefill),
         is_local=not config.prefill,
         computes_rests=config.local_prefill is not LocalPrefill.OFF,
-        sends=config.return_cache is not ReturnCache.OFF,
+        sends=config.returns_caches,
         may_fall_back=config.local_prefill is LocalPrefill.FALLBACK,
         seed=secrets.randbits(64),
     )

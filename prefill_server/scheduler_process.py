@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
-from common.config import ReturnCache, ServerConfig
+from common.config import ServerConfig
 from common.runtime import scheduler_loop
 from common.runtime.peer_ends import listen
 from common.runtime.start import read_process_config
@@ -29,8 +29,8 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
         ),
         bootstrap_timeout_s=config.bootstrap_timeout_s,
     )
-    receives = config.return_cache is not ReturnCache.OFF
-    return PrefillScheduler(facts, limits, receives=receives, seed=secrets.randbits(64))
+    receives, seed = config.returns_caches, secrets.randbits(64)
+    return PrefillScheduler(facts, limits, receives=receives, seed=seed)
 
 
 if __name__ == "__main__":

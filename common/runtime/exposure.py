@@ -54,13 +54,15 @@ def open_doors(config: ServerConfig) -> list[str]:
 
 
 def _has_open_staging(config: ServerConfig) -> bool:
-    """A decode rank listens where its prefill servers reach it."""
+    """A rank that receives caches listens where its peers reach it."""
     return config.transfer_mode is not TransferMode.DIRECT and _has_far_writers(config)
 
 
 def _has_far_writers(config: ServerConfig) -> bool:
+    if config.role is Role.PREFILL:
+        return config.receives_caches and not _is_loopback(config.host)
     hosts = [address.rpartition(":")[0].strip("[]") for address in config.prefill]
-    return config.role is Role.DECODE and not all(map(_is_loopback, hosts))
+    return not all(map(_is_loopback, hosts))
 
 
 def _is_loopback(host: str) -> bool:

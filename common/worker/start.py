@@ -112,8 +112,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     transport = start_transport(config, device)
     pool = allocate_pool(transport, layout, page_counts, device)
     host_pages = start_host_pages(config, pool)
-    staging_target = start_target(config, transport, layout, pool)
     staging_source = start_source(config, transport, layout, pool, clock)
+    staging_target = start_target(config, transport, layout, pool)
     grammars = _grammars(config, model_config) if model.head is not None else None
     graphs, plan = start_graphs(plan, model, pool, choice, context_length)
     runner = ModelRunner(model, pool, clock, grammars, graphs)

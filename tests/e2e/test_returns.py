@@ -28,7 +28,8 @@ TURN_COUNT = 3
 
 @dataclass
 class Town:
-    """Servers of one checkpoint. decodes: take turns; the second one may compute rests."""
+    """Servers of one checkpoint. decodes: take turns; the second one may compute rests, and its
+    caches are staged, both ways."""
 
     recipe: str
     prefill: Node
@@ -47,8 +48,8 @@ def town(
     with Fleet(tmp_path_factory.mktemp("logs"), tiny_checkpoint(request.param)) as fleet:
         prefill = fleet.prefill(*PREFILL)
         decodes = [
-            fleet.decode([prefill], *DECODE, "--local-prefill", mode, name=f"decode-{mode}")
-            for mode in ("off", "auto")
+            fleet.decode([prefill], *DECODE, "--local-prefill", "off", name="decode-off"),
+            fleet.decode([prefill], *DECODE, "--transfer-mode", "staged", name="decode-auto"),
         ]
         cold = fleet.decode([], *COMMON[:4], "--disable-radix-cache", name="cold")
         fleet.wait_ready()
@@ -74,6 +75,7 @@ def test_a_turn_is_computed_from_where_the_last_answer_ended(town: Town) -> None
         town.prefill.wait_counted("returns_kept", kept + 1)
         ended = len(prompt) + OUTPUT_COUNT
         prompt = [*prompt, *reply.output_ids, *random_prompt(9, seed=index)]
+    assert town.decodes[1].info().peers[0].transfer_mode[0].startswith("staged (")
     counters = [decode.info().counters for decode in town.decodes]
     assert sum(one["returns_sent"] for one in counters) == TURN_COUNT
     assert not any(one["returns_failed"] or one["mismatched"] for one in counters)

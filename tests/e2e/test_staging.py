@@ -104,6 +104,29 @@ def test_facts_are_recalled_from_a_cache_of_fp8(fleet: Fleet) -> None:
 
 
 @pytest.mark.soak
+def test_an_answer_goes_back_to_a_server_of_another_element_type(fleet: Fleet, town: Town) -> None:
+    """What it narrows by the way changes few tokens."""
+    flags = (*FLAGS, "--return-cache", "auto")
+    prefill = fleet.prefill(*flags, "--kv-cache-dtype", "bfloat16", name="narrow")
+    decodes = [fleet.decode([prefill], *flags, name=f"wide {i}") for i in range(2)]
+    for node in (prefill, *decodes):
+        node.wait_ready()
+    right = 0
+    for number, (prompt, _) in enumerate(questions(8, first_seed=9200), 1):
+        told: list[int] = prefill.post("/tokenize", {"prompt": prompt}).json()["tokens"]
+        first: Body = {"input_ids": told, "sampling_params": GREEDY | {"max_new_tokens": 40}}
+        known = [*told, *decodes[0].generate(first).output_ids]
+        prefill.wait_counted("returns_kept", number)
+        second: Body = {"input_ids": [*known, *told], "sampling_params": GREEDY}
+        other = decodes[1].generate(second)
+        assert other.meta_info.cached_tokens_details.prefill == len(known) - 1
+        right += other.output_ids == town.alone.generate(second).output_ids
+    assert right >= 7
+    for node in (prefill, *decodes):
+        node.wait_at_rest()
+
+
+@pytest.mark.soak
 def test_a_direct_server_refuses_what_it_would_have_to_convert(fleet: Fleet) -> None:
     prefill = fleet.prefill("--dtype", "bfloat16", "--transfer-mode", "direct")
     decode = fleet.decode([prefill], "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")

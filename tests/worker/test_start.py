@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.clock import ManualClock
-from common.config import Role, ServerConfig
+from common.config import ReturnCache, Role, ServerConfig
 from common.errors import ConfigError
 from common.protocol.codec import decode_layout
+from common.worker.staging.source import REGION as SOURCE_REGION
 from common.worker.start import host_id, start_rank
 from common.worker.start_device import enough_memory, why_no_cuda
 
@@ -156,6 +157,28 @@ def test_a_rank_with_a_tier_in_host_memory_says_how_many_pages_it_has(checkpoint
     assert without.ready.host_page_counts == []
     assert without.ready.describe["host_cache"] == "none"
     without.transport.close()
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_rank_that_sends_and_receives_stages_both_ways(checkpoint: Path, role: Role) -> None:
+    """What it gathers leaves from the memory that it was gathered in."""
+    peers = {"prefill": ("127.0.0.1:1",), "role": role, "transport": "stream"}
+    config = config_of(checkpoint, return_cache=ReturnCache.AUTO, staging_buffer_mb=8, **peers)
+    started = start_rank(config, 0, ManualClock())
+    regions = started.transport.describe()["regions"]
+    assert started.staging_target is not None and started.staging_source is not None
+    numbers = {name: number for number, name in enumerate(regions)}
+    assert started.staging_source.region_index == numbers[SOURCE_REGION]
+    started.transport.close()
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_rank_stages_one_way_where_no_caches_go_back(checkpoint: Path, role: Role) -> None:
+    config = config_of(checkpoint, role=role, prefill=("127.0.0.1:1",), transport="stream")
+    started = start_rank(config, 0, ManualClock())
+    assert (started.staging_source is not None) == (role is Role.PREFILL)
+    assert (started.staging_target is not None) == (role is Role.DECODE)
+    started.transport.close()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])

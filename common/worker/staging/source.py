@@ -89,6 +89,11 @@ class StagingSource:
         return not self._transfers
 
     @property
+    def region_index(self) -> int:
+        """Number of the buffers' memory among the transport's."""
+        return self._buffers.region_index
+
+    @property
     def free_buffer_count(self) -> int:
         return self._buffers.free_count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.channel.gate import Gate
 from common.channel.keys import load_curve
 from common.clock import Clock
-from common.config import Role, ServerConfig, TransferMode
+from common.config import ServerConfig, TransferMode
 from common.engine.cache.kv_pool import KvPool
 from common.layout.cache_layout import RankLayout
 from common.transport.copies import convert_float8, copy_runs
@@ -20,19 +20,15 @@ from common.worker.staging.target import REGION as TARGET_REGION
 from common.worker.staging.target import SLOT_NBYTES_MAX, StagingTarget
 
 STAGING_BUFFER_COUNT = 4
-"""Buffers of one slot each on a prefill rank. One is filled while others are put, and each of up to
-four targets has a share."""
+"""Buffers of one slot each on a rank that sends. One is filled while others are put, and each of
+up to four targets has a share."""
 
 
 def start_target(
     config: ServerConfig, transport: Transport, layout: RankLayout, pool: KvPool
 ) -> StagingTarget | None:
-    """For a decode rank that may receive staged transfers; else None. Raises: ConfigError."""
-    if (
-        config.role is Role.PREFILL
-        or not config.prefill
-        or config.transfer_mode is TransferMode.DIRECT
-    ):
+    """For a rank that may receive staged transfers; else None. Raises: ConfigError."""
+    if not config.receives_caches or config.transfer_mode is TransferMode.DIRECT:
         return None
     device = pool.buffers[0].device
     curve = load_curve(config.curve_secret_key_file, config.curve_peer_keys_file)
@@ -51,11 +47,12 @@ def start_target(
 def start_source(
     config: ServerConfig, transport: Transport, layout: RankLayout, pool: KvPool, clock: Clock
 ) -> StagingSource | None:
-    """For a prefill rank that may stage transfers; else None. Raises: ConfigError.
+    """For a rank that may stage transfers; else None. Raises: ConfigError.
 
-    Regions are numbered in the order of allocation, and the pools of the page groups come first.
+    Regions are numbered in the order of allocation: the pools of the page groups come first, and
+    this one's memory is the next, before that of a target.
     """
-    if config.role is not Role.PREFILL or config.transfer_mode is TransferMode.DIRECT:
+    if not config.sends_caches or config.transfer_mode is TransferMode.DIRECT:
         return None
     device = pool.buffers[0].device
     nbytes = STAGING_BUFFER_COUNT * SLOT_NBYTES_MAX
