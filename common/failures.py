@@ -92,11 +92,13 @@ _PEERS = (FailureKind.TRANSFER_FAILED, FailureKind.TRANSFER_CORRUPTED, FailureKi
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request ended. is_retryable: another server may do better."""
+    """Why a request ended. is_retryable: another server may do better. retry_after_s: when this one
+    may, as far as it can tell; 0.0 if it can't."""
 
     kind: FailureKind
     message: str
     is_retryable: bool = False
+    retry_after_s: float = 0.0
 
     @property
     def status(self) -> int:

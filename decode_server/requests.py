@@ -35,6 +35,7 @@ from common.transfers.incoming_transfer import CacheReady
 from common.transfers.transfers import Transfers
 from decode_server.answers import Answers
 from decode_server.arriving_blocks import ArrivingBlocks
+from decode_server.drain_rate import DrainRate
 from decode_server.request import DecodeRequest, new_request
 from decode_server.samples import Samples
 from decode_server.waiting import WaitingQueue
@@ -46,7 +47,7 @@ TRANSFER_ID_BITS = 63
 
 class Requests:
     """Owner of every `DecodeRequest`. samples: whose cache some wait for. answers: what clients are
-    told. arriving: what the transfers under way bring."""
+    told. arriving: what the transfers under way bring. drain_rate: how fast the queue does."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Requests:
         self._rng = rng
         self._requests: dict[int, DecodeRequest] = {}
         self._next_own_id = -1  # clients' requests have positive ones
+        self.drain_rate = DrainRate()
         self.arriving = ArrivingBlocks(account.cache)
         self.deadlines = Deadlines()
         self.queue = WaitingQueue()
@@ -184,11 +186,11 @@ class Requests:
             source, transfer_id, request.request_id, token_count, request.ask(now), prefix
         )
         self.samples.reserve(request)
+        self._note_begun(request, now)
         request.asked_at = now
         self._transfers.links.note_asked(source, token_count, now)
         request.link = source.link
         request.source_name = source.name
-        request.requested_at = request.requested_at or now
 
     def compute_here(self, request: DecodeRequest, match: Match, now: float) -> None:
         """WAITING -> RUNNING, if there are pages: this server computes what is not here of the
@@ -209,7 +211,7 @@ class Requests:
         self.queue.discard(request.request_id)
         request.sequence = sequence
         request.link = request.source_name = ""
-        request.requested_at = request.requested_at or now
+        self._note_begun(request, now)
         self._batcher.add(sequence)
 
     def adopt(self, request: DecodeRequest, ready: CacheReady, now: float) -> FinishReason | None:
@@ -414,6 +416,12 @@ class Requests:
 
     def _advance(self, request: DecodeRequest, event: DecodeEvent) -> None:
         request.state = next_decode_state(request.state, event)
+
+    def _note_begun(self, request: DecodeRequest, now: float) -> None:
+        if not request.requested_at:
+            request.requested_at = now
+            if not request.tested_link:
+                self.drain_rate.note_begun(now)
 
     def _note_attempt(self, request: DecodeRequest) -> None:
         request.failure_count += 1

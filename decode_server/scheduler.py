@@ -187,6 +187,7 @@ class DecodeScheduler:
         self._apply_decisions(self._admission.decide(now), now)
         self._starvation.update(self.requests.queue, now)
         self._send_steps(now)
+        self.requests.drain_rate.note(self.requests.waiting_count, now)
         self.tier.save_ahead()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
@@ -280,7 +281,7 @@ class DecodeScheduler:
 
     def _handle_submit(self, submit: Submit, now: float) -> None:
         self._counters["requests"] += 1 + len(submit.siblings)
-        failure = self._check(submit)
+        failure = self._check(submit, now)
         if failure is not None:
             for sample in submit.samples:
                 self._outbox.to_frontend(Failed.of(sample.request_id, failure))
@@ -290,15 +291,24 @@ class DecodeScheduler:
             if decision is not None:
                 self._apply(decision, now)
 
-    def _check(self, submit: Submit) -> Failure | None:
-        """Why a request is not taken; None if it is."""
+    def _check(self, submit: Submit, now: float) -> Failure | None:
+        """Why a request is not taken; None if it is. One that would wait longer than it may is told
+        so at once, and when to come back."""
         token_count, waiting_count = len(submit.token_ids), self.requests.waiting_count
+        wait_s = self.requests.drain_rate.wait_s(waiting_count, now)
         if not 1 <= token_count < self.request_token_max:
             text = f"prompt of {token_count} tokens: must be 1..{self.request_token_max - 1}"
             return Failure(FailureKind.BAD_REQUEST, text)
         if waiting_count >= self._limits.queue_max:
             text = f"queue full: {waiting_count} requests are waiting"
-            return Failure(FailureKind.QUEUE_FULL, text)
+            return Failure(FailureKind.QUEUE_FULL, text, retry_after_s=wait_s or 0.0)
+        if wait_s is not None and wait_s > submit.budget_s:
+            text = (
+                f"{waiting_count} requests are waiting, which takes about {wait_s:.0f} s: "
+                f"this one may take {submit.budget_s:g} s"
+            )
+            late_s = wait_s - submit.budget_s
+            return Failure(FailureKind.OVERLOADED, text, retry_after_s=late_s)
         if submit.bootstrap is not None and not submit.bootstrap.engine and self._is_local:
             text = "bootstrap_room: this server was started with --prefill none"
             return Failure(FailureKind.BAD_REQUEST, text)

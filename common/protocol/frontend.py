@@ -103,17 +103,26 @@ class Tokens(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The request ended in one typed error. status: the HTTP status it maps to."""
+    """The request ended in one typed error. status: the HTTP status it maps to. retry_after_s: as
+    of `Failure`."""
 
     request_id: int
     status: int
     kind: str
     message: str
     trace: RequestTrace | None = None
+    retry_after_s: float = 0.0
 
     @staticmethod
     def of(request_id: int, failure: Failure, trace: RequestTrace | None = None) -> Failed:
-        return Failed(request_id, failure.status, failure.kind, failure.message, trace)
+        return Failed(
+            request_id,
+            failure.status,
+            failure.kind,
+            failure.message,
+            trace,
+            failure.retry_after_s,
+        )
 
 
 class Outputs(_Message, frozen=True):

@@ -23,7 +23,7 @@ from tests.soak.features import CounterLog, Feature, flags_of
 from tests.soak.golden import Golden, draw_prompts, take_conversations
 from tests.soak.growth import UseLog
 from tests.soak.plans import Mix, Side
-from tests.soak.servers import Look, Server, ServerPair, start_lone
+from tests.soak.servers import Look, Server, ServerPair, read_or_empty, start_lone
 from tests.soak.summary import summarize_answers, summarize_features, summarize_growth
 from tests.soak.troubles import Troubles
 from tests.soak.verdicts import Verdict
@@ -89,76 +89,86 @@ def main() -> int:
         options.fault_interval,
         [feature for feature in Feature if feature not in left_out],
     )
-    left_before = set(SHARED_MEMORY.iterdir())
     problems = asyncio.run(soak(settings))
-    left = sorted(
-        path.name
-        for path in set(SHARED_MEMORY.iterdir()) - left_before
-        if not _is_in_use(path.name)
-    )
-    if left:
-        problems.append(f"left in {SHARED_MEMORY}: {', '.join(left)}")
     for problem in problems:
         print(f"OFF: {problem}")
     print("soak failed" if problems else "soak passed")
     return 1 if problems else 0
 
 
-def _is_in_use(name: str) -> bool:
-    """Whether the server that a directory in /dev/shm is named after runs; ours have ended."""
-    pids = [word for word in name.split("-") if word.isdecimal()]
-    return any(Path("/proc", pid).exists() for pid in pids)
-
-
 async def soak(settings: Settings) -> list[str]:
     """Run it all; what was off, in words."""
+    left_before = set(SHARED_MEMORY.iterdir())
     lone_args = (*COMMON_ARGS, "--transport", settings.transport)
     args = (*lone_args, *flags_of(settings.features))
     async with ServerPair(args, PREFILL_POOL_ARGS, DECODE_POOL_ARGS) as pair:
         print(f"logs in {pair.log_dir}; asking a single server for right answers", flush=True)
-        goldens = await _learn(lone_args, pair.log_dir / "single.log", settings.seed)
-        target = Target(
-            pair.urls,
-            pair.bootstrap,
-            REQUEST_TIMEOUT_S + HANG_GRACE_S,
-            keeps_connections=not settings.has_faults,
-        )
-        mix = Mix(SAMPLES_SHARE if Feature.SAMPLES in settings.features else 0.0, TURNS_SHARE)
-        load = Load(target, goldens, settings.seed, settings.client_count, mix)
-        uses = UseLog(warm_up_s=min(WARM_UP_S, settings.duration_s / 3))
-        counters = CounterLog(settings.features)
+        # It computes every prompt from its first token.
+        lone_args += ("--disable-radix-cache",)
+        lone = await start_lone(lone_args, pair.log_dir / "single.log")
+        try:
+            goldens = await _learn(lone, settings.seed)
+        finally:
+            lone.kill()
         print(f"prefill {pair.prefill.url}, decode {pair.decode.url}")
-        print(f"{settings.client_count} clients for {settings.duration_s / 60:g} minutes")
-        load.start()
-        watch = Watch(pair, load, uses, counters)
-        if settings.has_faults:
-            async with Troubles(pair, settings.fault_interval_s, settings.seed) as troubles:
-                await watch.run(settings.duration_s, may_end=True)
-            print(f"{troubles.freeze_count} freezes, {troubles.kill_count} kills")
-        else:
-            await watch.run(settings.duration_s)
-        await load.stop()
-        problems = await _conclude(settings, pair, load, uses, counters)
+        problems = await _soak_pair(settings, pair, goldens)
         codes = await pair.stop()
         if codes != [0, 0]:
             problems.append(f"exit codes of the servers: {codes}, expected 0")
+        left = _left_behind(set(SHARED_MEMORY.iterdir()) - left_before, [*pair.servers, lone])
+        if left:
+            problems.append(f"left in {SHARED_MEMORY}: {', '.join(left)}")
         if not problems:
             pair.remove_logs()
         return problems
 
 
-async def _learn(args: tuple[str, ...], log_path: Path, seed: int) -> list[Golden]:
-    """Right answers of a single server, which computes every prompt from its first token."""
-    lone = await start_lone((*args, "--disable-radix-cache"), log_path)
-    try:
-        prompts = draw_prompts(seed, GOLDEN_COUNT, OUTPUT_TOKENS_MAX)
-        goldens = await take_conversations(lone.url, prompts, seed, OUTPUT_TOKENS_MAX)
-    finally:
-        lone.kill()
+def _left_behind(paths: Collection[Path], servers: Collection[Server]) -> list[str]:
+    """Names of those that may be of these servers, which have ended; others run here, too. A
+    server's directory has the number of its process in its name, and UCX's files are mapped."""
+    ours = {str(pid) for server in servers for pid in server.started_pids}
+    mapped = "".join(map(read_or_empty, Path("/proc").glob("[0-9]*/maps")))
+    return sorted(
+        path.name
+        for path in paths
+        if (ours & set(path.name.split("-")))
+        or (not path.name.startswith("baton-") and path.exists() and path.name not in mapped)
+    )
+
+
+async def _learn(lone: Server, seed: int) -> list[Golden]:
+    """Right answers of a single server."""
+    prompts = draw_prompts(seed, GOLDEN_COUNT, OUTPUT_TOKENS_MAX)
+    goldens = await take_conversations(lone.url, prompts, seed, OUTPUT_TOKENS_MAX)
     turns = [golden.next_turn for golden in goldens if golden.next_turn is not None]
     token_count = sum(len(golden.output_ids) for golden in [*goldens, *turns])
     print(f"{len(goldens)} goldens, {len(turns)} next turns, {token_count} tokens of answers")
     return goldens
+
+
+async def _soak_pair(settings: Settings, pair: ServerPair, goldens: list[Golden]) -> list[str]:
+    """Load a pair until the time is over, and look at what it holds then; what was off."""
+    target = Target(
+        pair.urls,
+        pair.bootstrap,
+        REQUEST_TIMEOUT_S + HANG_GRACE_S,
+        keeps_connections=not settings.has_faults,
+    )
+    mix = Mix(SAMPLES_SHARE if Feature.SAMPLES in settings.features else 0.0, TURNS_SHARE)
+    load = Load(target, goldens, settings.seed, settings.client_count, mix)
+    uses = UseLog(warm_up_s=min(WARM_UP_S, settings.duration_s / 3))
+    counters = CounterLog(settings.features)
+    print(f"{settings.client_count} clients for {settings.duration_s / 60:g} minutes")
+    load.start()
+    watch = Watch(pair, load, uses, counters)
+    if settings.has_faults:
+        async with Troubles(pair, settings.fault_interval_s, settings.seed) as troubles:
+            await watch.run(settings.duration_s, may_end=True)
+        print(f"{troubles.freeze_count} freezes, {troubles.kill_count} kills")
+    else:
+        await watch.run(settings.duration_s)
+    await load.stop()
+    return await _conclude(settings, pair, load, uses, counters)
 
 
 async def _conclude(

@@ -116,7 +116,8 @@ class Look(msgspec.Struct):
 class Server:
     """One server. role: "prefill" or "decode". args: its flags beyond model, host and port.
 
-    prefix: what its command begins with, such as a program that runs it elsewhere.
+    prefix: what its command begins with, such as a program that runs it elsewhere. started_pids: of
+    its supervisors, one per start.
     """
 
     role: str
@@ -126,6 +127,7 @@ class Server:
     host: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
+    started_pids: set[int] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -151,6 +153,7 @@ class Server:
                 cwd=ROOT,
                 env=environment,
             )
+        self.started_pids.add(self.process.pid)
 
     def pids(self) -> dict[Part, int]:
         """The processes that are there now; a worker of rank 0 stands for all."""
@@ -158,7 +161,7 @@ class Server:
             return {}
         found = {Part.SUPERVISOR: self.process.pid}
         for pid in _children(self.process.pid):
-            command = _read(f"/proc/{pid}/cmdline").replace("\0", " ")
+            command = read_or_empty(f"/proc/{pid}/cmdline").replace("\0", " ")
             for part, module in MODULES.items():
                 if module in command:
                     found[part] = pid
@@ -347,22 +350,23 @@ class ProcessUse:
 def read_use(pid: int) -> ProcessUse | None:
     """None if the process has ended."""
     try:
-        resident = int(_read(f"/proc/{pid}/statm").split()[1]) * PAGE_NBYTES
+        resident = int(read_or_empty(f"/proc/{pid}/statm").split()[1]) * PAGE_NBYTES
         fd_count = len(os.listdir(f"/proc/{pid}/fd"))
         threads = os.listdir(f"/proc/{pid}/task")
     except (OSError, IndexError):
         return None
-    waits = [_read(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    waits = [read_or_empty(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
     ready_s = sum(int(words[1]) for words in waits if len(words) == 3) / 1e9
     return ProcessUse(resident, fd_count, len(threads), ready_s)
 
 
 def _children(pid: int) -> list[int]:
-    text = _read(f"/proc/{pid}/task/{pid}/children")
+    text = read_or_empty(f"/proc/{pid}/task/{pid}/children")
     return [int(word) for word in text.split()]
 
 
-def _read(path: str) -> str:
+def read_or_empty(path: str | Path) -> str:
+    """What a file says; "" if it is not there."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -6,6 +6,7 @@ and 429 for failures of the server and retry them, five times and on both server
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import orjson
@@ -14,15 +15,18 @@ from fastapi import Response
 from common.errors import RequestError
 from common.protocol.frontend import Failed
 
-RETRY_AFTER_S = 1  # a queue drains in steps; a client that waits longer only idles the server
+RETRY_AFTER_S = 1  # of a server that can't tell: one that waits longer may only idle it
+RETRY_AFTER_MAX_S = 600
 
 
 class FailedRequest(RequestError):
-    """The scheduler's `Failed` as the error of its request. kind: what a client may switch on."""
+    """The scheduler's `Failed` as the error of its request. kind: what a client may switch on.
+    retry_after_s: 0.0 if it does not say."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.message, status=failed.status)
         self.kind = failed.kind
+        self.retry_after_s = failed.retry_after_s
 
 
 def raise_failed(failures: Iterable[Failed | None]) -> None:
@@ -45,8 +49,13 @@ def error_response(path: str, error: RequestError) -> Response:
     response = json_response(error_body(path, error), error.status)
     del response.headers["content-length"]
     if error.status == 503:
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        response.headers["Retry-After"] = str(_retry_after_s(error))
     return response
+
+
+def _retry_after_s(error: RequestError) -> int:
+    told = error.retry_after_s if isinstance(error, FailedRequest) else 0.0
+    return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_S, math.ceil(told)))
 
 
 def error_body(path: str, error: RequestError) -> dict[str, object]:
