@@ -14,8 +14,7 @@ from operator import add
 import msgspec
 
 from common.failures import Failure
-from common.protocol.frontend import Submit
-from common.protocol.peer import Withdraw
+from common.protocol.frontend import Failed, Submit
 from common.request import (
     CachedTokens,
     FinishReason,
@@ -29,7 +28,7 @@ from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
-from common.scheduling.transitions import DecodeEvent, DecodeState, next_decode_state
+from common.scheduling.transitions import DecodeEvent, next_decode_state
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import CacheReady
 from common.transfers.transfers import Transfers
@@ -37,6 +36,7 @@ from decode_server.answers import Answers
 from decode_server.arriving_blocks import ArrivingBlocks
 from decode_server.drain_rate import DrainRate
 from decode_server.request import DecodeRequest, new_request
+from decode_server.rooms import Rooms
 from decode_server.samples import Samples
 from decode_server.waiting import WaitingQueue
 
@@ -58,7 +58,6 @@ class Requests:
         outbox: Outbox,
         rng: random.Random,
     ) -> None:
-        self._incarnation = incarnation
         self._account = account
         self._batcher = batcher
         self._transfers = transfers
@@ -67,6 +66,7 @@ class Requests:
         self._requests: dict[int, DecodeRequest] = {}
         self._next_own_id = -1  # clients' requests have positive ones
         self.drain_rate = DrainRate()
+        self._rooms = Rooms(incarnation, transfers.links, outbox)
         self.arriving = ArrivingBlocks(account.cache)
         self.deadlines = Deadlines()
         self.queue = WaitingQueue()
@@ -134,6 +134,13 @@ class Requests:
             self.queue.add(parent)
             queued.append(parent)
         return queued
+
+    def refuse(self, submit: Submit, failure: Failure) -> None:
+        """A client's requests are not taken; neither is their other half to wait."""
+        for sample in submit.samples:
+            self._outbox.to_frontend(Failed.of(sample.request_id, failure))
+        if submit.bootstrap is not None:
+            self._rooms.withdraw(submit.bootstrap, failure.message)
 
     def submit_test(self, link: str, budget_s: float, now: float) -> None:
         """A prompt of one token, for one token, from the prefill server at a link."""
@@ -359,7 +366,7 @@ class Requests:
                 self.fail(child, failure, now)
             return
         self.answers.send_failure(request, failure, now)
-        self._withdraw_room(request, failure.message)
+        self._rooms.leave(request, failure.message)
         self._advance(request, DecodeEvent.CANCELLED)
         if request.transfer is not None and request.transfer.owner is not None:
             self._transfers.incoming.abandon(request.transfer, failure.message)
@@ -370,13 +377,6 @@ class Requests:
         parent = self.samples.leave(request)
         if parent is not None and not parent.children:
             self.fail(parent, failure, now)
-
-    def _withdraw_room(self, request: DecodeRequest, reason: str) -> None:
-        """A routed request that has reserved nothing yet ends: its other half waits for that."""
-        link, bootstrap = request.bootstrap_link, request.bootstrap
-        if request.state is DecodeState.WAITING and link is not None and bootstrap is not None:
-            link = self._transfers.links.resolve(link, bootstrap.engine)
-            self._outbox.to_peer(link, Withdraw(bootstrap.room, self._incarnation, reason))
 
     # ---- while they run --------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from common.failures import Failure, FailureKind
 from common.protocol.frontend import (
     Cancel,
     Drain,
-    Failed,
     FlushCache,
     FrontendToScheduler,
     GetState,
@@ -283,8 +282,7 @@ class DecodeScheduler:
         self._counters["requests"] += 1 + len(submit.siblings)
         failure = self._check(submit, now)
         if failure is not None:
-            for sample in submit.samples:
-                self._outbox.to_frontend(Failed.of(sample.request_id, failure))
+            self.requests.refuse(submit, failure)
             return
         for request in self.requests.submit(submit, now):
             decision = self._missing_servers.check_length(request, now)

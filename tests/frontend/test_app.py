@@ -203,6 +203,13 @@ def test_a_full_queue_is_a_503_with_retry_after() -> None:
     }
 
 
+@pytest.mark.parametrize(("told_s", "header"), [(0.2, "1"), (12.3, "13"), (1e9, "600")])
+def test_a_server_that_knows_when_it_has_time_says_so(told_s: float, header: str) -> None:
+    failed = Failed(1, 503, "overloaded", "9 requests are waiting", retry_after_s=told_s)
+    reply = error_response("/generate", FailedRequest(failed))
+    assert reply.headers["Retry-After"] == header
+
+
 def test_only_503_asks_to_try_again() -> None:
     for status in (400, 404, 499, 500):
         assert "Retry-After" not in error_response("/x", RequestError("no", status=status)).headers
