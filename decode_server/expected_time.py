@@ -23,8 +23,9 @@ STEP_SHARE = 0.25
 STEP_TOKENS_MIN = 16
 # Below this, what a prefill server took for a prompt is mostly something else.
 TIMED_TOKENS_MIN = 16
-# Requests that wait are looked at again with every event.
-KNOWN_COUNT_MAX = 256
+# Requests that wait are looked at again with every event. Each of these keeps all that a server
+# told of its cache at some time.
+KNOWN_COUNT_MAX = 32
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ that run.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ GONE = Failure(FailureKind.NOT_HELD, "the cache that was offered is not here any
 class _Offered:
     peer: str
     token_count: int
-    token_ids: list[int]
+    token_ids: array[int]
     digests: bytes
 
 
@@ -123,7 +124,8 @@ class Returns:
             return
         block = block_tokens(peer.remote.layout, self._facts.digest_tokens)
         room = self._rng.getrandbits(ROOM_BITS)
-        self._offers[room] = _Offered(peer.incarnation, token_count, token_ids, digests)
+        kept = array("i", token_ids)
+        self._offers[room] = _Offered(peer.incarnation, token_count, kept, digests)
         if len(self._offers) > OFFER_COUNT_MAX:
             self._offers.popitem(last=False)
         self.counters["returns_offered"] += 1
