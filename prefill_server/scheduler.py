@@ -96,7 +96,7 @@ class PrefillScheduler:
         self._credits = Credits(limits.queue_max)
         token_max = self.request_token_max
         self.transfers = Transfers(
-            Introduction(facts, "prefill", True, receives, token_max),
+            Introduction(facts, "prefill", True, receives, token_max, needs_inbound=False),
             limits.pace,
             self.account,
             self._outbox,

@@ -315,11 +315,15 @@ class Forgotten(_Message, frozen=True):
 
 
 class PeerFailed(_Message, frozen=True):
-    """The connection to a peer could not be made or broke."""
+    """The connection to a peer could not be made or broke.
+
+    is_inbound: what could not be made is that through which the peer writes here.
+    """
 
     peer: str
     rank: int
     reason: str
+    is_inbound: bool = False
 
 
 class PeerClosed(_Message, frozen=True):

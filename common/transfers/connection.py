@@ -6,6 +6,8 @@ ranks write into the peer's. Each direction is attached by the server that is wr
     inbound    our ranks open -> Attach ->            the peer connects -> Attached  is up
     outbound                  <- Attach  our ranks connect -> Attached ->            is up
 
+It is connected as soon as each direction is up without which it is of no use; the other one may
+come up later, or never.
 A connection is never reset: the next one to the same address is a new object. Knows nothing of how
 messages arrive.
 """
@@ -107,12 +109,17 @@ class Inbound:
     """opened: by rank of ours, where the peer may write. attachment: of our Attach; 0 before it.
 
     transports: what carries caches, by the peer's word.
+    is_needed: the connection is of no use without it. is_failed: it can't be made, and is not
+    waited for.
     """
+
+    is_needed: bool = True
 
     opened: dict[int, RankDescriptor] = field(default_factory=dict)
     attachment: int = 0
     transports: list[str] = field(default_factory=list)
     is_up: bool = False
+    is_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -121,7 +128,10 @@ class Outbound:
 
     connected: which of our ranks are; None before the peer's Attach.
     transports, notes: what carries caches, and how they travel, by the word of our ranks.
+    is_needed, is_failed: as of an `Inbound`.
     """
+
+    is_needed: bool = True
 
     attachment: int = 0
     page_counts: tuple[int, ...] = ()
@@ -129,6 +139,7 @@ class Outbound:
     transports: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
     is_up: bool = False
+    is_failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +198,8 @@ class Connection:
     @property
     def is_up(self) -> bool:
         """Whether it writes caches here."""
-        return self.phase is ConnectionPhase.CONNECTED and self.inbound is not None
+        is_up = self.inbound is not None and self.inbound.is_up
+        return self.phase is ConnectionPhase.CONNECTED and is_up
 
     @property
     def is_source(self) -> bool:
@@ -197,7 +209,8 @@ class Connection:
     @property
     def is_target(self) -> bool:
         """Whether caches can be sent to it."""
-        return self.phase is ConnectionPhase.CONNECTED and self.outbound is not None
+        is_up = self.outbound is not None and self.outbound.is_up
+        return self.phase is ConnectionPhase.CONNECTED and is_up
 
     @property
     def needs_close(self) -> bool:
@@ -246,14 +259,14 @@ class Connection:
     def state(self, in_flight_count: int) -> PeerState:
         """For operators. in_flight_count: transfers under way."""
         remote = self.remote
-        notes = self.outbound.notes if self.outbound is not None else {str(remote.transfer_mode)}
+        notes = self.outbound.notes if self.outbound is not None else set[str]()
         return PeerState(
             address=self.link if self.is_dialled else shown_link(self.link),
             incarnation=remote.incarnation,
             state=str(self.phase),
             detail=self.detail or self.test_problem,
             transports=self.transports,
-            transfer_mode=sorted(notes),
+            transfer_mode=sorted(notes or {str(remote.transfer_mode)}),
             verify=str(remote.verify),
             tp_size=remote.layout.tp_size,
             pp_size=len(remote.layout.stages),

@@ -210,6 +210,8 @@ class Transfers:
             case PeerConnected():
                 self.links.handshakes.handle_connected(message, now)
             case PeerFailed():
+                if self.links.handshakes.note_failed(message):
+                    return []
                 text = f"rank {message.rank}: {message.reason}"
                 return self._lose_incarnation(message.peer, text, now)
             case PeerClosed():

@@ -143,7 +143,7 @@ class PeerLinks:
                 staging_buffer = self._open_staging_target(peer, layout, link, transfer_mode)
                 descriptor = self._announce(peer, staging_buffer, link, transfer_mode)
             except BatonError as exc:
-                return PeerFailed(peer, self._rank, str(exc))
+                return PeerFailed(peer, self._rank, str(exc), is_inbound=True)
             self._opened[peer] = descriptor
         return PeerOpened(peer, self._rank, descriptor)
 

@@ -219,7 +219,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
     worker.PeerConnected("inc", 1, "tcp", "direct"),
     worker.Forgotten(2**62, 1),
     digests.Digested(2**62, 1, [b"12345678", b""]),
-    worker.PeerFailed("inc", 1, "refused"),
+    worker.PeerFailed("inc", 1, "refused", True),
     worker.PeerClosed("inc", 1),
     worker.PagesMoved(2**40, 1, "host memory has changed: page 7 of group full"),
     worker.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
