@@ -325,6 +325,8 @@ def test_server_info_tells_what_is_cached_of_prompts_or_why_nothing_is(tmp_path:
             "checkpoint_max": 8,
             "digest_count": 0,
             "reason": "",
+            "host_token_count": 0,
+            "host_token_max": 0,
         }
         reason = "switched off by --disable-radix-cache"
         rig.scheduler.prefix_cache = PrefixCacheState(reason=reason)
