@@ -442,5 +442,7 @@ class DecodeScheduler:
             prefix_cache=self.account.prefix_state(),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._worker_health.trouble or self._starvation.trouble,
+            trouble=self._worker_health.trouble
+            or self._starvation.trouble
+            or self.transfers.writers.trouble,
         )

@@ -53,7 +53,7 @@ class Remote:
     not say. writers: its ranks that hold part of what this server caches. sends_rest: it can send
     the rest of a cache whose beginning is here; one that can't is asked for whole caches.
     rank_pairs: (source rank, target rank) between which bytes may travel. version: of the protocol,
-    as both speak it.
+    as both speak it. host_ids, pids: of its ranks.
     """
 
     incarnation: str
@@ -70,6 +70,8 @@ class Remote:
     processes: PeerProcesses
     sends_rest: bool
     version: int
+    host_ids: tuple[str, ...]
+    pids: tuple[int, ...]
 
     @staticmethod
     def of(
@@ -101,6 +103,8 @@ class Remote:
             processes=peer_processes(message.host_ids, message.pids, facts.host_ids),
             sends_rest=message.sends_rest,
             version=version,
+            host_ids=tuple(message.host_ids),
+            pids=tuple(message.pids),
         )
 
 
@@ -149,7 +153,8 @@ class Connection:
     address: in its direction, for our own host's; "" if nothing is known of it.
     has_spoken: something after its handshake message was heard.
     is_suspect: its link broke, and it has not been heard since.
-    is_gone: those of its processes that are watched have ended.
+    is_gone: those of its processes that are watched have ended. is_succeeded: another scheduler of
+    the same workers has greeted, which closes all of this one's first.
     is_proven: a transfer from it has gone well. succeeded_at: the last one that did.
     test_problem: how the last self-test failed; "" if a transfer has gone well since.
     asked_token_count: of the transfers that it was asked for since its last heartbeat.
@@ -173,6 +178,7 @@ class Connection:
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     is_suspect: bool = False
     is_gone: bool = False
+    is_succeeded: bool = False
     is_proven: bool = False
     succeeded_at: float = 0.0
     test_problem: str = ""
@@ -238,10 +244,11 @@ class Connection:
 
         Closing ends what passes a socket or a queue pair of ours, as all does from another machine.
         A process that could map our memory must have ended. A peer that was lost before it said by
-        what it writes has tried its lanes at most.
+        what it writes has tried its lanes at most. A later scheduler of its workers has ended all
+        that they wrote.
         """
         processes = self.remote.processes
-        if self.is_gone and not processes.has_unwatched:
+        if self.is_succeeded or (self.is_gone and not processes.has_unwatched):
             return True
         if self.inbound is None or not self.inbound.transports:
             return processes.is_elsewhere

@@ -206,6 +206,8 @@ class Handshakes:
                     remote.layout_bytes,
                     connection.address,
                     remote.transfer_mode,
+                    list(remote.host_ids),
+                    list(remote.pids),
                 )
             )
 

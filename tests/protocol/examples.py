@@ -187,6 +187,8 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], TransferMode.AUTO),
     worker.ClosePeer("inc"),
     worker.ReclaimPeer("inc"),
+    worker.Begin("5e55"),
+    worker.Release(True),
     worker.Expect(2**62, "inc", 17, [(0, [1, 2])], 8),
     digests.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL, 8),
     worker.Forget(2**62),
