@@ -116,13 +116,14 @@ def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
         )
 
 
-def check_told(core: DecodeScheduler, link: str, message: PeerMessage) -> None:
+def check_told(core: DecodeScheduler, link: str, message: PeerMessage, wanted: set[str]) -> None:
     """A prefill server that is let go is asked for nothing new, and is not left in the midst of a
-    transfer. Raises: AssertionError."""
+    transfer. wanted: those that are not. Raises: AssertionError."""
     address = core.transfers.links.addresses.get(link)
     standing = address.standing if address is not None else None
     match message:
         case Detached(reason=reason) if reason == REMOVED_REASON:
+            assert link not in wanted, f"{link} was let go, and is wanted"
             incoming = core.transfers.incoming
             known = [*incoming.under_way, *incoming.abandoned]
             left = [one for one in known if one.link == link and not one.is_quiet]

@@ -52,16 +52,21 @@ def a_peer_that_comes_back_is_forgotten(patch: Patch) -> None:
     patch.setattr(Addresses, "want", want_others)
 
 
-def what_is_only_kept_is_dialled(patch: Patch) -> None:
-    patch.setattr(Address, "is_dialled", property(lambda self: self.standing != Standing.LEAVING))
+def a_peer_that_is_only_kept_is_let_go(patch: Patch) -> None:
+    want = Addresses.want
+
+    def want_dialled(self: Addresses, peers: Iterable[WantedPeer]) -> None:
+        want(self, [peer for peer in peers if peer.is_dialled])
+
+    patch.setattr(Addresses, "want", want_dialled)
 
 
 MUTATIONS = (
-    Mutation("a-removed-peer-is-cut-at-once", a_removed_peer_is_cut_at_once, 0),
-    Mutation("a-removed-peer-is-still-asked", a_removed_peer_is_still_asked, 0),
+    Mutation("a-removed-peer-is-cut-at-once", a_removed_peer_is_cut_at_once, 4),
+    Mutation("a-removed-peer-is-still-asked", a_removed_peer_is_still_asked, 4),
     Mutation(
-        "a-removed-peer-is-left-while-it-may-write", a_removed_peer_is_left_while_it_may_write, 0
+        "a-removed-peer-is-left-while-it-may-write", a_removed_peer_is_left_while_it_may_write, 4
     ),
-    Mutation("a-peer-that-comes-back-is-forgotten", a_peer_that_comes_back_is_forgotten, 0),
-    Mutation("what-is-only-kept-is-dialled", what_is_only_kept_is_dialled, 0),
+    Mutation("a-peer-that-comes-back-is-forgotten", a_peer_that_comes_back_is_forgotten, 17),
+    Mutation("a-peer-that-is-only-kept-is-let-go", a_peer_that_is_only_kept_is_let_go, 0),
 )

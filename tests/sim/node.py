@@ -255,7 +255,7 @@ class Node:
 
     def want(self, peers: list[WantedPeer]) -> None:
         """Its frontend says which prefill servers are wanted from now on."""
-        before = {one.address for one in self.wanted or map(WantedPeer, self.links)}
+        before = self.wanted_links
         now = {one.address for one in peers}
         self.world.tally["peers removed"] += len(before - now)
         self.world.tally["peers added"] += len(now - before)
@@ -263,6 +263,10 @@ class Node:
         self.wanted = peers
         if self.is_up:
             self.feed(FromFrontend(wire.from_frontend(SetPeers(peers))))
+
+    @property
+    def wanted_links(self) -> set[str]:
+        return {*self.links} if self.wanted is None else {one.address for one in self.wanted}
 
     def want_all(self) -> None:
         self.want(list(map(WantedPeer, self.links)))
@@ -404,9 +408,9 @@ class Node:
                     if isinstance(peer_message, TransferRequest):
                         self._note_asked(peer_message)
                     if isinstance(self.core, DecodeScheduler) and self.world.is_honest:
-                        check_told(self.core, link, peer_message)
-                    if isinstance(peer_message, Detached) and peer_message.reason == REMOVED_REASON:
-                        self.world.tally["peers let go"] += 1
+                        check_told(self.core, link, peer_message, self.wanted_links)
+                    if isinstance(peer_message, Detached) and self.role == "decode":
+                        self.world.tally["peers let go"] += peer_message.reason == REMOVED_REASON
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
                     self.given_up = reason
