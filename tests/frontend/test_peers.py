@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from common.config import Role
 from common.frontend.apis import sglang_api
+from common.frontend.peers import sources
 from tests.frontend.frontend_rig import BASE_PARTS, Rig, run_with_rig
 from tests.frontend.scripted_scheduler import PEER
 
@@ -22,7 +24,14 @@ async def peers_of(rig: Rig) -> dict[str, Any]:
     return {peer["address"]: peer for peer in reply.json()["peers"]}
 
 
-def test_every_address_is_shown_with_its_state_and_who_names_it(tmp_path: Path) -> None:
+def test_every_address_is_shown_with_its_state_and_who_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(look: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(sources, "in_thread", never)  # the test says what is found
+
     async def story(rig: Rig) -> None:
         named = msgspec.structs.replace(PEER, address="10.0.0.9:8998")
         leaving = msgspec.structs.replace(PEER, address="10.0.0.8:8998", state="leaving")
@@ -46,7 +55,6 @@ def test_every_address_is_shown_with_its_state_and_who_names_it(tmp_path: Path) 
         reply = await rig.http.get("/peers")
         assert reply.json()["problems"] == {"dns:p:8998": "names no prefill server at the moment"}
 
-    # A name that nobody has, and that is not looked up again within this test.
     run_with_rig(tmp_path, story, prefill=(FLAG, "dns:p:8998"))
 
 
