@@ -30,6 +30,8 @@ from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
 from common.frontend.context import FrontendContext
 from common.frontend.http.protocol import UVICORN_LOGGER, is_logged_here, make_protocol
 from common.frontend.page import routes as page
+from common.frontend.peers import routes as peers
+from common.frontend.peers.sources import PeerSources
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
@@ -46,7 +48,7 @@ LAST_ANSWERS_S = 2
 # go on; a token takes several such turns. Ten times as often as usual, and only where two run.
 SWITCH_INTERVAL_S = 0.0005
 # Routes are compared one after another: those that are asked for most come first.
-PARTS = (sglang_api, openai_api, token_api, info, page, timelines)
+PARTS = (sglang_api, openai_api, token_api, info, page, timelines, peers)
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ async def serve(
     context = FrontendContext(
         config=config,
         scheduler=client,
+        peers=PeerSources(config.prefill, client, clock),
         metrics=metrics,
         tokenizer=tokenizer,
         bodies=BodyReader(
@@ -134,6 +137,7 @@ async def serve(
     uvicorn_logger.addFilter(lambda record: not is_logged_here(record))
     async with asyncio.TaskGroup() as tasks:
         receiver = tasks.create_task(client.run())
+        sources = tasks.create_task(context.peers.run())
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -141,6 +145,7 @@ async def serve(
         logger.info("listening on http://%s:%d", config.host, config.port)
         await server.serve(sockets=[listener])
         stopper.cancel()
+        sources.cancel()
         receiver.cancel()
     channel.close()
     tracing.close()

@@ -12,6 +12,7 @@ from common.clock import Clock
 from common.config import ServerConfig
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.bodies.sample import Sample
+from common.frontend.peers.sources import PeerSources
 from common.frontend.requests.request_handle import RequestHandle
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.text.grammar_check import GrammarCheck
@@ -26,6 +27,7 @@ class FrontendContext:
 
     config: ServerConfig
     scheduler: SchedulerClient
+    peers: PeerSources
     metrics: ServerMetrics
     tokenizer: Tokenizer
     bodies: BodyReader

@@ -23,6 +23,8 @@ from common.frontend.app import build_app
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.context import FrontendContext
 from common.frontend.page import routes as page
+from common.frontend.peers import routes as peers
+from common.frontend.peers.sources import PeerSources
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
@@ -39,6 +41,7 @@ BASE_PARTS: tuple[BuildRouter, ...] = (
     info.build_router,
     page.build_router,
     timelines.build_router,
+    peers.build_router,
 )
 
 
@@ -130,6 +133,7 @@ async def open_rig(
     context = FrontendContext(
         config=config,
         scheduler=client,
+        peers=PeerSources(config.prefill, client, clock),
         metrics=metrics,
         tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
         bodies=BodyReader(config.max_body_nbytes),
@@ -140,6 +144,7 @@ async def open_rig(
     )
     app = build_app(context, [build(context) for build in parts])
     receiver = asyncio.create_task(client.run())
+    sources = asyncio.create_task(context.peers.run())
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     try:
         with scheduler:
@@ -150,8 +155,9 @@ async def open_rig(
                 transport=transport, base_url="http://localhost", headers=headers
             ) as http:
                 yield Rig(scheduler, context, app, http)
+            sources.cancel()
             receiver.cancel()
-            await asyncio.gather(receiver, return_exceptions=True)
+            await asyncio.gather(sources, receiver, return_exceptions=True)
     finally:
         channel.close()
         shutil.rmtree(runtime_dir)

@@ -19,7 +19,14 @@ from common.frontend.bodies.tools import TOOL_COUNT_MAX
 from common.request_bounds import GRAMMAR_LENGTH_MAX, RID_LENGTH_MAX, ROOM_MAX
 
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
-FRONTEND_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/abort_request")
+FRONTEND_PATHS = (
+    "/tokenize",
+    "/v1/tokenize",
+    "/detokenize",
+    "/v1/detokenize",
+    "/abort_request",
+    "/peers",
+)
 """Bodies of which nothing goes further than the frontend."""
 assert {*PATHS, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"
 

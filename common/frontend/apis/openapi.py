@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from common.frontend.apis import info, openai_api, openai_chat, sglang_api, token_api
 from common.frontend.bodies import validation
 from common.frontend.bodies.fields import JsonObject
+from common.frontend.peers import routes as peers
 
 PATH = "/openapi.json"
 BODY_METHODS = frozenset({"post", "put"})
@@ -46,6 +47,7 @@ BODIES: dict[str, JsonObject] = {
     "/detokenize": token_api.DETOKENIZE,
     "/v1/detokenize": token_api.DETOKENIZE,
     "/abort_request": info.ABORT,
+    peers.PATH: peers.ADDRESS,
 }
 FLUSH_TIMEOUT: JsonObject = {
     "name": "timeout",
@@ -58,6 +60,13 @@ FLUSH_TIMEOUT: JsonObject = {
             {"const": "", "description": "As if it were not given."},
         ]
     },
+}
+PEER_ADDRESS: JsonObject = {
+    "name": "address",
+    "in": "query",
+    "required": True,
+    "description": "host:port of the prefill server.",
+    "schema": {"type": "string"},
 }
 
 
@@ -82,6 +91,8 @@ def describe(paths: dict[str, dict[str, JsonObject]]) -> None:
             responses["default"] = ERROR_RESPONSE
             if path == "/flush_cache":
                 operation["parameters"] = [FLUSH_TIMEOUT]
+            if (path, method) == (peers.PATH, "delete"):
+                operation["parameters"] = [PEER_ADDRESS]
             if path in BODIES and method in BODY_METHODS:
                 content: JsonObject = {"application/json": {"schema": BODIES[path]}}
                 operation["requestBody"] = {"required": True, "content": content}
