@@ -170,6 +170,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser: how the model writes calls of tools; "": they are left in the text.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
+    enable_role_switch: its workers are made for both roles, so that the server can go on in the
+        other one without loading weights again. standby: it serves in none until it is told one.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
         supervisor; "" until then.
     """
@@ -243,6 +245,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
     tool_call_parser: str = ""
+    enable_role_switch: bool = False
+    standby: bool = False
     runtime_dir: str = ""
 
     @property
@@ -278,11 +282,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def sends_caches(self) -> bool:
-        return self.role is Role.PREFILL or self.returns_caches
+        return self.role is Role.PREFILL or self.returns_caches or self.enable_role_switch
 
     @property
     def receives_caches(self) -> bool:
-        return (self.role is Role.DECODE and bool(self.prefill)) or self.returns_caches
+        is_target = self.role is Role.DECODE and bool(self.prefill)
+        return is_target or self.returns_caches or self.enable_role_switch
 
     @property
     def transfer_port_range(self) -> tuple[int, int]:

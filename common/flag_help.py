@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "prefill": "SERVERS",
         "bootstrap_allow": "HOSTS",
     },
+    "roles": {"enable_role_switch": "", "standby": ""},
     "device and ranks": {
         "device": "DEVICE",
         "attention_backend": "BACKEND",

@@ -343,6 +343,21 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         origins,
         "origins of web pages that may use this server, comma separated, or * [none]",
     ),
+    Flag(
+        "enable_role_switch",
+        ("enable-role-switch",),
+        switch,
+        "POST /switch_role makes a prefill server of a decode server and the reverse, with weights "
+        "and pool kept; the flags of both roles are taken",
+        is_switch=True,
+    ),
+    Flag(
+        "standby",
+        ("standby",),
+        switch,
+        "load weights and wait: POST /switch_role begins to serve",
+        is_switch=True,
+    ),
     Flag("curve_secret_key_file", ("curve-secret-key-file",), text, "file of this server's key"),
     Flag("curve_peer_keys_file", ("curve-peer-keys-file",), text, "file of its peers' public keys"),
     Flag("admin_api_key_file", ("admin-api-key-file",), text, "file of such keys, one per line"),
