@@ -14,8 +14,8 @@ from decode_server.request import DecodeRequest
 
 # Other kinds of failure are counted as `failed` alone.
 COUNTED = (
-    *("finished", "failed", "aborted", "timed_out", "transfer_failed", "bootstrap_failed"),
-    "no_prefill_server",
+    *("finished", "failed", "aborted", "moved", "timed_out", "transfer_failed"),
+    *("bootstrap_failed", "no_prefill_server"),
 )
 
 
