@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from common.config import LocalPrefill, Role, ServerConfig
 from common.errors import ConfigError
 from common.flag_reading import parse_settings, to_config
-from common.flag_values import address, choice, number
+from common.flag_values import address, choice, drain_targets, number
 from common.flags import COMMON_FLAGS, Flag
+from common.request_bounds import REQUEST_TIMEOUT_S_MAX
 
 _RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
 ALONE = "none"  # what --prefill says when this server is to compute prompts itself
@@ -56,6 +57,20 @@ FLAGS = (
         choice(*LocalPrefill),
         "what is computed here: off, nothing; auto, short rests of cached prompts where that is "
         "quicker; fallback, whole prompts too if no prefill server can be found",
+    ),
+    Flag(
+        "relay_timeout_s",
+        ("relay-timeout",),
+        number(0, REQUEST_TIMEOUT_S_MAX),
+        "seconds that a stopping server stays after --drain-timeout for requests that other decode "
+        "servers have taken over; 0: none are moved",
+    ),
+    Flag(
+        "drain_to",
+        ("drain-to",),
+        drain_targets,
+        "URLs of decode servers that take them over, comma separated, or `auto` for those that its "
+        "prefill servers know; an admin key is shown to them",
     ),
     Flag(
         "prefill",

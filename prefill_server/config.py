@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from common.config import DEFAULT_BOOTSTRAP_PORT, Role, ServerConfig
 from common.flag_reading import parse_settings, to_config
-from common.flag_values import number, port
+from common.flag_values import number, port, switch
 from common.flags import COMMON_FLAGS, Flag
 
 FLAGS = (
@@ -25,6 +25,14 @@ FLAGS = (
         ("bootstrap-timeout",),
         number(0.1, 86400),
         "seconds that half of a routed request waits, or a cache that was computed first",
+    ),
+    Flag(
+        "serve_plain",
+        ("serve-plain",),
+        switch,
+        "answer requests without a room as well: a connected decode server generates, and is shown "
+        "an admin key",
+        is_switch=True,
     ),
 )
 

@@ -10,8 +10,15 @@ import warnings
 
 from fastapi import FastAPI
 
-from common.frontend.apis import info, openai_api, openai_chat, sglang_api, token_api
-from common.frontend.bodies import validation
+from common.frontend.apis import (
+    fleet_api,
+    info,
+    openai_api,
+    openai_chat,
+    sglang_api,
+    token_api,
+)
+from common.frontend.bodies import resume, validation
 from common.frontend.bodies.fields import JsonObject
 
 PATH = "/openapi.json"
@@ -46,6 +53,8 @@ BODIES: dict[str, JsonObject] = {
     "/detokenize": token_api.DETOKENIZE,
     "/v1/detokenize": token_api.DETOKENIZE,
     "/abort_request": info.ABORT,
+    fleet_api.RESUME_PATH: resume.RESUME,
+    fleet_api.DRAIN_PATH: fleet_api.DRAIN,
 }
 FLUSH_TIMEOUT: JsonObject = {
     "name": "timeout",
