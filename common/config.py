@@ -227,7 +227,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging_buffer_mb: int = 64
     ucx: str = "auto"
     local_prefill: LocalPrefill = LocalPrefill.AUTO
-    return_cache: ReturnCache = ReturnCache.OFF
+    return_cache: ReturnCache = ReturnCache.AUTO
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     bootstrap_timeout_s: float = DEFAULT_BOOTSTRAP_TIMEOUT_S
     request_timeout_s: float = 600.0

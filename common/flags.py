@@ -212,8 +212,8 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "return_cache",
         ("return-cache",),
         choice(*ReturnCache),
-        "auto: caches of answers go back to the prefill server of their prompt, if both servers "
-        "say so",
+        "whether caches of answers go back to the prefill server of their prompt: auto, if both "
+        "servers say so",
     ),
     Flag(
         "disable_cuda_graph",

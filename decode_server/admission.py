@@ -62,6 +62,7 @@ class Admission:
         self._choice = choice
         self._requests = requests
         self._incoming = transfers.incoming
+        self._writers = transfers.writers
         self._is_local = is_local
         self._computes_rests = computes_rests
         self._times = times
@@ -80,6 +81,8 @@ class Admission:
 
     def decide(self, now: float) -> Iterator[Reserve | ComputeHere | Split]:
         """One request after the other. Each decision is applied before the next one is made."""
+        if self._writers.trouble:
+            return
         self._followers.wake()
         yield from self._decide_here(now)
         if not self._is_local:

@@ -101,7 +101,7 @@ class DecodeScheduler:
         self.batcher = Batcher(self.account, batch_limits, StepRates(facts.pass_times))
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
         self.transfers = Transfers(
-            Introduction(facts, "decode", sends=sends, receives=True),
+            Introduction(facts, "decode", sends=sends, receives=True, needs_outbound=False),
             limits.pace,
             self.account,
             self._outbox,
@@ -445,5 +445,7 @@ class DecodeScheduler:
             prefix_cache=self.account.prefix_state(),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._worker_health.trouble or self._starvation.trouble,
+            trouble=self._worker_health.trouble
+            or self._starvation.trouble
+            or self.transfers.writers.trouble,
         )

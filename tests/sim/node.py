@@ -53,6 +53,7 @@ class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
     returns_caches: caches of ended turns go back to prefill servers.
+    unreachable_peers: as `SimTransfers.unreachable`.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
@@ -73,6 +74,7 @@ class Node:
         self.in_flight_max = IN_FLIGHT_MAX
         self.returns_caches = False
         self.host_share = self.changed_rate = 0.0
+        self.unreachable_peers = ""
         self.running_max = 8
         self.queue_max = 64
         self.expects_short_outputs = False
@@ -183,6 +185,7 @@ class Node:
         )
         self.worker.slow_step_rate = world.slow_step_rate
         self.worker.transfers.damage_rate = world.damage_rate
+        self.worker.transfers.unreachable = self.unreachable_peers
         self.worker.transfers.damage_rng = world.damage_rng
         self.worker.tier.changed_rate = self.changed_rate
         if world.is_honest:

@@ -15,6 +15,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("over posix", "over tcp", "over rc_mlx5", "over cuda_copy,tcp", "over cuda_ipc"),
         *("over cuda_ipc,tcp", "between machines", "by direct", "by staged", "by auto"),
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
+        "without a way back",
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time", "crowded"),
     ),
