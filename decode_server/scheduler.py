@@ -265,13 +265,11 @@ class DecodeScheduler:
         match message:
             case Submit():
                 self._handle_submit(message, now)
-            case Cancel(is_moved=is_moved):
+            case Cancel(reason=reason, is_moved=is_moved):
                 request = self.requests.get(message.request_id)
                 if request is not None:
                     kind = FailureKind.MOVED if is_moved else FailureKind.ABORTED
-                    self.requests.fail(
-                        request, Failure(kind, message.reason), now, is_moved=is_moved
-                    )
+                    self.requests.fail(request, Failure(kind, reason), now, is_moved=is_moved)
             case Drain():
                 pass  # the frontend lets no request in, and nothing else brings work
             case FlushCache():

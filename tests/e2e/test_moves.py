@@ -81,7 +81,7 @@ def stream(node: Node, body: Body) -> list[Reply]:
 
 def begin(fleet: Fleet, node: Node, answers: list[tuple[Body, Reply]]) -> list[Future[list[Reply]]]:
     streams = [fleet.threads.submit(stream, node, body) for body, _ in answers]
-    node.wait_queued("running", len(answers))
+    node.wait_queued("running", len(streams))
     return streams
 
 
