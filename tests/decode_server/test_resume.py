@@ -164,3 +164,4 @@ def test_what_is_computed_of_a_request_that_moves_is_offered_and_of_a_cancelled_
         assert offers[0].token_count > len(PROMPT) + 16
     counters = pair.decode.state().counters
     assert (counters["moved"], counters["aborted"]) == (is_moved, not is_moved)
+    assert counters["failed"] == (not is_moved)

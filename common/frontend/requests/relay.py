@@ -98,6 +98,10 @@ class Relays:
         tried: list[FleetServer] = []
         failure = Failure(FailureKind.NO_DECODE_SERVER, "no other decode server is connected")
         while True:
+            if not handle.left_s(self._clock.now()):
+                text = "the request's time budget is used up"
+                failure = Failure(FailureKind.TIMED_OUT, text)
+                break
             server = await self._fleet.least_loaded(one.url for one in tried)
             if server is None:
                 break
