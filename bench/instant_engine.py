@@ -30,6 +30,7 @@ from common.protocol.frontend import (
     Outputs,
     SchedulerToFrontend,
     ServerInfo,
+    SetPeers,
     State,
     Submit,
     Tokens,
@@ -76,7 +77,7 @@ class InstantEngine:
                 if self._running.pop(request_id, None) is None:
                     return []
                 return [Outputs([Failed(request_id, 499, "aborted", reason)])]
-            case Drain():
+            case Drain() | SetPeers():
                 return []
             case FlushCache(call_id):
                 return [FlushDone(call_id, True, "")]

@@ -39,7 +39,9 @@ def measure(model: ReuseModel) -> Row:
     with ExitStack() as stack:
         path = stack.enter_context(written(model))
         returning = stack.enter_context(Pair(path, (*FLAGS, *ON), (*FLAGS, *DECODE, *ON)))
-        plain = stack.enter_context(Pair(path, (*FLAGS, *OFF), (*FLAGS, *DECODE, *OFF, *CHECKPOINTS)))
+        plain = stack.enter_context(
+            Pair(path, (*FLAGS, *OFF), (*FLAGS, *DECODE, *OFF, *CHECKPOINTS))
+        )
         computed: dict[int, list[float]] = {0: [], 1: []}
         for number in range(ROUNDS):
             for which, pair in enumerate((returning, plain)):

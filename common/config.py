@@ -106,7 +106,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
     name: what its peers call it; "": its HTTP address.
-    prefill: "host:port" of the prefill servers' bootstrap ports; empty: the server serves alone.
+    prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
+        them; empty: the server serves alone.
     bootstrap_allow: hosts, patterns and networks that a request's bootstrap_host may name.
     dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
     nnodes, node_rank: machines that the ranks are spread over evenly, and which of them this is;

@@ -23,7 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "name": "NAME",
         "port": "PORT",
         "bootstrap_port": "PORT",
-        "prefill": "HOST:PORT,...",
+        "prefill": "SERVERS",
         "bootstrap_allow": "HOSTS",
         "drain_to": "URL,...",
         "serve_plain": "",

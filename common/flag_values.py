@@ -83,7 +83,7 @@ def address(value: str) -> str:
     """A "host:port", with an IPv6 host in brackets."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", value)
     if match is None or not 1 <= int(match[2]) <= 65535:
-        raise ValueError("must be host:port with a port in 1..65535, comma separated, or `none`")
+        raise ValueError("must be host:port with a port in 1..65535")
     return value
 
 

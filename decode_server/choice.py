@@ -64,7 +64,7 @@ class Choice:
             is_up = named is not None and not named.is_suspect
             if request.output_count == 0:  # its room is known there and nowhere else
                 return named if is_up else None
-            if named is not None and is_up and self._has_room(named):
+            if named is not None and is_up and not named.is_leaving and self._has_room(named):
                 return named
         candidates = [one for one in self._healthy(request, now) if self._has_room(one)]
         if not candidates:

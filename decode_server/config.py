@@ -8,26 +8,39 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from common.config import LocalPrefill, Role, ServerConfig
 from common.errors import ConfigError
 from common.flag_reading import parse_settings, to_config
-from common.flag_values import address, choice, drain_targets, number
+from common.flag_values import choice, drain_targets, number
 from common.flags import COMMON_FLAGS, Flag
+from common.prefill_entries import PeerFile, read_entry
 from common.request_bounds import REQUEST_TIMEOUT_S_MAX
 
 _RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
 ALONE = "none"  # what --prefill says when this server is to compute prompts itself
 
 
-def prefill_addresses(value: str) -> tuple[str, ...]:
-    """The "host:port" list of --prefill; empty for `none`. Raises: ValueError."""
+def prefill_entries(value: str) -> tuple[str, ...]:
+    """The list of --prefill; empty for `none`. Raises: ValueError."""
     if value == ALONE:
         return ()
-    addresses = tuple(address(part.strip()) for part in value.split(","))
-    if len(set(addresses)) != len(addresses):
+    entries = tuple(map(_prefill_entry, value.split(",")))
+    if len(set(entries)) != len(entries):
         raise ValueError("must name every prefill server once")
-    return addresses
+    return entries
+
+
+def _prefill_entry(text: str) -> str:
+    """As it is kept: the path of a file is an absolute one."""
+    try:
+        found = read_entry(text.strip())
+    except ValueError as error:
+        raise ValueError(f"{error}, comma separated, or `{ALONE}`") from None
+    if isinstance(found, PeerFile):
+        return f"file:{Path(found.path).absolute()}"
+    return found if isinstance(found, str) else text.strip()
 
 
 def bootstrap_allow(value: str) -> tuple[str, ...]:
@@ -75,14 +88,16 @@ FLAGS = (
     Flag(
         "prefill",
         ("prefill",),
-        prefill_addresses,
-        "host:port,... of prefill servers' bootstrap ports, or `none` to compute prompts here",
+        prefill_entries,
+        "prefill servers' bootstrap ports: host:port, dns:NAME:PORT for all addresses of a name, "
+        "file:PATH of a file that is watched, comma separated; or `none` to compute prompts here",
     ),
     Flag(
         "bootstrap_allow",
         ("bootstrap-allow",),
         bootstrap_allow,
-        "hosts, patterns and networks that bootstrap_host may name besides --prefill: any, or none",
+        "hosts, patterns and networks that bootstrap_host may name besides the addresses of "
+        "--prefill: any, or none",
     ),
 )
 
@@ -99,6 +114,7 @@ def parse_args(argv: Sequence[str]) -> ServerConfig:
     )
     if "prefill" not in settings:
         raise ConfigError(
-            f"--prefill is required: host:port of prefill servers, comma separated, or `{ALONE}`"
+            "--prefill is required: host:port, dns:NAME:PORT or file:PATH of prefill servers, "
+            f"comma separated, or `{ALONE}`"
         )
     return to_config(settings | {"role": Role.DECODE})

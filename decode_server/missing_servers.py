@@ -60,6 +60,16 @@ class MissingServers:
             yield from self._without_server(now)
         yield from self._too_long(now)
 
+    def named_links(self) -> set[str]:
+        """Of the prefill servers that have something which a waiting request needs."""
+        queue = self._requests.queue
+        found = {request.tested_link for request in queue if request.tested_link}
+        for request in queue:
+            place = request.bootstrap
+            if place is not None and request.output_count == 0:
+                found.add(self._links.resolve(f"{place.host}:{place.port}", place.engine))
+        return found
+
     # ---- servers that are missing ----------------------------------------------------------------
 
     def _lost_holds(self, now: float) -> Iterator[Unbind]:
@@ -91,11 +101,14 @@ class MissingServers:
         The time runs from when a server is first found missing and a request waits for it, however
         long it had waited for pages before.
         """
-        links = {source.link for source in self._links.connections.sources()}
+        takers = self._links.connections.takers()
+        there: set[str | None] = {taker.link for taker in takers}
+        if any(taker.is_source for taker in takers):
+            there.add(None)
         self._absent_since = {
             address: since
             for address, since in self._absent_since.items()
-            if not self._is_there(address, links)
+            if not self._is_there(address, there)
         }
         if now < self._next_peers_at:
             return
@@ -103,7 +116,7 @@ class MissingServers:
         absent_since: dict[str | None, float] = {}
         for request in list(self._requests.queue):
             address = self._address_of(request)
-            if request.is_computed_here or self._is_there(address, links):
+            if request.is_computed_here or self._is_there(address, there):
                 continue
             absent_since[address] = self._absent_since.get(address, now)
             if now - max(absent_since[address], request.waiting_since) >= PEER_WAIT_S:
@@ -121,9 +134,10 @@ class MissingServers:
             self._links.find(request.bootstrap)
         return request.bootstrap_link
 
-    def _is_there(self, address: str | None, links: set[str]) -> bool:
-        """links: of all prefill servers that can be asked."""
-        return bool(links) if address is None else self._links.resolve(address) in links
+    def _is_there(self, address: str | None, there: set[str | None]) -> bool:
+        """there: of all prefill servers that take requests which name them; None if others can be
+        asked as well."""
+        return (address if address is None else self._links.resolve(address)) in there
 
     # ---- prompts that are longer than servers take -----------------------------------------------
 
@@ -157,7 +171,9 @@ class MissingServers:
         known = [
             one
             for one in self._links.addresses.all()
-            if one.request_token_max and not (one.is_idle and one.is_refused)
+            if one.request_token_max
+            and (one.is_dialled or one.is_source)
+            and not (one.is_idle and one.is_refused)
         ]
         return self._end(request, known) if known else None
 

@@ -193,11 +193,14 @@ def new_self_test(request_id: int, link: str, budget_s: float, now: float) -> De
     )
 
 
-def why_misfit(submit: Submit, request_token_max: int) -> str:
-    """Why a body is none that this server could ever answer; "" if it is."""
+def why_misfit(submit: Submit, request_token_max: int, *, is_local: bool) -> str:
+    """Why a body is none that this server could ever answer; "" if it is. is_local: it computes all
+    prompts itself."""
     token_count, output_count = len(submit.token_ids), len(submit.output_ids)
     if not 1 <= token_count < request_token_max:
         return f"prompt of {token_count} tokens: must be 1..{request_token_max - 1}"
+    if submit.bootstrap is not None and not submit.bootstrap.engine and is_local:
+        return "bootstrap_room: this server was started with --prefill none"
     if not output_count:
         return ""
     output_max = min(submit.sampling.max_new_tokens, request_token_max - token_count)

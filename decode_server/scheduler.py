@@ -17,6 +17,7 @@ from common.protocol.frontend import (
     FlushCache,
     FrontendToScheduler,
     GetState,
+    SetPeers,
     State,
     Submit,
 )
@@ -71,7 +72,7 @@ Decision = Reserve | ComputeHere | Split | KeepHere | Unbind | Fail | Retry
 class DecodeScheduler:
     """The decode server's core. Call `handle` for every event and `schedule` after each.
 
-    links: addresses of prefill servers to dial. is_local: compute prompts here and dial no server.
+    links: addresses of prefill servers to dial at once. is_local: compute all prompts here.
     may_fall_back: compute a prompt here if no prefill server can be found for it.
     computes_rests: compute the rest of a prompt here whose beginning is, where that is quicker.
     sends: whether other servers may ask this one for caches as well.
@@ -203,11 +204,12 @@ class DecodeScheduler:
         return latest if deadline is None else min(deadline, latest)
 
     def _expire(self, now: float) -> None:
-        """End requests that have run out of time; give up peers that can't go on."""
+        """End requests that have run out of time. Give up peers that can't go on, let others go."""
         for request in self.requests.take_expired(now):
             failure = failure_of_late(request, len(self.requests.queue) - 1)
             self._fail(request, failure, now)
         self._apply_events(self.transfers.expire(now), now)
+        self._apply_events(self.transfers.part(self._missing_servers.named_links, now), now)
 
     def _send_steps(self, now: float) -> None:
         if self._computes_rests:
@@ -274,6 +276,8 @@ class DecodeScheduler:
                 pass  # the frontend lets no request in, and nothing else brings work
             case FlushCache():
                 self._flushes.handle(message, self.requests.client_count)
+            case SetPeers():
+                self.transfers.links.addresses.want(message.peers)
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id, now))
             case _:
@@ -295,7 +299,7 @@ class DecodeScheduler:
         so at once, and when to come back."""
         waiting_count = self.requests.waiting_count
         wait_s = self.requests.drain_rate.wait_s(waiting_count, now)
-        misfit = why_misfit(submit, self.request_token_max)
+        misfit = why_misfit(submit, self.request_token_max, is_local=self._is_local)
         if misfit:
             return Failure(FailureKind.BAD_REQUEST, misfit)
         if waiting_count >= self._limits.queue_max:
@@ -308,9 +312,6 @@ class DecodeScheduler:
             )
             late_s = wait_s - submit.budget_s
             return Failure(FailureKind.OVERLOADED, text, retry_after_s=late_s)
-        if submit.bootstrap is not None and not submit.bootstrap.engine and self._is_local:
-            text = "bootstrap_room: this server was started with --prefill none"
-            return Failure(FailureKind.BAD_REQUEST, text)
         return None
 
     # ---- transfers -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import secrets
 import sys
 
 from common.config import LocalPrefill, ServerConfig
+from common.prefill_entries import fixed_addresses
 from common.runtime import scheduler_loop
 from common.runtime.peer_ends import dial
 from common.runtime.start import read_process_config
@@ -32,7 +33,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
     return DecodeScheduler(
         facts,
         limits,
-        list(config.prefill),
+        fixed_addresses(config.prefill),
         is_local=not config.prefill,
         computes_rests=config.local_prefill is not LocalPrefill.OFF,
         sends=config.returns_caches,

@@ -61,15 +61,22 @@ class Server:
 
 
 def start_server(
-    role: str, port: int, *args: str, model_path: Path, log_dir: Path, name: str = ""
+    role: str,
+    port: int,
+    *args: str,
+    model_path: Path,
+    log_dir: Path,
+    name: str = "",
+    prefix: Sequence[str] = (),
 ) -> Server:
     """Start a server of `role`, "prefill" or "decode"; it is not ready yet.
 
-    name: in messages and of the log file; the role if empty.
+    name: in messages and of the log file; the role if empty. prefix: a command that runs another
+    one in its own place.
     """
     name = name or role
     log_path = log_dir / f"{name}.log"
-    command = [sys.executable, "-m", f"{role}_server", "--model-path", str(model_path)]
+    command = [*prefix, sys.executable, "-m", f"{role}_server", "--model-path", str(model_path)]
     command += ["--port", str(port), *args]
     with log_path.open("wb") as log:
         process = subprocess.Popen(

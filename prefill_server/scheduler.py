@@ -16,6 +16,7 @@ from common.protocol.frontend import (
     FlushCache,
     FrontendToScheduler,
     GetState,
+    SetPeers,
     State,
     Submit,
 )
@@ -250,6 +251,8 @@ class PrefillScheduler:
                 self._flushes.handle(message, len(self.requests))
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id))
+            case SetPeers():
+                pass  # a prefill server dials nobody
             case _:
                 assert_never(message)
 

@@ -38,6 +38,8 @@ from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
 from common.frontend.context import FrontendContext
 from common.frontend.http.protocol import UVICORN_LOGGER, is_logged_here, make_protocol
 from common.frontend.page import routes as page
+from common.frontend.peers import routes as peers
+from common.frontend.peers.sources import PeerSources
 from common.frontend.requests.draining import Drain, DrainOrder
 from common.frontend.requests.fleet import Fleet
 from common.frontend.requests.relay import Relays
@@ -57,7 +59,7 @@ LAST_ANSWERS_S = 2
 # go on; a token takes several such turns. Ten times as often as usual, and only where two run.
 SWITCH_INTERVAL_S = 0.0005
 # Routes are compared one after another: those that are asked for most come first.
-PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api)
+PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api, peers)
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,7 @@ async def serve(
     context = FrontendContext(
         config=config,
         scheduler=client,
+        peers=PeerSources(config.prefill, client, clock),
         metrics=metrics,
         tokenizer=tokenizer,
         bodies=BodyReader(
@@ -151,6 +154,7 @@ async def serve(
     uvicorn_logger.addFilter(lambda record: not is_logged_here(record))
     async with asyncio.TaskGroup() as tasks:
         receiver = tasks.create_task(client.run())
+        sources = tasks.create_task(context.peers.run())
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -162,6 +166,7 @@ async def serve(
         stopper.cancel()
         if watcher is not None:
             watcher.cancel()
+        sources.cancel()
         receiver.cancel()
     channel.close()
     tracing.close()

@@ -12,6 +12,7 @@ from common.clock import Clock
 from common.config import ServerConfig
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.bodies.sample import Sample
+from common.frontend.peers.sources import PeerSources
 from common.frontend.requests.draining import DrainOrder
 from common.frontend.requests.fleet import Fleet
 from common.frontend.requests.relay import Relays
@@ -29,6 +30,7 @@ class FrontendContext:
 
     config: ServerConfig
     scheduler: SchedulerClient
+    peers: PeerSources
     metrics: ServerMetrics
     tokenizer: Tokenizer
     bodies: BodyReader

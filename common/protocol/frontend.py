@@ -91,6 +91,22 @@ class GetState(_Message, frozen=True):
     call_id: int
 
 
+class WantedPeer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An address "host:port" of a prefill server. is_dialled: until a server answers, and again
+    whenever it is lost; otherwise a connection that stands goes on for as long as it lasts."""
+
+    address: str
+    is_dialled: bool = True
+
+
+class SetPeers(_Message, frozen=True):
+    """All prefill servers that are wanted. One that is not named any more is let go: nothing new is
+    asked of it, and the connection ends once nothing is under way. Those that requests name come
+    beside."""
+
+    peers: list[WantedPeer]
+
+
 # ---- to the frontend ----------------------------------------------------------------------------
 
 
@@ -155,7 +171,8 @@ class FlushDone(_Message, frozen=True):
 
 
 class PeerState(_Message, frozen=True):
-    """One peer as this server sees it. state: connecting, refused, connected, lost.
+    """One peer as this server sees it. state: connecting, refused, connected, lost; leaving once it
+    is not wanted any more.
 
     breaker: closed; open or half open after failures in a row.
     is_self_test_failing: the last self-test failed, and no transfer has completed since.
@@ -274,7 +291,7 @@ class ServerInfo(_Message, frozen=True):
     pid: int = 0
 
 
-FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState
+FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState | SetPeers
 # Notice: a message of its own. ToldFrontend: an effect of a core; output is gathered in `Outputs`.
 Notice = Traced | FlushDone | State | ServerInfo
 ToldFrontend = Tokens | Failed | Notice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 from common.config import Role, ServerConfig, TransferMode
+from common.prefill_entries import fixed_addresses
 
 
 def open_doors(config: ServerConfig) -> list[str]:
@@ -61,8 +62,9 @@ def _has_open_staging(config: ServerConfig) -> bool:
 def _has_far_writers(config: ServerConfig) -> bool:
     if config.role is Role.PREFILL:
         return config.receives_caches and not _is_loopback(config.host)
-    hosts = [address.rpartition(":")[0].strip("[]") for address in config.prefill]
-    return not all(map(_is_loopback, hosts))
+    fixed = fixed_addresses(config.prefill)
+    hosts = [address.rpartition(":")[0].strip("[]") for address in fixed]
+    return len(fixed) < len(config.prefill) or not all(map(_is_loopback, hosts))
 
 
 def _is_loopback(host: str) -> bool:

@@ -79,6 +79,8 @@ class Outbox:
 
 STOPPING_REASON = "it was told to stop"
 """What peers are told by a server that ends as planned."""
+REMOVED_REASON = "removed from the prefill servers of that decode server"
+"""What a prefill server is told, and the log of the decode server has too."""
 
 
 class Condition(msgspec.Struct, frozen=True):

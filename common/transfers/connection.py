@@ -14,6 +14,7 @@ messages arrive.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -160,6 +161,7 @@ class Connection:
     asked_token_count: of the transfers that it was asked for since its last heartbeat.
     credits: requests that it may be asked for at a time, by its own word; None if it sets no limit.
     is_full: it had no room for a request, and has not been heard since.
+    is_leaving: this server does not want it any more: only requests that name it are sent there.
     cached_prefixes: marks of the prefixes that it has cached, by its own word. told_prefixes: what
     it was told of ours; None for nothing yet.
     """
@@ -188,6 +190,7 @@ class Connection:
     cached_prefixes: frozenset[bytes] = frozenset()
     told_prefixes: bytes | None = None
     is_full: bool = False
+    is_leaving: bool = False
 
     @property
     def incarnation(self) -> str:
@@ -208,9 +211,14 @@ class Connection:
         return self.phase is ConnectionPhase.CONNECTED and is_up
 
     @property
+    def takes_named(self) -> bool:
+        """Whether it can be asked for caches of requests that name it."""
+        return self.is_up and not self.liveness.is_draining
+
+    @property
     def is_source(self) -> bool:
         """Whether it can be asked for any cache."""
-        return self.is_up and not self.liveness.is_draining
+        return self.takes_named and not self.is_leaving
 
     @property
     def is_target(self) -> bool:
@@ -289,11 +297,21 @@ class Connection:
         )
 
 
+class Standing(StrEnum):
+    """Why there is a link to an address."""
+
+    WANTED = "wanted"
+    NAMED = "named by requests alone"
+    KEPT = "not wanted any more, kept as long as its connection lasts"
+    LEAVING = "not wanted any more, hung up as soon as nothing is under way"
+
+
 @dataclass(slots=True, eq=False)
 class Address:
     """One address that this server dials, and the last connection that came of it.
 
-    link: "host:port", which is the name of the link as well. twin: the incarnation that answers
+    link: "host:port", which is the name of the link as well. leaves_at: when a link that nothing
+    needs any more is hung up. twin: the incarnation that answers
     here, where that process is connected by another name.
     is_refused: this server and the one that answered do not fit. detail: why
     nothing is connected, unless a connection was lost, which has its own.
@@ -303,7 +321,7 @@ class Address:
     """
 
     link: str
-    is_configured: bool
+    standing: Standing
     is_refused: bool = False
     detail: str = ""
     connection: Connection | None = None
@@ -312,11 +330,22 @@ class Address:
     must_redial: bool = False
     unanswered_hello_count: int = 0
     twin: str = ""
+    leaves_at: float = math.inf
+
+    @property
+    def is_dialled(self) -> bool:
+        """Whether a server is to be connected here."""
+        return self.standing in (Standing.WANTED, Standing.NAMED)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is connected, nor being connected or closed."""
         return self.connection is None or self.connection.phase is ConnectionPhase.CLOSED
+
+    @property
+    def is_source(self) -> bool:
+        """Whether its server can be asked for any cache."""
+        return self.connection is not None and self.connection.is_source
 
     @property
     def incarnation(self) -> str:
@@ -351,6 +380,8 @@ class Address:
 
     @property
     def _phase(self) -> str:
+        if self.standing is Standing.LEAVING:
+            return "leaving"
         if self.connection is None or self.is_idle:
             return "refused" if self.is_refused else "connecting"
         return str(self.connection.phase)

@@ -43,6 +43,10 @@ class Connections:
         connection.phase = ConnectionPhase.CLOSED
         del self._connections[connection.incarnation]
 
+    def takers(self) -> list[Connection]:
+        """Servers that requests can be sent to which name them."""
+        return [one for one in self._connections.values() if one.takes_named]
+
     def sources(self) -> list[Connection]:
         """Servers that can be asked for caches."""
         return [one for one in self._connections.values() if one.is_source]
@@ -80,7 +84,7 @@ class Connections:
     ) -> str | None:
         """Close a connection; its incarnation, or None if it was closing already.
 
-        is_planned: the peer has said that it stops, which is no failure.
+        is_planned: one of the two stops, or lets the other one go, which is no failure.
         """
         if not connection.is_open:
             return None
@@ -88,7 +92,7 @@ class Connections:
         if is_planned:
             self.stopped.append(incarnation)
         ours = self._facts.incarnation
-        self._outbox.to_peer(connection.link, Detached(ours, incarnation, reason))
+        self._outbox.to_peer(connection.link, Detached(ours, incarnation, reason, is_planned))
         connection.detail = reason
         self.lost_count += not is_planned
         self._report_loss(connection, reason, now, is_planned=is_planned)
@@ -106,7 +110,7 @@ class Connections:
         role, name = connection.remote.role, connection.name
         text = f"lost {role} server {name}: {reason}"
         if is_planned:
-            text = f"{role} server {name} has stopped: {reason}"
+            text = f"disconnected from {role} server {name}: {reason}"
         if not connection.needs_close:
             # Any process can say Hello and no more, as often as it likes.
             text = self._lost_lines.admit(text, now)

@@ -34,6 +34,7 @@ from common.protocol.worker import (
 )
 from common.scheduling.breaker import Breaker
 from common.scheduling.peers import (
+    REMOVED_REASON,
     Outbox,
     PeerLiveness,
     RankSet,
@@ -144,6 +145,12 @@ class Handshakes:
         address = self._addresses.get(link)
         if address is None or not address.is_idle:
             return
+        if not address.is_dialled:  # any more
+            detached = Detached(
+                self._facts.incarnation, welcome.incarnation, REMOVED_REASON, is_planned=True
+            )
+            self._outbox.to_peer(link, detached)
+            return
         role = welcome.role
         differences, layout = self._introduction.compare(welcome)
         if differences or layout is None:
@@ -173,7 +180,7 @@ class Handshakes:
 
     def handle_refuse(self, link: str, refuse: Refuse, now: float) -> str | None:
         address = self._addresses.get(link)
-        if address is None:
+        if address is None or (address.is_idle and not address.is_dialled):
             return None
         detail = f"in the other server's words: {'; '.join(refuse.differences)}"
         if address.is_idle:

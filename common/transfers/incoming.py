@@ -128,6 +128,11 @@ class Incoming:
             for transfer in self._under_way.values()
         )
 
+    def uses(self, link: str) -> bool:
+        """Whether a last message of a transfer is awaited on a link."""
+        known = (*self._under_way.values(), *self.abandoned)
+        return any(transfer.link == link and not transfer.is_quiet for transfer in known)
+
     # ---- from its beginning to its end -----------------------------------------------------------
 
     def reserve(

@@ -22,6 +22,7 @@ from common.scheduling.breaker import BreakerState
 from common.scheduling.facts import Pace
 from common.scheduling.peers import (
     HELLO_INTERVAL_S,
+    REMOVED_REASON,
     STOPPING_REASON,
     Condition,
     Outbox,
@@ -29,6 +30,7 @@ from common.scheduling.peers import (
 from common.scheduling.prefix_cache import marks_in
 from common.transfers.addresses import Addresses
 from common.transfers.connection import (
+    Address,
     Connection,
     ConnectionPhase,
 )
@@ -160,6 +162,15 @@ class Links:
         reasons = [(one, one.liveness.why_lost(now, self._pace)) for one in opened]
         return [(connection, reason) for connection, reason in reasons if reason]
 
+    def part(self, address: Address, now: float, *, is_used: bool) -> str | None:
+        """Let an address go that leaves, as soon as nothing uses it. is_used: transfers or requests
+        need it."""
+        connection = address.connection
+        if connection is not None and connection.is_leaving and connection.is_open and not is_used:
+            return self.connections.lose(connection, REMOVED_REASON, now, is_planned=True)
+        self.addresses.hang_up_if_due(address, now, is_used=is_used)
+        return None
+
     def leave(self) -> int:
         """This server stops: every peer is told. Returns how many there were."""
         ours = self._facts.incarnation
@@ -177,7 +188,7 @@ class Links:
         self.handshakes.trouble = condition.trouble
         self.refusals.expire(now)
         for address in self.addresses.all():
-            is_due = address.is_idle and now >= address.next_hello_at
+            is_due = address.is_dialled and address.is_idle and now >= address.next_hello_at
             if not is_due or condition.trouble or self.resolve(address.link) != address.link:
                 continue  # a twin is asked again once the other connection is gone
             self.addresses.redial_if_due(address)
@@ -241,7 +252,8 @@ class Links:
     def describe(self, link: str | None) -> str:
         """The state of the server at an address, or of all, for an error message."""
         words = [one.shown for one in self.addresses.all() if link in (None, one.link)]
-        return ", ".join(words) or f"too many addresses are dialled to try {link}"
+        none = f"too many addresses are dialled to try {link}" if link else "none is known"
+        return ", ".join(words) or none
 
     def states(self, in_flight: Mapping[str, int]) -> list[PeerState]:
         """in_flight: incarnation -> transfers under way. Servers refused lately come last."""

@@ -8,7 +8,7 @@ answer, send and receive. Knows nothing of prompts or streams.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from common.protocol.digests import Digested
@@ -47,7 +47,7 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import Pace
 from common.scheduling.page_account import PageAccount
-from common.scheduling.peers import Condition, Outbox
+from common.scheduling.peers import REMOVED_REASON, Condition, Outbox
 from common.transfers.connection import Connection
 from common.transfers.credits import Credits
 from common.transfers.incoming import Incoming
@@ -318,6 +318,22 @@ class Transfers:
             events += self._lose(self.links.connections.lose(connection, reason, now), reason)
         self.incoming.repeat_aborts(now)
         self.writers.review(now)
+        return events
+
+    def part(self, named_links: Callable[[], set[str]], now: float) -> list[TransferEvent]:
+        """Let servers go that are not wanted any more, each as soon as nothing is under way.
+
+        named_links: of the servers that waiting requests name.
+        """
+        leaving = self.links.addresses.leaving()
+        named = named_links() if leaving else set()
+        events: list[TransferEvent] = []
+        for address in leaving:
+            link, sent = address.link, self.outgoing
+            is_used = link in named or self.incoming.uses(link)
+            is_used = is_used or any(one.link == link for one in sent)
+            lost = self.links.part(address, now, is_used=is_used)
+            events += self._lose(lost, REMOVED_REASON)
         return events
 
     def _lose_incarnation(self, incarnation: str, reason: str, now: float) -> list[TransferEvent]:

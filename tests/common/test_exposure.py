@@ -26,7 +26,11 @@ CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX
         (Role.PREFILL, {"host": "gpu-7"}, [HTTP, BOOTSTRAP, STAGING, CACHES]),
         (Role.PREFILL, {"host": "0.0.0.0", **NO_RETURNS}, [HTTP, BOOTSTRAP]),
         (Role.PREFILL, {"host": "0.0.0.0", "api_keys": ("k",), **NO_RETURNS}, [BOOTSTRAP]),
-        (Role.PREFILL, {"host": "gpu-7", "admin_api_keys": ("k",), **NO_RETURNS}, [HTTP, BOOTSTRAP]),
+        (
+            Role.PREFILL,
+            {"host": "gpu-7", "admin_api_keys": ("k",), **NO_RETURNS},
+            [HTTP, BOOTSTRAP],
+        ),
         (Role.PREFILL, {"host": "0.0.0.0", **KEYS}, [HTTP]),
         (Role.PREFILL, {"host": "gpu-7", "transfer_mode": TransferMode.DIRECT, **KEYS}, [HTTP]),
         (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1", **KEYS}, [NODES]),

@@ -238,7 +238,7 @@ def test_each_role_refuses_the_other_s_flag(model: Path) -> None:
 def test_required_flags_are_named(model: Path) -> None:
     with pytest.raises(ConfigError, match="--model-path is required"):
         parse_prefill([])
-    with pytest.raises(ConfigError, match=r"--prefill is required: host:port .* or `none`"):
+    with pytest.raises(ConfigError, match=r"--prefill is required: host:port, .* or `none`"):
         parse_decode(["--model-path", str(model)])
 
 

@@ -139,7 +139,7 @@ def flag_files(role: str) -> dict[str, str]:
 
 
 def workload(role: str) -> dict:
-    """The StatefulSet or the Deployment of a role, as the base has it."""
+    """The Deployment of a role, as the base has it."""
     found = documents(KUBERNETES / "base" / f"{role}.yaml")
     return next(document for document in found if "template" in document["spec"])
 

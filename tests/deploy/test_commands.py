@@ -10,6 +10,7 @@ import yaml
 from common.config import Role, ServerConfig
 from common.exit_codes import EXIT_CONFIG
 from common.metrics.seen import QUEUES
+from common.prefill_entries import DnsName, read_entry
 from common.runtime.supervisor import END_TIMEOUT_S, LAST_ANSWERS_TIMEOUT_S
 from tests.deploy.commands import (
     DEPLOY,
@@ -98,7 +99,14 @@ def test_compose_dials_and_shows_where_servers_listen(tmp_path: Path) -> None:
     services = compose_services()
     decode = parsed("compose  decode", tmp_path)
     prefill = parsed("compose  prefill", tmp_path)
-    assert decode.prefill == (f"prefill:{prefill.bootstrap_port}",)
+    (entry,) = map(read_entry, decode.prefill)
+    assert entry == DnsName("prefill-servers", prefill.bootstrap_port)
+    named = {
+        name
+        for name, service in services.items()
+        if entry.name in service.get("networks", {}).get("default", {}).get("aliases", [])
+    }
+    assert named == {"prefill", "prefill-1"}
     assert services["decode"]["ports"] == [f"127.0.0.1:30001:{decode.port}"]
     scrape = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["configs"]["scrape"]["content"]
     (job,) = yaml.safe_load(scrape)["scrape_configs"]
@@ -131,18 +139,31 @@ def test_pods_and_services_have_the_ports_of_the_server(role: str, tmp_path: Pat
     assert service["spec"]["selector"] == labels
 
 
-def test_decode_servers_dial_every_pod_that_may_be_there(tmp_path: Path) -> None:
-    config = parsed("base decode", tmp_path)
-    prefill = workload("prefill")
+def test_decode_servers_find_every_pod_by_the_name_of_its_service(tmp_path: Path) -> None:
+    (entry,) = map(read_entry, parsed("base decode", tmp_path).prefill)
     service = documents(KUBERNETES / "base" / "prefill.yaml")[0]
-    assert service["spec"]["clusterIP"] == "None"
-    name, subdomain = prefill["metadata"]["name"], prefill["spec"]["serviceName"]
+    assert service["spec"]["clusterIP"] == "None", "its name would stand for one address"
     port = parsed("base prefill", tmp_path).bootstrap_port
-    scalers = {
-        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]["maxReplicas"]
+    assert entry == DnsName(service["metadata"]["name"], port)
+    targets = {
+        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]["scaleTargetRef"]["kind"]
         for scaler in documents(KUBERNETES / "components" / "autoscaling" / "autoscaling.yaml")
     }
-    assert config.prefill == tuple(f"{name}-{i}.{subdomain}:{port}" for i in range(scalers[name]))
+    workloads = [workload(role) for role in ("prefill", "decode")]
+    assert targets == {one["metadata"]["name"]: one["kind"] for one in workloads}
+
+
+def test_only_leaders_of_groups_are_found_by_the_name_of_their_service() -> None:
+    """The second machine of a group listens to no decode server."""
+    path = KUBERNETES / "overlays" / "multi-node" / "kustomization.yaml"
+    (overlay,) = documents(path)
+    patches = [yaml.safe_load(one["patch"]) for one in overlay["patches"]]
+    (service,) = (one for one in patches if isinstance(one, dict) and one["kind"] == "Service")
+    assert (
+        service["metadata"]["name"]
+        == documents(KUBERNETES / "base" / "prefill.yaml")[0]["metadata"]["name"]
+    )
+    assert service["spec"]["selector"] == {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 
 
 def test_units_dial_where_units_listen(tmp_path: Path) -> None:

@@ -166,6 +166,6 @@ def test_policies_and_monitors_select_our_pods() -> None:
     flags = yaml.safe_load((KUBERNETES / "base" / "decode-flags.yaml").read_text())
     assert flags["transfer-ports"] == f"{ports['port']}-{ports['endPort']}"
     (names,) = policy["podSelector"]["matchExpressions"]
-    for kind, name in (("StatefulSet", "baton-prefill"), ("Deployment", "baton-decode")):
+    for kind, name in (("Deployment", "baton-prefill"), ("Deployment", "baton-decode")):
         labels = resources[kind, name]["spec"]["template"]["metadata"]["labels"]
         assert labels[names["key"]] in names["values"]

@@ -89,7 +89,7 @@ def serving(
 ) -> Iterator[None]:
     """One server as a container would have it; stopped as one is stopped."""
     hosts = root / "hosts"
-    hosts.write_text("".join(f"{ip} {name}\n" for name, ip in ADDRESSES.items()))
+    hosts.write_text("".join(f"{ip} {name} {name}-servers\n" for name, ip in ADDRESSES.items()))
     setup = (
         "mount --make-rprivate / && mount -t tmpfs -o size=2g tmpfs /dev/shm && "
         f"mount --bind {hosts} /etc/hosts && hostname {command.role} && "
@@ -126,4 +126,4 @@ def test_servers_find_the_fastest_way_that_their_namespaces_leave(
         for role in ("prefill", "decode"):
             servers.enter_context(serving(commands[role], names[role], unshared, tmp_path))
         told = run("ip", "netns", "exec", names["decode"], sys.executable, "-c", ASK)
-    assert json.loads(told) == ["prefill:8998", transports, 4]
+    assert json.loads(told) == [f"{ADDRESSES['prefill']}:8998", transports, 4]

@@ -42,7 +42,10 @@ def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_TIM
 
 
 class Node:
-    """One server of a fleet; the same node can be started again on its ports after it has ended."""
+    """One server of a fleet; the same node can be started again on its ports after it has ended.
+
+    host: where it listens. prefix: as of `start_server`. Both may be changed before a start.
+    """
 
     def __init__(
         self,
@@ -55,10 +58,10 @@ class Node:
     ) -> None:
         self.name = name
         self.port, self.bootstrap_port = free_ports(2)
+        self.host = "127.0.0.1"
+        self.prefix: Sequence[str] = ()
         self._role = role
         self._args = [*COMMON_FLAGS, *args]
-        if role == "prefill":
-            self._args += ["--bootstrap-port", str(self.bootstrap_port)]
         self._model_path = model_path
         self._log_dir = log_dir
         self._client = client
@@ -69,14 +72,20 @@ class Node:
 
     def start(self) -> Node:
         self._start_count += 1
+        listens = ["--host", self.host]
+        if self._role == "prefill":
+            listens += ["--bootstrap-port", str(self.bootstrap_port)]
         self.server = start_server(
             self._role,
             self.port,
             *self._args,
+            *listens,
             model_path=self._model_path,
             log_dir=self._log_dir,
             name=f"{self.name}-{self._start_count}",
+            prefix=self.prefix,
         )
+        self.server.url = f"http://{self.host}:{self.port}"
         return self
 
     def wait_ready(self) -> Node:
@@ -130,7 +139,7 @@ class Node:
     @property
     def bootstrap(self) -> str:
         """What a decode server's --prefill says to find this one."""
-        return f"127.0.0.1:{self.bootstrap_port}"
+        return f"{self.host}:{self.bootstrap_port}"
 
     # ---- asking ----------------------------------------------------------------------------------
 
@@ -143,6 +152,9 @@ class Node:
 
     def post(self, path: str, body: Body) -> httpx.Response:
         return self._client.post(self.url + path, json=body)
+
+    def delete(self, path: str, params: dict[str, str]) -> httpx.Response:
+        return self._client.delete(self.url + path, params=params)
 
     def try_post(self, path: str, body: Body) -> httpx.Response | None:
         """None if nobody listens, or whoever did has gone."""
@@ -260,15 +272,17 @@ class Fleet:
 
     def decode(
         self,
-        prefills: Sequence[Node],
+        prefills: Sequence[Node] | str,
         *args: str,
         name: str = "decode",
         model: Path | None = None,
         starts: bool = True,
     ) -> Node:
-        """A decode server; without prefill servers it computes prompts itself."""
-        addresses = ",".join(node.bootstrap for node in prefills) or "none"
-        return self._add("decode", ["--prefill", addresses, *args], name, model, starts=starts)
+        """A decode server; without prefill servers it computes prompts itself. prefills: what is to
+        be said of them, or the servers."""
+        if not isinstance(prefills, str):
+            prefills = ",".join(node.bootstrap for node in prefills) or "none"
+        return self._add("decode", ["--prefill", prefills, *args], name, model, starts=starts)
 
     def _add(
         self, role: str, args: Sequence[str], name: str, model: Path | None, *, starts: bool = True

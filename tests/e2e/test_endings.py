@@ -94,7 +94,7 @@ def test_a_planned_stop_is_told_to_peers_and_is_no_loss(fleet: Fleet, prefill: N
     assert "stopping: 1 peers are told, 0 requests are given up; since the start: " in decode.log
     wait_until(
         "its peer to know",
-        lambda: "decode server blue has stopped: it was told to stop" in prefill.log,
+        lambda: "disconnected from decode server blue: it was told to stop" in prefill.log,
     )
     assert prefill.info().counters["peers_lost"] == lost_count
 
@@ -124,7 +124,7 @@ def test_a_second_signal_ends_a_draining_server_at_once(fleet: Fleet, decode: No
     remains.check_gone()
 
 
-@pytest.mark.parametrize("module", ["common.worker", "scheduler_process", "common.frontend"])
+@pytest.mark.parametrize("module", ["common.worker", "common.frontend"])
 def test_a_killed_process_ends_its_server_and_is_named(
     fleet: Fleet, decode: Node, module: str
 ) -> None:

@@ -23,6 +23,8 @@ from common.frontend.app import build_app
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.context import FrontendContext
 from common.frontend.page import routes as page
+from common.frontend.peers import routes as peers
+from common.frontend.peers.sources import PeerSources
 from common.frontend.requests.draining import DrainOrder
 from common.frontend.requests.fleet import Fleet
 from common.frontend.requests.relay import Relays
@@ -43,6 +45,7 @@ BASE_PARTS: tuple[BuildRouter, ...] = (
     page.build_router,
     timelines.build_router,
     fleet_api.build_router,
+    peers.build_router,
 )
 
 
@@ -135,6 +138,7 @@ async def open_rig(
     context = FrontendContext(
         config=config,
         scheduler=client,
+        peers=PeerSources(config.prefill, client, clock),
         metrics=metrics,
         tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
         bodies=BodyReader(config.max_body_nbytes),
@@ -148,6 +152,7 @@ async def open_rig(
     )
     app = build_app(context, [build(context) for build in parts])
     receiver = asyncio.create_task(client.run())
+    sources = asyncio.create_task(context.peers.run())
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     try:
         with scheduler:
@@ -158,8 +163,9 @@ async def open_rig(
                 transport=transport, base_url="http://localhost", headers=headers
             ) as http:
                 yield Rig(scheduler, context, app, http)
+            sources.cancel()
             receiver.cancel()
-            await asyncio.gather(receiver, return_exceptions=True)
+            await asyncio.gather(sources, receiver, return_exceptions=True)
     finally:
         channel.close()
         shutil.rmtree(runtime_dir)

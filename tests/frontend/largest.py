@@ -26,7 +26,8 @@ from common.request_bounds import (
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 RESUME = "/resume"
 FRONTEND_PATHS = (
-    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/abort_request", "/drain"),
+    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    *("/abort_request", "/drain", "/peers"),
 )
 """Bodies of which nothing goes further than the frontend."""
 assert {*PATHS, RESUME, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"

@@ -33,6 +33,7 @@ from common.protocol.frontend import (
     PeerState,
     PrefixCacheState,
     ServerInfo,
+    SetPeers,
     State,
     Submit,
     Tokens,
@@ -234,6 +235,12 @@ class ScriptedScheduler:
         return [message for message in self.seen if isinstance(message, Submit)]
 
     @property
+    def wanted(self) -> dict[str, bool]:
+        """What the frontend wants by its last word: address -> whether it is dialled."""
+        told = [message for message in self.seen if isinstance(message, SetPeers)]
+        return {peer.address: peer.is_dialled for peer in told[-1].peers} if told else {}
+
+    @property
     def cancels(self) -> list[Cancel]:
         return [message for message in self.seen if isinstance(message, Cancel)]
 
@@ -293,7 +300,7 @@ class ScriptedScheduler:
                     return []
                 trace = trace_of(submit, 0, status="aborted")
                 return [Failed(request_id, 499, "aborted", reason, trace)]
-            case Drain():
+            case Drain() | SetPeers():
                 return []
             case FlushCache(call_id):
                 return [FlushDone(call_id, *self.flush_answer)]

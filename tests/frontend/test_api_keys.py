@@ -37,6 +37,11 @@ def bearing(key: str) -> dict[str, str]:
         ((KEY,), (ADMIN,), "/metrics", {"", KEY, OTHER, ADMIN}),
         ((KEY,), (), "/metrics/", {KEY}),
         ((KEY,), (), "/healthy", {KEY}),
+        ((KEY,), (ADMIN,), "GET /peers", {KEY, ADMIN}),
+        ((KEY,), (ADMIN,), "POST /peers", {ADMIN}),
+        ((KEY,), (ADMIN,), "DELETE /peers", {ADMIN}),
+        ((), (ADMIN,), "DELETE /peers", {ADMIN}),
+        ((KEY,), (), "POST /peers", {KEY}),
     ],
 )
 def test_what_a_key_opens(
@@ -46,9 +51,12 @@ def test_what_a_key_opens(
     path: str,
     opened_by: set[str],
 ) -> None:
+    method, _, path = path.rpartition(" ")
     config = decode_config(tmp_path, api_keys=api_keys, admin_api_keys=admin_keys)
     keys = ApiKeys(config)
-    assert {shown for shown in ("", KEY, OTHER, ADMIN) if keys.allows(path, shown)} == opened_by
+    assert {
+        shown for shown in ("", KEY, OTHER, ADMIN) if keys.allows(method, path, shown)
+    } == opened_by
 
 
 def test_every_route_but_the_open_ones_asks_for_a_key(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
     frontend.Cancel(2, "because", True),
     frontend.Drain(),
     frontend.FlushCache(3),
+    frontend.SetPeers([frontend.WantedPeer("10.0.0.1:8998", is_dialled=False)]),
     frontend.GetState(4),
 ]
 SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [

@@ -127,7 +127,7 @@ def _mend(world: World, pair: frozenset[str]) -> None:
     for name in pair:
         node = world.nodes[name]
         for other in pair - {name}:
-            if f"{other}:1" in node.links:
+            if f"{other}:1" in node.links and f"{other}:1" not in node.hung_up:
                 node.feed(LinkBroke(f"{other}:1", is_refused=False))
 
 
@@ -262,5 +262,7 @@ def repair(world: World) -> None:
             node.boot()
         elif node.is_frozen:
             node.thaw()
+        if node.wanted is not None:
+            node.want_all()
         node.resume_frontend()
         node.worker.go_on()

@@ -10,16 +10,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from common.config import TransferMode
-from common.protocol.peer import TransferRequest
+from common.protocol.peer import Detached, Hello, PeerMessage, TransferRequest
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import Effect, ToPeer
 from common.scheduling.page_account import PageAccount
 from common.scheduling.page_moves import Move
+from common.scheduling.peers import REMOVED_REASON
 from common.scheduling.prefix import Prefix
 from common.scheduling.prefix_cache import PrefixCache
 from common.scheduling.prefix_tree import Node
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
+from common.transfers.connection import Standing
 from common.transfers.incoming_transfer import IncomingTransfer
 from decode_server.request import DecodeRequest
 from decode_server.scheduler import DecodeScheduler
@@ -112,6 +114,28 @@ def check_credits(core: DecodeScheduler, effects: Iterable[Effect]) -> None:
         assert peer.credits is None or count <= peer.credits, (
             f"{link} takes {peer.credits} at a time and was asked for {count}"
         )
+
+
+def check_told(core: DecodeScheduler, link: str, message: PeerMessage, wanted: set[str]) -> None:
+    """A prefill server that is let go is asked for nothing new, and is not left in the midst of a
+    transfer. wanted: those that are not. Raises: AssertionError."""
+    address = core.transfers.links.addresses.get(link)
+    standing = address.standing if address is not None else None
+    match message:
+        case Detached(reason=reason) if reason == REMOVED_REASON:
+            assert link not in wanted, f"{link} was let go, and is wanted"
+            incoming = core.transfers.incoming
+            known = [*incoming.under_way, *incoming.abandoned]
+            left = [one for one in known if one.link == link and not one.is_quiet]
+            assert not left, f"{link} was let go with {len(left)} transfers under way"
+        case TransferRequest(room=None, is_self_test=False):
+            is_needed = address is not None and not (
+                address.connection is not None and address.connection.is_leaving
+            )
+            assert standing is not Standing.LEAVING or is_needed, f"{link} leaves, and was asked"
+        case Hello():
+            is_wanted = standing in (Standing.WANTED, Standing.NAMED)
+            assert is_wanted, f"{link} is {standing}, and was dialled"
 
 
 def check_prefill_requests(core: PrefillScheduler) -> None:

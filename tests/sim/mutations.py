@@ -6,6 +6,7 @@ from tests.sim import (
     mutations_ahead,
     mutations_checkpoints,
     mutations_pages,
+    mutations_peers,
     mutations_prefixes,
     mutations_promised,
     mutations_returns,
@@ -29,4 +30,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_tier.MUTATIONS,
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
+    *mutations_peers.MUTATIONS,
 )

@@ -13,8 +13,17 @@ from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, Segment, Shard
 from common.protocol.codec import encode_layout
-from common.protocol.frontend import Drain, Failed, GetState, Outputs, State, Submit
-from common.protocol.peer import TransferRequest
+from common.protocol.frontend import (
+    Drain,
+    Failed,
+    GetState,
+    Outputs,
+    SetPeers,
+    State,
+    Submit,
+    WantedPeer,
+)
+from common.protocol.peer import Detached, TransferRequest
 from common.protocol.worker import PassTimes, Step, StepDone, WorkerToScheduler
 from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
@@ -26,6 +35,7 @@ from common.scheduling.events import (
     FromWorker,
     FrontendBehind,
     GiveUp,
+    HangUp,
     ProcessesGone,
     Stopping,
     Tick,
@@ -36,12 +46,13 @@ from common.scheduling.events import (
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.in_flight import IN_FLIGHT_MAX
+from common.scheduling.peers import REMOVED_REASON
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
 from tests.sim.client import DIGEST_TOKENS, EOS, can_follow
-from tests.sim.invariants import check_core, check_credits, is_set_aside
+from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
 
@@ -52,6 +63,8 @@ if TYPE_CHECKING:
 class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
+    links: what its settings say. wanted: what its frontend says now, if that has ever changed.
+    hung_up: links that its core has closed for good.
     returns_caches: caches of ended turns go back to prefill servers.
     unreachable_peers: as `SimTransfers.unreachable`.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
@@ -64,6 +77,8 @@ class Node:
         self.page_size, self.pages = page_size, pages
         self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
+        self.hung_up: set[str] = set()
+        self.wanted: list[WantedPeer] | None = None
         self.is_local = False
         self.host_ids: tuple[str, ...] = ("here",)
         self.may_fall_back = False
@@ -121,6 +136,7 @@ class Node:
         self.world.tally["restarts"] += self.life > 1
         self.is_up, self.is_frozen, self.is_draining = True, False, False
         self.backlog = []
+        self.hung_up = set()
         self.peer_waits = PeerWaits()
         self.is_frontend_stopped = False
         self.undelivered = Undelivered()
@@ -157,6 +173,8 @@ class Node:
                 self.core.requests.answers.lengths.note_end(1)
         self._boot_worker()
         self.feed(Tick())
+        if self.wanted is not None:
+            self.want(self.wanted)
         self.world.follow(self)
 
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
@@ -242,6 +260,24 @@ class Node:
         self.feed(Stopping())
         self.is_frozen = True
         self.world.after(0.05, self.crash)
+
+    def want(self, peers: list[WantedPeer]) -> None:
+        """Its frontend says which prefill servers are wanted from now on."""
+        before = self.wanted_links
+        now = {one.address for one in peers}
+        self.world.tally["peers removed"] += len(before - now)
+        self.world.tally["peers added"] += len(now - before)
+        self.world.tally["peers kept"] += sum(not one.is_dialled for one in peers)
+        self.wanted = peers
+        if self.is_up:
+            self.feed(FromFrontend(wire.from_frontend(SetPeers(peers))))
+
+    @property
+    def wanted_links(self) -> set[str]:
+        return {*self.links} if self.wanted is None else {one.address for one in self.wanted}
+
+    def want_all(self) -> None:
+        self.want(list(map(WantedPeer, self.links)))
 
     def stop_frontend(self, *, is_behind: bool) -> None:
         """What it is told waits for it. is_behind: more than may wait while steps are computed."""
@@ -379,11 +415,17 @@ class Node:
                     self.world.tally[type(peer_message).__name__] += 1
                     if isinstance(peer_message, TransferRequest):
                         self._note_asked(peer_message)
+                    if isinstance(self.core, DecodeScheduler) and self.world.is_honest:
+                        check_told(self.core, link, peer_message, self.wanted_links)
+                    if isinstance(peer_message, Detached) and self.role == "decode":
+                        self.world.tally["peers let go"] += peer_message.reason == REMOVED_REASON
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
                     self.given_up = reason
-                case Dial():
-                    pass
+                case Dial(link=link):
+                    self.hung_up.discard(link)
+                case HangUp(link=link):
+                    self.hung_up.add(link)
                 case WatchProcesses(incarnation=incarnation):
                     self.world.watches.add((self.name, incarnation))
                     if self.world.find_worker(incarnation) is None:

@@ -35,12 +35,15 @@ class PeerWaits:
 
     def __init__(self) -> None:
         self._seen_at: dict[str, float] = {}
+        self._taken_at: dict[str, float] = {}
         self._waiting: dict[int, tuple[float, DecodeRequest]] = {}
 
     def note(self, core: DecodeScheduler, now: float) -> None:
         """Which servers can be asked now. To be called whenever that may have changed."""
-        for source in core.transfers.links.connections.sources():
-            self._seen_at[source.link] = now
+        for taker in core.transfers.links.connections.takers():
+            self._taken_at[taker.link] = now
+            if taker.is_source:
+                self._seen_at[taker.link] = now
 
     def check(self, core: DecodeScheduler, now: float, thawed_at: float) -> None:
         """Raises: AssertionError if a request should have been answered 503 by now. thawed_at: a
@@ -77,7 +80,7 @@ class PeerWaits:
         """When one that could serve it was last there. Any can compute a held cache again."""
         if request.bootstrap is None or request.bootstrap.engine or request.output_count:
             return max(self._seen_at.values(), default=0.0)
-        return self._seen_at.get(f"{request.bootstrap.host}:{request.bootstrap.port}", 0.0)
+        return self._taken_at.get(f"{request.bootstrap.host}:{request.bootstrap.port}", 0.0)
 
 
 def are_connected(nodes: Iterable[Node]) -> bool:

@@ -16,6 +16,7 @@ from tests.sim.accidents import (
     repair,
 )
 from tests.sim.client import BUDGET_S, Client
+from tests.sim.comings import check_all_are_back, plan_comings
 from tests.sim.moves import plan_moves
 from tests.sim.node import Node
 from tests.sim.samples import plan_samples
@@ -100,6 +101,7 @@ def run_story(
     if forks.random() < SAMPLES_SHARE:
         prefills = [node for node in world.nodes.values() if node.role == "prefill"]
         plan_samples(world, forks, prefills, decodes)
+    plan_comings(world, random.Random(seed ^ 0xC0316), decodes)
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
@@ -111,6 +113,7 @@ def run_story(
     repair(world)
     run_to_rest(world)
     judge(world)
+    check_all_are_back(world)
     for node in world.nodes.values():
         node.harvest()
     count_traits(world)

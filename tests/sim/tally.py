@@ -22,7 +22,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
         *("crashes", "crashes that leave a worker", "restarts", "drains", "frozen schedulers"),
-        "outages",
+        *("outages", "peers added", "peers removed", "peers kept", "peers let go"),
         *("stopped workers", "stopped frontends", "slow steps", "pools that ran full"),
         *("steps sent ahead", "tokens of who had left"),
     ),

@@ -130,7 +130,7 @@ class World:
     def post(self, sender: Node, link: str, message: PeerMessage) -> None:
         """A server's link to the one that it dialled is an address, and a bare name otherwise."""
         receiver = self.nodes.get(link.partition(":")[0])
-        if receiver is None:
+        if receiver is None or link in sender.hung_up:
             return
         life, sender_life = receiver.life, sender.life
         address = f"{sender.name}:1"
@@ -138,6 +138,9 @@ class World:
         payload = wire.sent(message)
 
         def hear() -> None:
+            if back in receiver.hung_up:
+                self.tally["messages on links that were hung up"] += 1
+                return
             receiver.feed(FromPeer(back, wire.heard_by_peer(payload)))
 
         def deliver() -> None:

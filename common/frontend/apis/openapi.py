@@ -20,6 +20,7 @@ from common.frontend.apis import (
 )
 from common.frontend.bodies import resume, validation
 from common.frontend.bodies.fields import JsonObject
+from common.frontend.peers import routes as peers
 
 PATH = "/openapi.json"
 BODY_METHODS = frozenset({"post", "put"})
@@ -55,6 +56,7 @@ BODIES: dict[str, JsonObject] = {
     "/abort_request": info.ABORT,
     fleet_api.RESUME_PATH: resume.RESUME,
     fleet_api.DRAIN_PATH: fleet_api.DRAIN,
+    peers.PATH: peers.ADDRESS,
 }
 FLUSH_TIMEOUT: JsonObject = {
     "name": "timeout",
@@ -67,6 +69,13 @@ FLUSH_TIMEOUT: JsonObject = {
             {"const": "", "description": "As if it were not given."},
         ]
     },
+}
+PEER_ADDRESS: JsonObject = {
+    "name": "address",
+    "in": "query",
+    "required": True,
+    "description": "host:port of the prefill server.",
+    "schema": {"type": "string"},
 }
 
 
@@ -91,6 +100,8 @@ def describe(paths: dict[str, dict[str, JsonObject]]) -> None:
             responses["default"] = ERROR_RESPONSE
             if path == "/flush_cache":
                 operation["parameters"] = [FLUSH_TIMEOUT]
+            if (path, method) == (peers.PATH, "delete"):
+                operation["parameters"] = [PEER_ADDRESS]
             if path in BODIES and method in BODY_METHODS:
                 content: JsonObject = {"application/json": {"schema": BODIES[path]}}
                 operation["requestBody"] = {"required": True, "content": content}

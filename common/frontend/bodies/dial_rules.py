@@ -7,6 +7,7 @@ change what is allowed; a network in the rules allows addresses only.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -14,17 +15,18 @@ from common.channel.address import Address, make_address
 from common.errors import ConfigError, RequestError
 
 ANY = "any"
-RULES_CACHE_COUNT = 8  # a process has one set of rules; tests have a few
+RULES_CACHE_COUNT = 8  # a process has one set of rules at a time; tests have a few
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class DialRules:
-    """allow: what --bootstrap-allow says. configured: "host:port" of --prefill, always allowed."""
+    """allow: what --bootstrap-allow says. wanted: "host:port" of this server's prefill servers,
+    which are always allowed."""
 
-    def __init__(self, allow: tuple[str, ...], configured: tuple[str, ...]) -> None:
+    def __init__(self, allow: tuple[str, ...], wanted: Iterable[str]) -> None:
         self._allows_any = ANY in allow
-        self._configured = frozenset(configured)
+        self._wanted = frozenset(wanted)
         self._networks: list[Network] = []
         self._patterns: list[str] = []
         for rule in allow:
@@ -49,7 +51,7 @@ class DialRules:
         return address
 
     def _allows(self, address: Address) -> bool:
-        if self._allows_any or str(address) in self._configured:
+        if self._allows_any or str(address) in self._wanted:
             return True
         try:
             number = ipaddress.ip_address(address.host)
@@ -62,6 +64,6 @@ class DialRules:
 
 
 @lru_cache(RULES_CACHE_COUNT)
-def dial_rules(allow: tuple[str, ...], configured: tuple[str, ...]) -> DialRules:
-    """The rules of a server's settings."""
-    return DialRules(allow, configured)
+def dial_rules(allow: tuple[str, ...], wanted: frozenset[str]) -> DialRules:
+    """The rules of a server's settings, and of what it wants now."""
+    return DialRules(allow, wanted)

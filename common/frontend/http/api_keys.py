@@ -21,6 +21,14 @@ from common.frontend.page.files import PAGE_PATHS
 OPEN_PATHS = PAGE_PATHS | {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 # What changes the state of the server for others than the one who asks.
 ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/drain", "/resume"})
+# The same, of paths that others may look at.
+CHANGED_PATHS = frozenset({"/peers"})
+READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def is_for_admins(method: str, path: str) -> bool:
+    is_change = path in CHANGED_PATHS and method not in READING_METHODS
+    return is_change or path in ADMIN_PATHS
 
 
 class ApiKeys:
@@ -30,11 +38,11 @@ class ApiKeys:
         self._admin = [_digest(key) for key in config.admin_api_keys]
         self._any = [_digest(key) for key in config.api_keys]
 
-    def allows(self, path: str, shown: str) -> bool:
-        """Whether a client that shows a key, "" for none, may ask for a path."""
+    def allows(self, method: str, path: str, shown: str) -> bool:
+        """Whether a client that shows a key, "" for none, may ask for a path so."""
         if path in OPEN_PATHS:
             return True
-        if path in ADMIN_PATHS and self._admin:
+        if is_for_admins(method, path) and self._admin:
             return _is_among(shown, self._admin)
         return not self._any or _is_among(shown, [*self._any, *self._admin])
 
@@ -66,15 +74,16 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             shown = bearer_key(Headers(scope=scope))
-            if not self._keys.allows(scope["path"], shown):
-                await _refusal(scope["path"], shown)(scope, receive, send)
+            method, path = scope["method"], scope["path"]
+            if not self._keys.allows(method, path, shown):
+                await _refusal(method, path, shown)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _refusal(path: str, shown: str) -> ASGIApp:
+def _refusal(method: str, path: str, shown: str) -> ASGIApp:
     """In OpenAI's shape on every path, which contains SGLang's. The key is not repeated."""
-    what = "an admin key" if path in ADMIN_PATHS else "an API key"
+    what = "an admin key" if is_for_admins(method, path) else "an API key"
     found = "the one shown is not valid here" if shown else "none was shown"
     error = {
         "message": f"{path} needs {what} as `Authorization: Bearer KEY`; {found}",

@@ -296,8 +296,9 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
     config = context.config
     is_prefill = config.role is Role.PREFILL
     host, port = config.host if is_prefill else "", config.bootstrap_port
-    if len(config.prefill) == 1:
-        host, _, digits = config.prefill[0].rpartition(":")
+    wanted = context.peers.wanted
+    if len(wanted.addresses) == 1:
+        host, _, digits = wanted.addresses[0].rpartition(":")
         port = int(digits)
     limits = Limits(
         vocab_size=known.vocab_size,
@@ -310,7 +311,7 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
         named_host=(named_host or "") if config.host in ANY_HOST else config.host,
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
-        dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, config.prefill),
+        dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
     )
     if not config.serve_plain:
         return limits

@@ -40,6 +40,7 @@ from common.protocol.frontend import (
     Outputs,
     SchedulerToFrontend,
     ServerInfo,
+    SetPeers,
     State,
     Tokens,
     Traced,
@@ -237,6 +238,10 @@ class SchedulerClient:
         answer = await self._calls.ask(FlushCache, timeout_s)
         assert isinstance(answer, FlushDone)
         return answer
+
+    def set_peers(self, message: SetPeers) -> bool:
+        """Whether the scheduler will hear of it."""
+        return self._line.try_send(message)
 
     async def wait_ready(self) -> ServerInfo:
         """Wait until every worker is ready."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import SendResult
 from common.protocol.codec import encode
-from common.protocol.frontend import Cancel, Drain, FlushCache, GetState, Submit
+from common.protocol.frontend import Cancel, Drain, FlushCache, GetState, SetPeers, Submit
 
 
 class SchedulerLine:
@@ -18,7 +18,7 @@ class SchedulerLine:
         self._channel = channel
         self._unsent: dict[tuple[type[Submit | Cancel | Drain], int], bytes] = {}
 
-    def try_send(self, message: Submit | GetState | FlushCache) -> bool:
+    def try_send(self, message: Submit | GetState | FlushCache | SetPeers) -> bool:
         """Whether a message was sent, behind all that waited; not if the scheduler has not read for
         a long time. Raises: ProtocolError if it is too large."""
         payload = encode(message)

@@ -45,7 +45,8 @@ def not_ready_reason(context: FrontendContext) -> str:
     if context.scheduler.server_info is None or state is None:
         return "the server is still starting"
     if not state.is_ready:
-        return f"no prefill server can be used: {peers_in_words(state)}"
+        problems = [f"{source}: {text}" for source, text in context.peers.problems.items()]
+        return f"no prefill server can be used: {'; '.join([peers_in_words(state), *problems])}"
     return ""
 
 
