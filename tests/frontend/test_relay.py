@@ -454,6 +454,7 @@ def test_drain_tells_the_first_process_once(tmp_path: Path) -> None:
             assert a.context.fleet.targets == ("http://b:30001", "https://c.example:443")
             assert a.context.drain_order.must_move
             assert (await a.http.post("/drain", json={})).status_code == 200
+            assert (await a.http.post("/drain")).status_code == 200
             again = await a.http.post("/drain", json={"to": ["d:1"]})
             assert again.status_code == 400 and "drains already" in again.text
             assert told == ["SIGTERM"]

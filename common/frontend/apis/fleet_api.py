@@ -63,7 +63,9 @@ def build_router(context: FrontendContext) -> APIRouter:
         """Do what a first SIGTERM does: take nothing new, let open requests end or move, and stop.
         A SIGTERM after it ends the server at once."""
         order = context.drain_order
-        to = await context.bodies.read(request, read_targets)
+        has_body = request.headers.get("content-length", "0") != "0"
+        has_body = has_body or "transfer-encoding" in request.headers
+        to = await context.bodies.read(request, read_targets) if has_body else None
         is_decode = context.config.role is Role.DECODE
         if to is not None and not is_decode:
             raise RequestError("to: a prefill server moves nothing", field="to")
