@@ -172,6 +172,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         waits for open requests.
     enable_role_switch: its workers are made for both roles, so that the server can go on in the
         other one without loading weights again. standby: it serves in none until it is told one.
+    relay_timeout_s: how long after that a stopping decode server stays for requests that other ones
+        have taken over; 0: none are moved. drain_to: URLs of those servers; empty: the decode
+        servers that its prefill servers know.
+    serve_plain: a prefill server has its decode servers answer requests that name no room.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
         supervisor; "" until then.
     """
@@ -236,6 +240,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout_s: float | None = None
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0
+    relay_timeout_s: float = 0.0
+    drain_to: tuple[str, ...] = ()
+    serve_plain: bool = False
     api_keys: tuple[str, ...] = ()
     api_key_file: str = ""
     admin_api_keys: tuple[str, ...] = ()

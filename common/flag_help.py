@@ -25,6 +25,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "bootstrap_port": "PORT",
         "prefill": "SERVERS",
         "bootstrap_allow": "HOSTS",
+        "drain_to": "URL,...",
+        "serve_plain": "",
     },
     "roles": {"enable_role_switch": "", "standby": ""},
     "device and ranks": {
@@ -67,6 +69,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "request_timeout_s": "SECONDS",
         "bootstrap_timeout_s": "SECONDS",
         "drain_timeout_s": "SECONDS",
+        "relay_timeout_s": "SECONDS",
         "heartbeat_interval_s": "SECONDS",
         "peer_timeout_s": "SECONDS",
         "worker_timeout_s": "SECONDS",

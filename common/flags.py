@@ -327,7 +327,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "admin_api_keys",
         ("admin-api-key",),
         api_keys,
-        "keys that abort_request and flush_cache ask for [--api-key]; or BATON_ADMIN_API_KEY",
+        "keys that administrators' requests ask for [--api-key]; or BATON_ADMIN_API_KEY",
         is_secret=True,
     ),
     Flag(

@@ -13,9 +13,10 @@ from pathlib import Path
 from common.config import DEFAULT_BOOTSTRAP_PORT, LocalPrefill, Role, ServerConfig
 from common.errors import ConfigError
 from common.flag_reading import parse_settings, to_config
-from common.flag_values import Value, choice, number, port
+from common.flag_values import Value, choice, drain_targets, number, port, switch
 from common.flags import COMMON_FLAGS, Flag
 from common.prefill_entries import PeerFile, read_entry
+from common.request_bounds import REQUEST_TIMEOUT_S_MAX
 
 _RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
 ALONE = "none"  # what --prefill says when this server is to compute prompts itself
@@ -68,6 +69,14 @@ PREFILL_FLAGS: tuple[Flag, ...] = (
         number(0.1, 86400),
         "seconds that half of a routed request waits, or a cache that was computed first",
     ),
+    Flag(
+        "serve_plain",
+        ("serve-plain",),
+        switch,
+        "answer requests without a room as well: a connected decode server generates, and is shown "
+        "an admin key",
+        is_switch=True,
+    ),
 )
 
 DECODE_FLAGS: tuple[Flag, ...] = (
@@ -83,6 +92,20 @@ DECODE_FLAGS: tuple[Flag, ...] = (
         choice(*LocalPrefill),
         "what is computed here: off, nothing; auto, short rests of cached prompts where that is "
         "quicker; fallback, whole prompts too if no prefill server can be found",
+    ),
+    Flag(
+        "relay_timeout_s",
+        ("relay-timeout",),
+        number(0, REQUEST_TIMEOUT_S_MAX),
+        "seconds that a stopping server stays after --drain-timeout for requests that other decode "
+        "servers have taken over; 0: none are moved",
+    ),
+    Flag(
+        "drain_to",
+        ("drain-to",),
+        drain_targets,
+        "URLs of decode servers that take them over, comma separated, or `auto` for those that its "
+        "prefill servers know; an admin key is shown to them",
     ),
     Flag(
         "prefill",

@@ -18,7 +18,6 @@ from common.protocol.frontend import Failed, Submit
 from common.request import (
     CachedTokens,
     FinishReason,
-    SamplingParams,
     TokenLogprobs,
     TransferTrace,
 )
@@ -35,13 +34,12 @@ from common.transfers.transfers import Transfers
 from decode_server.answers import Answers
 from decode_server.arriving_blocks import ArrivingBlocks
 from decode_server.drain_rate import DrainRate
-from decode_server.request import DecodeRequest, new_request
+from decode_server.request import DecodeRequest, new_request, new_self_test
 from decode_server.rooms import Rooms
 from decode_server.samples import Samples
 from decode_server.waiting import WaitingQueue
 
 COUNTED = ("retracted", "retried", "holds_lost")
-TEST_TOKEN_ID = 0
 TRANSFER_ID_BITS = 63
 
 
@@ -127,11 +125,16 @@ class Requests:
                 parent = new_request(submit, own, now)
                 self.samples.join(parent, children)
                 self._requests[parent.request_id] = parent
-            parent.bootstrap = None if queued else submit.bootstrap
             for child in children:
                 self._requests[child.request_id] = child
                 self.deadlines.add(child.request_id, child.deadline)
-            self.queue.add(parent)
+            if submit.output_ids:
+                # It has begun before, here or elsewhere: it waits as one that was retracted.
+                parent.digests = self._account.cached.digests_of(parent.digests, parent.token_ids)
+                self.queue.add_again(parent)
+            else:
+                parent.bootstrap = None if queued else submit.bootstrap
+                self.queue.add(parent)
             queued.append(parent)
         return queued
 
@@ -144,19 +147,7 @@ class Requests:
 
     def submit_test(self, link: str, budget_s: float, now: float) -> None:
         """A prompt of one token, for one token, from the prefill server at a link."""
-        sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
-        request = DecodeRequest(
-            request_id=self._take_own_id(),
-            token_ids=[TEST_TOKEN_ID],
-            prompt_count=1,
-            sampling=sampling,
-            bootstrap=None,
-            digests=b"",
-            arrived_at=now,
-            deadline=now + budget_s,
-            waiting_since=now,
-            tested_link=link,
-        )
+        request = new_self_test(self._take_own_id(), link, budget_s, now)
         self._requests[request.request_id] = request
         self.queue.add(request)
         self.deadlines.add(request.request_id, request.deadline)
@@ -354,13 +345,15 @@ class Requests:
         self._forget(request)
 
     def take_ended(self) -> list[tuple[DecodeRequest, Sequence]]:
-        """Those of clients that have had their last token since the last call."""
+        """Those of clients that have had their last token here since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def fail(self, request: DecodeRequest, failure: Failure, now: float) -> None:
+    def fail(
+        self, request: DecodeRequest, failure: Failure, now: float, *, is_moved: bool = False
+    ) -> None:
         """Any state -> FAILED: one error is the answer. A prompt fails with all of its samples, and
-        ends with the last of them."""
+        ends with the last of them. is_moved: another server goes on from what is computed."""
         if request.children:
             for child in list(request.children):
                 self.fail(child, failure, now)
@@ -372,6 +365,8 @@ class Requests:
             self._transfers.incoming.abandon(request.transfer, failure.message)
         request.transfer = None
         self._let_go(request)
+        if is_moved and request.sequence is not None:
+            self._ended.append((request, request.sequence))
         self._drop_sequence(request)
         self._forget(request)
         parent = self.samples.leave(request)

@@ -59,7 +59,7 @@ from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry,
 from decode_server.expected_time import ExpectedTime
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
-from decode_server.request import DecodeRequest
+from decode_server.request import DecodeRequest, why_misfit
 from decode_server.requests import Requests
 from decode_server.returns import Returns
 from decode_server.self_test import SelfTests
@@ -267,10 +267,11 @@ class DecodeScheduler:
         match message:
             case Submit():
                 self._handle_submit(message, now)
-            case Cancel():
+            case Cancel(reason=reason, is_moved=is_moved):
                 request = self.requests.get(message.request_id)
                 if request is not None:
-                    self._fail(request, Failure(FailureKind.ABORTED, message.reason), now)
+                    kind = FailureKind.MOVED if is_moved else FailureKind.ABORTED
+                    self.requests.fail(request, Failure(kind, reason), now, is_moved=is_moved)
             case Drain():
                 pass  # the frontend lets no request in, and nothing else brings work
             case FlushCache():
@@ -296,11 +297,11 @@ class DecodeScheduler:
     def _check(self, submit: Submit, now: float) -> Failure | None:
         """Why a request is not taken; None if it is. One that would wait longer than it may is told
         so at once, and when to come back."""
-        token_count, waiting_count = len(submit.token_ids), self.requests.waiting_count
+        waiting_count = self.requests.waiting_count
         wait_s = self.requests.drain_rate.wait_s(waiting_count, now)
-        if not 1 <= token_count < self.request_token_max:
-            text = f"prompt of {token_count} tokens: must be 1..{self.request_token_max - 1}"
-            return Failure(FailureKind.BAD_REQUEST, text)
+        misfit = why_misfit(submit, self.request_token_max, is_local=self._is_local)
+        if misfit:
+            return Failure(FailureKind.BAD_REQUEST, misfit)
         if waiting_count >= self._limits.queue_max:
             text = f"queue full: {waiting_count} requests are waiting"
             return Failure(FailureKind.QUEUE_FULL, text, retry_after_s=wait_s or 0.0)
@@ -311,9 +312,6 @@ class DecodeScheduler:
             )
             late_s = wait_s - submit.budget_s
             return Failure(FailureKind.OVERLOADED, text, retry_after_s=late_s)
-        if submit.bootstrap is not None and not submit.bootstrap.engine and self._is_local:
-            text = "bootstrap_room: this server was started with --prefill none"
-            return Failure(FailureKind.BAD_REQUEST, text)
         return None
 
     # ---- transfers -------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ DOORS = {
     "fastapi": ("common/frontend/",),
     "starlette": ("common/frontend/",),
     "uvicorn": ("common/frontend/",),
+    "h11": ("common/frontend/http/",),
     "prometheus_client": ("common/metrics/",),
     "opentelemetry": ("common/frontend/requests/tracing.py",),
     "safetensors": ("common/engine/",),

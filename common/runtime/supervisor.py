@@ -171,7 +171,8 @@ class Supervisor:
         for name, child in self._children.items():
             if child.poll() is None:
                 child.terminate()
-            if not self._wait(child, drain_s + END_TIMEOUT_S):
+            relay_s = self._config.relay_timeout_s if name == "frontend" else 0.0
+            if not self._wait(child, drain_s + relay_s + END_TIMEOUT_S):
                 why = "at a second signal" if self._signal_count > 1 else "after --drain-timeout"
                 log.warning("%s has not ended and is killed %s", name, why)
                 code = EXIT_FAILED

@@ -14,11 +14,13 @@ from common.config import EngineType, LocalPrefill, Role, ServerConfig, read_con
 from common.errors import ConfigError
 from common.flag_help import GROUPS, PLACEHOLDERS
 from common.flags import COMMON_FLAGS
-from decode_server.config import FLAGS as DECODE_FLAGS
+from common.role_flags import DECODE_FLAGS as OWN_DECODE_FLAGS
+from common.role_flags import PREFILL_FLAGS as OWN_PREFILL_FLAGS
 from decode_server.config import parse_args as parse_decode
-from prefill_server.config import FLAGS as PREFILL_FLAGS
 from prefill_server.config import parse_args as parse_prefill
 
+PREFILL_FLAGS = (*COMMON_FLAGS, *OWN_PREFILL_FLAGS)
+DECODE_FLAGS = (*COMMON_FLAGS, *OWN_DECODE_FLAGS)
 Parse = Callable[[Sequence[str]], ServerConfig]
 
 

@@ -58,6 +58,11 @@ def has_two_steps(seed: int) -> bool:
     return seed % 2 == 1
 
 
+def has_moves(seed: int) -> bool:
+    """Of every second of the others."""
+    return seed % 4 == 2
+
+
 def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None) -> str:
     """What is wrong with a seed's story, "" if nothing is. What is broken may raise anything."""
     with pytest.MonkeyPatch.context() if mutation_index >= 0 else nullcontext() as patch:
@@ -65,7 +70,12 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
             MUTATIONS[mutation_index].plant(patch)
         try:
             is_sound = mutation_index < 0
-            run_story(seed, has_two_steps=is_sound and has_two_steps(seed), log=log)
+            run_story(
+                seed,
+                has_two_steps=is_sound and has_two_steps(seed),
+                has_moves=is_sound and has_moves(seed),
+                log=log,
+            )
         except BROKEN as error:
             return told_as(error)
     return ""
@@ -106,7 +116,8 @@ def run_chunk(seeds: range) -> tuple[list[tuple[int, str]], list[Counter[str]]]:
     tallies: list[Counter[str]] = []
     for seed in seeds:
         try:
-            tallies.append(run_story(seed, has_two_steps=has_two_steps(seed)).tally)
+            world = run_story(seed, has_two_steps=has_two_steps(seed), has_moves=has_moves(seed))
+            tallies.append(world.tally)
         except BROKEN as error:
             problems.append((seed, told_as(error)))
     return problems, tallies

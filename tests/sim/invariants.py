@@ -71,7 +71,7 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     batcher = core.batcher
     computing_count = len(batcher._running) + len(batcher._prompts)
     assert computing_count <= batcher.limits.running_max, "more compute than may"
-    has_begun = [request.requested_at > 0.0 for request in queue]
+    has_begun = [bool(request.requested_at or request.output_count) for request in queue]
     assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
     assert incoming.under_way_count <= len(core.requests), "transfers without an owner"
     for awaited in core.requests.arriving._first.values():

@@ -51,7 +51,7 @@ from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import wire
-from tests.sim.client import DIGEST_TOKENS, EOS
+from tests.sim.client import DIGEST_TOKENS, EOS, can_follow
 from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
@@ -175,6 +175,7 @@ class Node:
         self.feed(Tick())
         if self.wanted is not None:
             self.want(self.wanted)
+        self.world.follow(self)
 
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
         if self.role == "prefill":
@@ -240,7 +241,11 @@ class Node:
         else:
             bury()
         for client in self.world.clients.values():
-            if client.node == self.name and not client.finals:
+            if client.node != self.name or client.finals:
+                continue
+            if self.world.follows_crashes and self.role == "decode" and can_follow(client):
+                client.is_waiting_for_server = True
+            else:
                 client.finals.append("crashed with its server")
 
     def drain(self) -> None:

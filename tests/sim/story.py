@@ -17,6 +17,7 @@ from tests.sim.accidents import (
 )
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.comings import check_all_are_back, plan_comings
+from tests.sim.moves import plan_moves
 from tests.sim.node import Node
 from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
@@ -64,12 +65,14 @@ def run_story(
     has_accidents: bool = True,
     is_verified: bool = True,
     has_two_steps: bool = False,
+    has_moves: bool = False,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
 
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
     has_two_steps: whether some requests are computed before their decode server asks.
+    has_moves: whether requests go on elsewhere, and after a crash.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -102,6 +105,8 @@ def run_story(
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
+    if has_moves:
+        plan_moves(world, random.Random(seed ^ 0x30FE5))
     if has_accidents:
         _plan_accidents(world, rng, seed, is_crowded=is_crowded)
     world.run(QUIET_AT)

@@ -43,6 +43,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("decode: aborted", "decode: timed_out", "decode: retracted"),
         *("decode: verified", "decode: mismatched", "prompts computed by decode servers"),
         *("prefill: finished", "prefill: aborted", "prefill: timed_out"),
+        *("requests that moved", "streams that moved", "requests that followed a crash"),
         *("prefill: hold_expired", "decode: holds_lost"),
         *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
     ),

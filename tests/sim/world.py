@@ -50,6 +50,8 @@ class World:
     is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
     is_hurried: whether some clients have little time. hold_s: how long a prefill server keeps half
     of a request, or what it computed ahead.
+    follows_crashes: whether requests of a server that crashes are asked for again when it is back;
+    follow: asks for them.
     calm_until: when the first accident happens.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
@@ -69,6 +71,8 @@ class World:
         self.calm_until = math.inf
         self.hold_s = 30.0
         self.is_honest = False
+        self.follows_crashes = False
+        self.follow: Callable[[Node], None] = lambda node: None
         self.slots_ran_out = False
         self.retraction_count = 0
         self.now = 1.0

@@ -28,7 +28,7 @@ from common.frontend.bodies.body import (
     refusal,
     schema_of,
 )
-from common.frontend.bodies.bootstrap_address import Meeting
+from common.frontend.bodies.bootstrap_address import Meeting, limits_of
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.reader import request_name, trace_parent
@@ -90,7 +90,9 @@ def _add_route(
     async def complete(request: Request) -> Response:
         limits = request_limits(context, request.url.hostname)
         name = request_name(request, name_prefix)
-        call, shape = await context.bodies.read(request, lambda body: parse(body, limits, name))
+        call, shape = await context.bodies.read(
+            request, lambda body: parse(body, limits_of(body, limits), name)
+        )
         await context.check_grammars(call.samples)
         run = OpenAiRun(context, call, shape, trace_parent(request))
         return await answer(request, run, is_streaming=call.is_streaming)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
+from common.frontend.bodies.bootstrap_address import limits_of
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.validation import GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
@@ -36,7 +37,8 @@ def build_router(context: FrontendContext) -> APIRouter:
         limits = request_limits(context, request.url.hostname)
         rid = request_name(request)
         call = await context.bodies.read(
-            request, lambda body: parse_generate(body, context.tokenizer, limits, rid)
+            request,
+            lambda body: parse_generate(body, context.tokenizer, limits_of(body, limits), rid),
         )
         await context.check_grammars(call.samples)
         run = GenerateRun(context, call, trace_parent(request))

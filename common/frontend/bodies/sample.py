@@ -5,7 +5,7 @@ Values only; knows no JSON, no HTTP and no scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.frontend.bodies.dial_rules import DialRules
@@ -24,6 +24,8 @@ class Limits:
     engine: this prefill server's incarnation; named_host: how its client calls it.
     request_timeout_s: the longest time of a request, and its time unless it asks for less.
     prefix_fingerprint: the server's, which the digests of prompts begin with; None: none are made.
+    plain: of requests without a room on a prefill server, where decode servers answer them; its
+        request_token_max is 0 if none is connected.
     """
 
     vocab_size: int
@@ -37,6 +39,7 @@ class Limits:
     named_host: str = ""
     request_timeout_s: float = 600.0
     prefix_fingerprint: Mapping[str, str] | None = None
+    plain: Limits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Sample:
     prefix_digests: of the prompt, for the scheduler; b"" if nothing of it is kept or shared.
     prompt_index: of the prompt in its body; samples of one prompt differ by their seeds alone. -1
         for a sample that shares nothing.
+    output_ids: what its client has had of the answer.
     """
 
     index: int
@@ -78,3 +82,4 @@ class Sample:
     grammar_field: str = ""
     prefix_digests: bytes = b""
     prompt_index: int = -1
+    output_ids: Sequence[int] = ()

@@ -155,7 +155,7 @@ def parse_generate(
     prompts, is_batch = _read_prompts(given, tokenizer, limits)
     count = len(prompts)
     choices = [
-        _with_logprobs(choice, logprobs, prompt, limits)
+        with_logprobs(choice, logprobs, prompt, limits)
         for choice, logprobs, prompt in zip(
             _read_choices(given.sampling_params, count, limits),
             _spread_logprobs(body, count),
@@ -361,7 +361,7 @@ def _spread_logprobs(body: JsonObject, count: int) -> list[LogprobFields]:
     return [read(LogprobFields, fields) for fields in spread(LogprobFields, body, count)]
 
 
-def _with_logprobs(
+def with_logprobs(
     choice: SamplingChoice, given: LogprobFields, prompt: Prompt, limits: Limits
 ) -> SamplingChoice:
     """The choice of a prompt, with its report per token."""
