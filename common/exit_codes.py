@@ -18,6 +18,11 @@ EXIT_START_AGAIN = 75
 EXIT_SWITCHED = {81: Role.PREFILL, 82: Role.DECODE}
 
 
+def switched_code(role: Role) -> int:
+    """What a frontend ends with whose server is to go on in a role."""
+    return next(code for code, one in EXIT_SWITCHED.items() if one is role)
+
+
 def exit_code_of(error: ConfigError) -> int:
     """What a process ends with that could not start."""
     return EXIT_START_AGAIN if isinstance(error, NotNow) else EXIT_CONFIG

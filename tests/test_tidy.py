@@ -25,7 +25,7 @@ LAYERS = [
      "common.log", "common.clock", "common.request", "common.request_bounds",
      "common.failures", "common.exit_codes", "common.config_checks", "common.flag_reading",
      "common.flag_values", "common.grammar", "common.stopped",
-     "common.prefix_digests", "common.prefill_entries"},
+     "common.prefix_digests", "common.prefill_entries", "common.role_flags"},
     {"common.layout"},
     {"common.planner"},
     {"common.protocol"},

@@ -22,9 +22,9 @@ import uvloop
 
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, SystemClock
-from common.config import ServerConfig, read_config
+from common.config import Role, ServerConfig, read_config
 from common.errors import ConfigError, RequestError, config_error
-from common.exit_codes import exit_code_of
+from common.exit_codes import exit_code_of, switched_code
 from common.frontend.apis import (
     fleet_api,
     info,
@@ -75,11 +75,11 @@ def main() -> int:
         clock = SystemClock()
         with bind(config.host, config.port) as listener:
             tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
-            uvloop.run(serve(config, listener, tokenizer, clock))
+            role = uvloop.run(serve(config, listener, tokenizer, clock))
     except ConfigError as exc:
         sys.stderr.write(f"baton frontend: {exc}\n")
         return exit_code_of(exc)
-    return 0
+    return switched_code(role) if role is not None else 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -103,8 +103,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def serve(
     config: ServerConfig, listener: socket.socket, tokenizer: Tokenizer, clock: Clock
-) -> None:
-    """Serve until SIGTERM or SIGINT, then let open requests end, as `Drain` does."""
+) -> Role | None:
+    """Serve until SIGTERM or SIGINT, or until another role is asked for, then let open requests
+    end, as `Drain` does. Returns that role."""
     tracing = open_tracing(config)
     metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
     channel = AsyncLocalClient(config.frontend_ipc_path, "frontend")
@@ -113,7 +114,8 @@ async def serve(
     )
     fleet = Fleet(config, client, clock)
     relays = Relays(client, fleet, clock)
-    order = DrainOrder(lambda: os.kill(os.getppid(), signal.SIGTERM))
+    stop = asyncio.Event()
+    order = DrainOrder(lambda: os.kill(os.getppid(), signal.SIGTERM), stop.set)
     context = FrontendContext(
         config=config,
         scheduler=client,
@@ -155,7 +157,6 @@ async def serve(
     async with asyncio.TaskGroup() as tasks:
         receiver = tasks.create_task(client.run())
         sources = tasks.create_task(context.peers.run())
-        stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         last = Drain(config, client, relays, fleet, clock)
@@ -170,6 +171,7 @@ async def serve(
         receiver.cancel()
     channel.close()
     tracing.close()
+    return order.role
 
 
 def _version() -> str:

@@ -67,6 +67,8 @@ PAUSE_MAX_S = 0.5  # peers wait for 0.8 s; a loaded machine takes some hundredth
 # How long a worker may take to end what the scheduler before left: a step, and closed connections.
 TAKE_OVER_TIMEOUT_S = 20.0
 
+STANDBY = "on standby, with its weights loaded: POST /switch_role has it begin to serve"
+
 # Refused connections that are remembered while the workers still load.
 EARLY_REFUSALS_MAX = 64
 
@@ -188,7 +190,11 @@ class SchedulerLoop:
         if self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):
-            self._sockets.frontend.add(State(message.call_id, False, {}, {}, [], []))
+            is_waiting = self._config.standby and self._info is not None
+            trouble = STANDBY if is_waiting else ""
+            self._sockets.frontend.add(
+                State(message.call_id, False, {}, {}, [], [], trouble=trouble)
+            )
 
     def _receive_workers(self) -> None:
         for rank, message in self._sockets.receive_workers():
@@ -266,14 +272,14 @@ class SchedulerLoop:
     def _start_core(self) -> None:
         """All workers are ready."""
         facts = gather_facts(self._config, self._workers)
-        self._core = self._make_core(facts, self._config)
+        core = self._make_core(facts, self._config)
         running_max = facts.running_max(self._config.max_running_requests)
-        self._info = describe_server(
-            facts, self._core.request_token_max, running_max, self._workers
-        )
+        self._info = describe_server(facts, core.request_token_max, running_max, self._workers)
         self._send_info()
-        self._feed(Tick())
         log_ready(self._config, facts, running_max)
+        if not self._config.standby:
+            self._core = core
+            self._feed(Tick())
 
     def _send_info(self) -> None:
         if self._info is not None and self._is_frontend_known:

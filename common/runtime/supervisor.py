@@ -137,7 +137,7 @@ class Supervisor:
         scheduler = self._children["scheduler"]
         scheduler.send_signal(signal.SIGUSR1)
         self._wait(scheduler, END_TIMEOUT_S)
-        self._config = msgspec.structs.replace(self._config, role=role)
+        self._config = msgspec.structs.replace(self._config, role=role, standby=False)
         write_config(self._config)
         setup_log(role, "supervisor", self._config.log_level)
         log.info("this is a %s server from now on", role)

@@ -70,10 +70,14 @@ class Node:
 
     # ---- life ------------------------------------------------------------------------------------
 
+    def add_flags(self, *flags: str) -> None:
+        """For the next start."""
+        self._args += flags
+
     def start(self) -> Node:
         self._start_count += 1
         listens = ["--host", self.host]
-        if self._role == "prefill":
+        if self._role == "prefill" or "--enable-role-switch" in self._args:
             listens += ["--bootstrap-port", str(self.bootstrap_port)]
         self.server = start_server(
             self._role,

@@ -148,7 +148,7 @@ async def open_rig(
         version="0.test",
         fleet=fleet,
         relays=Relays(client, fleet, clock),
-        drain_order=DrainOrder(lambda: None),
+        drain_order=DrainOrder(lambda: None, lambda: None),
     )
     app = build_app(context, [build(context) for build in parts])
     receiver = asyncio.create_task(client.run())

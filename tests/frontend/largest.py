@@ -27,7 +27,7 @@ PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 RESUME = "/resume"
 FRONTEND_PATHS = (
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
-    *("/abort_request", "/drain", "/peers"),
+    *("/abort_request", "/drain", "/peers", "/switch_role"),
 )
 """Bodies of which nothing goes further than the frontend."""
 assert {*PATHS, RESUME, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"

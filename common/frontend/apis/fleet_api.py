@@ -1,4 +1,5 @@
-"""What the servers of a fleet, and their administrators, ask of each other: POST /resume, /drain.
+"""What the servers of a fleet, and their administrators, ask of each other: POST /resume, /drain,
+/switch_role.
 
 /resume is not for clients. It goes on with a request that another server has begun or taken in, and
 answers with the scheduler's own messages as server-sent events. Closing the connection ends it.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -33,6 +34,7 @@ from common.frontend.requests.request_handle import Asked, SampleId
 
 RESUME_PATH = PATH
 DRAIN_PATH = "/drain"
+SWITCH_PATH = "/switch_role"
 
 
 class DrainFields(Body, frozen=True):
@@ -41,7 +43,14 @@ class DrainFields(Body, frozen=True):
     to: Annotated[list[str], Meta(max_length=SERVER_COUNT_MAX)] | None = None
 
 
+class RoleFields(Body, frozen=True):
+    """role: prefill or decode."""
+
+    role: Literal["prefill", "decode"]
+
+
 DRAIN = schema_of(DrainFields)
+SWITCH = schema_of(RoleFields)
 
 
 def build_router(context: FrontendContext) -> APIRouter:
@@ -78,7 +87,32 @@ def build_router(context: FrontendContext) -> APIRouter:
         open_count = context.scheduler.open_request_count
         return json_response({"success": True, "open_requests": open_count})
 
+    @router.post(SWITCH_PATH)
+    async def switch_role(request: Request) -> Response:
+        """Let open requests end or move, and go on as a server of the other role; weights and pool
+        are kept. /health is red until it has."""
+        role = await context.bodies.read(request, lambda body: Role(read(RoleFields, body).role))
+        return json_response(_switch(context, role))
+
     return router
+
+
+def _switch(context: FrontendContext, role: Role) -> JsonObject:
+    """Begin it; the answer. Raises: RequestError if this server can't."""
+    config, order = context.config, context.drain_order
+    is_there = role is config.role and not config.standby
+    if not is_there and role is not config.role and not config.enable_role_switch:
+        raise RequestError(
+            f"role={str(role)!r}: this {config.role} server was started without "
+            "--enable-role-switch",
+            field="role",
+        )
+    if not is_there and order.is_given:
+        raise RequestError("role: the server drains already", status=503, field="role")
+    if not is_there:
+        order.give_role(role)
+    open_count = 0 if is_there else context.scheduler.open_request_count
+    return {"success": True, "role": str(role), "is_done": is_there, "open_requests": open_count}
 
 
 def read_targets(body: JsonObject) -> tuple[str, ...] | None:

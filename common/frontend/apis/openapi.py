@@ -56,6 +56,7 @@ BODIES: dict[str, JsonObject] = {
     "/abort_request": info.ABORT,
     fleet_api.RESUME_PATH: resume.RESUME,
     fleet_api.DRAIN_PATH: fleet_api.DRAIN,
+    fleet_api.SWITCH_PATH: fleet_api.SWITCH,
     peers.PATH: peers.ADDRESS,
 }
 FLUSH_TIMEOUT: JsonObject = {

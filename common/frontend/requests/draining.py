@@ -26,17 +26,27 @@ ENDS_HERE_SHARE = 0.5
 @dataclass(slots=True)
 class DrainOrder:
     """What an administrator asked for. tell: has this server's first process begin the end of all,
-    as a first SIGTERM does. must_move: open requests are to go on elsewhere."""
+    as a first SIGTERM does. leave: ends this frontend alone. must_move: open requests are to go on
+    elsewhere. role: that the server is to go on in; None: it ends."""
 
     tell: Callable[[], None]
+    leave: Callable[[], None]
     is_given: bool = field(default=False, init=False)
     must_move: bool = field(default=False, init=False)
+    role: Role | None = field(default=None, init=False)
 
     def give(self) -> None:
         """Once: a second SIGTERM would end the server at once."""
         if not self.is_given:
             self.is_given = True
             self.tell()
+
+    def give_role(self, role: Role) -> None:
+        """The server drains and goes on in a role. Not after another order."""
+        assert not self.is_given
+        self.is_given = self.must_move = True
+        self.role = role
+        self.leave()
 
 
 class Drain:
