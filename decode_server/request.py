@@ -10,6 +10,7 @@ from common.protocol.frontend import Sibling, Submit
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     Origin,
     RequestTrace,
     SamplingParams,
@@ -20,6 +21,8 @@ from common.scheduling.forks import SamplePages
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState
 from common.transfers.incoming_transfer import Ask, IncomingTransfer
+
+TEST_TOKEN_ID = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,7 @@ class DecodeRequest:
     some may have left; it has no client of its own then. parent: whose cache a sample waits for.
     sample_pages: for all children but one, what each has beside its blocks.
     sample_index: of a sample, its place among those of its prompt.
+    claim: what decides whose turn it is.
     """
 
     request_id: int
@@ -73,6 +77,7 @@ class DecodeRequest:
     cached: CachedTokens = field(default_factory=CachedTokens)
     source_name: str = ""
     origin: Origin = field(default_factory=Origin)
+    claim: Claim = field(default_factory=Claim)
 
     @property
     def output_count(self) -> int:
@@ -151,6 +156,7 @@ class DecodeRequest:
             is_held=self.is_held,
             prefix_digests=b"" if room is not None else self.digests,
             seeds=() if room is not None else self.seeds,
+            claim=self.claim,
         )
 
 
@@ -168,4 +174,22 @@ def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
         waiting_since=now,
         is_sample=bool(submit.siblings),
         origin=sample.origin,
+        claim=submit.claim,
+    )
+
+
+def new_test(request_id: int, link: str, budget_s: float, now: float) -> DecodeRequest:
+    """A prompt of one token, for one token, from the prefill server at a link."""
+    sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
+    return DecodeRequest(
+        request_id=request_id,
+        token_ids=[TEST_TOKEN_ID],
+        prompt_count=1,
+        sampling=sampling,
+        bootstrap=None,
+        digests=b"",
+        arrived_at=now,
+        deadline=now + budget_s,
+        waiting_since=now,
+        tested_link=link,
     )

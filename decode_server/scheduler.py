@@ -55,6 +55,7 @@ from common.transfers.transfers import (
 from decode_server.admission import Admission
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Split, Unbind
+from decode_server.entrance import Entrance
 from decode_server.expected_time import ExpectedTime
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
@@ -135,6 +136,9 @@ class DecodeScheduler:
         self._missing_servers = MissingServers(
             self.transfers, self.requests, is_local=is_local, may_fall_back=may_fall_back
         )
+        self._entrance = Entrance(
+            self.requests, limits.queue_max, self.request_token_max, is_local=is_local
+        )
         self._self_tests = SelfTests(self.transfers.links, limits.self_test_interval_s)
         self._starvation = Starvation(self._admission, self._outbox)
         self._is_frontend_behind = False
@@ -184,9 +188,9 @@ class DecodeScheduler:
             for link, budget_s in self._self_tests.begin_due(now):
                 self.requests.submit_test(link, budget_s, now)
         self._apply_decisions(self._admission.decide(now), now)
-        self._starvation.update(self.requests.queue, now)
+        self._starvation.update(self.requests.queue.first, now)
         self._send_steps(now)
-        self.requests.drain_rate.note(self.requests.waiting_count, now)
+        self.requests.drain_rate.note(len(self.requests.queue), now)
         self.tier.save_ahead()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
@@ -280,37 +284,16 @@ class DecodeScheduler:
 
     def _handle_submit(self, submit: Submit, now: float) -> None:
         self._counters["requests"] += 1 + len(submit.siblings)
-        failure = self._check(submit, now)
-        if failure is not None:
-            self.requests.refuse(submit, failure)
+        taken = self._entrance.check(submit, now)
+        if isinstance(taken, Failure):
+            self.requests.refuse(submit, taken)
             return
+        if taken is not None:
+            self._apply(taken, now)
         for request in self.requests.submit(submit, now):
             decision = self._missing_servers.check_length(request, now)
             if decision is not None:
                 self._apply(decision, now)
-
-    def _check(self, submit: Submit, now: float) -> Failure | None:
-        """Why a request is not taken; None if it is. One that would wait longer than it may is told
-        so at once, and when to come back."""
-        token_count, waiting_count = len(submit.token_ids), self.requests.waiting_count
-        wait_s = self.requests.drain_rate.wait_s(waiting_count, now)
-        if not 1 <= token_count < self.request_token_max:
-            text = f"prompt of {token_count} tokens: must be 1..{self.request_token_max - 1}"
-            return Failure(FailureKind.BAD_REQUEST, text)
-        if waiting_count >= self._limits.queue_max:
-            text = f"queue full: {waiting_count} requests are waiting"
-            return Failure(FailureKind.QUEUE_FULL, text, retry_after_s=wait_s or 0.0)
-        if wait_s is not None and wait_s > submit.budget_s:
-            text = (
-                f"{waiting_count} requests are waiting, which takes about {wait_s:.0f} s: "
-                f"this one may take {submit.budget_s:g} s"
-            )
-            late_s = wait_s - submit.budget_s
-            return Failure(FailureKind.OVERLOADED, text, retry_after_s=late_s)
-        if submit.bootstrap is not None and not submit.bootstrap.engine and self._is_local:
-            text = "bootstrap_room: this server was started with --prefill none"
-            return Failure(FailureKind.BAD_REQUEST, text)
-        return None
 
     # ---- transfers -------------------------------------------------------------------------------
 

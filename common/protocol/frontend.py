@@ -12,6 +12,7 @@ from common.failures import Failure
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     FinishReason,
     Origin,
     RequestTrace,
@@ -43,6 +44,7 @@ class Submit(_Message, frozen=True):
 
     prefix_digests: of the prompt's beginnings (see prefix_digests.py); none if nothing of it is to
         be found in a cache, or kept there.
+    claim: what decides whose turn it is; the same for all samples.
     """
 
     request_id: int
@@ -53,6 +55,7 @@ class Submit(_Message, frozen=True):
     origin: Origin = Origin()
     prefix_digests: bytes = b""
     siblings: list[Sibling] = []
+    claim: Claim = Claim()
 
     @property
     def samples(self) -> list[Sibling]:

@@ -12,6 +12,7 @@ from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     FinishKind,
     FinishReason,
     Grammar,
@@ -262,6 +263,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         token_start=2,
         prefix_digests=b"d" * 16,
         seeds=[0, 2**63 - 1],
+        claim=Claim(-5, "0123456789abcdef"),
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),

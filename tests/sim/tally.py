@@ -17,6 +17,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time", "crowded"),
+        "with priorities and keys",
     ),
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (

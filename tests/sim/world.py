@@ -19,7 +19,7 @@ from common.failures import FailureKind
 from common.layout.component import FULL, Live
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.frontend import Cancel, Failed, Sibling, Submit, Tokens
-from common.request import Bootstrap, SamplingParams
+from common.request import Bootstrap, Claim, SamplingParams
 from common.scheduling.events import (
     Effect,
     FromFrontend,
@@ -53,6 +53,7 @@ class World:
     calm_until: when the first accident happens.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
+    claim_of: by its prompt, how urgent a request is and whose.
     last_due_at: when the last of what is planned happens, ticks and what they bring aside.
     """
 
@@ -74,6 +75,7 @@ class World:
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
+        self.claim_of: Callable[[list[int]], Claim] = lambda prompt: Claim()
         self.watchers: list[Callable[[Node, Effect], None]] = []  # told of all that is decided
         self.watches: set[tuple[str, str]] = set()
         self.lingering: dict[str, SimWorker] = {}
@@ -210,6 +212,7 @@ class World:
             room,
             prefix_digests=extend_digests(seed, prompt, DIGEST_TOKENS),
             siblings=[Sibling(client.request_id, client.sample_seed) for client in others],
+            claim=self.claim_of(prompt),
         )
         node.feed(FromFrontend(wire.from_frontend(submit)))
         return clients

@@ -13,6 +13,7 @@ from msgspec import structs
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.validation import GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
+from common.frontend.http.api_keys import client_of
 from common.frontend.http.errors import raise_failed
 from common.frontend.http.streaming import DONE, answer, event
 from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
@@ -33,7 +34,8 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.api_route(PATH, methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
+        client = client_of(request.headers, context.config)
+        limits = request_limits(context, request.url.hostname, client)
         rid = request_name(request)
         call = await context.bodies.read(
             request, lambda body: parse_generate(body, context.tokenizer, limits, rid)

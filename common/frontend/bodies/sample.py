@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.frontend.bodies.dial_rules import DialRules
-from common.request import Bootstrap, SamplingParams
+from common.request import NO_CLAIM, Bootstrap, Claim, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Limits:
     engine: this prefill server's incarnation; named_host: how its client calls it.
     request_timeout_s: the longest time of a request, and its time unless it asks for less.
     prefix_fingerprint: the server's, which the digests of prompts begin with; None: none are made.
+    client: who asks, see `Claim`. is_low_first: smaller priorities are more urgent.
     """
 
     vocab_size: int
@@ -37,6 +38,8 @@ class Limits:
     named_host: str = ""
     request_timeout_s: float = 600.0
     prefix_fingerprint: Mapping[str, str] | None = None
+    client: str = ""
+    is_low_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Sample:
     prefix_digests: of the prompt, for the scheduler; b"" if nothing of it is kept or shared.
     prompt_index: of the prompt in its body; samples of one prompt differ by their seeds alone. -1
         for a sample that shares nothing.
+    claim: what decides whose turn it is.
     """
 
     index: int
@@ -78,3 +82,4 @@ class Sample:
     grammar_field: str = ""
     prefix_digests: bytes = b""
     prompt_index: int = -1
+    claim: Claim = NO_CLAIM

@@ -232,6 +232,7 @@ class SampleGroup:
             is_streaming=self._is_streaming,
             trace_parent=self._trace_parent,
             prefix_digests=first.prefix_digests,
+            claim=first.claim,
         )
 
     def _grow(self, one: Continuation, handle: RequestHandle) -> None:
@@ -277,8 +278,11 @@ class SampleGroup:
             yield changed
 
 
-def request_limits(context: FrontendContext, named_host: str | None = None) -> Limits:
-    """What bodies are checked against. named_host: of the request's own URL.
+def request_limits(
+    context: FrontendContext, named_host: str | None = None, client: str = ""
+) -> Limits:
+    """What bodies are checked against. named_host: of the request's own URL. client: who asks, see
+    `Claim`.
 
     Raises: RequestError 503 while the server starts.
     """
@@ -303,4 +307,6 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, config.prefill),
+        client=client,
+        is_low_first=config.schedule_low_priority_values_first,
     )
