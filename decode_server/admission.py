@@ -30,6 +30,8 @@ from decode_server.requests import Requests
 WINDOW_TOKENS = 64
 # What a rest may take to compute here while no prefill server can be asked.
 MISSING_S = 2.0
+# The growth of all is found anew when one in so many came or left.
+GROWTH_RATIO = 16
 # Requests that are looked at in vain, one after the other, until a round ends: a queue can be long,
 # and streams wait for the next step.
 VAIN_COUNT_MAX = 16
@@ -305,9 +307,14 @@ class Admission:
         return -(-items // page_group.page_items)
 
     def _expected_growth(self) -> int:
-        """Tokens of all active requests; found anew with every step, for it takes a while."""
+        """Tokens of all active requests; found anew with every step, for it takes a while. Of the
+        many that one round may add, each counts as the mean of those before it."""
         step_count, active_count = self._batcher.step_count, self.active_count
-        if self._growth[:2] != (step_count, active_count):
+        found_at, found_count, growth = self._growth
+        change = abs(active_count - found_count)
+        if found_at == step_count and 0 < change * GROWTH_RATIO <= found_count:
+            return -(-growth * active_count // found_count)
+        if change or found_at != step_count:
             active: list[DecodeRequest | Sequence] = [
                 *self._batcher.sequences(),
                 *self._requests.transferring,

@@ -89,6 +89,8 @@ class MissingServers:
         The time runs from when a server is first found missing and a request waits for it, however
         long it had waited for pages before.
         """
+        if now < self._next_peers_at and not self._absent_since:
+            return
         links = {source.link for source in self._links.connections.sources()}
         self._absent_since = {
             address: since

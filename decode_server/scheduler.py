@@ -180,7 +180,8 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
-        self._flushes.answer(self.requests.client_count)
+        if self._flushes.is_asked:
+            self._flushes.answer(self.requests.client_count)
         self._expire(now)
         self.returns.offer(self.requests.take_ended(), now)
         self._apply_decisions(self._missing_servers.review(now), now)

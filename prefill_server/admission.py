@@ -101,6 +101,8 @@ class Admission:
                 continue
             if self._returns.follows(request, match, reusable) or self._holds_up(request, match):
                 continue
+            if self._next(now) is not request:
+                continue  # what was evicted for it is enough for one that is before it
             yield Schedule(request, self._account.match(request.digests, tokens, reusable))
 
     def _holds_up(self, request: PrefillRequest, match: Match) -> bool:

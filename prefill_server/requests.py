@@ -19,8 +19,8 @@ from common.protocol.frontend import Failed, Submit, Tokens, Traced
 from common.protocol.worker import SampleDraw
 from common.request import (
     CHUNK_MARK_COUNT_MAX,
-    NO_CLAIM,
     CachedTokens,
+    Claim,
     FinishKind,
     FinishReason,
     TokenLogprobs,
@@ -171,11 +171,11 @@ class Requests:
 
     def pair(self, request: PrefillRequest, transfer: OutgoingTransfer, now: float) -> None:
         """WAITING -> QUEUED, or HELD -> SENDING: a decode server asks for it, and its time budget
-        counts as well. Where the other half is traced, this one is part of that. Its claim counts
-        where this one has none."""
+        counts as well. Where the other half is traced, this one is part of that. What this half
+        does not say of its claim, the other one does."""
         self._advance(request, PrefillEvent.PAIRED)
-        if request.claim == NO_CLAIM:
-            request.claim = transfer.request.claim
+        own, asked = request.claim, transfer.request.claim
+        request.claim = Claim(own.priority or asked.priority, own.client or asked.client)
         request.transfer = transfer
         transfer.owner = request.request_id
         parent = transfer.request.origin.trace_parent or request.origin.trace_parent

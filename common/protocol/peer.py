@@ -176,8 +176,8 @@ class TransferRequest(_Message, frozen=True):
     attachment: of the Attach that the pages were reserved behind; under another, it is ignored.
     seeds: of the samples of this prompt, if there are several; each draws a first token. With a
         room, the client's body says how many there are, and how they draw.
-    claim: what decides whose turn it is at the prefill server. A client's half in the same room
-        goes by its own, if it has one.
+    claim: what decides whose turn it is at the prefill server, as far as a client's half in the
+        same room does not say it.
     """
 
     transfer_id: int

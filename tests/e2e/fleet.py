@@ -42,7 +42,10 @@ def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_TIM
 
 
 class Node:
-    """One server of a fleet; the same node can be started again on its ports after it has ended."""
+    """One server of a fleet; the same node can be started again on its ports after it has ended.
+
+    key: that its clients show, unless they say another one; "" for none.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Node:
         self._log_dir = log_dir
         self._client = client
         self._start_count = 0
+        self.key = ""
         self.server: Server
 
     # ---- life ------------------------------------------------------------------------------------
@@ -139,10 +143,12 @@ class Node:
         return self.server.url
 
     def get(self, path: str) -> httpx.Response:
-        return self._client.get(self.url + path)
+        return self._client.get(self.url + path, headers=_bearing(self.key))
 
-    def post(self, path: str, body: Body) -> httpx.Response:
-        return self._client.post(self.url + path, json=body)
+    def post(self, path: str, body: Body, key: str = "") -> httpx.Response:
+        """key: that the client shows, if not the node's."""
+        headers = _bearing(key or self.key)
+        return self._client.post(self.url + path, json=body, headers=headers)
 
     def try_post(self, path: str, body: Body) -> httpx.Response | None:
         """None if nobody listens, or whoever did has gone."""
@@ -172,7 +178,10 @@ class Node:
     def stream(self, body: Body) -> Iterator[Iterator[Reply]]:
         """Events of a streamed /generate; leaving the block early is a disconnect."""
         with self._client.stream(
-            "POST", f"{self.url}/generate", json=body | {"stream": True}
+            "POST",
+            f"{self.url}/generate",
+            json=body | {"stream": True},
+            headers=_bearing(self.key),
         ) as response:
             assert response.status_code == 200, response.read()
             yield _events(response)
@@ -208,6 +217,10 @@ class Node:
             wait_until(f"{self.name} to be at rest", lambda: self.info().is_at_rest, 60.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.info()}") from error
+
+
+def _bearing(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _events(response: httpx.Response) -> Iterator[Reply]:
@@ -292,9 +305,9 @@ class Fleet:
         for node in self.nodes:
             node.wait_at_rest()
 
-    def in_background(self, node: Node, body: Body) -> Future[httpx.Response]:
+    def in_background(self, node: Node, body: Body, key: str = "") -> Future[httpx.Response]:
         """A /generate of which the reply is looked at later."""
-        return self.threads.submit(node.post, "/generate", body)
+        return self.threads.submit(node.post, "/generate", body, key)
 
 
 def reply_of(response: httpx.Response) -> Reply:

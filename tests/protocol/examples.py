@@ -115,6 +115,7 @@ FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
         ORIGIN,
         b"d" * 16,
         [frontend.Sibling(2, 2**63 - 1, ORIGIN)],
+        Claim(5, "0123456789abcdef"),
     ),
     frontend.Cancel(2, "because"),
     frontend.Drain(),

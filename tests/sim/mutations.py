@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim import (
     mutations_ahead,
     mutations_checkpoints,
+    mutations_order,
     mutations_pages,
     mutations_prefixes,
     mutations_promised,
@@ -29,4 +30,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_tier.MUTATIONS,
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
+    *mutations_order.MUTATIONS,
 )

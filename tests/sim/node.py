@@ -152,7 +152,8 @@ class Node:
             has_prefix_cache=self.has_prefix_cache,
         )
         self.core = self.make_core(limits)
-        order.watch(self.core)
+        if self.world.watches_order:
+            order.watch(self.core)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
             for _ in range(REMEMBERED_COUNT):
                 self.core.requests.answers.lengths.note_end(1)

@@ -53,6 +53,7 @@ class World:
     calm_until: when the first accident happens.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
+    watches_order: whether it is checked who begins before whom, which takes longer than to decide.
     claim_of: by its prompt, how urgent a request is and whose.
     last_due_at: when the last of what is planned happens, ticks and what they bring aside.
     """
@@ -71,6 +72,7 @@ class World:
         self.hold_s = 30.0
         self.is_honest = False
         self.slots_ran_out = False
+        self.watches_order = True
         self.retraction_count = 0
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
