@@ -44,15 +44,7 @@ from common.protocol.frontend import (
     Tokens,
     Traced,
 )
-from common.request import (
-    NO_CLAIM,
-    Bootstrap,
-    Claim,
-    FinishReason,
-    Origin,
-    RequestTrace,
-    SamplingParams,
-)
+from common.request import Bootstrap, Claim, FinishReason, Origin, RequestTrace, SamplingParams
 from common.stopped import is_stopped
 
 STOPPING = "the server is stopping"
@@ -141,7 +133,7 @@ class SchedulerClient:
         is_measured: bool = True,
         trace_parent: str = "",
         prefix_digests: bytes = b"",
-        claim: Claim = NO_CLAIM,
+        claim: Claim | None = None,
     ) -> list[RequestHandle]:
         """As `submit`, several samples of one prompt, whose sampling differs by their seeds.
 
@@ -170,7 +162,7 @@ class SchedulerClient:
             origin=first.origin,
             prefix_digests=prefix_digests,
             siblings=others,
-            claim=claim,
+            claim=claim or Claim(),
         )
         try:
             is_sent = self._flush_unsent() and self._send(message)
