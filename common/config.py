@@ -126,6 +126,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         pool; 0: none.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
         batch whose decode passes are recorded.
+    schedule_low_priority_values_first: of the priorities in bodies, smaller ones are more urgent.
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
@@ -222,6 +223,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int = 160
     disable_overlap_schedule: bool = False
+    schedule_low_priority_values_first: bool = False
     transport: str = "auto"
     transfer_ports: str = ""
     net_devices: str = "all"

@@ -53,6 +53,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "max_running_requests": "N",
         "max_queued_requests": "N",
         "disable_overlap_schedule": "",
+        "schedule_low_priority_values_first": "",
         "local_prefill": "WHEN",
     },
     "transfers": {

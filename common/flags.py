@@ -236,6 +236,13 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         is_switch=True,
     ),
     Flag(
+        "schedule_low_priority_values_first",
+        ("schedule-low-priority-values-first",),
+        switch,
+        "a request's `priority` is more urgent the smaller it is, as with vLLM; else the larger",
+        is_switch=True,
+    ),
+    Flag(
         "transport",
         ("transport",),
         choice("auto", "shm", "stream", "ucx-tcp"),

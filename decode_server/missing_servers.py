@@ -101,6 +101,8 @@ class MissingServers:
         The time runs from when a server is first found missing and a request waits for it, however
         long it had waited for pages before.
         """
+        if now < self._next_peers_at and not self._absent_since:
+            return
         takers = self._links.connections.takers()
         there: set[str | None] = {taker.link for taker in takers}
         if any(taker.is_source for taker in takers):

@@ -10,6 +10,7 @@ from common.protocol.frontend import Sibling, Submit
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     Origin,
     RequestTrace,
     SamplingParams,
@@ -40,6 +41,7 @@ class DecodeRequest:
     some may have left; it has no client of its own then. parent: whose cache a sample waits for.
     sample_pages: for all children but one, what each has beside its blocks.
     sample_index: of a sample, its place among those of its prompt.
+    claim: what decides whose turn it is.
     """
 
     request_id: int
@@ -75,6 +77,7 @@ class DecodeRequest:
     cached: CachedTokens = field(default_factory=CachedTokens)
     source_name: str = ""
     origin: Origin = field(default_factory=Origin)
+    claim: Claim = field(default_factory=Claim)
 
     @property
     def output_count(self) -> int:
@@ -153,6 +156,7 @@ class DecodeRequest:
             is_held=self.is_held,
             prefix_digests=b"" if room is not None else self.digests,
             seeds=() if room is not None else self.seeds,
+            claim=self.claim,
         )
 
 
@@ -174,6 +178,7 @@ def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
         waiting_since=now,
         is_sample=bool(submit.siblings),
         origin=sample.origin,
+        claim=submit.claim,
     )
 
 

@@ -56,10 +56,11 @@ from common.transfers.transfers import (
 from decode_server.admission import Admission
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Split, Unbind
+from decode_server.entrance import Entrance
 from decode_server.expected_time import ExpectedTime
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
-from decode_server.request import DecodeRequest, why_misfit
+from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
 from decode_server.returns import Returns
 from decode_server.self_test import SelfTests
@@ -136,6 +137,9 @@ class DecodeScheduler:
         self._missing_servers = MissingServers(
             self.transfers, self.requests, is_local=is_local, may_fall_back=may_fall_back
         )
+        self._entrance = Entrance(
+            self.requests, limits.queue_max, self.request_token_max, is_local=is_local
+        )
         self._self_tests = SelfTests(self.transfers.links, limits.self_test_interval_s)
         self._starvation = Starvation(self._admission, self._outbox)
         self._is_frontend_behind = False
@@ -177,7 +181,8 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
-        self._flushes.answer(self.requests.client_count)
+        if self._flushes.is_asked:
+            self._flushes.answer(self.requests.client_count)
         self._expire(now)
         self.returns.offer(self.requests.take_ended(), now)
         self._apply_decisions(self._missing_servers.review(now), now)
@@ -185,9 +190,9 @@ class DecodeScheduler:
             for link, budget_s in self._self_tests.begin_due(now):
                 self.requests.submit_test(link, budget_s, now)
         self._apply_decisions(self._admission.decide(now), now)
-        self._starvation.update(self.requests.queue, now)
+        self._starvation.update(self.requests.queue.first, now)
         self._send_steps(now)
-        self.requests.drain_rate.note(self.requests.waiting_count, now)
+        self.requests.drain_rate.note(len(self.requests.queue), now)
         self.tier.save_ahead()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
@@ -285,34 +290,16 @@ class DecodeScheduler:
 
     def _handle_submit(self, submit: Submit, now: float) -> None:
         self._counters["requests"] += 1 + len(submit.siblings)
-        failure = self._check(submit, now)
-        if failure is not None:
-            self.requests.refuse(submit, failure)
+        taken = self._entrance.check(submit, now)
+        if isinstance(taken, Failure):
+            self.requests.refuse(submit, taken)
             return
+        if taken is not None:
+            self._apply(taken, now)
         for request in self.requests.submit(submit, now):
             decision = self._missing_servers.check_length(request, now)
             if decision is not None:
                 self._apply(decision, now)
-
-    def _check(self, submit: Submit, now: float) -> Failure | None:
-        """Why a request is not taken; None if it is. One that would wait longer than it may is told
-        so at once, and when to come back."""
-        waiting_count = self.requests.waiting_count
-        wait_s = self.requests.drain_rate.wait_s(waiting_count, now)
-        misfit = why_misfit(submit, self.request_token_max, is_local=self._is_local)
-        if misfit:
-            return Failure(FailureKind.BAD_REQUEST, misfit)
-        if waiting_count >= self._limits.queue_max:
-            text = f"queue full: {waiting_count} requests are waiting"
-            return Failure(FailureKind.QUEUE_FULL, text, retry_after_s=wait_s or 0.0)
-        if wait_s is not None and wait_s > submit.budget_s:
-            text = (
-                f"{waiting_count} requests are waiting, which takes about {wait_s:.0f} s: "
-                f"this one may take {submit.budget_s:g} s"
-            )
-            late_s = wait_s - submit.budget_s
-            return Failure(FailureKind.OVERLOADED, text, retry_after_s=late_s)
-        return None
 
     # ---- transfers -------------------------------------------------------------------------------
 

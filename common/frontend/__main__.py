@@ -138,22 +138,7 @@ async def serve(
         relays=relays,
         drain_order=order,
     )
-    server = _Server(
-        uvicorn.Config(
-            build_app(context, [part.build_router(context) for part in PARTS]),
-            log_config=None,
-            # h11, whatever else is installed: its limits are the ones that are tested.
-            http=make_protocol(clock),
-            h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
-            access_log=config.log_requests,
-            backlog=LISTEN_BACKLOG,
-            timeout_graceful_shutdown=LAST_ANSWERS_S,
-            lifespan="off",
-        )
-    )
-    uvicorn_logger = logging.getLogger(UVICORN_LOGGER)
-    uvicorn_logger.setLevel(logging.WARNING)
-    uvicorn_logger.addFilter(lambda record: not is_logged_here(record))
+    server = _http_server(context)
     async with asyncio.TaskGroup() as tasks:
         receiver = tasks.create_task(client.run())
         sources = tasks.create_task(context.peers.run())
@@ -172,6 +157,26 @@ async def serve(
     channel.close()
     tracing.close()
     return order.role
+
+
+def _http_server(context: FrontendContext) -> uvicorn.Server:
+    server = _Server(
+        uvicorn.Config(
+            build_app(context, [part.build_router(context) for part in PARTS]),
+            log_config=None,
+            # h11, whatever else is installed: its limits are the ones that are tested.
+            http=make_protocol(context.clock),
+            h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
+            access_log=context.config.log_requests,
+            backlog=LISTEN_BACKLOG,
+            timeout_graceful_shutdown=LAST_ANSWERS_S,
+            lifespan="off",
+        )
+    )
+    uvicorn_logger = logging.getLogger(UVICORN_LOGGER)
+    uvicorn_logger.setLevel(logging.WARNING)
+    uvicorn_logger.addFilter(lambda record: not is_logged_here(record))
+    return server
 
 
 def _version() -> str:

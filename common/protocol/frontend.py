@@ -12,6 +12,7 @@ from common.failures import Failure
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     FinishReason,
     Origin,
     RequestTrace,
@@ -47,6 +48,7 @@ class Submit(_Message, frozen=True):
     output_ids: tokens of the answer that the client has already, from this server or another one;
         fewer than max_new_tokens, and of a request without siblings. It goes on behind them, as one
         whose pages others needed: nothing of them is told again, and its room is of no use to it.
+    claim: what decides whose turn it is; the same for all samples.
     """
 
     request_id: int
@@ -58,6 +60,7 @@ class Submit(_Message, frozen=True):
     prefix_digests: bytes = b""
     siblings: list[Sibling] = []
     output_ids: list[int] = []
+    claim: Claim = Claim()
 
     @property
     def samples(self) -> list[Sibling]:

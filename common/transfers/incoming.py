@@ -207,6 +207,7 @@ class Incoming:
             token_start=transfer.token_start,
             prefix_digests=ask.prefix_digests,
             seeds=list(ask.seeds),
+            claim=ask.claim,
         )
 
     def handle_done(self, link: str, done: TransferDone) -> IncomingResult | None:

@@ -107,6 +107,12 @@ VALID = [
     ((), "disable_overlap_schedule", False),
     (("--disable-overlap-schedule",), "disable_overlap_schedule", True),
     (("--pp-size", "2"), "disable_overlap_schedule", True),
+    ((), "schedule_low_priority_values_first", False),
+    (
+        ("--schedule-low-priority-values-first",),
+        "schedule_low_priority_values_first",
+        True,
+    ),
     (("--transport", "stream"), "transport", "stream"),
     (("--transfer-ports", "40000-40031"), "transfer_ports", "40000-40031"),
     (("--net-devices", "lo"), "net_devices", "lo"),
@@ -338,6 +344,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
+    values |= {"schedule-low-priority-values-first": "true"}
     values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000", "return-cache": "auto"}

@@ -45,6 +45,7 @@ class Node:
     """One server of a fleet; the same node can be started again on its ports after it has ended.
 
     host: where it listens. prefix: as of `start_server`. Both may be changed before a start.
+    key: that its clients show, unless they say another one; "" for none.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Node:
         self._log_dir = log_dir
         self._client = client
         self._start_count = 0
+        self.key = ""
         self.server: Server
 
     # ---- life ------------------------------------------------------------------------------------
@@ -152,10 +154,12 @@ class Node:
         return self.server.url
 
     def get(self, path: str) -> httpx.Response:
-        return self._client.get(self.url + path)
+        return self._client.get(self.url + path, headers=_bearing(self.key))
 
-    def post(self, path: str, body: Body) -> httpx.Response:
-        return self._client.post(self.url + path, json=body)
+    def post(self, path: str, body: Body, key: str = "") -> httpx.Response:
+        """key: that the client shows, if not the node's."""
+        headers = _bearing(key or self.key)
+        return self._client.post(self.url + path, json=body, headers=headers)
 
     def delete(self, path: str, params: dict[str, str]) -> httpx.Response:
         return self._client.delete(self.url + path, params=params)
@@ -188,7 +192,10 @@ class Node:
     def stream(self, body: Body) -> Iterator[Iterator[Reply]]:
         """Events of a streamed /generate; leaving the block early is a disconnect."""
         with self._client.stream(
-            "POST", f"{self.url}/generate", json=body | {"stream": True}
+            "POST",
+            f"{self.url}/generate",
+            json=body | {"stream": True},
+            headers=_bearing(self.key),
         ) as response:
             assert response.status_code == 200, response.read()
             yield _events(response)
@@ -224,6 +231,10 @@ class Node:
             wait_until(f"{self.name} to be at rest", lambda: self.info().is_at_rest, 60.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.info()}") from error
+
+
+def _bearing(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _events(response: httpx.Response) -> Iterator[Reply]:
@@ -310,9 +321,9 @@ class Fleet:
         for node in self.nodes:
             node.wait_at_rest()
 
-    def in_background(self, node: Node, body: Body) -> Future[httpx.Response]:
+    def in_background(self, node: Node, body: Body, key: str = "") -> Future[httpx.Response]:
         """A /generate of which the reply is looked at later."""
-        return self.threads.submit(node.post, "/generate", body)
+        return self.threads.submit(node.post, "/generate", body, key)
 
 
 def reply_of(response: httpx.Response) -> Reply:

@@ -12,6 +12,7 @@ from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     FinishKind,
     FinishReason,
     Grammar,
@@ -115,6 +116,7 @@ FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
         b"d" * 16,
         [frontend.Sibling(2, 2**63 - 1, ORIGIN)],
         [8, 9],
+        Claim(5, "0123456789abcdef"),
     ),
     frontend.Cancel(2, "because", True),
     frontend.Drain(),
@@ -266,6 +268,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
         token_start=2,
         prefix_digests=b"d" * 16,
         seeds=[0, 2**63 - 1],
+        claim=Claim(-5, "0123456789abcdef"),
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),

@@ -1,6 +1,8 @@
 """`python -m tests.sim`: run many stories on all cores, plant bugs, or tell one story again.
 
 --seeds N [--first S]       N stories; a failing seed is named, with the command that replays it
+--fleet                     64 servers of each role and a long queue: is the work even, and what do
+                            their schedulers take
 --mutations [--seeds N]     plant every bug and say which seed finds it, of at most N
 --replay SEED               tell what happened: [--request R | --transfer T] of one request or
                             transfer, [--plant NAME] with a planted bug
@@ -18,6 +20,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from tests.sim.fleet import tell_large
 from tests.sim.mutations import MUTATIONS
 from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
 from tests.sim.story import run_story
@@ -39,12 +42,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--fleet", action="store_true")
     parser.add_argument("--mutations", action="store_true")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--request", type=int, default=0)
     parser.add_argument("--transfer", type=int, default=0)
     parser.add_argument("--plant", choices=[mutation.name for mutation in MUTATIONS])
     options = parser.parse_args()
+    if options.fleet:
+        return tell_large()
     if options.replay is not None:
         return replay(options.replay, options.request, options.transfer, options.plant)
     with ProcessPoolExecutor(options.jobs) as processes:

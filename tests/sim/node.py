@@ -44,13 +44,13 @@ from common.scheduling.events import (
     ToWorkers,
     WatchProcesses,
 )
-from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.peers import REMOVED_REASON
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim import wire
+from tests.sim import order, wire
 from tests.sim.client import DIGEST_TOKENS, EOS, can_follow
 from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
@@ -92,6 +92,7 @@ class Node:
         self.unreachable_peers = ""
         self.running_max = 8
         self.queue_max = 64
+        self.pace = Pace()
         self.expects_short_outputs = False
         self.self_test_interval_s = 30.0
         self.given_up = ""
@@ -162,12 +163,15 @@ class Node:
             chunk_token_max=24,
             running_max=self.running_max,
             queue_max=self.queue_max,
+            pace=self.pace,
             self_test_interval_s=self.self_test_interval_s,
             bootstrap_timeout_s=self.world.hold_s,
             in_flight_max=self.in_flight_max,
             has_prefix_cache=self.has_prefix_cache,
         )
         self.core = self.make_core(limits)
+        if self.world.watches_order:
+            order.watch(self.core)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
             for _ in range(REMEMBERED_COUNT):
                 self.core.requests.answers.lengths.note_end(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from common.request import Bootstrap
+from common.request import Bootstrap, Claim
 from tests.sim.accidents import (
     ACCIDENTS,
     plan_accident,
@@ -39,6 +39,13 @@ OUTAGE_SHARE = 0.15
 
 # Stories in which some prompts have several samples.
 SAMPLES_SHARE = 0.4
+
+# Stories in which some requests are more urgent than others, and clients show keys. Sessions and
+# halves of a routed request go by the beginning of their prompt.
+CLAIMS_SHARE = 0.4
+PRIORITIES = (0, 0, 0, -3, 5)
+CLIENTS = ("", "a", "a", "a", "b")
+CLAIM_TOKENS = 3
 
 # Routed requests whose first half comes late.
 LATE_HALF_SHARE = 0.2
@@ -86,6 +93,7 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
+    _choose_claims(world, seed)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
@@ -119,6 +127,18 @@ def run_story(
     count_traits(world)
     check_flush(world)
     return world
+
+
+def _choose_claims(world: World, seed: int) -> None:
+    if random.Random(seed ^ 0xC1A1).random() >= CLAIMS_SHARE:
+        return
+    world.tally["with priorities and keys"] += 1
+
+    def claim_of(prompt: list[int]) -> Claim:
+        rng = random.Random(f"claim {seed} {prompt[:CLAIM_TOKENS]} {len(prompt) // 20}")
+        return Claim(rng.choice(PRIORITIES), rng.choice(CLIENTS))
+
+    world.claim_of = claim_of
 
 
 def _plan_accidents(world: World, rng: random.Random, seed: int, *, is_crowded: bool) -> None:

@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "without a way back",
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time", "crowded"),
+        "with priorities and keys",
     ),
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (

@@ -148,6 +148,7 @@ class ResumeRun:
             sample.timeout_s,
             prefix_digests=sample.prefix_digests,
             trace_parent=self._trace_parent,
+            claim=sample.claim,
         )
         (handle,) = self._context.scheduler.submit_samples(
             asked,

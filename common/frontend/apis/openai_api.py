@@ -35,6 +35,7 @@ from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
 from common.frontend.context import FrontendContext
+from common.frontend.http.api_keys import client_of
 from common.frontend.http.streaming import answer
 from common.frontend.requests.generation import Continuation, request_limits
 from common.frontend.text.tokenizer import Tokenizer
@@ -88,7 +89,8 @@ def _add_route(
 ) -> None:
     @router.post(path, name=parse.__name__)
     async def complete(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
+        client = client_of(request.headers, context.config)
+        limits = request_limits(context, request.url.hostname, client)
         name = request_name(request, name_prefix)
         call, shape = await context.bodies.read(
             request, lambda body: parse(body, limits_of(body, limits), name)

@@ -14,6 +14,7 @@ from common.frontend.bodies.bootstrap_address import limits_of
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.validation import GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
+from common.frontend.http.api_keys import client_of
 from common.frontend.http.errors import raise_failed
 from common.frontend.http.streaming import DONE, answer, event
 from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
@@ -34,7 +35,8 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.api_route(PATH, methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
+        client = client_of(request.headers, context.config)
+        limits = request_limits(context, request.url.hostname, client)
         rid = request_name(request)
         call = await context.bodies.read(
             request,

@@ -30,16 +30,19 @@ from common.frontend.bodies.validation import (
     check_prompt_ids,
     with_logprobs,
 )
+from common.frontend.http.api_keys import CLIENT_DIGITS
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
-from common.request import Grammar, GrammarKind, SamplingParams
+from common.request import NO_CLAIM, Claim, Grammar, GrammarKind, SamplingParams
 from common.request_bounds import (
     GRAMMAR_LENGTH_MAX,
     NUMBERED_RID_LENGTH_MAX,
+    PRIORITY_MAX,
     REQUEST_TIMEOUT_S_MAX,
 )
 
 # ---- fields --------------------------------------------------------------------------------------
 
+CLIENT = f"^([0-9a-f]{{{CLIENT_DIGITS}}})?$"
 SEED = f"^([0-9a-f]{{{2 * DIGEST_NBYTES}}})?$"
 
 
@@ -52,7 +55,8 @@ class GrammarFields(Body, frozen=True):
 
 class ResumeFields(Body, frozen=True, kw_only=True):
     """token_ids: the prompt's. output_ids: of the answer so far. prefix_seed: what the digests of
-    the prompt begin with, in hexadecimal digits; "" if nothing of it is to be kept."""
+    the prompt begin with, in hexadecimal digits; "" if nothing of it is to be kept. priority,
+    client: as of a `Claim`."""
 
     rid: Annotated[str, Meta(min_length=1, max_length=NUMBERED_RID_LENGTH_MAX)]
     token_ids: Annotated[
@@ -65,6 +69,8 @@ class ResumeFields(Body, frozen=True, kw_only=True):
     prefix_seed: Annotated[
         str, Meta(pattern=SEED, description=f"{2 * DIGEST_NBYTES} hexadecimal digits, or none")
     ] = ""
+    priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
+    client: Annotated[str, Meta(pattern=CLIENT)] = ""
 
 
 RESUME = schema_of(ResumeFields, LogprobFields)
@@ -79,6 +85,7 @@ def resume_body(
     sampling: SamplingParams,
     left_s: float,
     prefix_digests: bytes,
+    claim: Claim = NO_CLAIM,
 ) -> JsonObject:
     """What `parse_resume` reads. left_s: seconds that the request may still take.
     prefix_digests: of the prompt's beginnings, as the scheduler was told of them."""
@@ -104,6 +111,8 @@ def resume_body(
         "timeout": left_s,
         "sampling_params": options,
         "prefix_seed": prefix_digests[:DIGEST_NBYTES].hex(),
+        "priority": claim.priority,
+        "client": claim.client,
     }
     if sampling.grammar is not None:
         body["grammar"] = {"kind": str(sampling.grammar.kind), "text": sampling.grammar.text}
@@ -152,6 +161,7 @@ def parse_resume(body: JsonObject, limits: Limits) -> Sample:
         grammar_field="" if choice.constraint is None else choice.constraint.field,
         prefix_digests=digests,
         output_ids=output_ids,
+        claim=Claim(given.priority, given.client),
     )
 
 

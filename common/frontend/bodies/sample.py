@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.frontend.bodies.dial_rules import DialRules
-from common.request import Bootstrap, SamplingParams
+from common.request import NO_CLAIM, Bootstrap, Claim, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Limits:
     prefix_fingerprint: the server's, which the digests of prompts begin with; None: none are made.
     plain: of requests without a room on a prefill server, where decode servers answer them; its
         request_token_max is 0 if none is connected.
+    client: who asks, see `Claim`. is_low_first: smaller priorities are more urgent.
     """
 
     vocab_size: int
@@ -40,6 +41,8 @@ class Limits:
     request_timeout_s: float = 600.0
     prefix_fingerprint: Mapping[str, str] | None = None
     plain: Limits | None = None
+    client: str = ""
+    is_low_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Sample:
     prompt_index: of the prompt in its body; samples of one prompt differ by their seeds alone. -1
         for a sample that shares nothing.
     output_ids: what its client has had of the answer.
+    claim: what decides whose turn it is.
     """
 
     index: int
@@ -83,3 +87,4 @@ class Sample:
     prefix_digests: bytes = b""
     prompt_index: int = -1
     output_ids: Sequence[int] = ()
+    claim: Claim = NO_CLAIM

@@ -235,6 +235,7 @@ class SampleGroup:
             first.bootstrap,
             first.prefix_digests,
             self._trace_parent,
+            first.claim,
         )
         samples = [SampleId(one.sample.rid, one.sample.sampling.seed) for one in group]
         context = self._context
@@ -285,8 +286,11 @@ class SampleGroup:
             yield changed
 
 
-def request_limits(context: FrontendContext, named_host: str | None = None) -> Limits:
-    """What bodies are checked against. named_host: of the request's own URL.
+def request_limits(
+    context: FrontendContext, named_host: str | None = None, client: str = ""
+) -> Limits:
+    """What bodies are checked against. named_host: of the request's own URL. client: who asks, see
+    `Claim`.
 
     Raises: RequestError 503 while the server starts.
     """
@@ -312,6 +316,8 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
+        client=client,
+        is_low_first=config.schedule_low_priority_values_first,
     )
     if not config.serve_plain:
         return limits

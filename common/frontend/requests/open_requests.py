@@ -133,4 +133,5 @@ def _submit_of(group: list[RequestHandle], now: float) -> Submit:
         prefix_digests=asked.prefix_digests,
         siblings=[Sibling(one.request_id, one.seed, one.origin) for one in others],
         output_ids=output_ids,
+        claim=asked.claim,
     )

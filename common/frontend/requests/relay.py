@@ -130,6 +130,7 @@ class Relays:
             msgspec.structs.replace(asked.sampling, seed=handle.seed),
             handle.left_s(self._clock.now()),
             asked.prefix_digests,
+            asked.claim,
         )
         parent = asked.trace_parent
         headers = (("traceparent", parent),) if parent else ()

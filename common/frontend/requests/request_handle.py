@@ -15,7 +15,7 @@ from typing import Self
 from common.frontend.requests.spans import RequestIds
 from common.protocol.frontend import Failed, Tokens
 from common.protocol.joined_tokens import JoinedTokens
-from common.request import Bootstrap, Origin, SamplingParams
+from common.request import NO_CLAIM, Bootstrap, Claim, Origin, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Asked:
 
     budget_s: seconds they may take. bootstrap: where its halves meet, None for a plain one.
     prefix_digests: of the prompt's beginnings; none if nothing of it is to be kept. trace_parent:
-    the client's span, "" for none.
+    the client's span, "" for none. claim: what decides whose turn it is.
     """
 
     token_ids: list[int]
@@ -41,6 +41,7 @@ class Asked:
     bootstrap: Bootstrap | None = None
     prefix_digests: bytes = b""
     trace_parent: str = ""
+    claim: Claim = NO_CLAIM
 
 
 class RequestHandle:
