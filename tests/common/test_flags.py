@@ -337,6 +337,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         "load-format": "auto",
     }
     switches = ("log-requests", "disable-radix-cache", "disable-cuda-graph")
+    switches += ("enable-role-switch", "standby")
     values |= {"log-level": "info"} | dict.fromkeys(switches, "true")
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
