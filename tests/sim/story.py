@@ -73,6 +73,7 @@ def run_story(
     is_verified: bool = True,
     has_two_steps: bool = False,
     has_moves: bool = False,
+    has_comings: bool = True,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
@@ -80,6 +81,7 @@ def run_story(
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
     has_two_steps: whether some requests are computed before their decode server asks.
     has_moves: whether requests go on elsewhere, and after a crash.
+    has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -109,7 +111,8 @@ def run_story(
     if forks.random() < SAMPLES_SHARE:
         prefills = [node for node in world.nodes.values() if node.role == "prefill"]
         plan_samples(world, forks, prefills, decodes)
-    plan_comings(world, random.Random(seed ^ 0xC0316), decodes)
+    if has_comings:
+        plan_comings(world, random.Random(seed ^ 0xC0316), decodes)
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
