@@ -71,7 +71,12 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
             MUTATIONS[mutation_index].plant(patch)
         try:
             is_sound = mutation_index < 0
-            run_story(seed, has_two_steps=is_sound and has_two_steps(seed), log=log)
+            run_story(
+                seed,
+                has_two_steps=is_sound and has_two_steps(seed),
+                has_claims=is_sound or MUTATIONS[mutation_index].has_claims,
+                log=log,
+            )
         except BROKEN as error:
             return told_as(error)
     return ""

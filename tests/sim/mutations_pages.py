@@ -206,7 +206,7 @@ def _close_but_one(close: Callable[[Sequence], None], sequence: Sequence) -> Non
 
 
 MUTATIONS = (
-    Mutation("no-quarantine", no_quarantine, 0),
+    Mutation("no-quarantine", no_quarantine, 7),
     Mutation("quarantine-by-timer", quarantine_by_timer, 18),
     Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 18),
     Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 4),

@@ -70,12 +70,14 @@ def run_story(
     has_accidents: bool = True,
     is_verified: bool = True,
     has_two_steps: bool = False,
+    has_claims: bool = True,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
 
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
     has_two_steps: whether some requests are computed before their decode server asks.
+    has_claims: whether some requests may be more urgent than others, and clients show keys.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -89,7 +91,8 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
-    _choose_claims(world, seed)
+    if has_claims:
+        _choose_claims(world, seed)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
