@@ -84,6 +84,7 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
                 has_two_steps=is_sound and has_two_steps(seed),
                 has_moves=is_sound and has_moves(seed),
                 has_comings=has_comings,
+                has_claims=is_sound or MUTATIONS[mutation_index].has_claims,
                 log=log,
             )
         except BROKEN as error:

@@ -74,6 +74,7 @@ def run_story(
     has_two_steps: bool = False,
     has_moves: bool = False,
     has_comings: bool = True,
+    has_claims: bool = True,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
@@ -82,6 +83,7 @@ def run_story(
     has_two_steps: whether some requests are computed before their decode server asks.
     has_moves: whether requests go on elsewhere, and after a crash.
     has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
+    has_claims: whether some requests may be more urgent than others, and clients show keys.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -95,7 +97,8 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
-    _choose_claims(world, seed)
+    if has_claims:
+        _choose_claims(world, seed)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
