@@ -115,7 +115,7 @@ def _check_decode(
 
 def _rank(request: DecodeRequest, share: WatchedShare) -> tuple[int, bool, int]:
     """Requests of a smaller one are before those of a larger one."""
-    is_new = not request.requested_at
+    is_new = not (request.requested_at or request.output_count)
     return -request.claim.priority, is_new, share.seen[request.claim.client] if is_new else 0
 
 
