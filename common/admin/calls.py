@@ -83,7 +83,7 @@ class Caller:
         except TimeoutError as exc:
             raise Unreachable(f"no answer within {self.timeout_s:g} s") from exc
         except HttpFailed as exc:
-            raise Unreachable(str(exc)) from exc
+            raise Unreachable(str(exc).removeprefix(f"{url} ")) from exc
         if status != 200:
             raise Refused(_reason(status, document, request))
         return document

@@ -23,7 +23,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """text: for the cell of a row. length_max: in characters."""
+    """field: of a row. length_max: in characters."""
 
     title: str
     field: str
@@ -40,7 +40,7 @@ SERVER_COLUMNS = (
     Column("RUN", "running_count"),
     Column("WAIT", "waiting_count"),
     Column("POOL", "pool_usage"),
-    Column("TPxPP", "ranks"),
+    Column("TPxPP", "tp_size"),
     Column("PAGE", "page_size"),
     Column("PREFIXES", "prefix_token_count"),
     Column("HOST TIER", "host_token_count"),
@@ -100,7 +100,7 @@ def peers_text(peers: Peers) -> str:
 
 def table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     """Columns of which no row has anything are left out, but for the first."""
-    cells = [[_cell(row[column.field], column) for column in columns] for row in rows]
+    cells = [[_cell(row, column) for column in columns] for row in rows]
     shown = [
         index for index in range(len(columns)) if not index or any(line[index] for line in cells)
     ]
@@ -111,21 +111,30 @@ def table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     return "".join(f"{line}\n" for line in padded)
 
 
-def _cell(value: object, column: Column) -> str:
+def _cell(row: Row, column: Column) -> str:
     """ "" for nothing."""
-    match column.field, value:
-        case _, None:
-            text = ""
-        case "pool_usage", float():
-            text = f"{value:.0%}"
-        case "uptime_s", float():
-            text = _uptime(value)
-        case _, list():
-            text = ",".join(map(str, value))
-        case _:
-            text = str(value)
-    text = harmless(text)
+    text = harmless(_text(row, column.field))
     return text if len(text) <= column.length_max else f"{text[: column.length_max - 3]}..."
+
+
+def _text(row: Row, field: str) -> str:
+    match field, row[field]:
+        case _, None:
+            return ""
+        case "pool_usage", float(share):
+            return f"{share:.0%}"
+        case "uptime_s", float(seconds):
+            return _uptime(seconds)
+        case "tp_size", int(count):
+            return f"{count}x{row['pp_size']}"
+        case "host_token_count", int(count):
+            return f"{count}/{row['host_token_max']}"
+        case "transfer_mode", list(modes):  # what they were measured at follows in brackets
+            return ",".join(str(mode).partition(" (")[0] for mode in modes)
+        case _, list(values):
+            return ",".join(map(str, values))
+        case _, value:
+            return str(value)
 
 
 def _uptime(seconds: float) -> str:
@@ -163,7 +172,6 @@ def _said(said: ServerAnswer, *, is_there: bool) -> Row:
         "waiting_count": said.queue("waiting"),
         "queues": said.internal_states[0].queues if said.internal_states else {},
         "pool_usage": said.pool_usage,
-        "ranks": f"{said.tp_size}x{said.pp_size}",
         "tp_size": said.tp_size,
         "pp_size": said.pp_size,
         "page_size": said.page_size,

@@ -22,17 +22,19 @@ ROUND_COUNT_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server of a fleet. said: None if it did not say it. state, detail: why not, then."""
+    """One server of a fleet. said: None if it did not say it. state, detail: why not, then.
+    called: by a peer that named it, "" if none did."""
 
     url: ServerUrl
     said: ServerAnswer | None
     state: str
     detail: str
+    called: str = ""
     also_urls: tuple[ServerUrl, ...] = ()
 
     @property
     def name(self) -> str:
-        return (self.said.name if self.said else "") or self.url.address
+        return (self.said.name if self.said else self.called) or self.url.address
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,13 @@ class Fleet:
 
 async def find_fleet(caller: Caller, starts: Iterable[ServerUrl]) -> Fleet:
     """Servers in the order in which they were found."""
-    known: dict[ServerUrl, str] = {}  # -> its incarnation, as the first one has it that names it
+    known: dict[ServerUrl, Peer] = {}  # as the first server has it that names it
     servers: list[Server] = []
-    named = dict.fromkeys(starts, "")
+    named = dict.fromkeys(starts, Peer())
     for _ in range(ROUND_COUNT_MAX):
         urls = list(named)[: SERVER_COUNT_MAX - len(known)]
         known |= {url: named[url] for url in urls}
-        servers += await asyncio.gather(*(look_at(caller, url) for url in urls))
+        servers += await asyncio.gather(*(_look(caller, url, named[url].name) for url in urls))
         is_complete = len(urls) == len(named)
         named = _not_known(servers, known)
         if not named or not is_complete:
@@ -72,33 +74,28 @@ async def find_fleet(caller: Caller, starts: Iterable[ServerUrl]) -> Fleet:
     return Fleet(_each_once(servers, known), is_complete and not named)
 
 
-async def look_at(caller: Caller, url: ServerUrl) -> Server:
+async def _look(caller: Caller, url: ServerUrl, called: str) -> Server:
     try:
         said = await caller.info(url)
     except Unreachable as exc:
-        return Server(url, None, "unreachable", str(exc))
+        return Server(url, None, "unreachable", str(exc), called)
     except (Refused, NotUnderstood) as exc:
-        return Server(url, None, "unknown", str(exc))
-    return Server(url, said, said.state, said.detail)
+        return Server(url, None, "unknown", str(exc), called)
+    return Server(url, said, said.state, said.detail, called)
 
 
-def _not_known(servers: Sequence[Server], known: dict[ServerUrl, str]) -> dict[ServerUrl, str]:
-    """Addresses of peers that nobody was asked at, each with its incarnation.
+def _not_known(servers: Sequence[Server], known: dict[ServerUrl, Peer]) -> dict[ServerUrl, Peer]:
+    """Addresses of peers that nobody was asked at.
 
     One whose incarnation has answered already is the same server under another address, which may
     be of no use here: containers have names of their own.
     """
-    answered = {server.said.incarnation for server in servers if server.said}
-    found: dict[ServerUrl, str] = {}
+    answered = {server.said.incarnation for server in servers if server.said} - {""}
+    found: dict[ServerUrl, Peer] = {}
     for peer in (peer for server in servers if server.said for peer in server.said.peers):
         url = url_of(peer)
-        is_new = url is not None and url not in known
-        if (
-            url is not None
-            and is_new
-            and (not peer.incarnation or peer.incarnation not in answered)
-        ):
-            found.setdefault(url, peer.incarnation)
+        if url is not None and url not in known and peer.incarnation not in answered:
+            found.setdefault(url, peer)
     return found
 
 
@@ -110,12 +107,12 @@ def url_of(peer: Peer) -> ServerUrl | None:
         return None
 
 
-def _each_once(servers: Sequence[Server], known: dict[ServerUrl, str]) -> tuple[Server, ...]:
+def _each_once(servers: Sequence[Server], known: dict[ServerUrl, Peer]) -> tuple[Server, ...]:
     """A server that answers at several addresses is shown at the first one."""
     first: dict[str, int] = {}
     kept: list[Server] = []
     for server in sorted(servers, key=lambda server: server.said is None):
-        incarnation = server.said.incarnation if server.said else known[server.url]
+        incarnation = server.said.incarnation if server.said else known[server.url].incarnation
         if incarnation in first:
             index = first[incarnation]
             kept[index] = replace(kept[index], also_urls=(*kept[index].also_urls, server.url))

@@ -141,6 +141,14 @@ def test_a_server_that_hangs_costs_a_line(run: Run) -> None:
         assert fleet(run, a.url, silent, "--timeout", "0.2").code == 1, "it was asked for"
 
 
+def test_a_server_that_is_gone_is_called_as_its_peers_call_it(run: Run) -> None:
+    with serving("a") as (a,):
+        a.said["peers"] = [{"http_address": "127.0.0.1:1", "name": "gone", "state": "lost"}]
+        row = fleet(run, a.url).servers[1]
+        assert (row["name"], row["state"]) == ("gone", "unreachable")
+        assert str(row["detail"]).startswith("can't be reached: ")
+
+
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
@@ -218,16 +226,22 @@ def test_a_clock_that_jumped_is_shown_as_no_time_at_all(run: Run) -> None:
 def test_the_tables_say_how_servers_and_links_are(run: Run) -> None:
     with serving("front", "p") as (front, p):
         front.knows(p)
+        front.said["peers"][0]["transfer_mode"] = ["staged (0.02 us per put)", "direct"]  # type: ignore[index]
+        front.said["prefix_cache"] = {
+            "token_count": 320,
+            "host_token_count": 9,
+            "host_token_max": 99,
+        }
         p.said |= {"role": "prefill", "disaggregation_mode": "prefill", "status": STOPPING}
         out = run("fleet", front.url).out
         lines = [" ".join(line.split()) for line in out.splitlines()]
         assert lines[0] == (
-            "NAME URL ROLE STATE VERSION PROTOCOL RUN WAIT POOL TPxPP PAGE PREFIXES UPTIME"
+            "NAME URL ROLE STATE VERSION PROTOCOL RUN WAIT POOL TPxPP PAGE PREFIXES HOST TIER UPTIME"
         )
-        assert lines[1] == f"front {front.url} decode ready 0.1.0 7 4 2 40% 2x1 16 320 2h5m"
+        assert lines[1] == f"front {front.url} decode ready 0.1.0 7 4 2 40% 2x1 16 320 9/99 2h5m"
         assert lines[2].startswith(f"p {p.url} prefill draining ")
         assert lines[4] == "FROM TO STATE PROTOCOL TRANSPORTS MODE IN FLIGHT BREAKER"
-        assert lines[5] == "front p connected 7 shm direct 1 closed"
+        assert lines[5] == "front p connected 7 shm staged,direct 1 closed"
 
 
 @pytest.mark.parametrize(
