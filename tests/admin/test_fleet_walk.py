@@ -236,7 +236,8 @@ def test_the_tables_say_how_servers_and_links_are(run: Run) -> None:
         out = run("fleet", front.url).out
         lines = [" ".join(line.split()) for line in out.splitlines()]
         assert lines[0] == (
-            "NAME URL ROLE STATE VERSION PROTOCOL RUN WAIT POOL TPxPP PAGE PREFIXES HOST TIER UPTIME"
+            "NAME URL ROLE STATE VERSION PROTOCOL RUN WAIT POOL TPxPP PAGE PREFIXES HOST TIER "
+            "UPTIME"
         )
         assert lines[1] == f"front {front.url} decode ready 0.1.0 7 4 2 40% 2x1 16 320 9/99 2h5m"
         assert lines[2].startswith(f"p {p.url} prefill draining ")
