@@ -87,6 +87,7 @@ class Admission:
         """In their order; no request passes one that has waited too long, unless it is before it.
         Each decision is applied before the next one is made."""
         self._followers.wake()
+        given_way: set[int] = set()
         while True:
             held = self._held_to_give_up(now)
             if held is not None:
@@ -101,8 +102,9 @@ class Admission:
                 continue
             if self._returns.follows(request, match, reusable) or self._holds_up(request, match):
                 continue
-            if self._next(now) is not request:
-                continue  # what was evicted for it is enough for one that is before it
+            if self._next(now) is not request and request.request_id not in given_way:
+                given_way.add(request.request_id)
+                continue  # what was evicted for it may be enough for one that is before it
             yield Schedule(request, self._account.match(request.digests, tokens, reusable))
 
     def _holds_up(self, request: PrefillRequest, match: Match) -> bool:

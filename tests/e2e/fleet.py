@@ -124,8 +124,12 @@ class Node:
         parent = self.server.process.pid
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         for pid in map(int, children):
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            found[words[2]] = pid  # python -m MODULE ...
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if len(words) > 2:  # else it has ended
+                found[words[2]] = pid  # python -m MODULE ...
         return found
 
     @contextmanager

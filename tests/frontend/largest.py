@@ -202,6 +202,7 @@ def _unbounded_to_resume(server: Server) -> dict[str, list[JsonValue]]:
         "token_ids": [server.token_ids(server.prompt_max)],
         "output_ids": [server.token_ids(OUTPUT_COUNT - 1)],
         "prefix_seed": ["f" * 32],
+        "client": ["f" * 16],
         "grammar": [],
         "logprob_start_len": [3],
     }

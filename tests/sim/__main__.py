@@ -20,6 +20,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from tests.sim import mutations_peers
 from tests.sim.fleet import tell_large
 from tests.sim.mutations import MUTATIONS
 from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
@@ -60,7 +61,8 @@ def main() -> int:
 
 
 def has_two_steps(seed: int) -> bool:
-    """Of every second story; where bugs are planted, none has, so that pinned seeds stay."""
+    """Of every second story. Where bugs are planted, none has, nor do servers come and go, but for
+    bugs of that: so pinned seeds stay."""
     return seed % 2 == 1
 
 
@@ -76,10 +78,13 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
             MUTATIONS[mutation_index].plant(patch)
         try:
             is_sound = mutation_index < 0
+            has_comings = is_sound or MUTATIONS[mutation_index] in mutations_peers.MUTATIONS
             run_story(
                 seed,
                 has_two_steps=is_sound and has_two_steps(seed),
                 has_moves=is_sound and has_moves(seed),
+                has_comings=has_comings,
+                has_claims=is_sound or MUTATIONS[mutation_index].has_claims,
                 log=log,
             )
         except BROKEN as error:

@@ -29,7 +29,6 @@ def plan_comings(world: World, rng: random.Random, decodes: Iterable[Node]) -> N
     for decode in decodes:
         for _ in range(rng.randint(1, 4)):
             at = rng.uniform(FIRST_AT, LAST_AT)
-            world.calm_until = min(world.calm_until, at)
             chosen = [rng.choice(("wanted", "kept", "gone", "gone")) for _ in decode.links]
             peers = [
                 WantedPeer(link, is_dialled=how == "wanted")

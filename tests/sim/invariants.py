@@ -128,7 +128,9 @@ def check_told(core: DecodeScheduler, link: str, message: PeerMessage, wanted: s
     standing = address.standing if address is not None else None
     match message:
         case Detached(reason=reason) if reason == REMOVED_REASON:
-            assert link not in wanted, f"{link} was let go, and is wanted"
+            # A server that is kept only, and answers when it was lost already, is not taken back.
+            is_up = address is not None and not (address.is_idle and not address.is_dialled)
+            assert not (is_up and link in wanted), f"{link} was let go, and is wanted"
             incoming = core.transfers.incoming
             known = [*incoming.under_way, *incoming.abandoned]
             left = [one for one in known if one.link == link and not one.is_quiet]

@@ -69,9 +69,14 @@ def a_prefill_server_looks_at_the_oldest(patch: Patch) -> None:
 
 
 MUTATIONS = (
-    Mutation("priority-is-ignored", priority_is_ignored, 0),
-    Mutation("a-counter-is-never-lifted", a_counter_is_never_lifted, 0),
-    Mutation("nobody-is-charged", nobody_is_charged, 0),
-    Mutation("output-is-not-charged", output_is_not_charged, 0),
-    Mutation("a-prefill-server-looks-at-the-oldest", a_prefill_server_looks_at_the_oldest, 0),
+    Mutation("priority-is-ignored", priority_is_ignored, 0, has_claims=True),
+    Mutation("a-counter-is-never-lifted", a_counter_is_never_lifted, 0, has_claims=True),
+    Mutation("nobody-is-charged", nobody_is_charged, 0, has_claims=True),
+    Mutation("output-is-not-charged", output_is_not_charged, 0, has_claims=True),
+    Mutation(
+        "a-prefill-server-looks-at-the-oldest",
+        a_prefill_server_looks_at_the_oldest,
+        0,
+        has_claims=True,
+    ),
 )

@@ -68,5 +68,5 @@ MUTATIONS = (
         "a-removed-peer-is-left-while-it-may-write", a_removed_peer_is_left_while_it_may_write, 4
     ),
     Mutation("a-peer-that-comes-back-is-forgotten", a_peer_that_comes_back_is_forgotten, 17),
-    Mutation("a-peer-that-is-only-kept-is-let-go", a_peer_that_is_only_kept_is_let_go, 0),
+    Mutation("a-peer-that-is-only-kept-is-let-go", a_peer_that_is_only_kept_is_let_go, 17),
 )

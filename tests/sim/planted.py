@@ -13,8 +13,13 @@ import pytest
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """found_by: a seed whose story fails with it, as long as nothing else changes."""
+    """found_by: a seed whose story fails with it, as long as nothing else changes.
+
+    has_claims: whether its stories have priorities and keys. Others' have none, so that their seeds
+    stay.
+    """
 
     name: str
     plant: Callable[[pytest.MonkeyPatch], None]
     found_by: int
+    has_claims: bool = False

@@ -84,11 +84,18 @@ class PeerWaits:
 
 
 def are_connected(nodes: Iterable[Node]) -> bool:
-    """Whether all servers are up, and all pairs of them connected."""
+    """Whether all servers are up, and all pairs of them connected, as both sides see it."""
     nodes = list(nodes)
     cores = [node.core for node in nodes if node.is_up]
     decodes = [node for node in nodes if node.role == "decode"]
-    return len(cores) == len(nodes) and all(
+    if len(cores) < len(nodes):
+        return False
+    is_dialled = all(
+        decode.core.transfers.links.connections.on_link(link) is not None
+        for decode in decodes
+        for link in decode.links
+    )
+    return is_dialled and all(
         core.transfers.links.connections.target(decode.facts.incarnation, decode.name) is not None
         for core in cores
         if isinstance(core, PrefillScheduler)

@@ -73,6 +73,8 @@ def run_story(
     is_verified: bool = True,
     has_two_steps: bool = False,
     has_moves: bool = False,
+    has_comings: bool = True,
+    has_claims: bool = True,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
@@ -80,6 +82,8 @@ def run_story(
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
     has_two_steps: whether some requests are computed before their decode server asks.
     has_moves: whether requests go on elsewhere, and after a crash.
+    has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
+    has_claims: whether some requests may be more urgent than others, and clients show keys.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -93,7 +97,8 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
-    _choose_claims(world, seed)
+    if has_claims:
+        _choose_claims(world, seed)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
@@ -109,7 +114,8 @@ def run_story(
     if forks.random() < SAMPLES_SHARE:
         prefills = [node for node in world.nodes.values() if node.role == "prefill"]
         plan_samples(world, forks, prefills, decodes)
-    plan_comings(world, random.Random(seed ^ 0xC0316), decodes)
+    if has_comings:
+        plan_comings(world, random.Random(seed ^ 0xC0316), decodes)
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
