@@ -362,8 +362,8 @@ def with_api_keys(config: ServerConfig) -> ServerConfig:
 
     Raises: ConfigError naming the file or the variable.
     """
-    keys = _gather_keys(config.api_keys, "--api-key-file", config.api_key_file, API_KEY_VARIABLE)
-    admin_keys = _gather_keys(
+    keys = gather_keys(config.api_keys, "--api-key-file", config.api_key_file, API_KEY_VARIABLE)
+    admin_keys = gather_keys(
         config.admin_api_keys,
         "--admin-api-key-file",
         config.admin_api_key_file,
@@ -372,7 +372,8 @@ def with_api_keys(config: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(config, api_keys=keys, admin_api_keys=admin_keys)
 
 
-def _gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) -> tuple[str, ...]:
+def gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) -> tuple[str, ...]:
+    """Keys of a flag, a file and the environment. Raises: ConfigError naming one of the latter."""
     found = [*given]
     if path:
         lines = (line.strip() for line in read_secret_text(flag, path).splitlines())

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+STOPPING = "the server is stopping"  # also its status, which others read
+
 
 class FailureKind(StrEnum):
     BAD_REQUEST = "bad_request"

@@ -33,7 +33,7 @@ LAYERS = [
     {"common.engine", "common.transport", "common.channel"},
     {"common.worker", "common.transfers"},
     {"common.frontend", "common.runtime"},
-    {"prefill_server", "decode_server"},
+    {"prefill_server", "decode_server", "common.admin"},
 ]  # fmt: skip
 
 # One door per dependency: who may import it.

@@ -19,6 +19,7 @@ NOT_RUN = re.compile(r"<!-- not run in tests: (needs .+) -->")
 PROGRAMS = (
     *("make", "curl", "python", "cat", "umask", "openssl", "docker", "cd", "cp", "kubectl"),
     *("python3", "useradd", "systemctl", "pip", ".venv/bin/python", ".venv/bin/pip"),
+    "baton-admin",
 )
 
 

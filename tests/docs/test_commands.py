@@ -46,6 +46,7 @@ NOT_RUN = {
     "demo/README.md": ["needs twenty minutes"],
     "deploy/README.md": ["needs Docker", "needs a Kubernetes cluster", "needs root and systemd"],
     "docs/clients.md": ["needs guidellm", "needs locust", "needs locust", "needs lm-eval"],
+    "docs/fleet.md": ["needs a server that may end", "needs a server that may change its role"],
     "docs/rdma.md": [
         "needs an RDMA NIC and a UCX that knows it",
         "needs a GPU and an RDMA NIC",
@@ -64,6 +65,7 @@ class Pair:
         """Text of a page, for this machine."""
         text = re.sub(rf"\b({'|'.join(PORTS)})\b", lambda match: self.ports[match[1]], text)
         text = re.sub(r"(?<![\w/])DIR(?![\w/])", str(CHECKPOINT), text)
+        text = re.sub(r"(?m)^baton-admin(?= )", f"{sys.executable} -m common.admin", text)
         return re.sub(r"(?<![\w/])(\.venv/bin/python|python3)(?= )", sys.executable, text)
 
 

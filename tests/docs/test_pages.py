@@ -12,6 +12,7 @@ import pytest
 
 from bench.serve import settings as bench_settings
 from bench.simulator import __main__ as simulator
+from common.admin import __main__ as admin
 from common.layout import families
 from common.layout.reference import EXAMPLES
 from common.layout.reference import reference as caches
@@ -69,7 +70,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_flags_that_pages_name_are_there() -> None:
     known = {spelling for flag in ALL_FLAGS for spelling in flag.spellings}
-    known |= {"help", "config"} | FOREIGN_FLAGS | bench_flags()
+    known |= {"help", "config"} | FOREIGN_FLAGS | bench_flags() | admin_flags()
     for page in WRITTEN:
         text = "".join(re.findall(r"`[^`\n]+`", page.read_text()))
         named = set(re.findall(r"--([a-z][a-z-]+)", text))
@@ -79,6 +80,11 @@ def test_flags_that_pages_name_are_there() -> None:
 def bench_flags() -> set[str]:
     sources = [Path(module.__file__).read_text() for module in (bench_settings, simulator)]
     return set(re.findall(r"\"--([a-z-]+)\"", "".join(sources)))
+
+
+def admin_flags() -> set[str]:
+    """Those that servers do not have too."""
+    return set(re.findall(r"\"--([a-z-]+)\"", Path(admin.__file__).read_text()))
 
 
 def test_metrics_that_pages_name_are_there() -> None:

@@ -506,6 +506,7 @@ async def plain_pair(directory: Path) -> AsyncIterator[tuple[Rig, Other]]:
             PeerState("", "b", "connected", http_address=address),
             PeerState("", "x", "connected", http_address="no address at all"),
             PeerState("", "y", "lost", http_address="127.0.0.1:1"),
+            PeerState("", "z", "connected", http_address="no..name:1"),
         ]
         await p.context.scheduler.get_state()
         await p.context.fleet.look()

@@ -170,6 +170,7 @@ async def _server_info(
         **shown_settings(config),
         **architecture,
         "version": context.version,
+        "uptime_s": context.clock.wall() - context.started_wall_s,
         "status": not_ready_reason(context) or "ready",
         "dp_size": 1,
         "disaggregation_mode": _disaggregation_mode(context),

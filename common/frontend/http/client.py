@@ -98,13 +98,13 @@ class Answer:
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
 
-    async def document(self) -> bytes:
+    async def document(self, nbytes_max: int = DOCUMENT_NBYTES_MAX) -> bytes:
         """All of it. Raises: HttpFailed."""
         found = bytearray()
         async for chunk in self.chunks():
             found += chunk
-            if len(found) > DOCUMENT_NBYTES_MAX:
-                raise HttpFailed(f"answered more than {DOCUMENT_NBYTES_MAX} bytes")
+            if len(found) > nbytes_max:
+                raise HttpFailed(f"answered more than {nbytes_max} bytes")
         return bytes(found)
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -132,7 +132,7 @@ async def ask(url: ServerUrl, request: Request, silence_s: float) -> AsyncIterat
             reader, writer = await asyncio.open_connection(
                 url.host, url.port, ssl=ssl.create_default_context() if url.is_tls else None
             )
-    except (OSError, TimeoutError) as exc:
+    except (OSError, TimeoutError, UnicodeError) as exc:  # the last: no name can be spelled so
         raise HttpFailed(f"{url} can't be reached: {_said(exc)}") from exc
     try:
         connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=READ_NBYTES)

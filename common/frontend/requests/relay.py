@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import msgspec
 
 from common.clock import Clock
-from common.failures import Failure, FailureKind
+from common.failures import STOPPING, Failure, FailureKind
 from common.frontend.bodies.resume import resume_body
 from common.frontend.http.client import Answer, HttpFailed, Request, ask
 from common.frontend.http.streaming import DONE, EVENT_START
 from common.frontend.requests.fleet import Fleet, FleetServer
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
-from common.frontend.requests.scheduler_client import STOPPING, SchedulerClient
+from common.frontend.requests.scheduler_client import SchedulerClient
 from common.protocol.frontend import Failed, Tokens
 
 PATH = "/resume"

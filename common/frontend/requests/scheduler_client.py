@@ -19,7 +19,7 @@ from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import ChannelClosed
 from common.clock import Clock
 from common.errors import ProtocolError, RequestError
-from common.failures import Failure, FailureKind
+from common.failures import STOPPING, Failure, FailureKind
 from common.frontend.requests.failure_log import FailureLog
 from common.frontend.requests.open_requests import OpenRequests, ask_again
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
@@ -48,7 +48,6 @@ from common.protocol.frontend import (
 from common.request import FinishReason, RequestTrace
 from common.stopped import is_stopped
 
-STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 UNREADY_WATCH_INTERVAL_S = 0.1  # a wait for a ready server ends so soon
 ANSWER_WAIT_S = 1.0  # for each look at a scheduler that is silent

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from common.errors import RequestError
+from common.failures import STOPPING
 from common.frontend.context import FrontendContext
-from common.frontend.requests.scheduler_client import STOPPING
 from common.metrics.snapshot import PageCounts, PeerGauge, PrefixCounts, Snapshot
 from common.protocol.frontend import PageGroupState, PeerState, PrefixCacheState, State
 
