@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from subprocess import PIPE
 
 import pytest
 
@@ -360,3 +364,18 @@ def test_a_watch_goes_on_showing_a_server_that_nobody_names_any_more(
         asyncio.run(story(a, b))
         assert looks[0] == [("a", "ready"), ("b", "ready")]
         assert looks[2] == [("a", "ready"), (b.address, "unreachable")]
+
+
+@pytest.mark.slow
+def test_a_watch_ends_in_peace_by_the_keyboard_and_with_its_reader() -> None:
+    with serving("a") as (a,):
+        command = [sys.executable, "-m", "common.admin", "fleet", a.url, "--watch", "0.1"]
+        for end, code in (("keyboard", 0), ("reader", 1)):
+            with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as watch:
+                assert watch.stdout is not None and watch.stderr is not None
+                assert watch.stdout.readline().startswith(b"NAME")
+                if end == "keyboard":
+                    watch.send_signal(signal.SIGINT)
+                else:
+                    watch.stdout.close()
+                assert watch.stderr.read() == b"" and watch.wait() == code
