@@ -64,6 +64,7 @@ check: $(STAMP) ## ruff, mypy and the rules of the house
 sim: $(STAMP) ## many thousand generated layouts and simulated schedules
 	@$(PY) -m tests.planner.sweep --examples 20000
 	@$(PY) -m tests.sim --mutations
+	@$(PY) -m tests.sim --fleet
 	@$(PY) -m tests.sim --seeds 5000
 
 faults: $(STAMP) ## real processes, killed, frozen and restarted under load

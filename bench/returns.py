@@ -21,7 +21,7 @@ FLAGS = (
     *("--max-total-tokens", "32768", "--context-length", str(CONTEXT_LENGTH)),
     *("--request-history", "4096"),
 )
-ON = ("--return-cache", "auto")
+ON, OFF = ("--return-cache", "auto"), ("--return-cache", "off")
 DECODE = ("--local-prefill", "off")
 # Without prefill work of its own, a decode server keeps checkpoints only if it is told to.
 CHECKPOINTS = ("--max-checkpoints", "64")
@@ -39,7 +39,9 @@ def measure(model: ReuseModel) -> Row:
     with ExitStack() as stack:
         path = stack.enter_context(written(model))
         returning = stack.enter_context(Pair(path, (*FLAGS, *ON), (*FLAGS, *DECODE, *ON)))
-        plain = stack.enter_context(Pair(path, FLAGS, (*FLAGS, *DECODE, *CHECKPOINTS)))
+        plain = stack.enter_context(
+            Pair(path, (*FLAGS, *OFF), (*FLAGS, *DECODE, *OFF, *CHECKPOINTS))
+        )
         computed: dict[int, list[float]] = {0: [], 1: []}
         for number in range(ROUNDS):
             for which, pair in enumerate((returning, plain)):

@@ -25,6 +25,7 @@ from common.protocol.worker import (
     CloseTransfer,
     ConnectPeer,
     Expect,
+    OpenPeer,
     OpenTransfer,
     PeerConnected,
     PeerOpened,
@@ -212,7 +213,7 @@ def serve_target(
     layout = decode_layout(target)
     page_count = tokens // layout.page_size
     rank = RankIo(layout.ranks[0], Role.DECODE, tls, page_count, torch.device(device))
-    opened = rank.links.open("source", layout=source, transfer_mode=transfer_mode)
+    opened = rank.links.open(OpenPeer("source", source, "", transfer_mode))
     pipe.send(msgspec.structs.replace(opened) if isinstance(opened, PeerOpened) else opened)
     rank.wake_on(pipe.fileno())
     while True:

@@ -126,6 +126,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         pool; 0: none.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
         batch whose decode passes are recorded.
+    schedule_low_priority_values_first: of the priorities in bodies, smaller ones are more urgent.
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
@@ -170,6 +171,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser: how the model writes calls of tools; "": they are left in the text.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
+    enable_role_switch: its workers are made for both roles, so that the server can go on in the
+        other one without loading weights again. standby: it serves in none until it is told one.
+    relay_timeout_s: how long after that a stopping decode server stays for requests that other ones
+        have taken over; 0: none are moved. drain_to: URLs of those servers; empty: the decode
+        servers that its prefill servers know.
+    serve_plain: a prefill server has its decode servers answer requests that name no room.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
         supervisor; "" until then.
     """
@@ -216,6 +223,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int = 160
     disable_overlap_schedule: bool = False
+    schedule_low_priority_values_first: bool = False
     transport: str = "auto"
     transfer_ports: str = ""
     net_devices: str = "all"
@@ -224,7 +232,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging_buffer_mb: int = 64
     ucx: str = "auto"
     local_prefill: LocalPrefill = LocalPrefill.AUTO
-    return_cache: ReturnCache = ReturnCache.OFF
+    return_cache: ReturnCache = ReturnCache.AUTO
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     bootstrap_timeout_s: float = DEFAULT_BOOTSTRAP_TIMEOUT_S
     request_timeout_s: float = 600.0
@@ -234,6 +242,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stall_timeout_s: float | None = None
     max_body_nbytes: int = 32 << 20
     drain_timeout_s: float = 30.0
+    relay_timeout_s: float = 0.0
+    drain_to: tuple[str, ...] = ()
+    serve_plain: bool = False
     api_keys: tuple[str, ...] = ()
     api_key_file: str = ""
     admin_api_keys: tuple[str, ...] = ()
@@ -243,6 +254,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
     tool_call_parser: str = ""
+    enable_role_switch: bool = False
+    standby: bool = False
     runtime_dir: str = ""
 
     @property
@@ -278,11 +291,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def sends_caches(self) -> bool:
-        return self.role is Role.PREFILL or self.returns_caches
+        return self.role is Role.PREFILL or self.returns_caches or self.enable_role_switch
 
     @property
     def receives_caches(self) -> bool:
-        return (self.role is Role.DECODE and bool(self.prefill)) or self.returns_caches
+        is_target = self.role is Role.DECODE and bool(self.prefill)
+        return is_target or self.returns_caches or self.enable_role_switch
 
     @property
     def transfer_port_range(self) -> tuple[int, int]:

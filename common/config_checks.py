@@ -38,7 +38,15 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(
             f"--host-cache-gb {config.host_cache_gb:g}: must be 0 with --disable-radix-cache"
         )
-    if config.role is Role.PREFILL and config.port == config.bootstrap_port:
+    if config.enable_role_switch and config.nnodes > 1:
+        raise ConfigError(
+            f"--enable-role-switch: must not be given with --nnodes {config.nnodes}: workers of "
+            "other machines end with their scheduler"
+        )
+    if config.standby and config.nnodes > 1:
+        raise ConfigError(f"--standby: must not be given with --nnodes {config.nnodes}")
+    listens = config.role is Role.PREFILL or config.enable_role_switch
+    if listens and config.port == config.bootstrap_port:
         raise ConfigError(
             f"--bootstrap-port {config.bootstrap_port}: must differ from --port {config.port}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.config import Role
 from common.errors import ConfigError, NotNow
 
 # A process found its settings unusable: starting it again is of no use.
@@ -12,6 +13,14 @@ EXIT_FAILED = 1
 # later: a port is in use, a name does not resolve, memory is short. sysexits.h: EX_TEMPFAIL.
 # systemd (Restart=on-failure) and Kubernetes (restartPolicy: Always) start it again.
 EXIT_START_AGAIN = 75
+# A frontend has let its requests end, and the server is to go on in another role. Its supervisor
+# alone sees these.
+EXIT_SWITCHED = {81: Role.PREFILL, 82: Role.DECODE}
+
+
+def switched_code(role: Role) -> int:
+    """What a frontend ends with whose server is to go on in a role."""
+    return next(code for code, one in EXIT_SWITCHED.items() if one is role)
 
 
 def exit_code_of(error: ConfigError) -> int:

@@ -20,6 +20,7 @@ class FailureKind(StrEnum):
     NO_TOKEN = "no_token"
     NOT_HELD = "not_held"
     ABORTED = "aborted"
+    MOVED = "moved"
     OTHER_HALF_ABORTED = "other_half_aborted"
     RENDEZVOUS_TIMEOUT = "rendezvous_timeout"
     BAD_LOGITS = "bad_logits"
@@ -32,6 +33,7 @@ class FailureKind(StrEnum):
     QUEUE_FULL = "queue_full"
     OVERLOADED = "overloaded"
     NO_PREFILL_SERVER = "no_prefill_server"
+    NO_DECODE_SERVER = "no_decode_server"
     STOPPING = "stopping"
     TIMED_OUT = "timed_out"
     HOLD_EXPIRED = "hold_expired"
@@ -65,6 +67,7 @@ _STATUSES = {
     FailureKind.NO_TOKEN: 400,
     FailureKind.NOT_HELD: 409,
     FailureKind.ABORTED: 499,
+    FailureKind.MOVED: 503,
     FailureKind.OTHER_HALF_ABORTED: 500,
     FailureKind.RENDEZVOUS_TIMEOUT: 500,
     FailureKind.BAD_LOGITS: 500,
@@ -77,6 +80,7 @@ _STATUSES = {
     FailureKind.QUEUE_FULL: 503,
     FailureKind.OVERLOADED: 503,
     FailureKind.NO_PREFILL_SERVER: 503,
+    FailureKind.NO_DECODE_SERVER: 503,
     FailureKind.STOPPING: 503,
     FailureKind.TIMED_OUT: 504,
     FailureKind.HOLD_EXPIRED: 504,

@@ -25,7 +25,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "bootstrap_port": "PORT",
         "prefill": "SERVERS",
         "bootstrap_allow": "HOSTS",
+        "drain_to": "URL,...",
+        "serve_plain": "",
     },
+    "roles": {"enable_role_switch": "", "standby": ""},
     "device and ranks": {
         "device": "DEVICE",
         "attention_backend": "BACKEND",
@@ -50,6 +53,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "max_running_requests": "N",
         "max_queued_requests": "N",
         "disable_overlap_schedule": "",
+        "schedule_low_priority_values_first": "",
         "local_prefill": "WHEN",
     },
     "transfers": {
@@ -66,6 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "request_timeout_s": "SECONDS",
         "bootstrap_timeout_s": "SECONDS",
         "drain_timeout_s": "SECONDS",
+        "relay_timeout_s": "SECONDS",
         "heartbeat_interval_s": "SECONDS",
         "peer_timeout_s": "SECONDS",
         "worker_timeout_s": "SECONDS",

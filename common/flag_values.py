@@ -87,6 +87,29 @@ def address(value: str) -> str:
     return value
 
 
+def server_url(value: str) -> str:
+    """http://host:port of a server's HTTP API, https alike; "host:port" is http."""
+    rule = "must be a URL such as http://host:30001, without user and path"
+    parts = urlsplit(value if "://" in value else f"http://{value}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:  # no number, or no address in brackets
+        raise ValueError(rule) from exc
+    has_more = parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc
+    is_spelled = re.fullmatch(r"[!-~]+", value) is not None
+    if parts.scheme not in ("http", "https") or not host or has_more or not is_spelled or port == 0:
+        raise ValueError(rule)
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def drain_targets(value: str) -> tuple[str, ...]:
+    """URLs; empty for `auto`."""
+    if value == "auto":
+        return ()
+    return tuple(dict.fromkeys(server_url(part.strip()) for part in value.split(",")))
+
+
 def trace_endpoint(value: str) -> str:
     """The whole URL of an OTLP collector; /v1/traces is where they listen for spans."""
     parts = urlsplit(value if "://" in value else f"http://{value}")

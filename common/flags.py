@@ -212,8 +212,8 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "return_cache",
         ("return-cache",),
         choice(*ReturnCache),
-        "auto: caches of answers go back to the prefill server of their prompt, if both servers "
-        "say so",
+        "whether caches of answers go back to the prefill server of their prompt: auto, if both "
+        "servers say so",
     ),
     Flag(
         "disable_cuda_graph",
@@ -233,6 +233,13 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         ("disable-overlap-schedule",),
         switch,
         "plan a step only when the last one has returned, as always with --pp-size above 1",
+        is_switch=True,
+    ),
+    Flag(
+        "schedule_low_priority_values_first",
+        ("schedule-low-priority-values-first",),
+        switch,
+        "a request's `priority` is more urgent the smaller it is, as with vLLM; else the larger",
         is_switch=True,
     ),
     Flag(
@@ -327,7 +334,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "admin_api_keys",
         ("admin-api-key",),
         api_keys,
-        "keys that abort_request and flush_cache ask for [--api-key]; or BATON_ADMIN_API_KEY",
+        "keys that administrators' requests ask for [--api-key]; or BATON_ADMIN_API_KEY",
         is_secret=True,
     ),
     Flag(
@@ -342,6 +349,21 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         ("allowed-origins", "cors-allowed-origins"),
         origins,
         "origins of web pages that may use this server, comma separated, or * [none]",
+    ),
+    Flag(
+        "enable_role_switch",
+        ("enable-role-switch",),
+        switch,
+        "POST /switch_role makes a prefill server of a decode server and the reverse, with weights "
+        "and pool kept; the flags of both roles are taken",
+        is_switch=True,
+    ),
+    Flag(
+        "standby",
+        ("standby",),
+        switch,
+        "load weights and wait: POST /switch_role begins to serve",
+        is_switch=True,
     ),
     Flag("curve_secret_key_file", ("curve-secret-key-file",), text, "file of this server's key"),
     Flag("curve_peer_keys_file", ("curve-peer-keys-file",), text, "file of its peers' public keys"),

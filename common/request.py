@@ -131,6 +131,20 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     trace_parent: str = ""
 
 
+class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What decides whose turn it is, of requests that wait; see `common/scheduling/turns.py`.
+
+    priority: larger is more urgent, whichever way round the client's server reads it.
+    client: a digest of the API key that was shown; "" for all that showed none.
+    """
+
+    priority: int = 0
+    client: str = ""
+
+
+NO_CLAIM = Claim()
+
+
 class CachedTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens of a prompt whose cache was there before the request came.
 

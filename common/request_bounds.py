@@ -69,6 +69,9 @@ of one row of logits."""
 RID_LENGTH_MAX = 256
 NUMBERED_RID_LENGTH_MAX = RID_LENGTH_MAX + len(f"_{SAMPLE_COUNT_MAX - 1}")
 """A rid with the number of its sample behind it."""
+PRIORITY_MAX = INT32_MAX
+"""Of either sign: a server may read priorities the other way round."""
+CLIENT_LENGTH_MAX = 32  # characters of a client's digest
 CACHE_SALT_LENGTH_MAX = 256  # characters; twice vLLM's
 
 # W3C's, version 00: trace id, parent span id, flags.

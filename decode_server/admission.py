@@ -5,8 +5,8 @@ Knows nothing of what happens to a request after it was admitted. Writes nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from dataclasses import replace
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, replace
 from operator import add, le
 
 from common.layout.component import LiveKind
@@ -25,15 +25,21 @@ from decode_server.expected_time import ExpectedTime
 from decode_server.output_lengths import Growing
 from decode_server.request import DecodeRequest
 from decode_server.requests import Requests
-from decode_server.waiting import Turns
 
 # Tokens that the window of every active request is expected to grow by soon.
 WINDOW_TOKENS = 64
 # What a rest may take to compute here while no prefill server can be asked.
 MISSING_S = 2.0
+# The growth of all is found anew when one in so many came or left.
+GROWTH_RATIO = 16
 # Requests that are looked at in vain, one after the other, until a round ends: a queue can be long,
 # and streams wait for the next step.
 VAIN_COUNT_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """A request's pages are not there."""
 
 
 class Admission:
@@ -62,13 +68,12 @@ class Admission:
         self._choice = choice
         self._requests = requests
         self._incoming = transfers.incoming
+        self._writers = transfers.writers
         self._is_local = is_local
         self._computes_rests = computes_rests
         self._times = times
         self._tier = tier
         self._followers = Followers(requests.queue, batcher)
-        self._turns_here = Turns()
-        self._turns_elsewhere = Turns()
         self._growth = (-1, 0, 0)
 
     @property
@@ -79,66 +84,73 @@ class Admission:
         return computing_count + self._incoming.under_way_count
 
     def decide(self, now: float) -> Iterator[Reserve | ComputeHere | Split]:
-        """One request after the other. Each decision is applied before the next one is made."""
+        """One request after the other. Each decision is applied before the next one is made.
+
+        No one begins that is less urgent than another one that fits. One that does not fit may be
+        passed by those behind it for a while, and then keeps the pages that come back for itself.
+        """
+        if self._writers.trouble:
+            return
         self._followers.wake()
-        yield from self._decide_here(now)
-        if not self._is_local:
-            yield from self._decide_elsewhere(now)
-
-    def _decide_here(self, now: float) -> Iterator[ComputeHere]:
-        """Requests whose prompt this server starts to compute itself."""
-        ready = self._requests.queue.ready
-        waiting = [one for one in ready if self._is_local or one.is_computed_here]
-        vain_count = 0
-        for request in self._turns_here.of(waiting):
-            if self._batcher.is_full or vain_count == VAIN_COUNT_MAX:
+        vain_count, may_ask_any = 0, not self._is_local and self._choice.may_ask_any(now)
+        for request in self._requests.queue.looks():
+            if vain_count == VAIN_COUNT_MAX or self._may_begin_none():
                 return
-            vain_count += 1
-            match, reusable = self._match_to_compute(request)
-            tokens, digests = request.token_ids, request.digests
-            if self._followers.follows(request, match, digests, reusable, len(tokens)):
+            is_here = self._is_local or request.is_computed_here
+            if is_here:
+                may_begin = not self._batcher.is_full
+            elif request.bootstrap_link is not None:
+                may_begin = self._choice.choose(request, now) is not None
+            else:
+                may_begin = may_ask_any or self._computes_rests
+            if not may_begin:
                 continue
-            if self._fits_grown(request, self._needs_to_compute(request, match)):
-                if self._tier.holds_up(request, reusable):
-                    continue
-                yield ComputeHere(request, self._match_to_compute(request)[0])
+            vain_count += 1
+            decision = self._here(request) if is_here else self._elsewhere(request, now)
+            if isinstance(decision, Short):
+                if self._is_late(request, now):
+                    return
+            elif decision is not None:
+                yield decision
                 vain_count = 0
-            elif self._is_late(request, now):
-                return
+                may_ask_any = not self._is_local and self._choice.may_ask_any(now)
 
-    def _decide_elsewhere(self, now: float) -> Iterator[Reserve | ComputeHere | Split]:
-        """Requests that a prefill server is asked for, and rests that are computed here sooner.
+    def _may_begin_none(self) -> bool:
+        """Whether whoever begins now would wait for a place in the batch with its pages."""
+        return self._batcher.ready_count > 0 or (self._is_local and self._batcher.is_full)
+
+    def _here(self, request: DecodeRequest) -> ComputeHere | Short | None:
+        """A request whose prompt this server computes itself; None if it waits for another one."""
+        match, reusable = self._match_to_compute(request)
+        tokens, digests = request.token_ids, request.digests
+        if self._followers.follows(request, match, digests, reusable, len(tokens)):
+            return None
+        if not self._fits_grown(request, self._needs_to_compute(request, match)):
+            return Short()
+        if self._tier.holds_up(request, reusable):
+            return None
+        return ComputeHere(request, self._match_to_compute(request)[0])
+
+    def _elsewhere(
+        self, request: DecodeRequest, now: float
+    ) -> Reserve | ComputeHere | Split | Short | None:
+        """A request that a prefill server is asked for, or a rest that is computed here sooner.
 
         Pages bound the transfers under way, for how many it takes to keep the batch full depends
         on how long prefill servers take. Nothing more is asked for while caches that have come wait
         for a place in the batch.
         """
-        may_ask_any = self._choice.may_ask_any(now)
-        vain_count = 0
-        waiting = [one for one in self._requests.queue.ready if not one.is_computed_here]
-        for request in self._turns_elsewhere.of(waiting):
-            if self._batcher.ready_count or vain_count == VAIN_COUNT_MAX:
-                return
-            if request.bootstrap_link is None:
-                if not (may_ask_any or self._computes_rests):
-                    continue
-            elif self._choice.choose(request, now) is None:
-                continue
-            vain_count += 1
-            decision = self._decide_one(request, now)
-            if isinstance(decision, Split):
-                yield decision
-            elif isinstance(decision, Reserve) and not self._fits_to_receive(decision):
-                if self._is_late(request, now):
-                    return
-            elif decision is not None:
-                if self._is_held_up(decision):
-                    continue
-                decision = self._found_anew(decision)
-                if isinstance(decision, Reserve) and not self._fits_to_receive(decision):
-                    continue  # what is being saved is not free yet
-                yield decision
-                vain_count, may_ask_any = 0, self._choice.may_ask_any(now)
+        decision = self._decide_one(request, now)
+        if decision is None or isinstance(decision, Split):
+            return decision
+        if isinstance(decision, Reserve) and not self._fits_to_receive(decision):
+            return Short()
+        if self._is_held_up(decision):
+            return None
+        decision = self._found_anew(decision)
+        if isinstance(decision, Reserve) and not self._fits_to_receive(decision):
+            return None  # what is being saved is not free yet
+        return decision
 
     def _is_held_up(self, decision: Reserve | ComputeHere) -> bool:
         """Whether it waits for what is saved in host memory, or comes from there. What could be
@@ -248,9 +260,8 @@ class Admission:
         groups = range(len(pool.page_counts))
         return not self.active_count and any(map(pool.quarantined_count, groups))
 
-    def is_starved(self, queue: Iterable[DecodeRequest]) -> bool:
+    def is_starved(self, first: DecodeRequest | None) -> bool:
         """Whether quarantined pages alone keep the next request out."""
-        first = next(iter(queue), None)
         if first is None or not self.may_starve:
             return False
         match, _ = self._match_to_compute(first)
@@ -299,9 +310,14 @@ class Admission:
         return -(-items // page_group.page_items)
 
     def _expected_growth(self) -> int:
-        """Tokens of all active requests; found anew with every step, for it takes a while."""
+        """Tokens of all active requests; found anew with every step, for it takes a while. Of the
+        many that one round may add, each counts as the mean of those before it."""
         step_count, active_count = self._batcher.step_count, self.active_count
-        if self._growth[:2] != (step_count, active_count):
+        found_at, found_count, growth = self._growth
+        change = abs(active_count - found_count)
+        if found_at == step_count and 0 < change * GROWTH_RATIO <= found_count:
+            return -(-growth * active_count // found_count)
+        if change or found_at != step_count:
             active: list[DecodeRequest | Sequence] = [
                 *self._batcher.sequences(),
                 *self._requests.transferring,

@@ -14,8 +14,8 @@ from decode_server.request import DecodeRequest
 
 # Other kinds of failure are counted as `failed` alone.
 COUNTED = (
-    *("finished", "failed", "aborted", "timed_out", "transfer_failed", "bootstrap_failed"),
-    "no_prefill_server",
+    *("finished", "failed", "aborted", "moved", "timed_out", "transfer_failed"),
+    *("bootstrap_failed", "no_prefill_server"),
 )
 
 
@@ -71,7 +71,9 @@ class Answers:
         if kind is FailureKind.ABORTED and request.output_count:
             # Its client has had enough: it gives its pages back like one that ended.
             self.lengths.note_end(request.output_count)
-        self.counters["failed"] += 1
+        elif kind is FailureKind.MOVED and request.output_count:
+            self.lengths.note_cut(request.output_count)
+        self.counters["failed"] += kind is not FailureKind.MOVED
         counted = "bootstrap_failed" if kind.is_bootstrap else kind
         if counted in self.counters:
             self.counters[counted] += 1

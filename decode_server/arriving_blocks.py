@@ -47,8 +47,8 @@ class ArrivingBlocks:
         """Whether a request of which so many blocks are here waits for what another one brings."""
         cache, key = self._cache, self._key(request, block_count)
         other = self._first.get(key) if key else None
-        if cache is None or other is None:
-            return False
+        if cache is None or other is None or other.claim.priority < request.claim.priority:
+            return False  # who is less urgent may wait for long
         _, ours = cache.keys_of(request.digests)
         _, theirs = cache.keys_of(other.digests)
         most = min(len(ours), len(theirs)) // DIGEST_NBYTES - block_count

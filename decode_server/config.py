@@ -1,105 +1,17 @@
-"""The decode server's settings: the common ones and the prefill servers it sends prompts to.
+"""The decode server's settings: it has to know where prefill servers are, or that there are none.
 
 Knows nothing of processes.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from common.config import LocalPrefill, Role, ServerConfig
-from common.errors import ConfigError
-from common.flag_reading import parse_settings, to_config
-from common.flag_values import choice, number
-from common.flags import COMMON_FLAGS, Flag
-from common.prefill_entries import PeerFile, read_entry
-
-_RULE = re.compile(r"[A-Za-z0-9._:*/-]+")
-ALONE = "none"  # what --prefill says when this server is to compute prompts itself
-
-
-def prefill_entries(value: str) -> tuple[str, ...]:
-    """The list of --prefill; empty for `none`. Raises: ValueError."""
-    if value == ALONE:
-        return ()
-    entries = tuple(map(_prefill_entry, value.split(",")))
-    if len(set(entries)) != len(entries):
-        raise ValueError("must name every prefill server once")
-    return entries
-
-
-def _prefill_entry(text: str) -> str:
-    """As it is kept: the path of a file is an absolute one."""
-    try:
-        found = read_entry(text.strip())
-    except ValueError as error:
-        raise ValueError(f"{error}, comma separated, or `{ALONE}`") from None
-    if isinstance(found, PeerFile):
-        return f"file:{Path(found.path).absolute()}"
-    return found if isinstance(found, str) else text.strip()
-
-
-def bootstrap_allow(value: str) -> tuple[str, ...]:
-    """Hosts, patterns and networks; empty for `none`. Raises: ValueError."""
-    if value == ALONE:
-        return ()
-    rules = tuple(part.strip() for part in value.split(","))
-    if not all(_RULE.fullmatch(rule) for rule in rules):
-        raise ValueError("must be hosts, patterns like *.svc, networks like 10.0.0.0/8, or any")
-    for rule in rules:
-        if "/" in rule:
-            ipaddress.ip_network(rule, strict=False)  # its ValueError says what is wrong
-    return rules
-
-
-FLAGS = (
-    *COMMON_FLAGS,
-    Flag(
-        "self_test_interval_s",
-        ("self-test-interval",),
-        number(0, 86400),
-        "seconds without a transfer after which one of a token is tried; 0: never",
-    ),
-    Flag(
-        "local_prefill",
-        ("local-prefill",),
-        choice(*LocalPrefill),
-        "what is computed here: off, nothing; auto, short rests of cached prompts where that is "
-        "quicker; fallback, whole prompts too if no prefill server can be found",
-    ),
-    Flag(
-        "prefill",
-        ("prefill",),
-        prefill_entries,
-        "prefill servers' bootstrap ports: host:port, dns:NAME:PORT for all addresses of a name, "
-        "file:PATH of a file that is watched, comma separated; or `none` to compute prompts here",
-    ),
-    Flag(
-        "bootstrap_allow",
-        ("bootstrap-allow",),
-        bootstrap_allow,
-        "hosts, patterns and networks that bootstrap_host may name besides the addresses of "
-        "--prefill: any, or none",
-    ),
-)
+from common.config import Role, ServerConfig
+from common.role_flags import parse_role
 
 
 def parse_args(argv: Sequence[str]) -> ServerConfig:
     """Raises: ConfigError, one line that names the flag, the value and what is allowed."""
-    settings = parse_settings(
-        "baton-decode",
-        "Receives a prompt's KV cache from a prefill server and generates the rest.",
-        FLAGS,
-        argv,
-        host="127.0.0.1",
-        port=30001,
-    )
-    if "prefill" not in settings:
-        raise ConfigError(
-            "--prefill is required: host:port, dns:NAME:PORT or file:PATH of prefill servers, "
-            f"comma separated, or `{ALONE}`"
-        )
-    return to_config(settings | {"role": Role.DECODE})
+    text = "Receives a prompt's KV cache from a prefill server and generates the rest."
+    return parse_role(Role.DECODE, text, argv, port=30001)

@@ -73,7 +73,8 @@ class MissingServers:
     # ---- servers that are missing ----------------------------------------------------------------
 
     def _lost_holds(self, now: float) -> Iterator[Unbind]:
-        """A cache that is held by a server that is gone, or missing for long, is computed anew."""
+        """A cache that is held by a server that is gone, or missing for long, is computed anew. One
+        that said that it stops has taken what it held with it."""
         for request in self._requests.queue:
             bootstrap = request.bootstrap
             if bootstrap is None or not request.is_held:
@@ -81,6 +82,7 @@ class MissingServers:
             source = None if self._is_local else self._links.find(bootstrap)
             is_here = source is not None and source.incarnation == bootstrap.engine
             is_late = now - request.waiting_since >= FALLBACK_WAIT_S
+            is_late = is_late or bootstrap.engine in self._links.connections.stopped
             if not is_here and (source is not None or is_late or self._is_local):
                 yield Unbind(request)
 
@@ -99,6 +101,8 @@ class MissingServers:
         The time runs from when a server is first found missing and a request waits for it, however
         long it had waited for pages before.
         """
+        if now < self._next_peers_at and not self._absent_since:
+            return
         takers = self._links.connections.takers()
         there: set[str | None] = {taker.link for taker in takers}
         if any(taker.is_source for taker in takers):

@@ -10,6 +10,7 @@ from common.protocol.frontend import Sibling, Submit
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     Origin,
     RequestTrace,
     SamplingParams,
@@ -20,6 +21,8 @@ from common.scheduling.forks import SamplePages
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState
 from common.transfers.incoming_transfer import Ask, IncomingTransfer
+
+TEST_TOKEN_ID = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,7 @@ class DecodeRequest:
     some may have left; it has no client of its own then. parent: whose cache a sample waits for.
     sample_pages: for all children but one, what each has beside its blocks.
     sample_index: of a sample, its place among those of its prompt.
+    claim: what decides whose turn it is.
     """
 
     request_id: int
@@ -73,6 +77,7 @@ class DecodeRequest:
     cached: CachedTokens = field(default_factory=CachedTokens)
     source_name: str = ""
     origin: Origin = field(default_factory=Origin)
+    claim: Claim = field(default_factory=Claim)
 
     @property
     def output_count(self) -> int:
@@ -151,16 +156,21 @@ class DecodeRequest:
             is_held=self.is_held,
             prefix_digests=b"" if room is not None else self.digests,
             seeds=() if room is not None else self.seeds,
+            claim=self.claim,
         )
 
 
 def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
     """A sample of a body, which waits from now on. Its room is not looked at."""
+    sampling = msgspec.structs.replace(submit.sampling, seed=sample.seed)
+    if submit.output_ids:
+        # What is told of the prompt was told with its first token.
+        sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
     return DecodeRequest(
         request_id=sample.request_id,
-        token_ids=list(submit.token_ids),
+        token_ids=[*submit.token_ids, *submit.output_ids],
         prompt_count=len(submit.token_ids),
-        sampling=msgspec.structs.replace(submit.sampling, seed=sample.seed),
+        sampling=sampling,
         bootstrap=None,
         digests=submit.prefix_digests,
         arrived_at=now,
@@ -168,4 +178,39 @@ def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
         waiting_since=now,
         is_sample=bool(submit.siblings),
         origin=sample.origin,
+        claim=submit.claim,
     )
+
+
+def new_self_test(request_id: int, link: str, budget_s: float, now: float) -> DecodeRequest:
+    """A prompt of one token, for one token, from the prefill server at a link."""
+    return DecodeRequest(
+        request_id=request_id,
+        token_ids=[TEST_TOKEN_ID],
+        prompt_count=1,
+        sampling=SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True),
+        bootstrap=None,
+        digests=b"",
+        arrived_at=now,
+        deadline=now + budget_s,
+        waiting_since=now,
+        tested_link=link,
+    )
+
+
+def why_misfit(submit: Submit, request_token_max: int, *, is_local: bool) -> str:
+    """Why a body is none that this server could ever answer; "" if it is. is_local: it computes all
+    prompts itself."""
+    token_count, output_count = len(submit.token_ids), len(submit.output_ids)
+    if not 1 <= token_count < request_token_max:
+        return f"prompt of {token_count} tokens: must be 1..{request_token_max - 1}"
+    if submit.bootstrap is not None and not submit.bootstrap.engine and is_local:
+        return "bootstrap_room: this server was started with --prefill none"
+    if not output_count:
+        return ""
+    output_max = min(submit.sampling.max_new_tokens, request_token_max - token_count)
+    if output_count >= output_max:
+        return f"output of {output_count} tokens: must be fewer than {output_max} to go on"
+    if submit.siblings:
+        return f"output of {output_count} tokens: must be of one sample, not {len(submit.samples)}"
+    return ""

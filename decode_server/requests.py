@@ -18,30 +18,29 @@ from common.protocol.frontend import Failed, Submit
 from common.request import (
     CachedTokens,
     FinishReason,
-    SamplingParams,
     TokenLogprobs,
     TransferTrace,
 )
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
+from common.scheduling.fair_share import OUTPUT_TOKEN_COST
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeEvent, next_decode_state
+from common.scheduling.waiting_queue import WaitingQueue
 from common.transfers.connection import Connection
 from common.transfers.incoming_transfer import CacheReady
 from common.transfers.transfers import Transfers
 from decode_server.answers import Answers
 from decode_server.arriving_blocks import ArrivingBlocks
 from decode_server.drain_rate import DrainRate
-from decode_server.request import DecodeRequest, new_request
+from decode_server.request import DecodeRequest, new_request, new_self_test
 from decode_server.rooms import Rooms
 from decode_server.samples import Samples
-from decode_server.waiting import WaitingQueue
 
 COUNTED = ("retracted", "retried", "holds_lost")
-TEST_TOKEN_ID = 0
 TRANSFER_ID_BITS = 63
 
 
@@ -69,7 +68,7 @@ class Requests:
         self._rooms = Rooms(incarnation, transfers.links, outbox)
         self.arriving = ArrivingBlocks(account.cache)
         self.deadlines = Deadlines()
-        self.queue = WaitingQueue()
+        self.queue: WaitingQueue[DecodeRequest] = WaitingQueue()
         self.samples = Samples(account)
         self.answers = Answers(outbox)
         self._ended: list[tuple[DecodeRequest, Sequence]] = []
@@ -99,7 +98,7 @@ class Requests:
     @property
     def waiting_count(self) -> int:
         """Those of clients that wait."""
-        return sum(request.sample_count for request in self.queue)
+        return sum(len(request.children) or 1 for request in self.queue)
 
     @property
     def transferring(self) -> list[DecodeRequest]:
@@ -127,11 +126,16 @@ class Requests:
                 parent = new_request(submit, own, now)
                 self.samples.join(parent, children)
                 self._requests[parent.request_id] = parent
-            parent.bootstrap = None if queued else submit.bootstrap
             for child in children:
                 self._requests[child.request_id] = child
                 self.deadlines.add(child.request_id, child.deadline)
-            self.queue.add(parent)
+            if submit.output_ids:
+                # It has begun before, here or elsewhere: it waits as one that was retracted.
+                parent.digests = self._account.cached.digests_of(parent.digests, parent.token_ids)
+                self.queue.add_again(parent)
+            else:
+                parent.bootstrap = None if queued else submit.bootstrap
+                self.queue.add(parent)
             queued.append(parent)
         return queued
 
@@ -143,20 +147,8 @@ class Requests:
             self._rooms.withdraw(submit.bootstrap, failure.message)
 
     def submit_test(self, link: str, budget_s: float, now: float) -> None:
-        """A prompt of one token, for one token, from the prefill server at a link."""
-        sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
-        request = DecodeRequest(
-            request_id=self._take_own_id(),
-            token_ids=[TEST_TOKEN_ID],
-            prompt_count=1,
-            sampling=sampling,
-            bootstrap=None,
-            digests=b"",
-            arrived_at=now,
-            deadline=now + budget_s,
-            waiting_since=now,
-            tested_link=link,
-        )
+        """A self-test of the prefill server at a link."""
+        request = new_self_test(self._take_own_id(), link, budget_s, now)
         self._requests[request.request_id] = request
         self.queue.add(request)
         self.deadlines.add(request.request_id, request.deadline)
@@ -182,7 +174,7 @@ class Requests:
         """WAITING -> TRANSFERRING: pages for what is not here of the cache are there, and are asked
         to be filled. What is here is kept meanwhile."""
         self._advance(request, DecodeEvent.RESERVED)
-        self.queue.discard(request.request_id)
+        self.queue.discard(request)
         token_count = len(request.token_ids)
         transfer_id = self._rng.getrandbits(TRANSFER_ID_BITS)
         incoming = self._transfers.incoming
@@ -193,7 +185,7 @@ class Requests:
             source, transfer_id, request.request_id, token_count, request.ask(now), prefix
         )
         self.samples.reserve(request)
-        self._note_begun(request, now)
+        self._note_begun(request, match, now)
         request.asked_at = now
         self._transfers.links.note_asked(source, token_count, now)
         request.link = source.link
@@ -214,11 +206,12 @@ class Requests:
             return
         self.samples.reserve(request)
         sequence.samples = self.samples.draws(request)
+        sequence.priority = request.claim.priority
         self._advance(request, DecodeEvent.SCHEDULED_HERE)
-        self.queue.discard(request.request_id)
+        self.queue.discard(request)
         request.sequence = sequence
         request.link = request.source_name = ""
-        self._note_begun(request, now)
+        self._note_begun(request, match, now)
         self._batcher.add(sequence)
 
     def adopt(self, request: DecodeRequest, ready: CacheReady, now: float) -> FinishReason | None:
@@ -231,6 +224,8 @@ class Requests:
             here = request.held.token_count if request.held is not None else 0
             request.cached = CachedTokens(prefill=done.trace.cached_token_count, decode=here)
             request.prompt_logprobs = done.prompt_logprobs
+            spared_count = max(0, request.cached.prefill - here)
+            self.queue.share.charge(request.claim.client, -spared_count)
         request.transfer = None
         if not request.children:
             request.token_ids.append(done.first_token)
@@ -246,6 +241,7 @@ class Requests:
             request.digests,
             held,
         )
+        sequence.priority = request.claim.priority
         request.sequence = sequence
         if request.children:
             return None
@@ -354,13 +350,15 @@ class Requests:
         self._forget(request)
 
     def take_ended(self) -> list[tuple[DecodeRequest, Sequence]]:
-        """Those of clients that have had their last token since the last call."""
+        """Those of clients that have had their last token here since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def fail(self, request: DecodeRequest, failure: Failure, now: float) -> None:
+    def fail(
+        self, request: DecodeRequest, failure: Failure, now: float, *, is_moved: bool = False
+    ) -> None:
         """Any state -> FAILED: one error is the answer. A prompt fails with all of its samples, and
-        ends with the last of them."""
+        ends with the last of them. is_moved: another server goes on from what is computed."""
         if request.children:
             for child in list(request.children):
                 self.fail(child, failure, now)
@@ -372,6 +370,8 @@ class Requests:
             self._transfers.incoming.abandon(request.transfer, failure.message)
         request.transfer = None
         self._let_go(request)
+        if is_moved and request.sequence is not None:
+            self._ended.append((request, request.sequence))
         self._drop_sequence(request)
         self._forget(request)
         parent = self.samples.leave(request)
@@ -408,6 +408,7 @@ class Requests:
         is_first = request.first_token_at == 0.0
         if is_first:
             request.first_token_at = now
+        self.queue.share.charge(request.claim.client, 1, OUTPUT_TOKEN_COST)
         if finish is not None:
             self.finish(request)
         self.answers.send_token(request, token_id, logprobs, finish, now, is_first=is_first)
@@ -417,9 +418,12 @@ class Requests:
     def _advance(self, request: DecodeRequest, event: DecodeEvent) -> None:
         request.state = next_decode_state(request.state, event)
 
-    def _note_begun(self, request: DecodeRequest, now: float) -> None:
+    def _note_begun(self, request: DecodeRequest, match: Match, now: float) -> None:
+        """match: what is here of it. What is computed again was not its client's wish."""
         if not request.requested_at:
             request.requested_at = now
+            lacking = len(request.token_ids) - match.token_count
+            self.queue.share.charge(request.claim.client, lacking)
             if not request.tested_link:
                 self.drain_rate.note_begun(now)
 
@@ -443,4 +447,4 @@ class Requests:
     def _forget(self, request: DecodeRequest) -> None:
         del self._requests[request.request_id]
         self.deadlines.forget(request.request_id)
-        self.queue.discard(request.request_id)
+        self.queue.discard(request)

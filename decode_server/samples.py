@@ -91,9 +91,11 @@ class Samples:
             )
         child.transfer_trace = trace
         spans = [PageSpan(0, []) for _ in self._groups]
-        return Sequence(
+        sequence = Sequence(
             child.request_id, child.token_ids, child.prompt_count, child.sampling, spans
         )
+        sequence.priority = child.claim.priority
+        return sequence
 
     def fork(
         self, parent: DecodeRequest, prompt: Sequence, samples: List[Sequence]

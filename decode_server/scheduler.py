@@ -56,6 +56,7 @@ from common.transfers.transfers import (
 from decode_server.admission import Admission
 from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Split, Unbind
+from decode_server.entrance import Entrance
 from decode_server.expected_time import ExpectedTime
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
@@ -102,7 +103,7 @@ class DecodeScheduler:
         self.batcher = Batcher(self.account, batch_limits, StepRates(facts.pass_times))
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
         self.transfers = Transfers(
-            Introduction(facts, "decode", sends=sends, receives=True),
+            Introduction(facts, "decode", sends=sends, receives=True, needs_outbound=False),
             limits.pace,
             self.account,
             self._outbox,
@@ -135,6 +136,9 @@ class DecodeScheduler:
         self._computes_rests = computes_rests and not is_local
         self._missing_servers = MissingServers(
             self.transfers, self.requests, is_local=is_local, may_fall_back=may_fall_back
+        )
+        self._entrance = Entrance(
+            self.requests, limits.queue_max, self.request_token_max, is_local=is_local
         )
         self._self_tests = SelfTests(self.transfers.links, limits.self_test_interval_s)
         self._starvation = Starvation(self._admission, self._outbox)
@@ -177,7 +181,8 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
-        self._flushes.answer(self.requests.client_count)
+        if self._flushes.is_asked:
+            self._flushes.answer(self.requests.client_count)
         self._expire(now)
         self.returns.offer(self.requests.take_ended(), now)
         self._apply_decisions(self._missing_servers.review(now), now)
@@ -185,9 +190,9 @@ class DecodeScheduler:
             for link, budget_s in self._self_tests.begin_due(now):
                 self.requests.submit_test(link, budget_s, now)
         self._apply_decisions(self._admission.decide(now), now)
-        self._starvation.update(self.requests.queue, now)
+        self._starvation.update(self.requests.queue.first, now)
         self._send_steps(now)
-        self.requests.drain_rate.note(self.requests.waiting_count, now)
+        self.requests.drain_rate.note(len(self.requests.queue), now)
         self.tier.save_ahead()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
@@ -267,10 +272,11 @@ class DecodeScheduler:
         match message:
             case Submit():
                 self._handle_submit(message, now)
-            case Cancel():
+            case Cancel(reason=reason, is_moved=is_moved):
                 request = self.requests.get(message.request_id)
                 if request is not None:
-                    self._fail(request, Failure(FailureKind.ABORTED, message.reason), now)
+                    kind = FailureKind.MOVED if is_moved else FailureKind.ABORTED
+                    self.requests.fail(request, Failure(kind, reason), now, is_moved=is_moved)
             case Drain():
                 pass  # the frontend lets no request in, and nothing else brings work
             case FlushCache():
@@ -284,37 +290,16 @@ class DecodeScheduler:
 
     def _handle_submit(self, submit: Submit, now: float) -> None:
         self._counters["requests"] += 1 + len(submit.siblings)
-        failure = self._check(submit, now)
-        if failure is not None:
-            self.requests.refuse(submit, failure)
+        taken = self._entrance.check(submit, now)
+        if isinstance(taken, Failure):
+            self.requests.refuse(submit, taken)
             return
+        if taken is not None:
+            self._apply(taken, now)
         for request in self.requests.submit(submit, now):
             decision = self._missing_servers.check_length(request, now)
             if decision is not None:
                 self._apply(decision, now)
-
-    def _check(self, submit: Submit, now: float) -> Failure | None:
-        """Why a request is not taken; None if it is. One that would wait longer than it may is told
-        so at once, and when to come back."""
-        token_count, waiting_count = len(submit.token_ids), self.requests.waiting_count
-        wait_s = self.requests.drain_rate.wait_s(waiting_count, now)
-        if not 1 <= token_count < self.request_token_max:
-            text = f"prompt of {token_count} tokens: must be 1..{self.request_token_max - 1}"
-            return Failure(FailureKind.BAD_REQUEST, text)
-        if waiting_count >= self._limits.queue_max:
-            text = f"queue full: {waiting_count} requests are waiting"
-            return Failure(FailureKind.QUEUE_FULL, text, retry_after_s=wait_s or 0.0)
-        if wait_s is not None and wait_s > submit.budget_s:
-            text = (
-                f"{waiting_count} requests are waiting, which takes about {wait_s:.0f} s: "
-                f"this one may take {submit.budget_s:g} s"
-            )
-            late_s = wait_s - submit.budget_s
-            return Failure(FailureKind.OVERLOADED, text, retry_after_s=late_s)
-        if submit.bootstrap is not None and not submit.bootstrap.engine and self._is_local:
-            text = "bootstrap_room: this server was started with --prefill none"
-            return Failure(FailureKind.BAD_REQUEST, text)
-        return None
 
     # ---- transfers -------------------------------------------------------------------------------
 
@@ -446,5 +431,7 @@ class DecodeScheduler:
             prefix_cache=self.account.prefix_state(),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._worker_health.trouble or self._starvation.trouble,
+            trouble=self._worker_health.trouble
+            or self._starvation.trouble
+            or self.transfers.writers.trouble,
         )

@@ -6,8 +6,6 @@ says a word and can't be proved gone, the only way out is a new process with a n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from common.scheduling.peers import Outbox
 from decode_server.admission import Admission
 from decode_server.request import DecodeRequest
@@ -29,14 +27,14 @@ class Starvation:
         self.trouble = ""
         self.counters = {"starved": 0.0}
 
-    def update(self, queue: Iterable[DecodeRequest], now: float) -> None:
+    def update(self, first: DecodeRequest | None, now: float) -> None:
         """Say it, and in the end give up, when pages in quarantine leave no room for anybody.
 
-        An empty queue does not end it: all may have been refused.
+        first: who is next; None does not end it, for all may have been refused.
         """
         if not self._admission.may_starve:
             self.since = None
-        elif self.since is None and self._admission.is_starved(queue):
+        elif self.since is None and self._admission.is_starved(first):
             self.since = now
         starved_s = 0.0 if self.since is None else now - self.since
         text = f"nothing fits beside the pages in quarantine, for {starved_s:.0f} s"

@@ -19,7 +19,7 @@ def main() -> int:
     except ConfigError as exc:
         sys.stderr.write(f"baton-prefill: {exc}\n")
         return exit_code_of(exc)
-    return supervisor.run(config, "prefill_server.scheduler_process")
+    return supervisor.run(config)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from common.scheduling.batcher import Batcher
 from common.scheduling.facts import PASSED_OVER_MAX_S
@@ -21,6 +22,8 @@ from prefill_server.returns import Returns
 
 # Requests that wait for copies from or to host memory; more of them would not be computed sooner.
 HELD_UP_MAX = 8
+# Clients that are looked at, at a time, where none of those before them finds pages.
+LINE_COUNT_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,11 @@ class Admission:
     """Chooses requests that leave the queue, as many as the next steps compute: a request that
     waits longer finds more in the prefix cache, and holds no pages meanwhile.
 
-    Only two are ever looked at: the oldest, and the shortest if the oldest is not admitted. One
-    whose pages were not there is looked at again when some have come back. One that begins as a
-    prompt that is being computed follows that: it waits for what the two share.
+    Of the client whose turn it is, only two are ever looked at: the oldest, and the shortest if the
+    oldest is not admitted. Those behind are looked at if pages are what the oldest lacks, for a
+    while; room in the next steps comes soon, and is for it. One whose pages were not there is
+    looked at again when some have come back. One that begins as a prompt that is being computed
+    follows that: it waits for what the two share.
     """
 
     def __init__(
@@ -70,8 +75,8 @@ class Admission:
     @property
     def is_short(self) -> bool:
         """Whether the next request waits for pages."""
-        oldest = self._requests.queue.oldest
-        return oldest is not None and self._is_short(oldest)
+        first = self._requests.queue.first
+        return first is not None and self._is_short(first)
 
     @property
     def followed_count(self) -> int:
@@ -79,8 +84,8 @@ class Admission:
         return self._followers.count
 
     def decide(self, now: float) -> Iterator[Schedule | GiveUpHeld]:
-        """In order of arrival; no request passes one that has waited too long. Each decision is
-        applied before the next one is made."""
+        """In their order; no request passes one that has waited too long, unless it is before it.
+        Each decision is applied before the next one is made."""
         self._followers.wake()
         while True:
             held = self._held_to_give_up(now)
@@ -96,6 +101,8 @@ class Admission:
                 continue
             if self._returns.follows(request, match, reusable) or self._holds_up(request, match):
                 continue
+            if self._next(now) is not request:
+                continue  # what was evicted for it is enough for one that is before it
             yield Schedule(request, self._account.match(request.digests, tokens, reusable))
 
     def _holds_up(self, request: PrefillRequest, match: Match) -> bool:
@@ -107,22 +114,24 @@ class Admission:
 
     def _held_to_give_up(self, now: float) -> PrefillRequest | None:
         """The oldest held cache, if the next request has waited too long for its pages."""
-        oldest = self._requests.queue.oldest
-        if oldest is None or not self._is_late(oldest, now):
+        first = self._requests.queue.first
+        if first is None or not self._is_late(first, now):
             return None
         return self._requests.oldest_held(now)
 
     def _next(self, now: float) -> PrefillRequest | None:
         """The request to look at; None if none can be admitted as things are."""
-        oldest, shortest = self._requests.queue.oldest, self._requests.queue.shortest
-        if oldest is None or shortest is None:
-            return None
-        if self._is_late(oldest, now):
-            shortest = oldest
-        for request in (oldest, shortest):
-            has_room = self._batcher.has_room_for(len(request.token_ids))
-            if has_room and not self._is_short(request):
-                return request
+        queue = self._requests.queue
+        for line in islice(queue.lines(), LINE_COUNT_MAX):
+            oldest = queue.oldest_of(line)
+            is_late = self._is_late(oldest, now)
+            for request in (oldest,) if is_late else (oldest, queue.shortest_of(line)):
+                token_count, priority = len(request.token_ids), request.claim.priority
+                has_room = self._batcher.has_room_for(token_count, priority)
+                if has_room and not self._is_short(request):
+                    return request
+            if is_late or not self._is_short(oldest):
+                return None
         return None
 
     def _is_late(self, request: PrefillRequest, now: float) -> bool:

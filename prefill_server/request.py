@@ -10,6 +10,7 @@ from common.failures import Failure
 from common.protocol.frontend import Sibling
 from common.request import (
     CachedTokens,
+    Claim,
     Origin,
     RequestTrace,
     SamplingParams,
@@ -31,6 +32,7 @@ class PrefillRequest:
     transfer: to the decode server that asked for it; None before one has.
     short_since: when it was first found that its pages are not there; 0.0 if never.
     relief_seen: `PageAccount.relief_count` when that was found last.
+    claim: what decides whose turn it is.
     """
 
     request_id: int
@@ -61,6 +63,7 @@ class PrefillRequest:
     cached_token_count: int = 0
     chunk_ends_s: list[float] = field(default_factory=list)
     origin: Origin = field(default_factory=Origin)
+    claim: Claim = field(default_factory=Claim)
 
     @property
     def uses_credit(self) -> bool:

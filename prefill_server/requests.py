@@ -20,12 +20,14 @@ from common.protocol.worker import SampleDraw
 from common.request import (
     CHUNK_MARK_COUNT_MAX,
     CachedTokens,
+    Claim,
     FinishKind,
     FinishReason,
     TokenLogprobs,
 )
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
+from common.scheduling.fair_share import OUTPUT_TOKEN_COST
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
 from common.scheduling.prefix_cache import Match
@@ -34,7 +36,7 @@ from common.scheduling.step_outcome import ChunkDone
 from common.scheduling.transitions import PrefillEvent, PrefillState, next_prefill_state
 from common.transfers.credits import Credits
 from common.transfers.outgoing import ALL_COMPUTED, Outgoing, OutgoingTransfer
-from prefill_server.queue import WaitingQueue
+from prefill_server.queue import PromptQueue
 from prefill_server.request import PrefillRequest
 
 COUNTED = (
@@ -68,7 +70,7 @@ class Requests:
         # In the order in which they were computed; those that ended stay until they are first.
         self._held: deque[PrefillRequest] = deque()
         self._next_id = 1
-        self.queue = WaitingQueue()
+        self.queue = PromptQueue()
         self.deadlines = Deadlines()
         self.counters = dict.fromkeys(COUNTED, 0.0)
 
@@ -123,6 +125,7 @@ class Requests:
             room=room,
             is_ahead=is_ahead,
             origin=submit.origin,
+            claim=submit.claim,
         )
         for sample in submit.samples:
             self._by_client[sample.request_id] = request
@@ -145,6 +148,7 @@ class Requests:
             deadline=now + message.budget_ms / 1000,
             digests=message.prefix_digests,
             origin=message.origin,
+            claim=message.claim,
         )
         self._add(request)
         return request
@@ -167,8 +171,11 @@ class Requests:
 
     def pair(self, request: PrefillRequest, transfer: OutgoingTransfer, now: float) -> None:
         """WAITING -> QUEUED, or HELD -> SENDING: a decode server asks for it, and its time budget
-        counts as well. Where the other half is traced, this one is part of that."""
+        counts as well. Where the other half is traced, this one is part of that. What this half
+        does not say of its claim, the other one does."""
         self._advance(request, PrefillEvent.PAIRED)
+        own, asked = request.claim, transfer.request.claim
+        request.claim = Claim(own.priority or asked.priority, own.client or asked.client)
         request.transfer = transfer
         transfer.owner = request.request_id
         parent = transfer.request.origin.trace_parent or request.origin.trace_parent
@@ -205,7 +212,9 @@ class Requests:
             sequence.samples = [SampleDraw(self._take_id(), seed) for seed in request.seeds]
         request.cached_token_count = sequence.cached_count
         request.scheduled_at = now
+        sequence.priority = request.claim.priority
         self.queue.discard(request)
+        self.queue.share.charge(request.claim.client, len(tokens) - sequence.cached_count)
         self._batcher.add(sequence)
         if request.transfer is not None:
             # Of a block that is cached in part, the first step makes the rest.
@@ -235,6 +244,7 @@ class Requests:
         way."""
         request = self._by_id[sequence.request_id]
         request.first_tokens = list(tokens)
+        self.queue.share.charge(request.claim.client, len(tokens), OUTPUT_TOKEN_COST)
         request.first_logprobs = list(logprobs)
         request.computed_at = now
         self._batcher.stop(sequence)

@@ -22,7 +22,7 @@ from common.scheduling.prefix_cache import NOTHING, Match
 from common.scheduling.prefix_tree import equal_count
 from common.transfers.incoming_transfer import Ask, CacheFailed, CacheReady, IncomingTransfer
 from common.transfers.transfers import CacheOffered, Transfers
-from prefill_server.queue import WaitingQueue
+from prefill_server.queue import PromptQueue
 from prefill_server.request import PrefillRequest
 
 TRANSFER_ID_BITS = 63
@@ -57,7 +57,7 @@ class Returns:
         self,
         account: PageAccount,
         transfers: Transfers,
-        queue: WaitingQueue,
+        queue: PromptQueue,
         rng: random.Random,
         *,
         is_on: bool,

@@ -97,7 +97,7 @@ class PrefillScheduler:
         self._credits = Credits(limits.queue_max)
         token_max = self.request_token_max
         self.transfers = Transfers(
-            Introduction(facts, "prefill", True, receives, token_max),
+            Introduction(facts, "prefill", True, receives, token_max, needs_inbound=False),
             limits.pace,
             self.account,
             self._outbox,
@@ -157,7 +157,8 @@ class PrefillScheduler:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._flushes.answer(len(self.requests))
         self._expire(now)
-        self._admit(now)
+        if not self.transfers.writers.trouble:
+            self._admit(now)
         self.returns.review(now, is_short=self._admission.is_short)
         self._send_steps()
         self.tier.save_ahead()
@@ -276,7 +277,7 @@ class PrefillScheduler:
                 case TargetLost():
                     self._handle_lost(event, now)
                 case CacheOffered():
-                    is_short = self._admission.is_short
+                    is_short = self._admission.is_short or bool(self.transfers.writers.trouble)
                     self.returns.handle_offer(event, now, is_short=is_short)
                 case CacheReady():
                     self.returns.handle_ready(event)
@@ -397,5 +398,7 @@ class PrefillScheduler:
             prefix_cache=self.account.prefix_state(self._told_prefixes.count),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
-            trouble=self._worker_health.trouble or self._transfer_trouble,
+            trouble=self._worker_health.trouble
+            or self._transfer_trouble
+            or self.transfers.writers.trouble,
         )

@@ -33,6 +33,8 @@ RECEIVE_COUNT_MAX = 256
 # schedulers at first, and never a burden for a server that stays away.
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 2000
+# Processes of one server try at a steady pace: a scheduler that starts again is waited for.
+LOCAL_RECONNECT_MS = 50
 # A connection whose other machine vanished is dropped after this, and made anew.
 PEER_PING_MS = 2000
 PEER_PING_TIMEOUT_MS = 10000
@@ -119,6 +121,8 @@ def open_local_router(
 def open_local_dealer(identity: bytes, *, receive_queue_max: int = LOCAL_QUEUE_MAX) -> Socket:
     """A process's socket towards its scheduler. Queues while the scheduler is still starting."""
     socket = _open(zmq.DEALER, LOCAL_QUEUE_MAX, LOCAL_MESSAGE_NBYTES_MAX)
+    socket.setsockopt(zmq.RECONNECT_IVL, LOCAL_RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
     socket.setsockopt(zmq.RCVHWM, receive_queue_max)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     return socket

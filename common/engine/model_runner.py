@@ -110,6 +110,11 @@ class ModelRunner:
     def sequence_count(self) -> int:
         return len(self._sequences)
 
+    @torch.inference_mode()
+    def forget_all(self) -> None:
+        """No sequence goes on: the scheduler that knew them is gone."""
+        self._retire([*self._sequences.request_ids, *self._refused])
+
     def run(self, step: Step, on_layer: OnLayer | None = None) -> StepDone:
         """`launch`, and wait for it."""
         return self.launch(step, on_layer).finish()

@@ -53,6 +53,10 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._slot_of)
 
+    @property
+    def request_ids(self) -> list[int]:
+        return list(self._slot_of)
+
     def slot(self, request_id: int) -> int:
         return self._slot_of[request_id]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -21,10 +22,17 @@ import uvloop
 
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, SystemClock
-from common.config import ServerConfig, read_config
+from common.config import Role, ServerConfig, read_config
 from common.errors import ConfigError, RequestError, config_error
-from common.exit_codes import exit_code_of
-from common.frontend.apis import info, openai_api, sglang_api, timelines, token_api
+from common.exit_codes import exit_code_of, switched_code
+from common.frontend.apis import (
+    fleet_api,
+    info,
+    openai_api,
+    sglang_api,
+    timelines,
+    token_api,
+)
 from common.frontend.app import HEADERS_NBYTES_MAX, build_app
 from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
 from common.frontend.context import FrontendContext
@@ -32,6 +40,9 @@ from common.frontend.http.protocol import UVICORN_LOGGER, is_logged_here, make_p
 from common.frontend.page import routes as page
 from common.frontend.peers import routes as peers
 from common.frontend.peers.sources import PeerSources
+from common.frontend.requests.draining import Drain, DrainOrder
+from common.frontend.requests.fleet import Fleet
+from common.frontend.requests.relay import Relays
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
@@ -48,7 +59,7 @@ LAST_ANSWERS_S = 2
 # go on; a token takes several such turns. Ten times as often as usual, and only where two run.
 SWITCH_INTERVAL_S = 0.0005
 # Routes are compared one after another: those that are asked for most come first.
-PARTS = (sglang_api, openai_api, token_api, info, page, timelines, peers)
+PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api, peers)
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +75,11 @@ def main() -> int:
         clock = SystemClock()
         with bind(config.host, config.port) as listener:
             tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
-            uvloop.run(serve(config, listener, tokenizer, clock))
+            role = uvloop.run(serve(config, listener, tokenizer, clock))
     except ConfigError as exc:
         sys.stderr.write(f"baton frontend: {exc}\n")
         return exit_code_of(exc)
-    return 0
+    return switched_code(role) if role is not None else 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -92,14 +103,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def serve(
     config: ServerConfig, listener: socket.socket, tokenizer: Tokenizer, clock: Clock
-) -> None:
-    """Serve until SIGTERM or SIGINT, then let open requests end, for at most the drain timeout."""
+) -> Role | None:
+    """Serve until SIGTERM or SIGINT, or until another role is asked for, then let open requests
+    end, as `Drain` does. Returns that role."""
     tracing = open_tracing(config)
     metrics = ServerMetrics(config.served_model_name, config.engine_type, config.metrics_names)
     channel = AsyncLocalClient(config.frontend_ipc_path, "frontend")
     client = SchedulerClient(
         channel, metrics, RequestLog(config.request_history, clock), tracing, clock
     )
+    fleet = Fleet(config, client, clock)
+    relays = Relays(client, fleet, clock)
+    stop = asyncio.Event()
+    order = DrainOrder(lambda: os.kill(os.getppid(), signal.SIGTERM), stop.set)
     context = FrontendContext(
         config=config,
         scheduler=client,
@@ -118,15 +134,40 @@ async def serve(
         clock=clock,
         started_wall_s=clock.wall(),
         version=_version(),
+        fleet=fleet,
+        relays=relays,
+        drain_order=order,
     )
+    server = _http_server(context)
+    async with asyncio.TaskGroup() as tasks:
+        receiver = tasks.create_task(client.run())
+        sources = tasks.create_task(context.peers.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        last = Drain(config, client, relays, fleet, clock)
+        stopper = tasks.create_task(_stop(stop, server, client, last, order))
+        watcher = tasks.create_task(fleet.watch()) if config.serve_plain else None
+        logger.info("listening on http://%s:%d", config.host, config.port)
+        await server.serve(sockets=[listener])
+        stopper.cancel()
+        if watcher is not None:
+            watcher.cancel()
+        sources.cancel()
+        receiver.cancel()
+    channel.close()
+    tracing.close()
+    return order.role
+
+
+def _http_server(context: FrontendContext) -> uvicorn.Server:
     server = _Server(
         uvicorn.Config(
             build_app(context, [part.build_router(context) for part in PARTS]),
             log_config=None,
             # h11, whatever else is installed: its limits are the ones that are tested.
-            http=make_protocol(clock),
+            http=make_protocol(context.clock),
             h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
-            access_log=config.log_requests,
+            access_log=context.config.log_requests,
             backlog=LISTEN_BACKLOG,
             timeout_graceful_shutdown=LAST_ANSWERS_S,
             lifespan="off",
@@ -135,20 +176,7 @@ async def serve(
     uvicorn_logger = logging.getLogger(UVICORN_LOGGER)
     uvicorn_logger.setLevel(logging.WARNING)
     uvicorn_logger.addFilter(lambda record: not is_logged_here(record))
-    async with asyncio.TaskGroup() as tasks:
-        receiver = tasks.create_task(client.run())
-        sources = tasks.create_task(context.peers.run())
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        stopper = tasks.create_task(_stop(stop, server, client, config.drain_timeout_s))
-        logger.info("listening on http://%s:%d", config.host, config.port)
-        await server.serve(sockets=[listener])
-        stopper.cancel()
-        sources.cancel()
-        receiver.cancel()
-    channel.close()
-    tracing.close()
+    return server
 
 
 def _version() -> str:
@@ -159,7 +187,11 @@ def _version() -> str:
 
 
 async def _stop(
-    stop: asyncio.Event, server: uvicorn.Server, client: SchedulerClient, drain_timeout_s: float
+    stop: asyncio.Event,
+    server: uvicorn.Server,
+    client: SchedulerClient,
+    last: Drain,
+    order: DrainOrder,
 ) -> None:
     """Begin the end. Health checks turn red at once and new requests are sent away, while the port
     stays open for both as long as something is open.
@@ -168,10 +200,10 @@ async def _stop(
     after the drain is answered and cancelled, not cut off.
     """
     await stop.wait()
-    client.is_draining = True
+    client.is_draining = order.is_given = True
     with suppress(RequestError):
         await client.get_state(STOP_PROBE_S)
-        await client.drain(drain_timeout_s)
+        await last.run(must_move=order.must_move)
     client.stop()
     server.should_exit = True
 

@@ -13,7 +13,10 @@ from common.config import ServerConfig
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.bodies.sample import Sample
 from common.frontend.peers.sources import PeerSources
-from common.frontend.requests.request_handle import RequestHandle
+from common.frontend.requests.draining import DrainOrder
+from common.frontend.requests.fleet import Fleet
+from common.frontend.requests.relay import Relays
+from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.text.grammar_check import GrammarCheck
 from common.frontend.text.tokenizer import Tokenizer
@@ -35,6 +38,9 @@ class FrontendContext:
     clock: Clock
     started_wall_s: float
     version: str
+    fleet: Fleet
+    relays: Relays
+    drain_order: DrainOrder
 
     async def check_grammars(self, samples: Sequence[Sample]) -> None:
         """Raises: RequestError if one of them can't be followed."""
@@ -55,17 +61,15 @@ class FrontendContext:
     ) -> RequestHandle:
         """Send a validated request. budget_s: what it may take, if less than configured.
 
-        Raises: RequestError, see `SchedulerClient.submit`. The limits that a request is checked
-        against are in `scheduler.server_info`.
+        Raises: RequestError, see `SchedulerClient.submit_samples`. The limits that a request is
+        checked against are in `scheduler.server_info`.
         """
-        return self.scheduler.submit(
-            token_ids,
-            sampling,
-            budget_s=self.config.request_timeout_s if budget_s is None else budget_s,
-            rid=rid,
-            bootstrap=bootstrap,
+        budget_s = self.config.request_timeout_s if budget_s is None else budget_s
+        asked = Asked(token_ids, sampling, budget_s, bootstrap, prefix_digests, trace_parent)
+        (handle,) = self.scheduler.submit_samples(
+            asked,
+            [SampleId(rid, sampling.seed)],
             is_streaming=is_streaming,
             is_measured=is_measured,
-            trace_parent=trace_parent,
-            prefix_digests=prefix_digests,
         )
+        return handle

@@ -86,7 +86,7 @@ COUNTERS = (
     ),
     _counter(
         "computed_here",
-        "Prompts that the decode server computed because no prefill server could be found.",
+        "Prompts, or the rest of them, that a decode server with prefill servers computed itself.",
         "baton:prompts_computed_here",
         side=Side.DECODE,
     ),

@@ -31,9 +31,17 @@ from common.protocol.value_checks import (
     check_number,
     check_text,
 )
-from common.request import CHUNK_MARK_COUNT_MAX, Grammar, Origin, SamplingParams, TransferTrace
+from common.request import (
+    CHUNK_MARK_COUNT_MAX,
+    Claim,
+    Grammar,
+    Origin,
+    SamplingParams,
+    TransferTrace,
+)
 from common.request_bounds import (
     ASKED_LOGPROB_COUNT_MAX,
+    CLIENT_LENGTH_MAX,
     GRAMMAR_LENGTH_MAX,
     INT32_MAX,
     INT64_MAX,
@@ -41,6 +49,7 @@ from common.request_bounds import (
     LOGIT_BIAS_COUNT_MAX,
     N_MAX,
     NUMBERED_RID_LENGTH_MAX,
+    PRIORITY_MAX,
     PROMPT_LOGPROBS_NBYTES_MAX,
     REQUEST_TIMEOUT_S_MAX,
     ROOM_MAX,
@@ -288,6 +297,12 @@ def _check_origin(name: str, value: object) -> None:
         raise ProtocolError(f"{name}.trace_parent: must be a W3C traceparent of version 00")
 
 
+def _check_claim(name: str, value: object) -> None:
+    assert isinstance(value, Claim), f"{name} is decoded as Claim"
+    check_int(f"{name}.priority", value.priority, -PRIORITY_MAX, PRIORITY_MAX)
+    check_text(f"{name}.client", value.client, CLIENT_LENGTH_MAX)
+
+
 def _check_trace(name: str, value: object) -> None:
     assert isinstance(value, TransferTrace), f"{name} is decoded as TransferTrace"
     check_count(f"{name}.chunk_ends_s", len(value.chunk_ends_s), CHUNK_MARK_COUNT_MAX)
@@ -364,6 +379,7 @@ _FIELD_CHECKS: dict[str, _Check] = {
     "pids": _ints_in(1, INT32_MAX, RANK_COUNT_MAX),
     "room": _check_room,
     "origin": _check_origin,
+    "claim": _check_claim,
     "trace": _check_trace,
     "differences": _check_texts,
     "transports": _check_texts,

@@ -12,6 +12,7 @@ from common.failures import Failure
 from common.request import (
     Bootstrap,
     CachedTokens,
+    Claim,
     FinishReason,
     Origin,
     RequestTrace,
@@ -43,6 +44,11 @@ class Submit(_Message, frozen=True):
 
     prefix_digests: of the prompt's beginnings (see prefix_digests.py); none if nothing of it is to
         be found in a cache, or kept there.
+
+    output_ids: tokens of the answer that the client has already, from this server or another one;
+        fewer than max_new_tokens, and of a request without siblings. It goes on behind them, as one
+        whose pages others needed: nothing of them is told again, and its room is of no use to it.
+    claim: what decides whose turn it is; the same for all samples.
     """
 
     request_id: int
@@ -53,6 +59,8 @@ class Submit(_Message, frozen=True):
     origin: Origin = Origin()
     prefix_digests: bytes = b""
     siblings: list[Sibling] = []
+    output_ids: list[int] = []
+    claim: Claim = Claim()
 
     @property
     def samples(self) -> list[Sibling]:
@@ -61,10 +69,15 @@ class Submit(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """The client went away, aborted, or a stop string matched. Unknown ids are ignored."""
+    """The client went away, aborted, or a stop string matched. Unknown ids are ignored.
+
+    is_moved: another server goes on with the request, so what is computed of it is worth as much as
+        an answer that has ended.
+    """
 
     request_id: int
     reason: str = "aborted by the client"
+    is_moved: bool = False
 
 
 class Drain(_Message, frozen=True):

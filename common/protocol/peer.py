@@ -22,11 +22,12 @@ import msgspec
 from common.config import TransferMode, Verify
 from common.failures import Failure
 from common.protocol.descriptor import RankDescriptor
-from common.request import Origin, SamplingParams, TokenLogprobs, TransferTrace
+from common.request import Claim, Origin, SamplingParams, TokenLogprobs, TransferTrace
 
 # 1: the first release. A room is for one sample: those of one body are in rooms that follow each
 #    other, each asked for alone.
-# 2: a room is for all samples of a prompt. Caches of answers go back (Offer).
+# 2: a room is for all samples of a prompt. Caches of answers go back (Offer). A
+#    request has a claim.
 PROTOCOL_VERSION = 2
 PROTOCOL_VERSION_MIN = 1
 VERSION_OF_SHARED_ROOMS = 2
@@ -175,6 +176,8 @@ class TransferRequest(_Message, frozen=True):
     attachment: of the Attach that the pages were reserved behind; under another, it is ignored.
     seeds: of the samples of this prompt, if there are several; each draws a first token. With a
         room, the client's body says how many there are, and how they draw.
+    claim: what decides whose turn it is at the prefill server, as far as a client's half in the
+        same room does not say it.
     """
 
     transfer_id: int
@@ -195,6 +198,7 @@ class TransferRequest(_Message, frozen=True):
     token_start: int = 0
     prefix_digests: bytes = b""
     seeds: list[int] = []
+    claim: Claim = Claim()
 
 
 class Offer(_Message, frozen=True):

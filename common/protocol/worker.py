@@ -108,12 +108,15 @@ class OpenPeer(_Message, frozen=True):
 
     layout: the peer's ServerLayout, msgpack as in the handshake. link: the address it was dialled
     at. Both only matter where transfers may be staged, as `transfer_mode` says.
+    host_ids, pids: of the peer's ranks, kept for a scheduler that comes after this one.
     """
 
     peer: str
     layout: bytes = b""
     link: str = ""
     transfer_mode: TransferMode = TransferMode.DIRECT
+    host_ids: list[str] = []
+    pids: list[int] = []
 
 
 class ConnectPeer(_Message, frozen=True):
@@ -135,7 +138,8 @@ class ClosePeer(_Message, frozen=True):
 
 
 class ReclaimPeer(_Message, frozen=True):
-    """Nothing of a closed peer can write here any more: its staging slots may be given away."""
+    """Nothing of a closed peer can write here any more: its staging slots may be given away, and no
+    later scheduler has to hear of it."""
 
     peer: str
 
@@ -221,6 +225,25 @@ class MovePages(_Message, frozen=True):
     pages: list[PageCopies]
 
 
+class Begin(_Message, frozen=True):
+    """A scheduler takes this worker on; answered by its WorkerReady.
+
+    Whatever the one before left is ended first: steps run to their end, sends are cancelled, peers
+    are closed, sequences are forgotten. session: random, of this scheduler.
+    """
+
+    session: str
+
+
+class Release(_Message, frozen=True):
+    """This scheduler ends, and another one is to follow: end what it leaves, as for `Begin`.
+
+    is_quiet: no peer can write here any more; each has sent its last message of every transfer.
+    """
+
+    is_quiet: bool
+
+
 class Shutdown(_Message, frozen=True):
     """End the worker after its current step."""
 
@@ -236,6 +259,14 @@ class PassTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 # ---- to the scheduler ---------------------------------------------------------------------------
 
 
+class PeerWriter(msgspec.Struct, frozen=True, array_like=True):
+    """A peer incarnation that could write into memory of a rank. host_ids, pids: of its ranks."""
+
+    incarnation: str
+    host_ids: list[str] = []
+    pids: list[int] = []
+
+
 class WorkerReady(_Message, frozen=True):
     """Weights are loaded, pools are warm.
 
@@ -246,6 +277,8 @@ class WorkerReady(_Message, frozen=True):
         beside those of requests that run.
     pass_times: what a first pass took.
     host_page_counts: pages per group of the tier in host memory; none without one.
+    session: of the `Begin` that it answers; "" before the first one.
+    writers: peers of earlier schedulers that may still write here.
     """
 
     rank: int
@@ -261,6 +294,8 @@ class WorkerReady(_Message, frozen=True):
     checkpoint_max: int = 0
     pass_times: PassTimes = PassTimes()
     host_page_counts: list[int] = []
+    session: str = ""
+    writers: list[PeerWriter] = []
 
 
 class WorkerBeat(_Message, frozen=True):
@@ -315,11 +350,15 @@ class Forgotten(_Message, frozen=True):
 
 
 class PeerFailed(_Message, frozen=True):
-    """The connection to a peer could not be made or broke."""
+    """The connection to a peer could not be made or broke.
+
+    is_inbound: what could not be made is that through which the peer writes here.
+    """
 
     peer: str
     rank: int
     reason: str
+    is_inbound: bool = False
 
 
 class PeerClosed(_Message, frozen=True):
@@ -371,6 +410,8 @@ SchedulerToWorker = (
     | Forget
     | Digest
     | MovePages
+    | Begin
+    | Release
     | Shutdown
 )
 WorkerToScheduler = (

@@ -9,7 +9,7 @@ import secrets
 from common.config import ServerConfig
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import ServerInfo
-from common.protocol.worker import PassTimes, WorkerReady
+from common.protocol.worker import PassTimes, PeerWriter, WorkerReady
 from common.request_bounds import TOKEN_COUNT_MAX
 from common.scheduling.facts import ServerFacts
 
@@ -40,12 +40,19 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
         host_page_counts=host_counts,
+        earlier_writers=_earlier_writers(ordered),
         checkpoint_max=min(worker.checkpoint_max for worker in ordered),
         pass_times=PassTimes(
             max(worker.pass_times.prompt_token_s for worker in ordered),
             max(worker.pass_times.decode_s for worker in ordered),
         ),
     )
+
+
+def _earlier_writers(workers: list[WorkerReady]) -> tuple[PeerWriter, ...]:
+    """Each once, whichever ranks it could write to."""
+    found = {one.incarnation: one for worker in workers for one in worker.writers}
+    return tuple(found.values())
 
 
 def describe_server(

@@ -1,8 +1,9 @@
 """The process around a scheduler core: its sockets, and the time.
 
 One thread, which blocks only in the poll. Until all workers are ready it answers the frontend for
-the server that is not ready; then it makes the core and drives it to the end. It decides nothing,
-and knows nothing of roles.
+the server that is not ready; then it makes the core and drives it to the end. Workers outlive it:
+each is taken on for this scheduler's session, and what it says before it is ready is meant for
+another one. It decides nothing, and knows nothing of roles.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 from collections.abc import Callable
 from typing import Protocol, assert_never
@@ -19,7 +21,14 @@ from common.config import ServerConfig
 from common.errors import BatonError, ConfigError
 from common.exit_codes import EXIT_FAILED, EXIT_START_AGAIN, exit_code_of
 from common.protocol.frontend import Drain, FrontendToScheduler, GetState, ServerInfo, State
-from common.protocol.worker import SchedulerToWorker, Shutdown, WorkerReady, WorkerToScheduler
+from common.protocol.worker import (
+    Begin,
+    Release,
+    SchedulerToWorker,
+    Shutdown,
+    WorkerReady,
+    WorkerToScheduler,
+)
 from common.runtime.gathered_facts import describe_server, gather_facts, log_ready
 from common.runtime.peer_endpoint import PeerEnd
 from common.runtime.scheduler_sockets import SchedulerSockets
@@ -46,6 +55,7 @@ from common.scheduling.events import (
 from common.scheduling.facts import ServerFacts
 from common.scheduling.log_rate_limiter import LogRateLimiter
 from common.stopped import is_stopped
+from common.transfers.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +63,11 @@ log = logging.getLogger(__name__)
 # the sockets held; this bounds how long the loop goes without looking at the time.
 POLL_MAX_S = 0.5
 PAUSE_MAX_S = 0.5  # peers wait for 0.8 s; a loaded machine takes some hundredths
+
+# How long a worker may take to end what the scheduler before left: a step, and closed connections.
+TAKE_OVER_TIMEOUT_S = 20.0
+
+STANDBY = "on standby, with its weights loaded: POST /switch_role has it begin to serve"
 
 # Refused connections that are remembered while the workers still load.
 EARLY_REFUSALS_MAX = 64
@@ -70,6 +85,7 @@ class Core(Protocol):
     """A scheduler core, as the loop drives it."""
 
     request_token_max: int
+    transfers: Transfers
 
     @property
     def is_idle(self) -> bool: ...
@@ -96,6 +112,8 @@ class SchedulerLoop:
         self._sockets = SchedulerSockets(config, open_peers, self._warn_at_limited_rate)
         self._dropped_lines = LogRateLimiter()
         self._early_refusals: list[LinkRefused] = []
+        self._session = secrets.token_hex(8)
+        self._taken_at: dict[int, float] = {}
         self._workers: dict[int, WorkerReady] = {}
         self._stopped_ranks: tuple[int, ...] = ()
         self._look_at_workers_at = 0.0
@@ -104,14 +122,17 @@ class SchedulerLoop:
         self._is_frontend_known = False
         self._is_frontend_behind = False
         self._is_stopping = False
+        self._is_succeeded = False
         self._stop_at = math.inf
 
     def run(self) -> None:
-        """Until a signal asks for the end and the core is idle, or the drain time is over.
+        """Until a signal asks for the end and the core is idle, or the drain time is over. After
+        SIGTERM the workers are to end, after SIGUSR1 another scheduler is to take them on.
 
         Raises: WorkerLost, ServerSpent.
         """
-        signal.signal(signal.SIGTERM, self._handle_signal)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while not self._is_finished():
             now = self._clock.now()
@@ -132,13 +153,15 @@ class SchedulerLoop:
             # Last, so that workers have their next step before the frontend has its output.
             self._sockets.frontend.flush()
         self._feed(Stopping())
-        self._send_workers(Shutdown())
+        is_quiet = self._core is not None and self._core.transfers.is_quiet
+        self._send_workers(Release(is_quiet) if self._is_succeeded else Shutdown())
 
     def close(self) -> None:
         self._sockets.close()
 
     def _handle_signal(self, signum: int, frame: object) -> None:
         self._is_stopping = True
+        self._is_succeeded = signum == signal.SIGUSR1
         self._limit_drain()
 
     def _limit_drain(self) -> None:
@@ -167,19 +190,30 @@ class SchedulerLoop:
         if self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):
-            self._sockets.frontend.add(State(message.call_id, False, {}, {}, [], []))
+            is_waiting = self._config.standby and self._info is not None
+            trouble = STANDBY if is_waiting else ""
+            self._sockets.frontend.add(
+                State(message.call_id, False, {}, {}, [], [], trouble=trouble)
+            )
 
     def _receive_workers(self) -> None:
-        for message in self._sockets.receive_workers():
-            self._handle_worker(message)
+        for rank, message in self._sockets.receive_workers():
+            self._handle_worker(rank, message)
+        now = self._clock.now()
+        for rank, taken_at in self._taken_at.items():
+            if rank not in self._workers and now > taken_at + TAKE_OVER_TIMEOUT_S:
+                raise ServerSpent(f"worker {rank} does not end what another scheduler began")
 
-    def _handle_worker(self, message: WorkerToScheduler) -> None:
-        if not isinstance(message, WorkerReady):
+    def _handle_worker(self, rank: int, message: WorkerToScheduler) -> None:
+        if rank in self._workers:
             self._feed(FromWorker(message))
-            return
-        self._workers[message.rank] = message
-        if self._core is None and len(self._workers) == self._config.rank_count:
-            self._start_core()
+        elif isinstance(message, WorkerReady) and message.session == self._session:
+            self._workers[rank] = message
+            if len(self._workers) == self._config.rank_count:
+                self._start_core()
+        elif rank not in self._taken_at:
+            self._taken_at[rank] = self._clock.now()
+            self._sockets.send_worker(rank, Begin(self._session))
 
     def _receive_peers(self) -> None:
         events = self._sockets.peers.receive()
@@ -238,14 +272,14 @@ class SchedulerLoop:
     def _start_core(self) -> None:
         """All workers are ready."""
         facts = gather_facts(self._config, self._workers)
-        self._core = self._make_core(facts, self._config)
+        core = self._make_core(facts, self._config)
         running_max = facts.running_max(self._config.max_running_requests)
-        self._info = describe_server(
-            facts, self._core.request_token_max, running_max, self._workers
-        )
+        self._info = describe_server(facts, core.request_token_max, running_max, self._workers)
         self._send_info()
-        self._feed(Tick())
         log_ready(self._config, facts, running_max)
+        if not self._config.standby:
+            self._core = core
+            self._feed(Tick())
 
     def _send_info(self) -> None:
         if self._info is not None and self._is_frontend_known:

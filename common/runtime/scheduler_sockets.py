@@ -73,13 +73,14 @@ class SchedulerSockets:
                 self._warn(f"dropped a message of the frontend: {error}")
         return messages
 
-    def receive_workers(self) -> list[WorkerToScheduler]:
-        """Messages of workers, oldest first per worker. Never waits."""
-        messages: list[WorkerToScheduler] = []
+    def receive_workers(self) -> list[tuple[int, WorkerToScheduler]]:
+        """(rank, message) of workers, oldest first per worker. Never waits."""
+        messages: list[tuple[int, WorkerToScheduler]] = []
         for name, payload in self._workers.receive():
             try:
                 if name in self._worker_names:
-                    messages.append(decode_worker_to_scheduler(payload))
+                    rank = self._worker_names.index(name)
+                    messages.append((rank, decode_worker_to_scheduler(payload)))
             except ProtocolError as error:
                 self._warn(f"dropped a message of {name!r}: {error}")
         for key in self._workers.take_refusals():
@@ -94,6 +95,10 @@ class SchedulerSockets:
         payload = encode(message)
         results = {name: self._workers.send(name, payload) for name in self._worker_names}
         return [name for name, result in results.items() if result is not SendResult.SENT]
+
+    def send_worker(self, rank: int, message: SchedulerToWorker) -> None:
+        """A message to a worker that was just heard."""
+        self._workers.send(self._worker_names[rank], encode(message))
 
     def watch_processes(self, key: str, pids: tuple[int, ...]) -> None:
         """Have `take_gone` report `key` when these processes of this host have all ended."""

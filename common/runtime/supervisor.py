@@ -1,8 +1,10 @@
 """The parent of a server's processes: starts them, stops them, and decides nothing else.
 
-Any child that ends unasked ends the server with a non-zero exit code. A first SIGTERM or SIGINT
-drains: the frontend finishes its open requests, then the scheduler and the workers end. A second
-signal ends everything at once. The kernel kills the children of a supervisor that dies.
+A scheduler that crashes is started again over the same workers, which keep model and pool; so are
+scheduler and frontend when the frontend asks for another role. Any other child that ends unasked
+ends the server with a non-zero exit code. A first SIGTERM or SIGINT drains: the frontend finishes
+its open requests, then the scheduler and the workers end. A second signal ends everything at once.
+The kernel kills the children of a supervisor that dies.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +23,14 @@ from pathlib import Path
 import msgspec
 
 from common.clock import SystemClock
-from common.config import ServerConfig, child_environment, shared_memory_dir, write_config
-from common.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_START_AGAIN
+from common.config import (
+    Role,
+    ServerConfig,
+    child_environment,
+    shared_memory_dir,
+    write_config,
+)
+from common.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_START_AGAIN, EXIT_SWITCHED
 from common.log import setup_log
 from common.runtime.exposure import open_doors
 from common.runtime.private_dirs import make_private_dir, remove_those_of_the_dead
@@ -35,6 +44,10 @@ WATCH_INTERVAL_S = 0.1
 END_TIMEOUT_S = 5.0
 # Time for the frontend to answer its open requests when the server has failed.
 LAST_ANSWERS_TIMEOUT_S = 5.0
+# Crashes of a scheduler within so many seconds that it is started again after. A request that it
+# can't stand comes again with the others that were open.
+RESTART_COUNT_MAX = 3
+RESTART_WINDOW_S = 60.0
 NO_ROOM = "no directory for sockets and settings: %s; make room for it, or set TMPDIR"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,12 +56,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Supervisor:
     """The processes of one server on this machine, in the order in which they are stopped."""
 
-    def __init__(
-        self, config: ServerConfig, scheduler_module: str, environment: dict[str, str]
-    ) -> None:
+    def __init__(self, config: ServerConfig, environment: dict[str, str]) -> None:
         self._config = config
         self._environment = environment
-        self._scheduler_module = scheduler_module
+        self._restarts: deque[float] = deque()
         self._clock = SystemClock()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._signal_count = 0
@@ -66,6 +77,10 @@ class Supervisor:
         self._end_rest()
         return code
 
+    @property
+    def _scheduler_module(self) -> str:
+        return f"{self._config.role}_server.scheduler_process"
+
     def _start(self, name: str, module: str, *extra: str) -> None:
         command = [sys.executable, "-m", module, "--config", self._config.config_path, *extra]
         # A session of its own: a Ctrl-C at the terminal reaches the supervisor alone, which drains.
@@ -81,14 +96,53 @@ class Supervisor:
         self._signal_count += 1
 
     def _watch(self) -> int:
-        """Until a child ends unasked or a signal asks for the end."""
+        """Until a child ends that can't be followed by another, or a signal asks for the end."""
         while self._signal_count == 0:
             codes = {name: child.poll() for name, child in self._children.items()}
             ended = {name: code for name, code in codes.items() if code is not None}
-            if ended:
+            if ended and not self._goes_on(ended):
                 return self._explain(ended)
             self._sleep()
         return self._drain()
+
+    def _goes_on(self, ended: dict[str, int]) -> bool:
+        """Whether others follow the processes that have ended; then they are started. Workers of
+        other machines end with their scheduler."""
+        if self._config.nnodes > 1:
+            return False
+        if ended.keys() == {"frontend"} and ended["frontend"] in EXIT_SWITCHED:
+            self._switch(EXIT_SWITCHED[ended["frontend"]])
+            return True
+        if ended.keys() != {"scheduler"} or not self._may_restart(ended["scheduler"]):
+            return False
+        log.error(
+            "the scheduler ended with %s: another one takes its workers on; see its last lines",
+            _described(ended["scheduler"]),
+        )
+        self._start("scheduler", self._scheduler_module)
+        return True
+
+    def _may_restart(self, code: int) -> bool:
+        """Whether a scheduler that ended so has crashed, and not too often."""
+        now = self._clock.now()
+        while self._restarts and self._restarts[0] < now - RESTART_WINDOW_S:
+            self._restarts.popleft()
+        self._restarts.append(now)
+        is_crash = code < 0 or code == EXIT_FAILED
+        return is_crash and len(self._restarts) <= RESTART_COUNT_MAX
+
+    def _switch(self, role: Role) -> None:
+        """The frontend has ended, and no request is open: scheduler and frontend of a role take
+        over. The workers stay."""
+        scheduler = self._children["scheduler"]
+        scheduler.send_signal(signal.SIGUSR1)
+        self._wait(scheduler, END_TIMEOUT_S)
+        self._config = msgspec.structs.replace(self._config, role=role, standby=False)
+        write_config(self._config)
+        setup_log(role, "supervisor", self._config.log_level)
+        log.info("this is a %s server from now on", role)
+        self._start("frontend", "common.frontend")
+        self._start("scheduler", self._scheduler_module)
 
     def _explain(self, codes: dict[str, int]) -> int:
         """The exit code of a server whose children have ended. All that ended since the last look
@@ -101,9 +155,11 @@ class Supervisor:
             log.info("%s ended: the scheduler on node 0 has stopped this server", ", ".join(codes))
             return 0
         for name, code in codes.items():
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
             log.error(
-                "%s ended with %s: the server stops; see the last lines of %s", name, how, name
+                "%s ended with %s: the server stops; see the last lines of %s",
+                name,
+                _described(code),
+                name,
             )
         return EXIT_FAILED
 
@@ -115,7 +171,8 @@ class Supervisor:
         for name, child in self._children.items():
             if child.poll() is None:
                 child.terminate()
-            if not self._wait(child, drain_s + END_TIMEOUT_S):
+            relay_s = self._config.relay_timeout_s if name == "frontend" else 0.0
+            if not self._wait(child, drain_s + relay_s + END_TIMEOUT_S):
                 why = "at a second signal" if self._signal_count > 1 else "after --drain-timeout"
                 log.warning("%s has not ended and is killed %s", name, why)
                 code = EXIT_FAILED
@@ -151,16 +208,17 @@ class Supervisor:
         signal.sigtimedwait([signal.SIGCHLD], WATCH_INTERVAL_S)
 
 
+def _described(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
 def _die_with_parent() -> None:
     """Runs in the child before exec: the kernel kills it when the supervisor is gone."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run(config: ServerConfig, scheduler_module: str) -> int:
-    """Run a server until a signal stops it; returns its exit code.
-
-    scheduler_module: the role's scheduler process, as `python -m` takes it.
-    """
+def run(config: ServerConfig) -> int:
+    """Run a server until a signal stops it; returns its exit code."""
     setup_log(config.role, "supervisor", config.log_level)
     shared = shared_memory_dir()
     try:
@@ -182,7 +240,7 @@ def run(config: ServerConfig, scheduler_module: str) -> int:
         for door in open_doors(config):
             log.warning("%s", door)
         with _own_shared_memory(shared, config) as environment:
-            return Supervisor(config, scheduler_module, environment).run()
+            return Supervisor(config, environment).run()
     finally:
         own.remove()
 

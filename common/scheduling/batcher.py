@@ -117,7 +117,7 @@ class Batcher:
     def is_computing(self) -> bool:
         return len(self._in_flight) > 0
 
-    def has_room_for(self, token_count: int) -> bool:
+    def has_room_for(self, token_count: int, priority: int = 0) -> bool:
         """Whether a prompt of so many tokens would be computed in one of the steps that may be sent
         next: they have room, or it passes those that fill them."""
         if self._place_count >= self.limits.running_max:
@@ -125,8 +125,10 @@ class Batcher:
         budget = self.limits.in_flight_max * self.limits.chunk_token_max
         if self.unplanned_count < budget:
             return True
-        left = [s.left_count for s in self._prompts.values() if s.left_count]
-        return is_passing(left, token_count, budget)
+        ahead = [s for s in self._prompts.values() if s.left_count and s.priority >= priority]
+        if sum(len(s.token_ids) - s.chunk_start for s in ahead) < budget:
+            return True
+        return is_passing([s.left_count for s in ahead], token_count, budget)
 
     def computes_prompt(self, sequence: Sequence) -> bool:
         return self._prompts.get(sequence.request_id) is sequence
@@ -191,9 +193,10 @@ class Batcher:
         return any(request_id in table for table in (self._running, self._prompts, self._ready))
 
     def _fill_places(self) -> None:
-        """Who is ready joins the steps, in order of arrival, as far as there are places."""
+        """Who is ready joins the steps as far as there are places: the most urgent, and of equals
+        the first one that came."""
         while self._ready and self._place_count < self.limits.running_max:
-            request_id = next(iter(self._ready))
+            request_id = max(self._ready, key=lambda one: self._ready[one].priority)
             self._running[request_id] = self._ready.pop(request_id)
 
     def remove(self, sequence: Sequence) -> None:
@@ -332,11 +335,13 @@ class Batcher:
         return standing
 
     def _cheapest(self) -> Sequence:
-        """The sequence that costs least to bring back: the fewest tokens, the latest of equals.
-        One that the next step copies pages of would not give them back before that."""
+        """The least urgent sequence; of equals the one that costs least to bring back: the fewest
+        tokens, then the latest. One that the next step copies pages of would not give them back
+        before that."""
 
-        def cost(one: Sequence) -> tuple[bool, int, int]:
-            return self._fork_copies.is_source(one), len(one.token_ids), -one.request_id
+        def cost(one: Sequence) -> tuple[bool, int, int, int]:
+            is_source = self._fork_copies.is_source(one)
+            return is_source, one.priority, len(one.token_ids), -one.request_id
 
         return min(self.sequences(), key=cost)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from itertools import groupby
 
 from common.protocol.worker import PrefillChunk
 from common.request import logprobs_nbytes
@@ -56,13 +57,18 @@ def plan_chunks(
     account: PageAccount, prompts: Iterable[Sequence], budget: int
 ) -> list[PrefillChunk]:
     """What each prompt gets of a token budget, within the window pages that it has and what a step
-    may tell."""
+    may tell. The less urgent get what the more urgent leave."""
     waiting = [s for s in prompts if s.chunk_start < len(s.token_ids)]  # the rest is in flight
-    most = [_token_max(account, sequence) for sequence in waiting]
-    left = [sequence.left_count for sequence in waiting]
+    waiting.sort(key=lambda sequence: -sequence.priority)
+    counts: list[int] = []
+    for _, level in groupby(waiting, key=lambda sequence: sequence.priority):
+        equals = list(level)
+        most = [_token_max(account, sequence) for sequence in equals]
+        left = [sequence.left_count for sequence in equals]
+        counts += share_step(left, most, budget - sum(counts))
     told_budget = STEP_LOGPROBS_NBYTES_MAX
     chunks: list[PrefillChunk] = []
-    for sequence, count in zip(waiting, share_step(left, most, budget), strict=True):
+    for sequence, count in zip(waiting, counts, strict=True):
         token_nbytes = _reported_nbytes(sequence)
         if token_nbytes:
             room = told_budget // token_nbytes

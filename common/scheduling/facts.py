@@ -17,7 +17,7 @@ from common.config import (
 )
 from common.layout.cache_layout import ServerLayout
 from common.prefix_digests import DIGEST_TOKENS
-from common.protocol.worker import PassTimes
+from common.protocol.worker import PassTimes, PeerWriter
 from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 
@@ -38,7 +38,9 @@ class ServerFacts:
     it wants compared.
     pass_times: what steps took at the start, of the slowest rank.
     digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
-    host_page_counts: per page group, of the tier in host memory; () without one."""
+    host_page_counts: per page group, of the tier in host memory; () without one.
+    earlier_writers: peers of schedulers before this one, over the same workers, that may still
+    write into their pages."""
 
     incarnation: str
     layout: ServerLayout
@@ -59,6 +61,7 @@ class ServerFacts:
     pass_times: PassTimes = NOT_TIMED
     digest_tokens: int = DIGEST_TOKENS
     host_page_counts: tuple[int, ...] = ()
+    earlier_writers: tuple[PeerWriter, ...] = ()
 
     @property
     def rank_count(self) -> int:

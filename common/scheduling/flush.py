@@ -21,6 +21,11 @@ class Flushes:
         self._outbox = outbox
         self._waiting: list[FlushCache] = []
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether one is to be answered."""
+        return bool(self._waiting)
+
     def handle(self, flush: FlushCache, request_count: int) -> None:
         self._waiting.append(flush)
         self.answer(request_count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from common.request import Claim
 from common.scheduling.batcher import Batcher
 from common.scheduling.prefix_cache import Match
 from common.scheduling.sequence import Sequence
@@ -22,9 +23,12 @@ class Waiting(Protocol):
 
     request_id: int
 
+    @property
+    def claim(self) -> Claim: ...
+
 
 R = TypeVar("R", bound=Waiting)
-R_contra = TypeVar("R_contra", bound=Waiting, contravariant=True)
+R_contra = TypeVar("R_contra", contravariant=True)
 
 
 class Queue(Protocol[R_contra]):
@@ -79,8 +83,10 @@ class Followers(Generic[R]):
         return True
 
     def _add(self, request: R, sequence: Sequence, token_count: int) -> None:
-        """A request waits until so many tokens of a sequence are computed."""
+        """A request waits until so many tokens of a sequence are computed, which is as urgent as
+        itself from now on."""
         self.count += 1
+        sequence.priority = max(sequence.priority, request.claim.priority)
         self._queue.set_aside(request)
         leader = self._leaders.setdefault(
             sequence.request_id, _Leader(sequence, sequence.computed_count)

@@ -73,6 +73,7 @@ class Sequence:
     pending_count: tokens that steps in flight draw, not known yet.
     wanted_count: tokens of the prompt that another one waits for; 0 if none does.
     samples: for which its last chunk draws tokens instead of one for itself.
+    priority: larger is more urgent: of its request, or of one that waits for what it computes.
     """
 
     request_id: int
@@ -99,6 +100,7 @@ class Sequence:
     made: list[Checkpoint] = field(default_factory=list)
     samples: list[SampleDraw] = field(default_factory=list)
     is_known: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self.copies = [[] for _ in self.spans]

@@ -6,6 +6,8 @@ ranks write into the peer's. Each direction is attached by the server that is wr
     inbound    our ranks open -> Attach ->            the peer connects -> Attached  is up
     outbound                  <- Attach  our ranks connect -> Attached ->            is up
 
+It is connected as soon as each direction is up without which it is of no use; the other one may
+come up later, or never.
 A connection is never reset: the next one to the same address is a new object. Knows nothing of how
 messages arrive.
 """
@@ -52,7 +54,7 @@ class Remote:
     not say. writers: its ranks that hold part of what this server caches. sends_rest: it can send
     the rest of a cache whose beginning is here; one that can't is asked for whole caches.
     rank_pairs: (source rank, target rank) between which bytes may travel. version: of the protocol,
-    as both speak it.
+    as both speak it. host_ids, pids: of its ranks.
     """
 
     incarnation: str
@@ -69,6 +71,8 @@ class Remote:
     processes: PeerProcesses
     sends_rest: bool
     version: int
+    host_ids: tuple[str, ...]
+    pids: tuple[int, ...]
 
     @staticmethod
     def of(
@@ -100,6 +104,8 @@ class Remote:
             processes=peer_processes(message.host_ids, message.pids, facts.host_ids),
             sends_rest=message.sends_rest,
             version=version,
+            host_ids=tuple(message.host_ids),
+            pids=tuple(message.pids),
         )
 
 
@@ -108,12 +114,17 @@ class Inbound:
     """opened: by rank of ours, where the peer may write. attachment: of our Attach; 0 before it.
 
     transports: what carries caches, by the peer's word.
+    is_needed: the connection is of no use without it. is_failed: it can't be made, and is not
+    waited for.
     """
+
+    is_needed: bool = True
 
     opened: dict[int, RankDescriptor] = field(default_factory=dict)
     attachment: int = 0
     transports: list[str] = field(default_factory=list)
     is_up: bool = False
+    is_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -122,7 +133,10 @@ class Outbound:
 
     connected: which of our ranks are; None before the peer's Attach.
     transports, notes: what carries caches, and how they travel, by the word of our ranks.
+    is_needed, is_failed: as of an `Inbound`.
     """
+
+    is_needed: bool = True
 
     attachment: int = 0
     page_counts: tuple[int, ...] = ()
@@ -130,6 +144,7 @@ class Outbound:
     transports: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
     is_up: bool = False
+    is_failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +154,8 @@ class Connection:
     address: in its direction, for our own host's; "" if nothing is known of it.
     has_spoken: something after its handshake message was heard.
     is_suspect: its link broke, and it has not been heard since.
-    is_gone: those of its processes that are watched have ended.
+    is_gone: those of its processes that are watched have ended. is_succeeded: another scheduler of
+    the same workers has greeted, which closes all of this one's first.
     is_proven: a transfer from it has gone well. succeeded_at: the last one that did.
     test_problem: how the last self-test failed; "" if a transfer has gone well since.
     asked_token_count: of the transfers that it was asked for since its last heartbeat.
@@ -164,6 +180,7 @@ class Connection:
     closed: RankSet = field(default_factory=lambda: RankSet(0))
     is_suspect: bool = False
     is_gone: bool = False
+    is_succeeded: bool = False
     is_proven: bool = False
     succeeded_at: float = 0.0
     test_problem: str = ""
@@ -190,7 +207,8 @@ class Connection:
     @property
     def is_up(self) -> bool:
         """Whether it writes caches here."""
-        return self.phase is ConnectionPhase.CONNECTED and self.inbound is not None
+        is_up = self.inbound is not None and self.inbound.is_up
+        return self.phase is ConnectionPhase.CONNECTED and is_up
 
     @property
     def takes_named(self) -> bool:
@@ -205,7 +223,8 @@ class Connection:
     @property
     def is_target(self) -> bool:
         """Whether caches can be sent to it."""
-        return self.phase is ConnectionPhase.CONNECTED and self.outbound is not None
+        is_up = self.outbound is not None and self.outbound.is_up
+        return self.phase is ConnectionPhase.CONNECTED and is_up
 
     @property
     def needs_close(self) -> bool:
@@ -233,10 +252,11 @@ class Connection:
 
         Closing ends what passes a socket or a queue pair of ours, as all does from another machine.
         A process that could map our memory must have ended. A peer that was lost before it said by
-        what it writes has tried its lanes at most.
+        what it writes has tried its lanes at most. A later scheduler of its workers has ended all
+        that they wrote.
         """
         processes = self.remote.processes
-        if self.is_gone and not processes.has_unwatched:
+        if self.is_succeeded or (self.is_gone and not processes.has_unwatched):
             return True
         if self.inbound is None or not self.inbound.transports:
             return processes.is_elsewhere
@@ -254,14 +274,14 @@ class Connection:
     def state(self, in_flight_count: int) -> PeerState:
         """For operators. in_flight_count: transfers under way."""
         remote = self.remote
-        notes = self.outbound.notes if self.outbound is not None else {str(remote.transfer_mode)}
+        notes = self.outbound.notes if self.outbound is not None else set[str]()
         return PeerState(
             address=self.link if self.is_dialled else shown_link(self.link),
             incarnation=remote.incarnation,
             state=str(self.phase),
             detail=self.detail or self.test_problem,
             transports=self.transports,
-            transfer_mode=sorted(notes),
+            transfer_mode=sorted(notes or {str(remote.transfer_mode)}),
             verify=str(remote.verify),
             tp_size=remote.layout.tp_size,
             pp_size=len(remote.layout.stages),

@@ -7,6 +7,7 @@ process at a time. Knows nothing of handshakes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from common.protocol.peer import Detached
@@ -16,11 +17,13 @@ from common.scheduling.log_rate_limiter import LogRateLimiter
 from common.scheduling.peers import Outbox, RankSet
 from common.transfers.connection import Connection, ConnectionPhase
 
+STOPPED_COUNT_MAX = 256
+
 
 class Connections:
     """Owner of every `Connection` that is not closed. A method that closes one returns its
     incarnation, or None if there was nothing to close. lost_count: of those that did not stop as
-    planned."""
+    planned. stopped: the last incarnations that did, which never come back."""
 
     def __init__(self, facts: ServerFacts, outbox: Outbox) -> None:
         self._facts = facts
@@ -28,6 +31,7 @@ class Connections:
         self._connections: dict[str, Connection] = {}
         self._lost_lines = LogRateLimiter()
         self.lost_count = 0
+        self.stopped: deque[str] = deque(maxlen=STOPPED_COUNT_MAX)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self._connections.values()))
@@ -85,6 +89,8 @@ class Connections:
         if not connection.is_open:
             return None
         incarnation = connection.incarnation
+        if is_planned:
+            self.stopped.append(incarnation)
         ours = self._facts.incarnation
         self._outbox.to_peer(connection.link, Detached(ours, incarnation, reason, is_planned))
         connection.detail = reason

@@ -25,7 +25,13 @@ from common.protocol.peer import (
     Refuse,
     Welcome,
 )
-from common.protocol.worker import ConnectPeer, OpenPeer, PeerConnected, PeerOpened
+from common.protocol.worker import (
+    ConnectPeer,
+    OpenPeer,
+    PeerConnected,
+    PeerFailed,
+    PeerOpened,
+)
 from common.scheduling.breaker import Breaker
 from common.scheduling.peers import (
     REMOVED_REASON,
@@ -193,17 +199,22 @@ class Handshakes:
         remote = connection.remote
         if remote.processes.watched_pids:
             self._outbox.watch_processes(remote.incarnation, remote.processes.watched_pids)
-        if self._introduction.sends and message.receives:
-            connection.outbound = Outbound()
-        if self._introduction.receives and message.sends:
-            connection.inbound = Inbound()
-            connection.phase = ConnectionPhase.OPENING
+        ours = self._introduction
+        goes_out, comes_in = ours.sends and message.receives, ours.receives and message.sends
+        if goes_out:
+            connection.outbound = Outbound(ours.needs_outbound or not comes_in)
+        if comes_in:
+            connection.inbound = Inbound(ours.needs_inbound or not goes_out)
+            if connection.inbound.is_needed:
+                connection.phase = ConnectionPhase.OPENING
             self._outbox.to_workers(
                 OpenPeer(
                     remote.incarnation,
                     remote.layout_bytes,
                     connection.address,
                     remote.transfer_mode,
+                    list(remote.host_ids),
+                    list(remote.pids),
                 )
             )
 
@@ -211,14 +222,15 @@ class Handshakes:
         """A rank of ours can be written to; once all can, the peer is told where."""
         connection = self._connections.of_incarnation(message.peer)
         inbound = connection.inbound if connection is not None else None
-        if connection is None or inbound is None or connection.phase is not ConnectionPhase.OPENING:
+        if connection is None or inbound is None or not connection.is_open or inbound.attachment:
             return
         inbound.opened[message.rank] = message.descriptor
         if len(inbound.opened) < self._facts.rank_count:
             return
         self._attachment_count += 1
         inbound.attachment = self._attachment_count
-        connection.phase = ConnectionPhase.ATTACHING
+        if inbound.is_needed:
+            connection.phase = ConnectionPhase.ATTACHING
         ranks = [inbound.opened[rank] for rank in sorted(inbound.opened)]
         ours = self._facts.incarnation
         attach = Attach(ours, connection.incarnation, ranks, inbound.attachment)
@@ -280,7 +292,7 @@ class Handshakes:
         if connection is None or attached.peer_incarnation != self._facts.incarnation:
             return None
         inbound = connection.inbound
-        if inbound is None or inbound.is_up or connection.phase is not ConnectionPhase.ATTACHING:
+        if inbound is None or inbound.is_up or not inbound.attachment:
             return None
         if attached.attachment != inbound.attachment:
             return self._connections.lose(connection, "it connected to what is closed by now", now)
@@ -290,9 +302,26 @@ class Handshakes:
         self._connect_if_up(connection, now)
         return None
 
+    def note_failed(self, message: PeerFailed) -> bool:
+        """Whether a connection goes on without the direction that can't be made."""
+        connection = self._connections.of_incarnation(message.peer)
+        if connection is None or not connection.is_open:
+            return False
+        direction = connection.inbound if message.is_inbound else connection.outbound
+        if direction is None or direction.is_needed or direction.is_up:
+            return False
+        if not direction.is_failed:
+            direction.is_failed = True
+            role, name = connection.remote.role, connection.name
+            text = f"no caches go back between here and {role} server {name}: {message.reason}"
+            self._outbox.report(text, is_warning=True)
+        return True
+
     def _connect_if_up(self, connection: Connection, now: float) -> None:
         directions = (connection.inbound, connection.outbound)
-        if not all(direction is None or direction.is_up for direction in directions):
+        if connection.phase is ConnectionPhase.CONNECTED:
+            return
+        if any(one is not None and one.is_needed and not one.is_up for one in directions):
             return
         connection.phase = ConnectionPhase.CONNECTED
         connection.is_suspect = False

@@ -116,6 +116,11 @@ class Incoming:
         """Transfers that use a credit of the peer that is attached so."""
         return self._open[attachment]
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no peer has a page of this server to write to."""
+        return not self._under_way and not self._abandoned
+
     def is_asked(self, incarnation: str) -> bool:
         """Whether a cache of this peer is waited for."""
         return any(
@@ -202,6 +207,7 @@ class Incoming:
             token_start=transfer.token_start,
             prefix_digests=ask.prefix_digests,
             seeds=list(ask.seeds),
+            claim=ask.claim,
         )
 
     def handle_done(self, link: str, done: TransferDone) -> IncomingResult | None:
@@ -357,8 +363,7 @@ class Incoming:
         for abandoned in list(self._abandoned.values()):
             if abandoned.transfer.peer == incarnation:
                 self._apply_quiet(abandoned.transfer.transfer_id)
-        if self._may_stage:
-            self._outbox.to_workers(ReclaimPeer(incarnation))
+        self._outbox.to_workers(ReclaimPeer(incarnation))
 
     def _apply_quiet(self, transfer_id: int) -> None:
         """The writer of an abandoned transfer is quiet."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.config import TransferMode, Verify
 from common.failures import Failure
 from common.protocol.peer import TransferDone
-from common.request import Origin, SamplingParams
+from common.request import NO_CLAIM, Claim, Origin, SamplingParams
 from common.scheduling.sequence import PageSpan
 
 
@@ -65,6 +65,7 @@ class Ask:
     is_held: bool = False
     prefix_digests: bytes = b""
     seeds: tuple[int, ...] = ()
+    claim: Claim = NO_CLAIM
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from common.scheduling.facts import ServerFacts
 class Introduction:
     """role: for operators. sends, receives: whether caches leave this server, and arrive here.
 
+    needs_outbound, needs_inbound: whether a connection that goes the other way only is of no use.
     request_token_max: the longest prompt that it computes for others; 0 if it computes none.
     """
 
@@ -32,6 +33,8 @@ class Introduction:
     sends: bool
     receives: bool
     request_token_max: int = 0
+    needs_outbound: bool = True
+    needs_inbound: bool = True
 
     def hello(self) -> Hello:
         """The first message of the server that dials."""

@@ -55,6 +55,7 @@ from common.transfers.incoming_transfer import CacheFailed, CacheReady
 from common.transfers.introduction import Introduction
 from common.transfers.links import Links
 from common.transfers.outgoing import AskRefused, CacheAsked, Outgoing, OutgoingTransfer
+from common.transfers.writers import Writers, process_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ LinkEvent = LinkBroke | LinkDropped | LinkRefused | ProcessesGone | UnreadableRe
 
 class Transfers:
     """links, incoming, outgoing: what it is composed of. Callers ask them and act through them.
+    writers: who could still write here without a connection.
 
     token_max: of a cache that this server can have.
 
@@ -139,7 +141,13 @@ class Transfers:
         self.links = Links(introduction, pace, addresses, credits, outbox, rng)
         self.incoming = Incoming(facts, account, outbox)
         self.outgoing = Outgoing(facts, self.links, outbox, token_max=token_max)
+        self.writers = Writers(facts, outbox)
         self._stale_count = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no peer has a page of this server to write to."""
+        return self.incoming.is_quiet and not self.writers.trouble
 
     @property
     def stale_count(self) -> int:
@@ -171,8 +179,11 @@ class Transfers:
                     return [CacheOffered(source, message)]
                 self._stale_count += 1
             case Hello():
-                lost = self.links.handshakes.handle_hello(link, message, event.host, now)
-                return self._lose(lost, "it dialled anew")
+                events, is_held_up = self._note_greeting(message, now)
+                if not is_held_up:
+                    lost = self.links.handshakes.handle_hello(link, message, event.host, now)
+                    events += self._lose(lost, "it dialled anew")
+                return events
             case _:
                 return self._handle_handshake(link, message, now)
         return []
@@ -186,7 +197,10 @@ class Transfers:
         shakes = self.links.handshakes
         match message:
             case Welcome():
-                shakes.handle_welcome(link, message, now)
+                events, is_held_up = self._note_greeting(message, now)
+                if not is_held_up:
+                    shakes.handle_welcome(link, message, now)
+                return events
             case Refuse():
                 return self._lose(shakes.handle_refuse(link, message, now), "it refused us")
             case Attach():
@@ -202,6 +216,28 @@ class Transfers:
                 self.links.handle_heartbeat(link, message)
         return []
 
+    def _note_greeting(
+        self, message: Hello | Welcome, now: float
+    ) -> tuple[list[TransferEvent], bool]:
+        """A scheduler greets; its workers have ended what an earlier one began. Whether it has to
+        greet again, for our ranks have to close what they share with that one first."""
+        for incarnation in self.writers.take_greeted(message):
+            self.incoming.apply_gone(incarnation)
+        ids = process_ids(message.host_ids, message.pids)
+        earlier = [
+            one
+            for one in self.links.connections
+            if ids
+            and one.incarnation != message.incarnation
+            and process_ids(one.remote.host_ids, one.remote.pids) == ids
+        ]
+        events: list[TransferEvent] = []
+        for one in earlier:
+            one.is_succeeded = True
+            text = "another scheduler has taken its workers on"
+            events += self._lose(self.links.connections.lose(one, text, now), text)
+        return events, any(self.links.connections.of_incarnation(e.incarnation) for e in earlier)
+
     def handle_worker(self, message: WorkerReport, now: float) -> list[TransferEvent]:
         """A report of one of our ranks."""
         match message:
@@ -210,6 +246,8 @@ class Transfers:
             case PeerConnected():
                 self.links.handshakes.handle_connected(message, now)
             case PeerFailed():
+                if self.links.handshakes.note_failed(message):
+                    return []
                 text = f"rank {message.rank}: {message.reason}"
                 return self._lose_incarnation(message.peer, text, now)
             case PeerClosed():
@@ -231,6 +269,10 @@ class Transfers:
             self.incoming.apply_closed(message.peer)
             if connection.is_fenced:
                 self.incoming.apply_gone(message.peer)
+            elif connection.inbound is not None:
+                remote = connection.remote
+                ids = process_ids(remote.host_ids, remote.pids)
+                self.writers.add_closed(message.peer, ids)
 
     def _handle_settled(self, message: SendSettled, now: float) -> list[TransferEvent]:
         """A connection that broke with bytes under way has lost its peer: only the peer's own fence
@@ -250,6 +292,7 @@ class Transfers:
             case ProcessesGone(incarnation=incarnation):
                 lost = self._lose_incarnation(incarnation, "its processes ended", now)
                 if self.links.connections.note_gone(incarnation):
+                    self.writers.forget(incarnation)
                     self.incoming.apply_gone(incarnation)
                 return lost
             case LinkDropped(link=link, reason=reason):
@@ -274,6 +317,7 @@ class Transfers:
         for connection, reason in self.links.lost(now):
             events += self._lose(self.links.connections.lose(connection, reason, now), reason)
         self.incoming.repeat_aborts(now)
+        self.writers.review(now)
         return events
 
     def part(self, named_links: Callable[[], set[str]], now: float) -> list[TransferEvent]:

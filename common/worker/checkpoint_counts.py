@@ -83,7 +83,7 @@ def _why_none(config: ServerConfig) -> str:
     computes_prompts = (
         config.role is Role.PREFILL or not config.prefill or config.local_prefill != "off"
     )
-    is_used = computes_prompts or config.return_cache != "off"
+    is_used = computes_prompts or config.return_cache != "off" or config.enable_role_switch
     # What is transferred brings its slot, tails and windows along.
     if config.max_checkpoints is None and not is_used:
         return "no prompt is computed here, and no cache returned: --local-prefill off"

@@ -22,8 +22,9 @@ from common.protocol.worker import StepDone
 from common.worker.device_thread import DeviceThread
 from common.worker.io_loop import EngineOutbox, Progress
 from common.worker.sends import Computed
+from common.worker.succession import SequencesForgotten
 
-Launched = Computed | PendingStep
+Launched = Computed | PendingStep | SequencesForgotten
 
 SEND_TIMEOUT_S = 0.002
 """How long an engine on a CPU waits until the I/O thread has sent its tokens. On an idle machine

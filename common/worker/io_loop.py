@@ -22,6 +22,7 @@ from common.errors import BatonError
 from common.protocol.codec import decode_scheduler_to_worker, encode
 from common.protocol.digests import Digest
 from common.protocol.worker import (
+    Begin,
     CancelSends,
     ClosePeer,
     CloseTransfer,
@@ -32,6 +33,7 @@ from common.protocol.worker import (
     OpenPeer,
     OpenTransfer,
     ReclaimPeer,
+    Release,
     SchedulerToWorker,
     Send,
     Shutdown,
@@ -52,12 +54,15 @@ from common.worker.host_pages import PageMoves
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staging.io import StagingIo
+from common.worker.succession import ForgetSequences, SequencesForgotten, Succession
 
 log = logging.getLogger(__name__)
 
-Steps = SimpleQueue[Step | None]
+Steps = SimpleQueue[Step | ForgetSequences | None]
 """From the I/O thread to the engine; None ends it. The scheduler bounds it: a worker has two steps
 at most."""
+
+FromEngine = WorkerToScheduler | Computed | SequencesForgotten
 
 
 class SchedulerStuck(BatonError):
@@ -97,15 +102,15 @@ class EngineOutbox:
     """
 
     def __init__(self) -> None:
-        self._messages: SimpleQueue[WorkerToScheduler | Computed | None] = SimpleQueue()
+        self._messages: SimpleQueue[FromEngine | None] = SimpleQueue()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._has_sent = threading.Event()
 
-    def put(self, message: WorkerToScheduler | Computed) -> None:
+    def put(self, message: FromEngine) -> None:
         self._messages.put(message)
         os.eventfd_write(self._fd, 1)
 
-    def put_and_wait(self, message: WorkerToScheduler | Computed, timeout_s: float) -> None:
+    def put_and_wait(self, message: FromEngine, timeout_s: float) -> None:
         """`put`, then leave the interpreter to the I/O thread until it has sent the message, for
         `timeout_s` at most."""
         self._has_sent.clear()
@@ -119,13 +124,13 @@ class EngineOutbox:
     def fileno(self) -> int:
         return self._fd
 
-    def take(self) -> list[WorkerToScheduler | Computed | None]:
+    def take(self) -> list[FromEngine | None]:
         """Messages since the last call; None comes last, after `end`."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
             return []
-        taken: list[WorkerToScheduler | Computed | None] = []
+        taken: list[FromEngine | None] = []
         while True:
             try:
                 taken.append(self._messages.get_nowait())
@@ -154,6 +159,7 @@ class IoLoop:
         outbox: EngineOutbox,
         digests: DigestJobs,
         moves: PageMoves,
+        succession: Succession,
         staged: StagingIo | None = None,
         *,
         progress: Progress | None = None,
@@ -173,6 +179,7 @@ class IoLoop:
         self._outbox = outbox
         self._digests = digests
         self._moves = moves
+        self._succession = succession
         self._poller = Poller()
         self._poller.register(client)
         self._poller.register(transport.fileno())
@@ -192,6 +199,8 @@ class IoLoop:
                     is_ended = True
                 elif isinstance(message, Computed):
                     self._send(self._sends.apply_computed(message))
+                elif isinstance(message, SequencesForgotten):
+                    self._succession.note_forgotten()
                 else:
                     self._send([message])
             self._outbox.note_sent()
@@ -200,6 +209,8 @@ class IoLoop:
             for payload in self._client.receive():
                 self._send(self._handle(decode_scheduler_to_worker(payload)))
             self._send(self._staged.receive())
+            if self._succession.is_ending:
+                self._send(self._succession.advance())
 
     def _timeout_s(self) -> float:
         staged_s = self._staged.timeout_s()
@@ -225,30 +236,39 @@ class IoLoop:
             case CancelSends():
                 return self._sends.cancel(message)
             case OpenPeer():
-                return [
-                    self._links.open(
-                        message.peer,
-                        layout=message.layout,
-                        link=message.link,
-                        transfer_mode=message.transfer_mode,
-                    )
-                ]
+                return [self._links.open(message)]
             case ConnectPeer():
                 return self._links.connect(message)
             case ClosePeer():
                 settled = self._sends.cancel_peer(message.peer, "the peer is closed")
                 return [*settled, *self._links.close(message.peer)]
-            case Expect() | Forget() | ReclaimPeer():
+            case ReclaimPeer():
+                self._links.reclaim(message.peer)
+            case Expect() | Forget():
                 return self._staged.handle(message)
             case Digest():
+                self._succession.note_job()
                 self._digests.put(message)
             case MovePages():
+                self._succession.note_job()
                 self._moves.put(message)
+            case Begin() | Release():
+                return self._succeed(message)
             case Shutdown():
                 self._steps.put(None)
             case _:
                 assert_never(message)
         return []
+
+    def _succeed(self, message: Begin | Release) -> Sequence[WorkerToScheduler]:
+        """Another scheduler takes over, or is to."""
+        if isinstance(message, Begin):
+            forgets, answers = self._succession.begin(message)
+        else:
+            forgets, answers = self._succession.release(message), []
+        if forgets:
+            self._steps.put(ForgetSequences())
+        return answers
 
     def _apply(self, event: TransportEvent) -> Sequence[WorkerToScheduler]:
         match event:
@@ -276,5 +296,8 @@ class IoLoop:
 
     def _send(self, messages: Sequence[WorkerToScheduler]) -> None:
         for message in messages:
+            self._succession.note_sent(message)
+            if self._succession.is_ending:
+                continue  # nobody knows any more what it is about
             if self._client.send(encode(message)) is not SendResult.SENT:
                 raise SchedulerStuck("the scheduler does not read: its channel is full")

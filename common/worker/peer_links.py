@@ -25,10 +25,12 @@ from common.protocol.codec import decode_layout
 from common.protocol.descriptor import RankDescriptor, StagingBufferDescriptor, StagingRing
 from common.protocol.worker import (
     ConnectPeer,
+    OpenPeer,
     PeerClosed,
     PeerConnected,
     PeerFailed,
     PeerOpened,
+    PeerWriter,
     WorkerToScheduler,
 )
 from common.transport.transport import (
@@ -111,6 +113,17 @@ class PeerLinks:
         self._links: dict[str, PeerLink] = {}
         self._opened: dict[str, RankDescriptor] = {}
         self._peer_of: dict[str, str] = {}
+        self._writers: dict[str, PeerWriter] = {}
+
+    @property
+    def peers(self) -> set[str]:
+        """Those that are open in either direction."""
+        return {*self._opened, *self._links}
+
+    @property
+    def writers(self) -> list[PeerWriter]:
+        """Peers that were let in and are not known to be out of reach."""
+        return list(self._writers.values())
 
     @property
     def rank(self) -> int:
@@ -128,23 +141,19 @@ class PeerLinks:
 
     # ---- asked by the scheduler ------------------------------------------------------------------
 
-    def open(
-        self,
-        peer: str,
-        *,
-        layout: bytes = b"",
-        link: str = "",
-        transfer_mode: TransferMode = TransferMode.DIRECT,
-    ) -> WorkerToScheduler:
+    def open(self, message: OpenPeer) -> WorkerToScheduler:
         """Open one target per incarnation. A repeated call gives the same answer."""
+        peer = message.peer
         descriptor = self._opened.get(peer)
         if descriptor is None:
+            layout, link, mode = message.layout, message.link, message.transfer_mode
             try:
-                staging_buffer = self._open_staging_target(peer, layout, link, transfer_mode)
-                descriptor = self._announce(peer, staging_buffer, link, transfer_mode)
+                staging_buffer = self._open_staging_target(peer, layout, link, mode)
+                descriptor = self._announce(peer, staging_buffer, link, mode)
             except BatonError as exc:
-                return PeerFailed(peer, self._rank, str(exc))
+                return PeerFailed(peer, self._rank, str(exc), is_inbound=True)
             self._opened[peer] = descriptor
+            self._writers[peer] = PeerWriter(peer, message.host_ids, message.pids)
         return PeerOpened(peer, self._rank, descriptor)
 
     def _open_staging_target(
@@ -226,6 +235,12 @@ class PeerLinks:
         for name in sorted(link.open):
             self._transport.disconnect(name)
         return self._check_closed(link)
+
+    def reclaim(self, peer: str) -> None:
+        """Nothing of a closed peer can write here any more."""
+        self._writers.pop(peer, None)
+        if self._staging_target is not None:
+            self._staging_target.reclaim(peer)
 
     # ---- events of the transport -----------------------------------------------------------------
 

@@ -96,6 +96,11 @@ class Sends:
         return len(self._open)
 
     @property
+    def peers(self) -> set[str]:
+        """Those that something is sent to."""
+        return {send.transfer.peer for send in self._open.values()}
+
+    @property
     def transfer_count(self) -> int:
         return len(self._transfers)
 
@@ -164,6 +169,12 @@ class Sends:
             if send.transfer.peer == peer:
                 settled += self._stop(send, reason)
         return settled
+
+    def forget_all(self) -> None:
+        """Nothing is under way, and steps are counted anew: another scheduler begins."""
+        assert not self._open
+        self._transfers.clear()
+        self._computed = Computed(0, self._layer_group_count)
 
     def apply_settled(self, event: TransferSettled) -> list[SendSettled]:
         """One plan of a Send has returned."""

@@ -41,7 +41,7 @@ def why_not_recorded(config: ServerConfig, device: torch.device) -> str:
     """The reason why a rank records no decode passes, its attention left out; "" if it may."""
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if config.role is Role.PREFILL:
+    if config.role is Role.PREFILL and not config.enable_role_switch:
         return "a prefill server decodes nothing"
     if config.disable_cuda_graph:
         return "--disable-cuda-graph"

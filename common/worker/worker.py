@@ -40,6 +40,7 @@ from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staging.io import StagingIo
 from common.worker.start import StartedRank, start_rank
+from common.worker.succession import ForgetSequences, SequencesForgotten, Succession
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class _Worker:
             self._outbox,
             self._digests.jobs,
             self._moves.jobs,
+            Succession(links, sends, started.ready),
             self._staged,
             progress=self._progress,
             beat_interval_s=beat_interval_s,
@@ -165,6 +167,10 @@ class _Worker:
         if self._device.type == "cpu":
             self._progress.follow_cpu()
         while (step := self._steps.get()) is not None:
+            if isinstance(step, ForgetSequences):
+                self._runner.forget_all()
+                self._notifier.notify(0, SequencesForgotten())
+                continue
             # No transfer waits for a step without chunks.
             on_layer = self._layer_notifier(step.step_id) if step.chunks else None
             pending = self._runner.launch(step, on_layer)

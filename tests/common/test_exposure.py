@@ -7,7 +7,7 @@ import pytest
 from common.config import ReturnCache, Role, ServerConfig, TransferMode
 from common.runtime.exposure import open_doors
 
-RETURNS = {"return_cache": ReturnCache.AUTO}
+NO_RETURNS = {"return_cache": ReturnCache.OFF}
 KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
 HTTP, BOOTSTRAP, STAGING, NODES = "HTTP", "--bootstrap-port", "the ports where", "torch's store"
 WORKERS = "the port of workers"
@@ -21,15 +21,18 @@ CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX
         (Role.PREFILL, {"host": "localhost"}, []),
         (Role.PREFILL, {"host": "::1"}, []),
         (Role.PREFILL, {"host": "127.9.9.9"}, []),
-        (Role.PREFILL, {"host": "0.0.0.0"}, [HTTP, BOOTSTRAP]),
-        (Role.PREFILL, {"host": "::"}, [HTTP, BOOTSTRAP]),
-        (Role.PREFILL, {"host": "gpu-7"}, [HTTP, BOOTSTRAP]),
-        (Role.PREFILL, {"host": "0.0.0.0", "api_keys": ("k",)}, [BOOTSTRAP]),
-        (Role.PREFILL, {"host": "0.0.0.0", "admin_api_keys": ("k",)}, [HTTP, BOOTSTRAP]),
+        (Role.PREFILL, {"host": "0.0.0.0"}, [HTTP, BOOTSTRAP, STAGING, CACHES]),
+        (Role.PREFILL, {"host": "::"}, [HTTP, BOOTSTRAP, STAGING, CACHES]),
+        (Role.PREFILL, {"host": "gpu-7"}, [HTTP, BOOTSTRAP, STAGING, CACHES]),
+        (Role.PREFILL, {"host": "0.0.0.0", **NO_RETURNS}, [HTTP, BOOTSTRAP]),
+        (Role.PREFILL, {"host": "0.0.0.0", "api_keys": ("k",), **NO_RETURNS}, [BOOTSTRAP]),
+        (
+            Role.PREFILL,
+            {"host": "gpu-7", "admin_api_keys": ("k",), **NO_RETURNS},
+            [HTTP, BOOTSTRAP],
+        ),
         (Role.PREFILL, {"host": "0.0.0.0", **KEYS}, [HTTP]),
-        (Role.PREFILL, {**RETURNS}, []),
-        (Role.PREFILL, {"host": "gpu-7", **RETURNS}, [HTTP, BOOTSTRAP, STAGING, CACHES]),
-        (Role.PREFILL, {"host": "gpu-7", **RETURNS, **KEYS}, [HTTP]),
+        (Role.PREFILL, {"host": "gpu-7", "transfer_mode": TransferMode.DIRECT, **KEYS}, [HTTP]),
         (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1", **KEYS}, [NODES]),
         (Role.PREFILL, {"nnodes": 2, "dist_init_addr": "a:1"}, [NODES, WORKERS]),
         (Role.DECODE, {"host": "0.0.0.0"}, [HTTP]),

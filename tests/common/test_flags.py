@@ -14,11 +14,13 @@ from common.config import EngineType, LocalPrefill, Role, ServerConfig, read_con
 from common.errors import ConfigError
 from common.flag_help import GROUPS, PLACEHOLDERS
 from common.flags import COMMON_FLAGS
-from decode_server.config import FLAGS as DECODE_FLAGS
+from common.role_flags import DECODE_FLAGS as OWN_DECODE_FLAGS
+from common.role_flags import PREFILL_FLAGS as OWN_PREFILL_FLAGS
 from decode_server.config import parse_args as parse_decode
-from prefill_server.config import FLAGS as PREFILL_FLAGS
 from prefill_server.config import parse_args as parse_prefill
 
+PREFILL_FLAGS = (*COMMON_FLAGS, *OWN_PREFILL_FLAGS)
+DECODE_FLAGS = (*COMMON_FLAGS, *OWN_DECODE_FLAGS)
 Parse = Callable[[Sequence[str]], ServerConfig]
 
 
@@ -105,6 +107,12 @@ VALID = [
     ((), "disable_overlap_schedule", False),
     (("--disable-overlap-schedule",), "disable_overlap_schedule", True),
     (("--pp-size", "2"), "disable_overlap_schedule", True),
+    ((), "schedule_low_priority_values_first", False),
+    (
+        ("--schedule-low-priority-values-first",),
+        "schedule_low_priority_values_first",
+        True,
+    ),
     (("--transport", "stream"), "transport", "stream"),
     (("--transfer-ports", "40000-40031"), "transfer_ports", "40000-40031"),
     (("--net-devices", "lo"), "net_devices", "lo"),
@@ -329,6 +337,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         "load-format": "auto",
     }
     switches = ("log-requests", "disable-radix-cache", "disable-cuda-graph")
+    switches += ("enable-role-switch", "standby")
     values |= {"log-level": "info"} | dict.fromkeys(switches, "true")
     values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
@@ -336,6 +345,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
+    values |= {"schedule-low-priority-values-first": "true"}
     values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000", "return-cache": "auto"}

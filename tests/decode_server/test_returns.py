@@ -16,6 +16,7 @@ from common.scheduling.events import (
     Event,
     FromPeer,
     FromWorker,
+    Report,
     ToPeer,
     ToWorkers,
     UnreadableRequest,
@@ -172,6 +173,27 @@ def test_a_return_whose_connection_breaks_with_its_last_bytes_under_way_costs_no
     assert pair.counted("d0", "returns_failed") == 1
     pair.finish(client)
     pair.finish(pair.submit([*PROMPT, *client.output, 7], OUTPUT_COUNT))
+    pair.end()
+
+
+@pytest.mark.parametrize("unreachable", ["refused", "silent"])
+def test_a_pair_without_a_way_back_works_and_returns_nothing(unreachable: str) -> None:
+    """As behind a firewall that lets prefill servers through, and nobody to them."""
+    pair = Pair()
+    for node in pair.world.nodes.values():
+        node.returns_caches = True
+    pair.decode.unreachable_peers = unreachable
+    pair.begin()
+    (source,) = pair.core.transfers.links.connections.sources()
+    first = pair.turn(PROMPT, OUTPUT_COUNT)
+    pair.turn([*PROMPT, *first.output, 7], OUTPUT_COUNT)
+    assert offers_of(pair) == [] and pair.counted("p0", "peers_lost") == 0
+    assert pair.core.transfers.links.connections.sources() == [source], "it is the same connection"
+    warnings = [
+        e.text for n, e in pair.told if n == "d0" and isinstance(e, Report) and e.is_warning
+    ]
+    expected = ["no caches go back between here and prefill server p0:1: connection refused"]
+    assert warnings == (expected if unreachable == "refused" else [])
     pair.end()
 
 

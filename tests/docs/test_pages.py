@@ -18,8 +18,7 @@ from common.layout.reference import reference as caches
 from common.metrics.reference import reference as metrics
 from common.protocol.peer import Hello
 from common.protocol.reference import reference as messages
-from decode_server.config import FLAGS as DECODE_FLAGS
-from prefill_server.config import FLAGS as PREFILL_FLAGS
+from common.role_flags import ALL_FLAGS
 from tests.docs.blocks import PAGES, ROOT, blocks_of
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -69,7 +68,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_flags_that_pages_name_are_there() -> None:
-    known = {spelling for flag in (*PREFILL_FLAGS, *DECODE_FLAGS) for spelling in flag.spellings}
+    known = {spelling for flag in ALL_FLAGS for spelling in flag.spellings}
     known |= {"help", "config"} | FOREIGN_FLAGS | bench_flags()
     for page in WRITTEN:
         text = "".join(re.findall(r"`[^`\n]+`", page.read_text()))

@@ -45,6 +45,7 @@ class Node:
     """One server of a fleet; the same node can be started again on its ports after it has ended.
 
     host: where it listens. prefix: as of `start_server`. Both may be changed before a start.
+    key: that its clients show, unless they say another one; "" for none.
     """
 
     def __init__(
@@ -66,14 +67,19 @@ class Node:
         self._log_dir = log_dir
         self._client = client
         self._start_count = 0
+        self.key = ""
         self.server: Server
 
     # ---- life ------------------------------------------------------------------------------------
 
+    def add_flags(self, *flags: str) -> None:
+        """For the next start."""
+        self._args += flags
+
     def start(self) -> Node:
         self._start_count += 1
         listens = ["--host", self.host]
-        if self._role == "prefill":
+        if self._role == "prefill" or "--enable-role-switch" in self._args:
             listens += ["--bootstrap-port", str(self.bootstrap_port)]
         self.server = start_server(
             self._role,
@@ -118,8 +124,12 @@ class Node:
         parent = self.server.process.pid
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         for pid in map(int, children):
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            found[words[2]] = pid  # python -m MODULE ...
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if len(words) > 2:  # else it has ended
+                found[words[2]] = pid  # python -m MODULE ...
         return found
 
     @contextmanager
@@ -148,10 +158,12 @@ class Node:
         return self.server.url
 
     def get(self, path: str) -> httpx.Response:
-        return self._client.get(self.url + path)
+        return self._client.get(self.url + path, headers=_bearing(self.key))
 
-    def post(self, path: str, body: Body) -> httpx.Response:
-        return self._client.post(self.url + path, json=body)
+    def post(self, path: str, body: Body, key: str = "") -> httpx.Response:
+        """key: that the client shows, if not the node's."""
+        headers = _bearing(key or self.key)
+        return self._client.post(self.url + path, json=body, headers=headers)
 
     def delete(self, path: str, params: dict[str, str]) -> httpx.Response:
         return self._client.delete(self.url + path, params=params)
@@ -184,7 +196,10 @@ class Node:
     def stream(self, body: Body) -> Iterator[Iterator[Reply]]:
         """Events of a streamed /generate; leaving the block early is a disconnect."""
         with self._client.stream(
-            "POST", f"{self.url}/generate", json=body | {"stream": True}
+            "POST",
+            f"{self.url}/generate",
+            json=body | {"stream": True},
+            headers=_bearing(self.key),
         ) as response:
             assert response.status_code == 200, response.read()
             yield _events(response)
@@ -220,6 +235,10 @@ class Node:
             wait_until(f"{self.name} to be at rest", lambda: self.info().is_at_rest, 60.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.info()}") from error
+
+
+def _bearing(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _events(response: httpx.Response) -> Iterator[Reply]:
@@ -306,9 +325,9 @@ class Fleet:
         for node in self.nodes:
             node.wait_at_rest()
 
-    def in_background(self, node: Node, body: Body) -> Future[httpx.Response]:
+    def in_background(self, node: Node, body: Body, key: str = "") -> Future[httpx.Response]:
         """A /generate of which the reply is looked at later."""
-        return self.threads.submit(node.post, "/generate", body)
+        return self.threads.submit(node.post, "/generate", body, key)
 
 
 def reply_of(response: httpx.Response) -> Reply:

@@ -124,7 +124,7 @@ def test_a_second_signal_ends_a_draining_server_at_once(fleet: Fleet, decode: No
     remains.check_gone()
 
 
-@pytest.mark.parametrize("module", ["common.worker", "scheduler_process", "common.frontend"])
+@pytest.mark.parametrize("module", ["common.worker", "common.frontend"])
 def test_a_killed_process_ends_its_server_and_is_named(
     fleet: Fleet, decode: Node, module: str
 ) -> None:

@@ -53,7 +53,7 @@ def town(
 ) -> Iterator[Town]:
     (case,) = [case for case in CASES if case.recipe == request.param]
     with Fleet(tmp_path_factory.mktemp("logs"), tiny_checkpoint(case.recipe)) as fleet:
-        prefill = fleet.prefill(*FLAGS, *PREFILL)
+        prefill = fleet.prefill(*FLAGS, *PREFILL, "--return-cache", "off")
         decode = fleet.decode([prefill], *FLAGS)
         # It computes nothing itself, and its transfers are all of sessions.
         only = ("--local-prefill", "off", "--self-test-interval", "0")

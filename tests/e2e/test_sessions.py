@@ -66,7 +66,7 @@ def town(
     recipe = KINDS[request.param]
     (case,) = [case for case in CASES if case.recipe == recipe]
     with Fleet(tmp_path_factory.mktemp("logs"), tiny_checkpoint(recipe)) as fleet:
-        prefill = fleet.prefill(*FLAGS, *PREFILL)
+        prefill = fleet.prefill(*FLAGS, *PREFILL, "--return-cache", "off")
         auto = fleet.decode([prefill], *FLAGS, *DECODE, name="auto")
         off = fleet.decode([prefill], *FLAGS, *DECODE, "--local-prefill", "off", name="off")
         cold = fleet.decode([], *FLAGS, "--disable-radix-cache", name="cold")

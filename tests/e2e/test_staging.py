@@ -51,7 +51,9 @@ class Town:
 def town(fleet: Fleet) -> Town:
     pairs: dict[str, tuple[Node, Node]] = {}
     for name, (prefill_flags, decode_flags) in PAIRS.items():
-        prefill = fleet.prefill(*FLAGS, *prefill_flags, name=f"prefill {name}")
+        prefill = fleet.prefill(
+            *FLAGS, *prefill_flags, "--return-cache", "off", name=f"prefill {name}"
+        )
         decode = fleet.decode([prefill], *FLAGS, *decode_flags, name=f"decode {name}")
         pairs[name] = (prefill, decode)
     alone = fleet.decode([], *FLAGS, name="alone")

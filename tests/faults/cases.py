@@ -55,6 +55,9 @@ class Phase(StrEnum):
     RETURN = "return"
 
 
+_WORKER, _SCHEDULER = (Part.WORKER,), (Part.SCHEDULER,)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One act, `after_s` from the moment the case begins, on some processes of one server; those
@@ -68,7 +71,8 @@ class Fault:
 
     @property
     def ends_server(self) -> bool:
-        return self.act in (Act.KILL, Act.RESTART)
+        """A scheduler that is killed is followed by another one."""
+        return self.act in (Act.KILL, Act.RESTART) and self.parts != _SCHEDULER
 
     @property
     def cuts_connections(self) -> bool:
@@ -127,7 +131,6 @@ def _in_handshake(first: Side, act: Act, second: Side, parts: tuple[Part, ...], 
     )
 
 
-_WORKER, _SCHEDULER = (Part.WORKER,), (Part.SCHEDULER,)
 _FREEZE_WRITER = Fault(Act.FREEZE, Side.PREFILL, _WORKER)
 
 CASES: tuple[Case, ...] = (

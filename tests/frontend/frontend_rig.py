@@ -18,13 +18,16 @@ from fastapi import APIRouter, FastAPI
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, ManualClock, SystemClock
 from common.config import Role, ServerConfig
-from common.frontend.apis import info, timelines
+from common.frontend.apis import fleet_api, info, timelines
 from common.frontend.app import build_app
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.context import FrontendContext
 from common.frontend.page import routes as page
 from common.frontend.peers import routes as peers
 from common.frontend.peers.sources import PeerSources
+from common.frontend.requests.draining import DrainOrder
+from common.frontend.requests.fleet import Fleet
+from common.frontend.requests.relay import Relays
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
@@ -41,6 +44,7 @@ BASE_PARTS: tuple[BuildRouter, ...] = (
     info.build_router,
     page.build_router,
     timelines.build_router,
+    fleet_api.build_router,
     peers.build_router,
 )
 
@@ -130,6 +134,7 @@ async def open_rig(
         open_tracing(config),
         clock,
     )
+    fleet = Fleet(config, client, clock)
     context = FrontendContext(
         config=config,
         scheduler=client,
@@ -141,6 +146,9 @@ async def open_rig(
         clock=clock,
         started_wall_s=clock.wall(),
         version="0.test",
+        fleet=fleet,
+        relays=Relays(client, fleet, clock),
+        drain_order=DrainOrder(lambda: None, lambda: None),
     )
     app = build_app(context, [build(context) for build in parts])
     receiver = asyncio.create_task(client.run())

@@ -16,19 +16,21 @@ from common.frontend.bodies.body import REFUSED, TOKEN_ID
 from common.frontend.bodies.constraints import CHOICE_COUNT_MAX
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.tools import TOOL_COUNT_MAX
-from common.request_bounds import GRAMMAR_LENGTH_MAX, RID_LENGTH_MAX, ROOM_MAX
+from common.request_bounds import (
+    GRAMMAR_LENGTH_MAX,
+    NUMBERED_RID_LENGTH_MAX,
+    RID_LENGTH_MAX,
+    ROOM_MAX,
+)
 
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+RESUME = "/resume"
 FRONTEND_PATHS = (
-    "/tokenize",
-    "/v1/tokenize",
-    "/detokenize",
-    "/v1/detokenize",
-    "/abort_request",
-    "/peers",
+    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    *("/abort_request", "/drain", "/peers", "/switch_role"),
 )
 """Bodies of which nothing goes further than the frontend."""
-assert {*PATHS, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"
+assert {*PATHS, RESUME, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"
 
 OUTPUT_COUNT = 2
 TEXT = "x" * 2048  # in place of one that has no bound
@@ -48,6 +50,12 @@ BODY: dict[str, JsonObject] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": OUTPUT_COUNT}},
     "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
+    RESUME: {
+        "rid": "r",
+        "token_ids": [5, 6, 7],
+        "timeout": 600,
+        "sampling_params": {"max_new_tokens": OUTPUT_COUNT, "seed": 1},
+    },
 }
 """What a body has beside the field."""
 
@@ -60,6 +68,7 @@ MEMBERS: dict[str, JsonObject] = {
     "tools": TOOL,
     "tools.function": {"name": FUNCTION},
     "tool_choice": {"type": "function", "function": {"name": FUNCTION}},
+    "grammar": {"kind": "regex", "text": "a+"},
 }
 """What an object has beside the field, by its own path."""
 
@@ -115,7 +124,7 @@ def cases(path: str, server: Server) -> list[Case]:
 
     Raises: AssertionError naming a field whose largest value is not known.
     """
-    known = _unbounded(server)
+    known = _unbounded(server) | (_unbounded_to_resume(server) if path == RESUME else {})
     found: list[Case] = []
     for field, schema, wrap in _fields(BODIES[path]):
         base = {key: value for key, value in BODY[path].items() if key != INSTEAD.get(field)}
@@ -183,6 +192,19 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "reasoning_effort": [TEXT],
         # Taken and not used.
         "sampling_params.custom_params": [{"x": TEXT}],
+    }
+
+
+def _unbounded_to_resume(server: Server) -> dict[str, list[JsonValue]]:
+    """Of a request that another server has begun; where clients may have lists, it has none."""
+    return {
+        "rid": ["r" * NUMBERED_RID_LENGTH_MAX],
+        "token_ids": [server.token_ids(server.prompt_max)],
+        "output_ids": [server.token_ids(OUTPUT_COUNT - 1)],
+        "prefix_seed": ["f" * 32],
+        "client": ["f" * 16],
+        "grammar": [],
+        "logprob_start_len": [3],
     }
 
 

@@ -104,8 +104,8 @@ def samples_in(message: FrontendToScheduler) -> list[FrontendToScheduler]:
 
 def count_up(submit: Submit, vocab_size: int = INFO.vocab_size) -> list[ToldFrontend]:
     """The whole continuation: last token + 1, + 2, ...; the logprob of token t is -t/8."""
-    count = submit.sampling.max_new_tokens
-    last = submit.token_ids[-1]
+    count = submit.sampling.max_new_tokens - len(submit.output_ids)
+    last = [*submit.token_ids, *submit.output_ids][-1]
     outputs = [1 + (last + i) % (vocab_size - 1) for i in range(count)]
     wants = submit.sampling.return_logprob
     start = submit.sampling.logprob_start_len
@@ -265,6 +265,8 @@ class ScriptedScheduler:
     def _take(self, message: FrontendToScheduler) -> None:
         with self._changed:
             self.seen.append(message)
+            if isinstance(message, Submit):
+                self._told_counts[message.request_id] = len(message.output_ids)
             answers = [] if self.is_silent else self._react(message)
             self._changed.notify_all()
         for answer in answers:

@@ -12,6 +12,7 @@ from common.errors import RequestError
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
 from common.frontend.bodies.dial_rules import DialRules
+from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
@@ -21,7 +22,7 @@ from common.protocol.peer import TransferRequest
 from common.protocol.worker import NewSequence, Step
 from common.request import Origin, SamplingParams
 from common.request_bounds import REQUEST_TIMEOUT_S_MAX
-from tests.frontend.largest import OUTPUT_COUNT, PATHS, Case, Server, cases
+from tests.frontend.largest import OUTPUT_COUNT, PATHS, RESUME, Case, Server, cases
 from tests.frontend.tiny_tokenizers import CHATML, write_tokenizer
 
 SERVER = Server(vocab_size=1 << 14, prompt_max=4094)
@@ -38,6 +39,8 @@ LIMITS = Limits(
 TRACE_PARENT = f"00-{'f' * 32}-{'f' * 16}-ff"
 # What a decode server does not do.
 REFUSED = ("kv_transfer_params.do_remote_decode",)
+# What no other server asks for.
+NOT_RESUMED = ("sampling_params.n", "sampling_params.stop")
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +53,32 @@ def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
     match case.path:
         case "/generate":
             return parse_generate(case.body, tokenizer, LIMITS, "rid").samples
+        case "/resume":
+            return [parse_resume(case.body, LIMITS)]
         case "/v1/completions":
             return parse_completion(case.body, tokenizer, LIMITS, "name")[0].samples
         case _:
             return parse_chat(case.body, tokenizer, LIMITS, "name", "hermes")[0].samples
 
 
+def is_refused(case: Case) -> bool:
+    options = case.body.get("sampling_params")
+    is_one = isinstance(options, dict) and options.get("n") == 1
+    is_foreign = case.path == RESUME and case.field in NOT_RESUMED and not is_one
+    return case.field in REFUSED or is_foreign
+
+
 def check_carried(sample: Sample) -> None:
     """Its way to its scheduler, to the prefill server and to workers."""
     origin = Origin(sample.rid, TRACE_PARENT)
     submit = Submit(
-        2**63 - 1, sample.token_ids, sample.sampling, sample.timeout_s, sample.bootstrap, origin
+        2**63 - 1,
+        sample.token_ids,
+        sample.sampling,
+        sample.timeout_s,
+        sample.bootstrap,
+        origin,
+        output_ids=list(sample.output_ids),
     )
     assert codec.decode_frontend_to_scheduler(codec.encode(submit)) == submit
     sequence = NewSequence(1, sample.token_ids, len(sample.token_ids), sample.sampling)
@@ -83,10 +101,10 @@ def check_carried(sample: Sample) -> None:
     assert codec.decode_peer_message(codec.encode(request)) == request
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, RESUME])
 def test_every_field_at_its_largest_value_is_carried(path: str, tokenizer: Tokenizer) -> None:
     for case in cases(path, SERVER):
-        if case.field in REFUSED:
+        if is_refused(case):
             with pytest.raises(RequestError, match=case.field.rpartition(".")[2]):
                 samples_of(case, tokenizer)
             continue

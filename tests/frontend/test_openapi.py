@@ -20,12 +20,13 @@ from common.frontend.apis.openai_chat import parse_chat
 from common.frontend.bodies.body import Body, fields_of
 from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.validation import parse_generate
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate
-from tests.frontend.largest import PATHS, Server, cases
+from tests.frontend.largest import PATHS, RESUME, Server, cases
 from tests.frontend.test_hostile_bodies import ALLOWED, Ask, search
 from tests.frontend.tiny_tokenizers import CHATML, write_tokenizer
 
@@ -53,6 +54,8 @@ def parse(path: str, body: JsonObject, tokenizer: Tokenizer) -> object:
     match path:
         case "/generate":
             return parse_generate(body, tokenizer, LIMITS, "rid")
+        case "/resume":
+            return parse_resume(body, LIMITS)
         case "/v1/completions":
             return parse_completion(body, tokenizer, LIMITS, "name")
         case _:
@@ -92,7 +95,7 @@ def test_every_field_that_is_read_is_described() -> None:
     assert {name for kind in kinds_of(Body) for name in fields_of(kind)} == described
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, RESUME])
 def test_every_field_that_is_described_is_read_and_checked(path: str, tokenizer: Tokenizer) -> None:
     bodies = {case.field: case.body for case in cases(path, SERVER) if case.field not in FREE}
     for field, body in bodies.items():

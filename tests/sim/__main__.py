@@ -1,6 +1,8 @@
 """`python -m tests.sim`: run many stories on all cores, plant bugs, or tell one story again.
 
 --seeds N [--first S]       N stories; a failing seed is named, with the command that replays it
+--fleet                     64 servers of each role and a long queue: is the work even, and what do
+                            their schedulers take
 --mutations [--seeds N]     plant every bug and say which seed finds it, of at most N
 --replay SEED               tell what happened: [--request R | --transfer T] of one request or
                             transfer, [--plant NAME] with a planted bug
@@ -19,6 +21,7 @@ from contextlib import nullcontext
 import pytest
 
 from tests.sim import mutations_peers
+from tests.sim.fleet import tell_large
 from tests.sim.mutations import MUTATIONS
 from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
 from tests.sim.story import run_story
@@ -40,12 +43,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--fleet", action="store_true")
     parser.add_argument("--mutations", action="store_true")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--request", type=int, default=0)
     parser.add_argument("--transfer", type=int, default=0)
     parser.add_argument("--plant", choices=[mutation.name for mutation in MUTATIONS])
     options = parser.parse_args()
+    if options.fleet:
+        return tell_large()
     if options.replay is not None:
         return replay(options.replay, options.request, options.transfer, options.plant)
     with ProcessPoolExecutor(options.jobs) as processes:
@@ -60,6 +66,11 @@ def has_two_steps(seed: int) -> bool:
     return seed % 2 == 1
 
 
+def has_moves(seed: int) -> bool:
+    """Of every second of the others."""
+    return seed % 4 == 2
+
+
 def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None) -> str:
     """What is wrong with a seed's story, "" if nothing is. What is broken may raise anything."""
     with pytest.MonkeyPatch.context() if mutation_index >= 0 else nullcontext() as patch:
@@ -67,9 +78,14 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
             MUTATIONS[mutation_index].plant(patch)
         try:
             is_sound = mutation_index < 0
-            has_comings = is_sound or MUTATIONS[mutation_index] in mutations_peers.MUTATIONS
-            two_steps = is_sound and has_two_steps(seed)
-            run_story(seed, has_two_steps=two_steps, has_comings=has_comings, log=log)
+            is_of_peers = not is_sound and MUTATIONS[mutation_index] in mutations_peers.MUTATIONS
+            run_story(
+                seed,
+                has_two_steps=is_sound and has_two_steps(seed),
+                has_comings=is_sound or is_of_peers,
+                has_moves=is_sound and has_moves(seed),
+                log=log,
+            )
         except BROKEN as error:
             return told_as(error)
     return ""
@@ -110,7 +126,8 @@ def run_chunk(seeds: range) -> tuple[list[tuple[int, str]], list[Counter[str]]]:
     tallies: list[Counter[str]] = []
     for seed in seeds:
         try:
-            tallies.append(run_story(seed, has_two_steps=has_two_steps(seed)).tally)
+            world = run_story(seed, has_two_steps=has_two_steps(seed), has_moves=has_moves(seed))
+            tallies.append(world.tally)
         except BROKEN as error:
             problems.append((seed, told_as(error)))
     return problems, tallies

@@ -179,7 +179,7 @@ def _break_off(world: World, writer: Node) -> None:
 def plan_struck_returns(world: World, rng: random.Random) -> None:
     """Where caches go back, something goes wrong while one does."""
     if any(node.returns_caches for node in world.nodes.values()):
-        for _ in range(rng.choice((0, 1, 1, 2))):
+        for _ in range(rng.choice((0, 1, 2, 3))):
             at = rng.uniform(FIRST_AT, LAST_AT)
             world.after(at, partial(_await_return, world, rng, at + RETURN_PATIENCE_S))
 
@@ -189,17 +189,25 @@ def _await_return(world: World, rng: random.Random, until: float) -> None:
         if node.is_up and isinstance(node.core, DecodeScheduler) and node.core.returns.lent:
             world.tally["returns struck"] += 1
             world.calm_until = min(world.calm_until, world.now)
-            world.after(rng.uniform(0.0, 0.015), partial(_strike_return, world, rng, node))
+            if rng.random() < 0.5:
+                _break_when_under_way(world, node, world.now + RETURN_PATIENCE_S)
+            else:
+                world.after(rng.uniform(0.0, 0.015), partial(_strike_return, world, rng, node))
             return
     if world.now < until:
         world.after(RETURN_POLL_S, partial(_await_return, world, rng, until))
 
 
-def _strike_return(world: World, rng: random.Random, writer: Node) -> None:
-    """Its connection breaks, or either side stops or ends."""
-    if rng.random() < 0.4:
+def _break_when_under_way(world: World, writer: Node, until: float) -> None:
+    """Its connections break while the network carries something of it; later, if it never does."""
+    if world.now >= until or writer.worker.transfers.has_bytes_under_way:
         _break_off(world, writer)
-        return
+    else:
+        world.after(RETURN_POLL_S, partial(_break_when_under_way, world, writer, until))
+
+
+def _strike_return(world: World, rng: random.Random, writer: Node) -> None:
+    """Either side stops or ends."""
     readers = [node for node in world.nodes.values() if node.role == "prefill"]
     struck = rng.choice([writer, *readers])
     if rng.random() < 0.5:

@@ -20,7 +20,9 @@ class Client:
     where both are asked at once. failed_at: when a server said that it has, though it may have
     ended before the client heard; could_tell: whether all servers were connected then.
     seed: of its prefix digests. asked_count: how often its cache was asked for.
-    sample_seed: of its sampling; samples of one prompt are clients of their own."""
+    sample_seed: of its sampling; samples of one prompt are clients of their own.
+    is_moved: another server has gone on with it, or the same one after a crash;
+    is_waiting_for_server: until that is back."""
 
     request_id: int
     prompt: list[int]
@@ -42,6 +44,8 @@ class Client:
     asked_count: int = 0
     seed: bytes = bytes(DIGEST_NBYTES)
     sample_seed: int = 0
+    is_moved: bool = False
+    is_waiting_for_server: bool = False
 
     def expected(
         self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9, count: int = 10**9
@@ -54,3 +58,9 @@ class Client:
             if tokens[-1] == EOS or len(tokens) >= token_max:
                 break
         return tokens[len(self.prompt) :]
+
+
+def can_follow(client: Client) -> bool:
+    """Whether a request may go on at another server, or at its own after a crash. A router takes
+    the end of one half for the end of both; and a number is used at a server once."""
+    return client.room is None and not (client.finals or client.is_cancelled or client.is_moved)

@@ -21,10 +21,12 @@ from common.scheduling.prefix_cache import PrefixCache
 from common.scheduling.prefix_tree import Node
 from common.scheduling.sequence import Sequence
 from common.scheduling.transitions import DecodeState, PrefillState
+from common.scheduling.waiting_queue import WaitingQueue
 from common.transfers.connection import Standing
 from common.transfers.incoming_transfer import IncomingTransfer
 from decode_server.request import DecodeRequest
 from decode_server.scheduler import DecodeScheduler
+from prefill_server.request import PrefillRequest
 from prefill_server.scheduler import PrefillScheduler
 
 Core = PrefillScheduler | DecodeScheduler
@@ -71,8 +73,11 @@ def check_decode_requests(core: DecodeScheduler) -> None:
     batcher = core.batcher
     computing_count = len(batcher._running) + len(batcher._prompts)
     assert computing_count <= batcher.limits.running_max, "more compute than may"
-    has_begun = [request.requested_at > 0.0 for request in queue]
-    assert has_begun == sorted(has_begun, reverse=True), "who has not begun waits before who has"
+    order = [
+        (one.claim.priority, bool(one.requested_at or one.output_count)) for one in queue.in_order()
+    ]
+    assert order == sorted(order, reverse=True), "who has not begun waits before who has"
+    check_queue(queue)
     assert incoming.under_way_count <= len(core.requests), "transfers without an owner"
     for awaited in core.requests.arriving._first.values():
         assert awaited.transfer is not None, "blocks are waited for that nobody brings"
@@ -187,10 +192,21 @@ def check_followers(core: PrefillScheduler) -> None:
         awaited.update(request.request_id for _, request in leader.followers)
     awaited.update(request.request_id for request in core.returns.followers)
     awaited.update(request.request_id for request in core.tier.waiting)
-    looked_at = {request_id for _, request_id in queue._by_age}
+    check_queue(queue)
+    looked_at = {request.request_id for request in queue.in_order()}
     for request in queue:
         is_there = request.request_id in looked_at or request.request_id in awaited
         assert is_there, f"request {request.request_id} was set aside for good"
+
+
+def check_queue(queue: WaitingQueue[DecodeRequest] | WaitingQueue[PrefillRequest]) -> None:
+    """All that wait are in the order, but for those that are set aside, and are counted."""
+    in_order = [request.request_id for request in queue.in_order()]
+    waiting = {request.request_id: request.claim for request in queue}
+    assert len(in_order) == len(set(in_order)), "a request is in the order twice"
+    assert set(in_order) == set(waiting) - queue._aside, "a request is not in the order"
+    clients = Counter(claim.client for claim in waiting.values())
+    assert queue.share.waiting == clients, "clients that wait are counted wrongly"
 
 
 def forgotten_transfers(core: DecodeScheduler, cores: Mapping[str, Core]) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim import (
     mutations_ahead,
     mutations_checkpoints,
+    mutations_order,
     mutations_pages,
     mutations_peers,
     mutations_prefixes,
@@ -31,4 +32,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
     *mutations_peers.MUTATIONS,
+    *mutations_order.MUTATIONS,
 )

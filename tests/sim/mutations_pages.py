@@ -206,19 +206,19 @@ def _close_but_one(close: Callable[[Sequence], None], sequence: Sequence) -> Non
 
 
 MUTATIONS = (
-    Mutation("no-quarantine", no_quarantine, 7),
+    Mutation("no-quarantine", no_quarantine, 0),
     Mutation("quarantine-by-timer", quarantine_by_timer, 18),
     Mutation("fence-by-closing-over-shm", fence_by_closing_over_shared_memory, 18),
     Mutation("quiesced-before-the-puts-are-back", quiesced_before_the_puts_are_back, 4),
-    Mutation("word-of-a-broken-connection", word_of_a_broken_connection, 16),
+    Mutation("word-of-a-broken-connection", word_of_a_broken_connection, 0),
     Mutation("abort-says-closed-too-early", abort_says_closed_too_early, 24),
     Mutation("a-device-copy-counts-as-the-networks", a_device_copy_counts_as_the_networks, 18),
     Mutation("stale-incarnation-speaks", stale_incarnation_speaks, 374),
-    Mutation("done-frees-another-transfer", done_frees_another_transfer, 23),
+    Mutation("done-frees-another-transfer", done_frees_another_transfer, 4),
     Mutation("slot-not-forgotten", slot_not_forgotten, 17),
     Mutation("window-page-one-token-early", window_page_one_token_early, 1),
     Mutation("pages-of-a-running-step-are-free", pages_of_a_running_step_are_free, 0),
-    Mutation("broken-connection-loses-nothing", broken_connection_loses_nothing, 15),
+    Mutation("broken-connection-loses-nothing", broken_connection_loses_nothing, 20),
     Mutation("wrong-page-released", wrong_page_released, 0),
     Mutation("retracted-request-loses-a-token", retracted_request_loses_a_token, 1),
     Mutation("retracted-request-keeps-its-pages", retracted_request_keeps_its_pages, 1),

@@ -218,7 +218,7 @@ def blocks_that_came_are_waited_for(patch: Patch) -> None:
 MUTATIONS = (
     Mutation("a-lock-is-forgotten", a_lock_is_forgotten, 0),
     Mutation("what-was-held-is-kept-for-good", what_was_held_is_kept_for_good, 1),
-    Mutation("a-match-is-not-held", a_match_is_not_held, 0),
+    Mutation("a-match-is-not-held", a_match_is_not_held, 1),
     Mutation("what-is-read-can-be-evicted", what_is_read_can_be_evicted, 0),
     Mutation("blocks-found-before-computed", blocks_are_found_before_they_are_computed, 252),
     Mutation("the-salt-is-ignored", the_salt_is_ignored, 75),
@@ -227,9 +227,9 @@ MUTATIONS = (
     Mutation("cached-tokens-are-counted-twice", cached_tokens_are_counted_twice, 2),
     Mutation("a-block-in-part-is-sent-at-once", a_block_in_part_is_sent_at_once, 63),
     Mutation("pages-of-a-rest-from-the-first", pages_of_a_rest_are_counted_from_the_first, 1),
-    Mutation("a-rest-begins-a-page-early", a_rest_begins_a_page_early, 0),
-    Mutation("a-rest-is-asked-for-with-all-pages", a_rest_is_asked_for_with_all_pages, 0),
-    Mutation("what-the-target-has-is-sent-again", what_the_target_has_is_sent_again, 0),
+    Mutation("a-rest-begins-a-page-early", a_rest_begins_a_page_early, 1),
+    Mutation("a-rest-is-asked-for-with-all-pages", a_rest_is_asked_for_with_all_pages, 6),
+    Mutation("what-the-target-has-is-sent-again", what_the_target_has_is_sent_again, 6),
     Mutation("a-follower-is-never-put-back", a_follower_is_never_put_back, 7),
     Mutation("blocks-that-came-are-waited-for", blocks_that_came_are_waited_for, 0),
 )

@@ -147,7 +147,7 @@ def a_retried_request_is_put_behind(patch: Patch) -> None:
 
     def wait_behind(self: Requests, request: DecodeRequest, now: float) -> None:
         wait_again(self, request, now)
-        self.queue.discard(request.request_id)
+        self.queue.discard(request)
         self.queue.add(request)
 
     patch.setattr(Requests, "_wait_again", wait_behind)

@@ -141,7 +141,7 @@ def a_page_that_is_filled_is_free(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("what-is-being-saved-can-be-evicted", what_is_being_saved_can_be_evicted, 0),
-    Mutation("found-before-it-has-come", found_before_it_has_come, 12),
+    Mutation("found-before-it-has-come", found_before_it_has_come, 32),
     Mutation("a-failed-load-counts-as-made", a_failed_load_counts_as_made, 12),
     Mutation("pages-of-a-failed-load-are-kept", pages_of_a_failed_load_are_kept, 12),
     Mutation("who-waits-for-a-copy-is-forgotten", who_waits_for_a_copy_is_forgotten, 0),

@@ -154,8 +154,8 @@ def failure_lost_on_the_way(patch: Patch) -> None:
 
 
 MUTATIONS = (
-    Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 35),
-    Mutation("a-transfer-is-begun-again", a_transfer_is_begun_again, 159),
+    Mutation("adopts-an-unknown-transfer", adopts_an_unknown_transfer, 84),
+    Mutation("a-transfer-is-begun-again", a_transfer_is_begun_again, 179),
     Mutation("done-before-the-flush", done_before_the_flush, 0),
     Mutation("lost-abort-is-not-repeated", lost_abort_is_not_repeated, 20),
     Mutation("lost-peer-forgets-its-requests", lost_peer_forgets_its_requests, 0),

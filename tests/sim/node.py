@@ -44,14 +44,14 @@ from common.scheduling.events import (
     ToWorkers,
     WatchProcesses,
 )
-from common.scheduling.facts import SchedulerLimits, ServerFacts
+from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.peers import REMOVED_REASON
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim import wire
-from tests.sim.client import DIGEST_TOKENS, EOS
+from tests.sim import order, wire
+from tests.sim.client import DIGEST_TOKENS, EOS, can_follow
 from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
 from tests.sim.sim_worker import SimWorker
@@ -66,6 +66,7 @@ class Node:
     links: what its settings say. wanted: what its frontend says now, if that has ever changed.
     hung_up: links that its core has closed for good.
     returns_caches: caches of ended turns go back to prefill servers.
+    unreachable_peers: as `SimTransfers.unreachable`.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
@@ -88,8 +89,10 @@ class Node:
         self.in_flight_max = IN_FLIGHT_MAX
         self.returns_caches = False
         self.host_share = self.changed_rate = 0.0
+        self.unreachable_peers = ""
         self.running_max = 8
         self.queue_max = 64
+        self.pace = Pace()
         self.expects_short_outputs = False
         self.self_test_interval_s = 30.0
         self.given_up = ""
@@ -160,12 +163,15 @@ class Node:
             chunk_token_max=24,
             running_max=self.running_max,
             queue_max=self.queue_max,
+            pace=self.pace,
             self_test_interval_s=self.self_test_interval_s,
             bootstrap_timeout_s=self.world.hold_s,
             in_flight_max=self.in_flight_max,
             has_prefix_cache=self.has_prefix_cache,
         )
         self.core = self.make_core(limits)
+        if self.world.watches_order:
+            order.watch(self.core)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
             for _ in range(REMEMBERED_COUNT):
                 self.core.requests.answers.lengths.note_end(1)
@@ -173,6 +179,7 @@ class Node:
         self.feed(Tick())
         if self.wanted is not None:
             self.want(self.wanted)
+        self.world.follow(self)
 
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
         if self.role == "prefill":
@@ -201,6 +208,7 @@ class Node:
         )
         self.worker.slow_step_rate = world.slow_step_rate
         self.worker.transfers.damage_rate = world.damage_rate
+        self.worker.transfers.unreachable = self.unreachable_peers
         self.worker.transfers.damage_rng = world.damage_rng
         self.worker.tier.changed_rate = self.changed_rate
         if world.is_honest:
@@ -237,7 +245,11 @@ class Node:
         else:
             bury()
         for client in self.world.clients.values():
-            if client.node == self.name and not client.finals:
+            if client.node != self.name or client.finals:
+                continue
+            if self.world.follows_crashes and self.role == "decode" and can_follow(client):
+                client.is_waiting_for_server = True
+            else:
                 client.finals.append("crashed with its server")
 
     def drain(self) -> None:

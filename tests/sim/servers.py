@@ -20,6 +20,8 @@ RETURN_SHARE = 0.4
 TIER_SHARE = 0.4
 HOST_SHARES = (0.0, 0.2, 1.0, 3.0)
 CHANGED_RATES = (0.0, 0.0, 0.2)
+# How prefill servers are for the decode servers of those: most can be reached.
+WAYS_BACK = ("", "", "", "", "refused", "silent")
 TRANSFER_MODES = (
     (TransferMode.DIRECT,),
     (TransferMode.STAGED,),
@@ -110,6 +112,7 @@ def count_traits(world: World) -> None:
     traits |= {"with steps sent ahead" if one else "with one step at a time" for one in is_ahead}
     traits |= {f"verified {node.verify}" for node in nodes if node.role == "decode"}
     traits |= {"with a bare stage" for node in nodes if node.has_bare_stage}
+    traits |= {"without a way back" for node in nodes if node.unreachable_peers}
     if len({node.page_size for node in nodes}) > 1:
         traits.add("with page sizes that differ")
     for trait in traits:
@@ -163,6 +166,9 @@ def _choose_returns(world: World, seed: int) -> None:
     if rng.random() < RETURN_SHARE:
         for node in world.nodes.values():
             node.returns_caches = rng.random() < 0.9
+        for node in world.nodes.values():
+            if node.role == "decode":
+                node.unreachable_peers = rng.choice(WAYS_BACK)
 
 
 def _choose_tiers(world: World, seed: int) -> None:

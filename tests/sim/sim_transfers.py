@@ -61,6 +61,7 @@ class SimTransfers:
     awaits: whether this server has just these pages set aside for a transfer; asked of every piece
         that lands.
     tally: what happened how often. damage_rate: of pieces, how many leave a wrong value behind.
+    unreachable: how peers are that can't be connected to, "refused" or "silent"; "" if they can.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SimTransfers:
         self.targets: dict[str, SimTransfers] = {}
         self.awaits: Callable[[int, PageLists], bool] = lambda transfer_id, pages: True
         self.damage_rate = 0.0
+        self.unreachable = ""
         self.damage_rng = random.Random(0)
         self._cache = cache
         self._rng = rng
@@ -102,6 +104,11 @@ class SimTransfers:
         """Whether several sends have put something and not all."""
         return len(self._begun) > 1
 
+    @property
+    def has_bytes_under_way(self) -> bool:
+        """Whether the network carries something of a send."""
+        return any(self._in_flight[send_id] for send_id in self._sends_open)
+
     # ---- connections -----------------------------------------------------------------------------
 
     def open(self, message: OpenPeer) -> None:
@@ -114,7 +121,9 @@ class SimTransfers:
 
     def connect(self, message: ConnectPeer, find: Find) -> None:
         target = find(message.peer)
-        if target is None:
+        if self.unreachable == "refused":
+            self.process.soon(PeerFailed(message.peer, 0, "connection refused"))
+        if target is None or self.unreachable:
             return
         self.targets[message.peer] = target
         self._modes[message.peer] = message.transfer_mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from common.request import Bootstrap
+from common.request import Bootstrap, Claim
 from tests.sim.accidents import (
     ACCIDENTS,
     plan_accident,
@@ -17,6 +17,7 @@ from tests.sim.accidents import (
 )
 from tests.sim.client import BUDGET_S, Client
 from tests.sim.comings import check_all_are_back, plan_comings
+from tests.sim.moves import plan_moves
 from tests.sim.node import Node
 from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
@@ -38,6 +39,13 @@ OUTAGE_SHARE = 0.15
 
 # Stories in which some prompts have several samples.
 SAMPLES_SHARE = 0.4
+
+# Stories in which some requests are more urgent than others, and clients show keys. Sessions and
+# halves of a routed request go by the beginning of their prompt.
+CLAIMS_SHARE = 0.4
+PRIORITIES = (0, 0, 0, -3, 5)
+CLIENTS = ("", "a", "a", "a", "b")
+CLAIM_TOKENS = 3
 
 # Routed requests whose first half comes late.
 LATE_HALF_SHARE = 0.2
@@ -65,6 +73,7 @@ def run_story(
     is_verified: bool = True,
     has_two_steps: bool = False,
     has_comings: bool = True,
+    has_moves: bool = False,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
@@ -72,6 +81,7 @@ def run_story(
     is_verified: whether servers may compare caches, which hides whose fault a wrong one is.
     has_two_steps: whether some requests are computed before their decode server asks.
     has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
+    has_moves: whether requests go on elsewhere, and after a crash.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -85,6 +95,7 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
+    _choose_claims(world, seed)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
@@ -105,6 +116,8 @@ def run_story(
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
+    if has_moves:
+        plan_moves(world, random.Random(seed ^ 0x30FE5))
     if has_accidents:
         _plan_accidents(world, rng, seed, is_crowded=is_crowded)
     world.run(QUIET_AT)
@@ -117,6 +130,18 @@ def run_story(
     count_traits(world)
     check_flush(world)
     return world
+
+
+def _choose_claims(world: World, seed: int) -> None:
+    if random.Random(seed ^ 0xC1A1).random() >= CLAIMS_SHARE:
+        return
+    world.tally["with priorities and keys"] += 1
+
+    def claim_of(prompt: list[int]) -> Claim:
+        rng = random.Random(f"claim {seed} {prompt[:CLAIM_TOKENS]} {len(prompt) // 20}")
+        return Claim(rng.choice(PRIORITIES), rng.choice(CLIENTS))
+
+    world.claim_of = claim_of
 
 
 def _plan_accidents(world: World, rng: random.Random, seed: int, *, is_crowded: bool) -> None:

@@ -15,8 +15,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("over posix", "over tcp", "over rc_mlx5", "over cuda_copy,tcp", "over cuda_ipc"),
         *("over cuda_ipc,tcp", "between machines", "by direct", "by staged", "by auto"),
         *("with a window", "with a slot", "with a tail", "with a block", "with a bare stage"),
+        "without a way back",
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time", "crowded"),
+        "with priorities and keys",
     ),
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
@@ -42,6 +44,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("decode: aborted", "decode: timed_out", "decode: retracted"),
         *("decode: verified", "decode: mismatched", "prompts computed by decode servers"),
         *("prefill: finished", "prefill: aborted", "prefill: timed_out"),
+        *("requests that moved", "streams that moved", "requests that followed a crash"),
         *("prefill: hold_expired", "decode: holds_lost"),
         *("prefill: transfer_failed", "prefill: stale_messages", "decode: stale_messages"),
     ),

@@ -193,3 +193,27 @@ def test_without_accidents_all_is_answered_right(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_breaks_every_request_ends_once_and_no_page_is_lost(seed: int) -> None:
     run_story(seed, has_two_steps=True)
+
+
+def test_what_a_stopping_server_held_is_computed_again_at_once(world: World) -> None:
+    """Its drain is over: it says so, and nobody waits for it to come back."""
+    where = place(world)
+    ask_ahead(world, where)
+    world.nodes["p0"].drain()
+    world.run(world.now + 0.5)
+    assert state_of(world.nodes["p0"]).queues["held"] == 1, "it is held while the server drains"
+    world.nodes["p0"].leave()
+    world.run(world.now + 0.3)
+    client = go_on(world, where, 1.0)
+    assert client.output == client.expected()
+    assert state_of(world.nodes["d0"]).counters["holds_lost"] == 1
+
+
+def test_what_a_draining_server_holds_is_handed_over_and_then_it_is_idle(world: World) -> None:
+    where = place(world)
+    ask_ahead(world, where)
+    world.nodes["p0"].drain()
+    client = go_on(world, where)
+    assert client.output == client.expected()
+    assert state_of(world.nodes["d0"]).counters["holds_lost"] == 0
+    assert world.nodes["p0"].core.is_idle

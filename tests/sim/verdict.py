@@ -61,8 +61,9 @@ def _kept(node: Node, group: int) -> int:
 
 def check_cached(world: World, client: Client) -> None:
     """No more of a prompt is cached than others under its salt have begun with. Where its own cache
-    was asked for twice, or taken away again, it may be found because it was computed before."""
-    if not client.cached_count:
+    was asked for twice, or taken away again, it may be found because it was computed before; and of
+    one that moved its output as well."""
+    if not client.cached_count or client.is_moved:
         return
     assert client.cached_count <= len(client.prompt), "more is cached than the prompt has"
     others = [

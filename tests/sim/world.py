@@ -19,7 +19,7 @@ from common.failures import FailureKind
 from common.layout.component import FULL, Live
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.frontend import Cancel, Failed, Sibling, Submit, Tokens
-from common.request import Bootstrap, SamplingParams
+from common.request import Bootstrap, Claim, SamplingParams
 from common.scheduling.events import (
     Effect,
     FromFrontend,
@@ -50,9 +50,13 @@ class World:
     is_honest: whether nobody names transfers of others, so that no byte of an unknown one may land.
     is_hurried: whether some clients have little time. hold_s: how long a prefill server keeps half
     of a request, or what it computed ahead.
+    follows_crashes: whether requests of a server that crashes are asked for again when it is back;
+    follow: asks for them.
     calm_until: when the first accident happens.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
+    watches_order: whether it is checked who begins before whom, which takes longer than to decide.
+    claim_of: by its prompt, how urgent a request is and whose.
     last_due_at: when the last of what is planned happens, ticks and what they bring aside.
     """
 
@@ -69,11 +73,15 @@ class World:
         self.calm_until = math.inf
         self.hold_s = 30.0
         self.is_honest = False
+        self.follows_crashes = False
+        self.follow: Callable[[Node], None] = lambda node: None
         self.slots_ran_out = False
+        self.watches_order = True
         self.retraction_count = 0
         self.now = 1.0
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
+        self.claim_of: Callable[[list[int]], Claim] = lambda prompt: Claim()
         self.watchers: list[Callable[[Node, Effect], None]] = []  # told of all that is decided
         self.watches: set[tuple[str, str]] = set()
         self.lingering: dict[str, SimWorker] = {}
@@ -213,6 +221,7 @@ class World:
             room,
             prefix_digests=extend_digests(seed, prompt, DIGEST_TOKENS),
             siblings=[Sibling(client.request_id, client.sample_seed) for client in others],
+            claim=self.claim_of(prompt),
         )
         node.feed(FromFrontend(wire.from_frontend(submit)))
         return clients

@@ -16,7 +16,7 @@ from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.families import gqa_components
 from common.planner.link_cost import CopyCost, CopyCosts
 from common.protocol.codec import encode_layout
-from common.protocol.worker import ConnectPeer, Expect, PeerOpened, WorkerToScheduler
+from common.protocol.worker import ConnectPeer, Expect, OpenPeer, PeerOpened, WorkerToScheduler
 from common.transport.copies import copy_runs
 from common.transport.transport import (
     ConnectionClosed,
@@ -171,7 +171,7 @@ class World:
     def connect(self) -> list[WorkerToScheduler]:
         layout = encode_layout(self.source.layout.server)
         opened = [
-            rank.links.open("source", layout=layout, transfer_mode=self.transfer_mode)
+            rank.links.open(OpenPeer("source", layout=layout, transfer_mode=self.transfer_mode))
             for rank in self.targets
         ]
         ranks = [answer.descriptor for answer in opened if isinstance(answer, PeerOpened)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import DEFAULT_MAX_RUNNING_REQUESTS, Role, ServerConfig
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, ReturnCache, Role, ServerConfig
 from common.engine.cache.kv_pool import KvPool
 from common.errors import ConfigError
 from common.layout.cache_layout import PageGroup, RankLayout, ServerLayout
@@ -157,7 +157,12 @@ def test_unasked_checkpoints_give_way_to_tokens_that_were_asked_for(
         ({"disable_radix_cache": True}, "none: --disable-radix-cache"),
         ({"max_checkpoints": 0}, "none: --max-checkpoints 0"),
         (
-            {"role": Role.DECODE, "prefill": ("p:1",), "local_prefill": "off"},
+            {
+                "role": Role.DECODE,
+                "prefill": ("p:1",),
+                "local_prefill": "off",
+                "return_cache": ReturnCache.OFF,
+            },
             "none: no prompt is computed here, and no cache returned: --local-prefill off",
         ),
     ],

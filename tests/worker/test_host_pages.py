@@ -354,11 +354,15 @@ def test_the_tier_has_as_many_times_the_pages_as_the_bytes_of_the_pool(
 @given(st.lists(st.integers(1, 5000), min_size=4, max_size=4), st.floats(0.001, 1000))
 def test_a_tier_has_as_many_pages_as_fit_into_its_share(counts: list[int], times: float) -> None:
     layout = first_stage()
+    # Pages of 4 tokens, windows of 20 of them: six pages each, beside one of every other group.
+    checkpoint_count = max(32, counts[0] * 4 // 128)
+    pages_each = (counts[0], 6 * checkpoint_count, checkpoint_count, checkpoint_count)
+    pool_counts, counts = counts, list(map(min, counts, pages_each))
     pool_nbytes = sum(KvPool.buffer_nbytes(layout, counts))
     config = config_of(host_cache_gb=times * pool_nbytes / GIB)
     share = host_share_nbytes(config)
     try:
-        host_counts = decide_host_page_counts(layout, config, counts)
+        host_counts = decide_host_page_counts(layout, config, pool_counts)
     except ConfigError:
         assert share * min(counts) < pool_nbytes
         return

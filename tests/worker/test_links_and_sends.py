@@ -17,6 +17,7 @@ from common.protocol.descriptor import RankDescriptor
 from common.protocol.worker import (
     CancelSends,
     ConnectPeer,
+    OpenPeer,
     PeerClosed,
     PeerConnected,
     PeerFailed,
@@ -94,7 +95,7 @@ class World:
     targets: list[Rank]
 
     def announce(self) -> list[RankDescriptor]:
-        answers = [rank.links.open("source") for rank in self.targets]
+        answers = [rank.links.open(OpenPeer("source")) for rank in self.targets]
         return [answer.descriptor for answer in answers if isinstance(answer, PeerOpened)]
 
     def connect(self, descriptors: Sequence[RankDescriptor]) -> list[WorkerToScheduler]:

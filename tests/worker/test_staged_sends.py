@@ -16,6 +16,7 @@ from common.protocol.worker import (
     CancelSends,
     ConnectPeer,
     Forget,
+    OpenPeer,
     PeerClosed,
     PeerConnected,
     PeerFailed,
@@ -113,7 +114,7 @@ def test_in_staged_mode_the_pool_is_not_among_what_is_announced() -> None:
     try:
         layout = encode_layout(world.source.layout.server)
         opened = world.targets[0].links.open(
-            "source", layout=layout, transfer_mode=TransferMode.STAGED
+            OpenPeer("source", layout=layout, transfer_mode=TransferMode.STAGED)
         )
         assert isinstance(opened, PeerOpened)
         descriptor = opened.descriptor
@@ -330,7 +331,7 @@ def test_a_rank_that_grants_no_slots_is_named_where_they_are_needed() -> None:
     try:
         layout = encode_layout(world.source.layout.server)
         opened = world.targets[0].links.open(
-            "source", layout=layout, transfer_mode=TransferMode.AUTO
+            OpenPeer("source", layout=layout, transfer_mode=TransferMode.AUTO)
         )
         assert isinstance(opened, PeerOpened)
         without = msgspec.structs.replace(opened.descriptor, staging_buffer=None)
@@ -365,15 +366,15 @@ def test_a_full_staging_buffer_refuses_only_those_who_need_it() -> None:
         fillers = (f"filler-{index}" for index in itertools.count())
         while not isinstance(rank.staging_target.open(next(fillers), server_layout(), ""), str):
             pass
-        full = rank.links.open("a", layout=same, transfer_mode=TransferMode.AUTO)
+        full = rank.links.open(OpenPeer("a", layout=same, transfer_mode=TransferMode.AUTO))
         assert isinstance(full, PeerOpened) and full.descriptor.staging_buffer is None
         for peer, layout, mode in (
             ("b", same, TransferMode.STAGED),
             ("c", other, TransferMode.AUTO),
         ):
-            refused = rank.links.open(peer, layout=layout, transfer_mode=mode)
+            refused = rank.links.open(OpenPeer(peer, layout=layout, transfer_mode=mode))
             assert isinstance(refused, PeerFailed) and "raise --staging-buffer-mb" in refused.reason
-        bad = rank.links.open("d", layout=b"\xc1", transfer_mode=TransferMode.AUTO)
+        bad = rank.links.open(OpenPeer("d", layout=b"\xc1", transfer_mode=TransferMode.AUTO))
         assert isinstance(bad, PeerFailed) and "layout can't be read" in bad.reason
     finally:
         rank.close()

@@ -133,6 +133,16 @@ class WorkerProcesses:
         earlier, self._waiting = self._waiting[:index], self._waiting[index + 1 :]
         return message, earlier
 
+    def has_waiting(self, kind: type[WorkerToScheduler]) -> bool:
+        """Whether a message of a kind has come and was not expected yet."""
+        return any(isinstance(message, kind) for message in self._waiting)
+
+    def forget_answers(self) -> None:
+        """What was sent and has come is of an earlier scheduler."""
+        self._waiting.clear()
+        self._started.clear()
+        self._opened.clear()
+
     def _find(self, kind: type[Message], timeout_s: float) -> tuple[int, Message]:
         end_at = self._clock.now() + timeout_s
         while True:

@@ -84,7 +84,7 @@ def _health(context: FrontendContext) -> Response:
 async def _generate_one(context: FrontendContext) -> None:
     """Raises: RequestError 503 unless the pair generates a token in time."""
     sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
-    handle = context.scheduler.submit(
+    handle = context.submit(
         [0],
         sampling,
         budget_s=PROBE_TIMEOUT_S,
@@ -180,6 +180,7 @@ async def _server_info(
         "vocab_size": info.vocab_size if info else None,
         "eos_token_ids": info.eos_token_ids if info else None,
         "fingerprint": info.fingerprint if info else {},
+        "incarnation": info.incarnation if info else "",
         "workers": workers,
         "ucx_in_use": [
             {key: value for key, value in worker.items() if key.startswith("ucx")}

@@ -28,13 +28,14 @@ from common.frontend.bodies.body import (
     refusal,
     schema_of,
 )
-from common.frontend.bodies.bootstrap_address import Meeting
+from common.frontend.bodies.bootstrap_address import Meeting, limits_of
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
 from common.frontend.context import FrontendContext
+from common.frontend.http.api_keys import client_of
 from common.frontend.http.streaming import answer
 from common.frontend.requests.generation import Continuation, request_limits
 from common.frontend.text.tokenizer import Tokenizer
@@ -88,9 +89,12 @@ def _add_route(
 ) -> None:
     @router.post(path, name=parse.__name__)
     async def complete(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
+        client = client_of(request.headers, context.config)
+        limits = request_limits(context, request.url.hostname, client)
         name = request_name(request, name_prefix)
-        call, shape = await context.bodies.read(request, lambda body: parse(body, limits, name))
+        call, shape = await context.bodies.read(
+            request, lambda body: parse(body, limits_of(body, limits), name)
+        )
         await context.check_grammars(call.samples)
         run = OpenAiRun(context, call, shape, trace_parent(request))
         return await answer(request, run, is_streaming=call.is_streaming)

@@ -10,8 +10,15 @@ import warnings
 
 from fastapi import FastAPI
 
-from common.frontend.apis import info, openai_api, openai_chat, sglang_api, token_api
-from common.frontend.bodies import validation
+from common.frontend.apis import (
+    fleet_api,
+    info,
+    openai_api,
+    openai_chat,
+    sglang_api,
+    token_api,
+)
+from common.frontend.bodies import resume, validation
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.peers import routes as peers
 
@@ -47,6 +54,9 @@ BODIES: dict[str, JsonObject] = {
     "/detokenize": token_api.DETOKENIZE,
     "/v1/detokenize": token_api.DETOKENIZE,
     "/abort_request": info.ABORT,
+    fleet_api.RESUME_PATH: resume.RESUME,
+    fleet_api.DRAIN_PATH: fleet_api.DRAIN,
+    fleet_api.SWITCH_PATH: fleet_api.SWITCH,
     peers.PATH: peers.ADDRESS,
 }
 FLUSH_TIMEOUT: JsonObject = {

@@ -10,9 +10,11 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
+from common.frontend.bodies.bootstrap_address import limits_of
 from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.validation import GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
+from common.frontend.http.api_keys import client_of
 from common.frontend.http.errors import raise_failed
 from common.frontend.http.streaming import DONE, answer, event
 from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
@@ -33,10 +35,12 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.api_route(PATH, methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        limits = request_limits(context, request.url.hostname)
+        client = client_of(request.headers, context.config)
+        limits = request_limits(context, request.url.hostname, client)
         rid = request_name(request)
         call = await context.bodies.read(
-            request, lambda body: parse_generate(body, context.tokenizer, limits, rid)
+            request,
+            lambda body: parse_generate(body, context.tokenizer, limits_of(body, limits), rid),
         )
         await context.check_grammars(call.samples)
         run = GenerateRun(context, call, trace_parent(request))

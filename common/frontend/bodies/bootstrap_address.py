@@ -50,6 +50,25 @@ class TransferAddress(Body, frozen=True):
     remote_port: Annotated[int, Meta(ge=1, le=PORT_MAX)] | None = None
 
 
+def limits_of(body: JsonObject, limits: Limits) -> Limits:
+    """What a body is checked against: on a prefill server it may be one for decode servers.
+
+    Raises: RequestError 503 if none of them is connected.
+    """
+    plain, params = limits.plain, body.get(KEY)
+    room = body.get("bootstrap_room")
+    rooms = room if isinstance(room, list) else [room]
+    wishes = (
+        [params.get(name) for name in fields_of(TransferWish)] if isinstance(params, dict) else []
+    )
+    if plain is None or any(wishes) or any(one is not None for one in rooms):
+        return limits
+    if not plain.request_token_max:
+        text = "a request without bootstrap_room: no decode server is connected to answer it"
+        raise RequestError(text, status=503)
+    return plain
+
+
 def read_bootstraps(
     body: JsonObject, params: JsonObject, prompt_count: int, n: int, limits: Limits
 ) -> list[Bootstrap | None]:

@@ -5,11 +5,11 @@ Values only; knows no JSON, no HTTP and no scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.frontend.bodies.dial_rules import DialRules
-from common.request import Bootstrap, SamplingParams
+from common.request import NO_CLAIM, Bootstrap, Claim, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class Limits:
     engine: this prefill server's incarnation; named_host: how its client calls it.
     request_timeout_s: the longest time of a request, and its time unless it asks for less.
     prefix_fingerprint: the server's, which the digests of prompts begin with; None: none are made.
+    plain: of requests without a room on a prefill server, where decode servers answer them; its
+        request_token_max is 0 if none is connected.
+    client: who asks, see `Claim`. is_low_first: smaller priorities are more urgent.
     """
 
     vocab_size: int
@@ -37,6 +40,9 @@ class Limits:
     named_host: str = ""
     request_timeout_s: float = 600.0
     prefix_fingerprint: Mapping[str, str] | None = None
+    plain: Limits | None = None
+    client: str = ""
+    is_low_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class Sample:
     prefix_digests: of the prompt, for the scheduler; b"" if nothing of it is kept or shared.
     prompt_index: of the prompt in its body; samples of one prompt differ by their seeds alone. -1
         for a sample that shares nothing.
+    output_ids: what its client has had of the answer.
+    claim: what decides whose turn it is.
     """
 
     index: int
@@ -78,3 +86,5 @@ class Sample:
     grammar_field: str = ""
     prefix_digests: bytes = b""
     prompt_index: int = -1
+    output_ids: Sequence[int] = ()
+    claim: Claim = NO_CLAIM

@@ -46,9 +46,11 @@ from common.frontend.bodies.sampling import (
     read_sglang_sampling,
 )
 from common.frontend.text.tokenizer import Tokenizer
+from common.request import Claim
 from common.request_bounds import (
     ASKED_LOGPROB_COUNT_MAX,
     INT64_MAX,
+    PRIORITY_MAX,
     RID_LENGTH_MAX,
     SAMPLE_COUNT_MAX,
     TOP_LOGPROB_COUNT_MAX,
@@ -77,6 +79,7 @@ class RequestFields(Body, frozen=True):
     model: str = ""
     rid: Rid | list[Rid] | None = None
     stream: bool = False
+    priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
     timeout: Annotated[Json, Meta(extra_json_schema=TIMEOUT)] = None
     kv_transfer_params: Annotated[Object, nested(TransferWish, TransferAddress)] = {}
 
@@ -155,7 +158,7 @@ def parse_generate(
     prompts, is_batch = _read_prompts(given, tokenizer, limits)
     count = len(prompts)
     choices = [
-        _with_logprobs(choice, logprobs, prompt, limits)
+        with_logprobs(choice, logprobs, prompt, limits)
         for choice, logprobs, prompt in zip(
             _read_choices(given.sampling_params, count, limits),
             _spread_logprobs(body, count),
@@ -198,6 +201,7 @@ def make_samples(
         bounds = NumberBounds(0.0, timeout_s, is_low_allowed=False)
         timeout_s = check_number(request.timeout, "timeout", bounds)
     digests = read_prefix_digests(body, [prompt.token_ids for prompt in prompts], n, limits)
+    claim = Claim(-request.priority if limits.is_low_first else request.priority, limits.client)
     return tuple(
         Sample(
             index=index * n + i,
@@ -212,6 +216,7 @@ def make_samples(
             timeout_s=timeout_s,
             prefix_digests=digests[index],
             prompt_index=index,
+            claim=claim,
         )
         for index, (prompt, choice) in enumerate(zip(prompts, choices, strict=True))
         for i in range(n)
@@ -361,7 +366,7 @@ def _spread_logprobs(body: JsonObject, count: int) -> list[LogprobFields]:
     return [read(LogprobFields, fields) for fields in spread(LogprobFields, body, count)]
 
 
-def _with_logprobs(
+def with_logprobs(
     choice: SamplingChoice, given: LogprobFields, prompt: Prompt, limits: Limits
 ) -> SamplingChoice:
     """The choice of a prompt, with its report per token."""

@@ -20,10 +20,11 @@ from common.frontend.page.files import PAGE_PATHS
 # which hold nothing by themselves: its data comes from /state.
 OPEN_PATHS = PAGE_PATHS | {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 # What changes the state of the server for others than the one who asks.
-ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/drain", "/resume", "/switch_role"})
 # The same, of paths that others may look at.
 CHANGED_PATHS = frozenset({"/peers"})
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+CLIENT_DIGITS = 16  # of a digest that tells clients apart, and proves nothing
 
 
 def is_for_admins(method: str, path: str) -> bool:
@@ -55,6 +56,14 @@ def _is_among(shown: str, digests: Iterable[bytes]) -> bool:
     """All are compared, so that the time tells nothing of which one it was."""
     digest = _digest(shown)
     return sum(hmac.compare_digest(digest, known) for known in digests) > 0
+
+
+def client_of(headers: Headers, config: ServerConfig) -> str:
+    """The name of a client among those that wait: of the key that it shows, a digest, which says
+    nothing of the key; "" where no keys are asked for. Equal on all servers."""
+    shown = bearer_key(headers) if config.api_keys else ""
+    named = b"client " + shown.encode("utf-8", "surrogateescape")
+    return sha256(named).hexdigest()[:CLIENT_DIGITS] if shown else ""
 
 
 def bearer_key(headers: Headers) -> str:

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 EVENT_START, EVENT_END = b"data: ", b"\n\n"
 DONE = EVENT_START + b"[DONE]" + EVENT_END
+PULSE = b":" + EVENT_END  # a comment: says that the server is there
 CLIENT_GONE_STATUS = 499  # for access logs; the client is gone
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -18,7 +18,7 @@ from common.failures import FailureKind
 from common.frontend.bodies.dial_rules import dial_rules
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.context import FrontendContext
-from common.frontend.requests.request_handle import RequestHandle, SampleId
+from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.text.stop_strings import StopStrings
 from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.codec import decode_logprobs
@@ -177,7 +177,12 @@ class SampleGroup:
     ) -> None:
         is_prefill = context.config.role is Role.PREFILL
         self.continuations = [
-            Continuation(sample, context.tokenizer, is_prefill=is_prefill) for sample in samples
+            Continuation(
+                sample,
+                context.tokenizer,
+                is_prefill=is_prefill and sample.bootstrap is not None,
+            )
+            for sample in samples
         ]
         self._context = context
         self._trace_parent = trace_parent
@@ -223,16 +228,20 @@ class SampleGroup:
 
     def _submit(self, group: list[Continuation]) -> list[RequestHandle]:
         first = group[0].sample
-        return self._context.scheduler.submit_samples(
+        asked = Asked(
             first.token_ids,
             first.sampling,
-            [SampleId(one.sample.rid, one.sample.sampling.seed) for one in group],
-            budget_s=first.timeout_s,
-            bootstrap=first.bootstrap,
-            is_streaming=self._is_streaming,
-            trace_parent=self._trace_parent,
-            prefix_digests=first.prefix_digests,
+            first.timeout_s,
+            first.bootstrap,
+            first.prefix_digests,
+            self._trace_parent,
+            first.claim,
         )
+        samples = [SampleId(one.sample.rid, one.sample.sampling.seed) for one in group]
+        context = self._context
+        is_plain = context.config.role is Role.PREFILL and first.bootstrap is None
+        submit = (context.relays if is_plain else context.scheduler).submit_samples
+        return submit(asked, samples, is_streaming=self._is_streaming)
 
     def _grow(self, one: Continuation, handle: RequestHandle) -> None:
         """Called as tokens come, not when they are read: a slow client's stop string still stops.
@@ -277,8 +286,11 @@ class SampleGroup:
             yield changed
 
 
-def request_limits(context: FrontendContext, named_host: str | None = None) -> Limits:
-    """What bodies are checked against. named_host: of the request's own URL.
+def request_limits(
+    context: FrontendContext, named_host: str | None = None, client: str = ""
+) -> Limits:
+    """What bodies are checked against. named_host: of the request's own URL. client: who asks, see
+    `Claim`.
 
     Raises: RequestError 503 while the server starts.
     """
@@ -292,7 +304,7 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
     if len(wanted.addresses) == 1:
         host, _, digits = wanted.addresses[0].rpartition(":")
         port = int(digits)
-    return Limits(
+    limits = Limits(
         vocab_size=known.vocab_size,
         request_token_max=known.request_token_max,
         is_prefill=is_prefill,
@@ -304,4 +316,10 @@ def request_limits(context: FrontendContext, named_host: str | None = None) -> L
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
+        client=client,
+        is_low_first=config.schedule_low_priority_values_first,
     )
+    if not config.serve_plain:
+        return limits
+    token_max = context.fleet.request_token_max
+    return replace(limits, plain=replace(limits, is_prefill=False, request_token_max=token_max))

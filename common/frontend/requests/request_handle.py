@@ -6,7 +6,8 @@ Knows nothing of sockets: the scheduler client delivers into it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -14,6 +15,7 @@ from typing import Self
 from common.frontend.requests.spans import RequestIds
 from common.protocol.frontend import Failed, Tokens
 from common.protocol.joined_tokens import JoinedTokens
+from common.request import NO_CLAIM, Bootstrap, Claim, Origin, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +26,78 @@ class SampleId:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for the samples of one prompt, which differ by their seeds.
+
+    budget_s: seconds they may take. bootstrap: where its halves meet, None for a plain one.
+    prefix_digests: of the prompt's beginnings; none if nothing of it is to be kept. trace_parent:
+    the client's span, "" for none. claim: what decides whose turn it is.
+    """
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    budget_s: float
+    bootstrap: Bootstrap | None = None
+    prefix_digests: bytes = b""
+    trace_parent: str = ""
+    claim: Claim = NO_CLAIM
+
+
 class RequestHandle:
     """One submitted request; iterate over it for its `Tokens`, and for a `Failed` if it fails.
 
     Messages that pile up while the reader is busy are joined into one, so what is held is bounded
     by the request's own output. Leaving the `with` block before the end cancels the request.
-    token_count: of the output that was delivered. ends_by: when the scheduler must have ended it.
+    output_ids: what was delivered of the output. is_relayed: not this server's scheduler answers
+    it, but another server; then `on_cancel` ends that.
     """
 
     def __init__(
         self,
         cancel: Callable[[int, str], None],
         request_id: int,
-        rid: str,
+        asked: Asked,
+        seed: int,
+        origin: Origin,
         *,
-        ends_by: float,
+        started_at: float,
+        output_ids: Sequence[int] = (),
         is_streaming: bool,
         is_measured: bool,
     ) -> None:
         self.request_id = request_id
-        self.rid = rid
-        self.ends_by = ends_by
+        self.asked = asked
+        self.seed = seed
+        self.origin = origin
+        self.started_at = started_at
         self.is_streaming = is_streaming
         self.is_measured = is_measured
         self.tokens_at: float | None = None
         self.span_ids: RequestIds | None = None
         self.is_ended = False
-        self.is_cancelled = False
         self.is_complete = False
+        self.is_relayed = False
+        self.on_cancel: Callable[[], object] = lambda: None
+        self.cancel_reason = ""
+        self.output_ids = array("i", output_ids)
         self._cancel = cancel
-        self.token_count = 0
         self._pending = JoinedTokens()
         self._failed: Failed | None = None
         self._wake = asyncio.Event()
         self._on_delivery: Callable[[], None] = self._wake.set
+
+    @property
+    def rid(self) -> str:
+        return self.origin.rid
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancel_reason != ""
+
+    def left_s(self, now: float) -> float:
+        """What is left of its time, in seconds; 0.0 if it is over."""
+        return max(0.0, self.asked.budget_s - (now - self.started_at))
 
     def tell(self, on_delivery: Callable[[], None]) -> None:
         """Call `on_delivery` whenever `take` has something to give: for one who reads many."""
@@ -93,7 +133,7 @@ class RequestHandle:
             self.is_ended = True
         else:
             self._pending.add(message)
-            self.token_count += len(message.token_ids)
+            self.output_ids.extend(message.token_ids)
             self.is_ended = message.finish is not None
         self._on_delivery()
 

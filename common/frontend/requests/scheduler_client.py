@@ -8,6 +8,7 @@ gone.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import assert_never
@@ -15,43 +16,44 @@ from typing import assert_never
 from msgspec import structs
 
 from common.channel.local_async import AsyncLocalClient
-from common.channel.sockets import ChannelClosed, SendResult
+from common.channel.sockets import ChannelClosed
 from common.clock import Clock
 from common.errors import ProtocolError, RequestError
 from common.failures import Failure, FailureKind
 from common.frontend.requests.failure_log import FailureLog
-from common.frontend.requests.request_handle import RequestHandle, SampleId
+from common.frontend.requests.open_requests import OpenRequests, ask_again
+from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_calls import SchedulerCalls
 from common.frontend.requests.scheduler_health import GONE_AFTER_S, SchedulerHealth
+from common.frontend.requests.scheduler_line import SchedulerLine
 from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
-from common.protocol.codec import decode_scheduler_to_frontend, encode
+from common.protocol.codec import decode_scheduler_to_frontend
 from common.protocol.frontend import (
     Cancel,
     Drain,
     Failed,
     FlushCache,
     FlushDone,
-    FrontendToScheduler,
     GetState,
     Outputs,
     SchedulerToFrontend,
     ServerInfo,
     SetPeers,
-    Sibling,
     State,
-    Submit,
     Tokens,
     Traced,
 )
-from common.request import Bootstrap, FinishReason, Origin, RequestTrace, SamplingParams
+from common.request import FinishReason, RequestTrace
 from common.stopped import is_stopped
 
 STOPPING = "the server is stopping"
 WATCH_INTERVAL_S = 1.0  # a frozen scheduler is noticed within a health check's period
 UNREADY_WATCH_INTERVAL_S = 0.1  # a wait for a ready server ends so soon
 ANSWER_WAIT_S = 1.0  # for each look at a scheduler that is silent
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerClient:
@@ -80,114 +82,65 @@ class SchedulerClient:
         self._liveness = SchedulerHealth(clock.now())
         self._ready = asyncio.Event()
         self._look_now = asyncio.Event()
-        self._next_id = 1
-        self._open: dict[int, RequestHandle] = {}
-        self._request_ids: dict[str, int] = {}  # by rid; a cancelled request's rid is free again
-        self._calls = SchedulerCalls(lambda message: self._flush_unsent() and self._send(message))
+        self._line = SchedulerLine(channel)
+        self._open = OpenRequests(self.cancel, tracing)
+        self._calls = SchedulerCalls(self._line.try_send)
         self.is_draining = False
-        self._is_empty = asyncio.Event()
-        self._unsent: dict[int, Cancel] = {}  # bounded: one per request that is under way
+        self._has_changed = asyncio.Event()
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def submit(
-        self,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        budget_s: float,
-        rid: str,
-        bootstrap: Bootstrap | None = None,
-        is_streaming: bool = False,
-        is_measured: bool = True,
-        trace_parent: str = "",
-        prefix_digests: bytes = b"",
-    ) -> RequestHandle:
-        """Send a validated request. budget_s: seconds it may take. rid: the client's name for it.
-        is_measured: whether it counts in the metrics and is logged. trace_parent: the client's.
-        prefix_digests: of the prompt's beginnings; none if nothing of it is to be kept.
-
-        Raises: RequestError, as `submit_samples`.
-        """
-        (handle,) = self.submit_samples(
-            token_ids,
-            sampling,
-            [SampleId(rid, sampling.seed)],
-            budget_s=budget_s,
-            bootstrap=bootstrap,
-            is_streaming=is_streaming,
-            is_measured=is_measured,
-            trace_parent=trace_parent,
-            prefix_digests=prefix_digests,
-        )
-        return handle
-
     def submit_samples(
         self,
-        token_ids: list[int],
-        sampling: SamplingParams,
+        asked: Asked,
         samples: Sequence[SampleId],
         *,
-        budget_s: float,
-        bootstrap: Bootstrap | None = None,
+        output_ids: Sequence[int] = (),
         is_streaming: bool = False,
         is_measured: bool = True,
-        trace_parent: str = "",
-        prefix_digests: bytes = b"",
     ) -> list[RequestHandle]:
-        """As `submit`, several samples of one prompt, whose sampling differs by their seeds.
+        """Send validated requests: the samples of one prompt. output_ids: what the client of a
+        single one has had of its answer. is_measured: whether they count in the metrics and are
+        logged.
 
         Raises: RequestError with status 503 if the server is not ready, lost its scheduler or has
             too much queued, 400 if a request of a rid is open, and 413 if it is larger than what
             the scheduler reads. None of them is submitted then.
         """
-        self._check_can_submit([sample.rid for sample in samples])
-        spans = [self._tracing.begin(trace_parent) if is_measured else None for _ in samples]
-        siblings = [
-            Sibling(
-                self._next_id + place,
-                sample.seed,
-                Origin(sample.rid, span.remote_prefill.trace_parent if span else trace_parent),
-            )
-            for place, (sample, span) in enumerate(zip(samples, spans, strict=True))
-        ]
-        self._next_id += len(samples)
-        first, *others = siblings
-        message = Submit(
-            request_id=first.request_id,
-            token_ids=token_ids,
-            sampling=structs.replace(sampling, seed=first.seed),
-            budget_s=budget_s,
-            bootstrap=bootstrap,
-            origin=first.origin,
-            prefix_digests=prefix_digests,
-            siblings=others,
+        self._check_can_submit()
+        now = self._clock.now()
+        handles = self._open.make(
+            asked, samples, output_ids, now, is_streaming=is_streaming, is_measured=is_measured
         )
+        ((message, _),) = ask_again(handles, now)
         try:
-            is_sent = self._flush_unsent() and self._send(message)
+            is_sent = self._line.try_send(message)
         except ProtocolError as exc:
             raise RequestError(str(exc), status=413) from exc
         if not is_sent:
             raise RequestError("too many requests are queued", status=503)
-        # A scheduler that reads it any later is given up.
-        ends_by = self._clock.now() + budget_s + GONE_AFTER_S
-        handles: list[RequestHandle] = []
-        for sibling, span in zip(siblings, spans, strict=True):
-            handle = RequestHandle(
-                self.cancel,
-                sibling.request_id,
-                sibling.origin.rid,
-                ends_by=ends_by,
-                is_streaming=is_streaming,
-                is_measured=is_measured,
-            )
-            handle.span_ids = span
-            self._open[handle.request_id] = handle
-            self._request_ids[handle.rid] = handle.request_id
-            handles.append(handle)
+        for handle in handles:
+            self._open.add(handle)
         return handles
 
-    def _check_can_submit(self, rids: list[str]) -> None:
+    def open_relayed(
+        self, asked: Asked, samples: Sequence[SampleId], *, is_streaming: bool
+    ) -> list[RequestHandle]:
+        """Requests that another server answers, which `deliver` is told of.
+
+        Raises: RequestError, as `submit_samples`.
+        """
+        self._check_can_submit()
+        now = self._clock.now()
+        handles = self._open.make(
+            asked, samples, (), now, is_streaming=is_streaming, is_measured=True
+        )
+        for handle in handles:
+            handle.is_relayed = True
+            self._open.add(handle)
+        return handles
+
+    def _check_can_submit(self) -> None:
         if self.server_info is None:
             raise RequestError("the server is still starting", status=503)
         if self.is_draining:
@@ -195,25 +148,77 @@ class SchedulerClient:
         trouble = self.trouble()
         if trouble:
             raise RequestError(trouble, status=503)
-        for place, rid in enumerate(rids):
-            if rid in self._request_ids or rid in rids[:place]:
-                raise RequestError(f"rid={rid!r}: a request of that id is still open", field="rid")
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Ask the scheduler to end a request; unknown, ended and cancelled ones are ignored."""
         handle = self._open.get(request_id)
         if handle is None or handle.is_cancelled:
             return
-        handle.is_cancelled = True
-        self._free_rid(handle)
-        self._unsent[request_id] = Cancel(request_id=request_id, reason=reason)
-        self._flush_unsent()
+        handle.cancel_reason = reason
+        self._open.free_rid(handle)
+        if handle.is_relayed:
+            handle.on_cancel()
+            return
+        self._line.queue(Cancel(request_id, reason))
+
+    # ---- requests that go on elsewhere ---------------------------------------------------------
+
+    @property
+    def open_requests(self) -> list[RequestHandle]:
+        return list(self._open)
+
+    def move(self, handle: RequestHandle, reason: str) -> None:
+        """Take a request from the scheduler. Another server answers it, which `deliver` is told of,
+        or the scheduler again."""
+        assert not handle.is_ended
+        self._line.queue(Cancel(handle.request_id, reason, is_moved=True))
+        self._open.renumber(handle)
+        handle.is_relayed = True
+
+    def submit_again(self, handles: Sequence[RequestHandle]) -> None:
+        """Have the scheduler go on with requests behind what their clients have had."""
+        for handle in handles:
+            handle.is_relayed = False
+        for message, asking in ask_again(handles, self._clock.now()):
+            try:
+                self._line.queue(message)
+            except ProtocolError as exc:
+                for handle in asking:
+                    self._fail(handle, Failure(FailureKind.TOO_LARGE, str(exc)))
+
+    def deliver(self, message: Tokens | Failed) -> None:
+        """Output of a request, from the scheduler or from another server. What is said under a
+        number that is not known any more is of no use to anybody."""
+        if isinstance(message, Tokens):
+            self._handle_tokens(message)
+        else:
+            self._handle_failed(message)
+
+    def _go_on_after(self, known: ServerInfo) -> None:
+        """Another scheduler has begun: it is asked for everything that is open.
+
+        What was sent to the one before may lie in the channel and be read by this one, so that is
+        withdrawn first, and all are numbered anew.
+        """
+        handles = [handle for handle in self._open if not handle.is_relayed]
+        for handle in handles:
+            self._line.queue(Cancel(handle.request_id, "asked again"))
+            self._open.renumber(handle)
+        for handle in handles:
+            if handle.is_cancelled:
+                self._fail(handle, Failure(FailureKind.ABORTED, handle.cancel_reason))
+        self.submit_again([handle for handle in handles if not handle.is_ended])
+        if self.is_draining:
+            self._line.queue(Drain())
+        logger.warning(
+            "another scheduler has begun: %d requests of %s go on", len(handles), known.incarnation
+        )
 
     def cancel_matching(self, rid_prefix: str, reason: str = "aborted by the client") -> int:
         """Cancel every open request whose rid starts with `rid_prefix`; returns how many."""
-        matching = [h.request_id for h in self._open.values() if h.rid.startswith(rid_prefix)]
-        for request_id in matching:
-            self.cancel(request_id, reason)
+        matching = self._open.matching(rid_prefix)
+        for handle in matching:
+            self.cancel(handle.request_id, reason)
         return len(matching)
 
     @property
@@ -236,7 +241,7 @@ class SchedulerClient:
 
     def set_peers(self, message: SetPeers) -> bool:
         """Whether the scheduler will hear of it."""
-        return self._send(message)
+        return self._line.try_send(message)
 
     async def wait_ready(self) -> ServerInfo:
         """Wait until every worker is ready."""
@@ -291,7 +296,7 @@ class SchedulerClient:
     async def watch_once(self, timeout_s: float = ANSWER_WAIT_S) -> None:
         """One look at the scheduler; gives up on the open requests once it is gone, and on those
         that it has forgotten."""
-        self._flush_unsent()
+        self._line.flush()
         asked_at = self._clock.now()
         self._metrics.measure_rate(asked_at)
         try:
@@ -300,9 +305,11 @@ class SchedulerClient:
             if self._liveness.is_gone(self._clock.now()):
                 self._fail_open(self.trouble())
             return
-        # All that it said before this answer has been read.
-        for handle in [one for one in self._open.values() if one.ends_by < asked_at]:
-            self._fail_lost(handle, "the end of the output was lost: its time is over for long")
+        # All that it said before this answer has been read. A scheduler that reads it any later is
+        # given up.
+        for handle in self._open:
+            if handle.started_at + handle.asked.budget_s + GONE_AFTER_S < asked_at:
+                self._fail_lost(handle, "the end of the output was lost: its time is over for long")
 
     # ---- what comes in -----------------------------------------------------------------------
 
@@ -312,10 +319,7 @@ class SchedulerClient:
         match message:
             case Outputs(items):
                 for item in items:
-                    if isinstance(item, Tokens):
-                        self._handle_tokens(item)
-                    else:
-                        self._handle_failed(item)
+                    self.deliver(item)
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_transfer(trace)
@@ -325,7 +329,9 @@ class SchedulerClient:
             case FlushDone():
                 self.late_message_count += not self._calls.answer(message)
             case ServerInfo():
-                self.server_info = message
+                known, self.server_info = self.server_info, message
+                if known is not None and known.incarnation != message.incarnation:
+                    self._go_on_after(known)
                 self._ready.set()
                 self._look_now.set()  # what was heard before says that the server is starting
             case _:
@@ -336,15 +342,15 @@ class SchedulerClient:
         if handle is None:
             self._refuse_late(message.request_id, is_end=message.finish is not None)
             return
-        if message.offset != handle.token_count:
+        if message.offset != len(handle.output_ids):
             self._fail_lost(
                 handle,
                 f"output was lost on its way from the scheduler: it goes on with token "
-                f"{message.offset}, {handle.token_count} have come",
+                f"{message.offset}, {len(handle.output_ids)} have come",
             )
             return
         now = self._clock.now()
-        if message.token_ids and handle.is_measured:
+        if message.token_ids and handle.is_measured and not handle.is_relayed:
             interval_s = None if handle.tokens_at is None else now - handle.tokens_at
             self._metrics.observe_tokens(
                 len(message.token_ids), interval_s, is_streaming=handle.is_streaming
@@ -369,8 +375,7 @@ class SchedulerClient:
         """A request that was answered from here goes on in a scheduler that came back: stop it."""
         self.late_message_count += 1
         if not is_end:
-            self._unsent[request_id] = Cancel(request_id=request_id, reason="already answered")
-            self._flush_unsent()
+            self._line.queue(Cancel(request_id, "already answered"))
 
     def _close(
         self,
@@ -379,12 +384,11 @@ class SchedulerClient:
         failure: str,
         finish: FinishReason | None = None,
     ) -> None:
-        """Forget and measure a request that has ended. failure: its kind, "" if it went well."""
-        del self._open[handle.request_id]
-        if not self._open:
-            self._is_empty.set()
-        self._free_rid(handle)
-        if not handle.is_measured:
+        """Forget and measure a request that has ended. failure: its kind, "" if it went well. One
+        that another server has ended is measured there."""
+        self._open.remove(handle)
+        self._has_changed.set()
+        if not handle.is_measured or (handle.is_relayed and trace is not None):
             return
         if failure:
             self._failures.note(failure, handle.rid, trace.message if trace is not None else "")
@@ -395,36 +399,45 @@ class SchedulerClient:
         elif failure:
             self._metrics.observe_failure(failure, is_streaming=handle.is_streaming)
 
-    def _free_rid(self, handle: RequestHandle) -> None:
-        if self._request_ids.get(handle.rid) == handle.request_id:
-            del self._request_ids[handle.rid]
-
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, and wait until what is open has ended, but no longer than timeout_s."""
+    def begin_drain(self) -> None:
+        """Take nothing new; the scheduler and its peers are told."""
         self.is_draining = True
-        self._send(Drain())
-        self._is_empty.clear()
-        if self._open:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._is_empty.wait()
+        self._line.queue(Drain())
+
+    async def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until what is open has ended, but no longer than timeout_s; whether it has."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(self._open):
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+        return not len(self._open)
+
+    def stop_own(self) -> None:
+        """What this server's scheduler answers has had its time, and may be tried elsewhere."""
+        for handle in self._open:
+            if not handle.is_relayed:
+                self.cancel(handle.request_id, STOPPING)
+                self._fail(handle, Failure(FailureKind.STOPPING, STOPPING))
 
     def stop(self) -> None:
         """The drain is over: what is still open ends here, and may be tried elsewhere."""
         self.is_draining = True
         self.cancel_matching("", STOPPING)
         self._liveness.lose(STOPPING)
-        self._fail_open(STOPPING, FailureKind.STOPPING)
+        for handle in self._open:
+            self._fail(handle, Failure(FailureKind.STOPPING, STOPPING))
 
     def lose(self, reason: str) -> None:
         """The scheduler is known to be gone: answer what is open, and take nothing more."""
         self._liveness.lose(reason)
         self._fail_open(reason)
 
-    def _fail_open(self, reason: str, kind: FailureKind = FailureKind.SCHEDULER_LOST) -> None:
-        """Answer every open request in the scheduler's place."""
-        for handle in list(self._open.values()):
-            self._fail(handle, Failure(kind, reason))
+    def _fail_open(self, reason: str) -> None:
+        """Answer in the scheduler's place what nobody else does."""
+        for handle in self._open:
+            if not handle.is_relayed:
+                self._fail(handle, Failure(FailureKind.SCHEDULER_LOST, reason))
 
     def _fail_lost(self, handle: RequestHandle, reason: str) -> None:
         """End a request whose answer can't be whole any more, here and at the scheduler."""
@@ -432,18 +445,6 @@ class SchedulerClient:
         self._fail(handle, Failure(FailureKind.OUTPUT_LOST, reason))
 
     def _fail(self, handle: RequestHandle, failure: Failure) -> None:
-        """Answer a request in the scheduler's place."""
-        self._close(handle, None, failure.kind)
+        """Answer a request in the scheduler's place; one whose answer is complete went well."""
+        self._close(handle, None, "" if handle.is_complete else failure.kind)
         handle.deliver(Failed.of(handle.request_id, failure))
-
-    def _send(self, message: FrontendToScheduler) -> bool:
-        """Whether the message was queued; not if the scheduler has not read for a long time."""
-        return self._channel.send(encode(message)) is SendResult.SENT
-
-    def _flush_unsent(self) -> bool:
-        """Send what did not fit before; whether nothing is left."""
-        for request_id, message in list(self._unsent.items()):
-            if not self._send(message):
-                return False
-            del self._unsent[request_id]
-        return True

@@ -25,13 +25,14 @@ class GrammarCheck:
         self._turn = asyncio.Lock()
 
     async def check(self, samples: Sequence[Sample], server: ServerInfo | None) -> None:
-        """Raises: RequestError naming the field whose grammar can't be compiled."""
-        fields = {
-            sample.sampling.grammar: sample.grammar_field
+        """Raises: RequestError naming the field whose grammar can't be compiled, or does not allow
+        what has come of the output."""
+        asked = {
+            sample.sampling.grammar: sample
             for sample in samples
             if sample.sampling.grammar is not None
         }
-        if not fields:
+        if not asked:
             return
         assert server is not None, "samples were checked against what the server said"
         async with self._turn:
@@ -39,8 +40,9 @@ class GrammarCheck:
                 self._compiler = GrammarCompiler(
                     self._tokenizer_path, server.vocab_size, server.eos_token_ids, thread_count=1
                 )
-            for grammar, field in fields.items():
+            for grammar, sample in asked.items():
+                field = sample.grammar_field
                 try:
-                    await asyncio.to_thread(self._compiler.start, grammar)
+                    await asyncio.to_thread(self._compiler.start, grammar, sample.output_ids)
                 except GrammarError as error:
                     raise RequestError(f"{field}: {error}", field=field) from error

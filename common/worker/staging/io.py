@@ -10,7 +10,7 @@ from typing import assert_never
 
 from common.channel.sockets import SocketSet
 from common.clock import Clock
-from common.protocol.worker import Expect, Forget, Forgotten, ReclaimPeer, WorkerToScheduler
+from common.protocol.worker import Expect, Forget, Forgotten, WorkerToScheduler
 from common.transport.transport import TransferSettled
 from common.worker.peer_links import PeerLinks
 from common.worker.sends import Sends
@@ -46,7 +46,7 @@ class StagingIo:
         wakeup = self._source.next_wakeup() if self._source is not None else None
         return None if wakeup is None else max(0.0, wakeup - self._clock.now())
 
-    def handle(self, message: Expect | Forget | ReclaimPeer) -> list[WorkerToScheduler]:
+    def handle(self, message: Expect | Forget) -> list[WorkerToScheduler]:
         """Without a target nothing is ever scattered, so `Forget` is answered at once."""
         match message:
             case Expect():
@@ -56,9 +56,6 @@ class StagingIo:
                 if self._target is not None:
                     return [self._target.forget(message)]
                 return [Forgotten(message.transfer_id, self._links.rank)]
-            case ReclaimPeer():
-                if self._target is not None:
-                    self._target.reclaim(message.peer)
             case _:
                 assert_never(message)
         return []

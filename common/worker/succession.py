@@ -1,0 +1,114 @@
+"""One scheduler after another over the same rank: what the last one left is ended first.
+
+    Begin | Release -> sends are cancelled, peers closed, steps and copies run to their end,
+                       sequences forgotten -> WorkerReady of the session, once one has begun
+
+Model, pool and what is recorded of the device stay. Owned by the I/O thread. Knows nothing of
+models, and never decides that a peer is out of reach: who could still write here is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from common.protocol.digests import Digested
+from common.protocol.worker import (
+    Begin,
+    PagesMoved,
+    Release,
+    WorkerReady,
+    WorkerToScheduler,
+)
+from common.worker.peer_links import PeerLinks
+from common.worker.sends import Sends
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSequences:
+    """To the engine, behind the steps that came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesForgotten:
+    """From the engine: every step before is computed, and no sequence is known."""
+
+
+class Succession:
+    """is_ending: what an earlier scheduler began is being ended, and what comes of it is for
+    nobody. Jobs beside the engine are counted here: none may run into the next session."""
+
+    def __init__(self, links: PeerLinks, sends: Sends, ready: WorkerReady) -> None:
+        self._links = links
+        self._sends = sends
+        self._ready = ready
+        self._session = ""
+        self._next_session = ""
+        self._job_count = 0
+        self._has_engine = True
+        self._is_quiet = False
+        self.is_ending = False
+
+    def begin(self, message: Begin) -> tuple[bool, list[WorkerToScheduler]]:
+        """Whether the engine is to forget its sequences now, and what to say."""
+        if message.session == self._session and not self.is_ending:
+            return False, [self._ready_again()]
+        self._next_session = message.session
+        if self.is_ending or not self._session:
+            return False, self.advance()
+        return self._end_last(), []
+
+    def release(self, message: Release) -> bool:
+        """Whether the engine is to forget its sequences now."""
+        self._is_quiet = message.is_quiet
+        return bool(self._session) and not self.is_ending and self._end_last()
+
+    def _end_last(self) -> bool:
+        """Begin to end what there is."""
+        self.is_ending, self._has_engine = True, False
+        self._session = ""
+        for peer in self._sends.peers:
+            self._sends.cancel_peer(peer, "its scheduler is gone")
+        for peer in self._links.peers:
+            self._links.close(peer)
+        log.info("another scheduler is to take over")
+        return True
+
+    def note_job(self) -> None:
+        """A job beside the engine was given out."""
+        self._job_count += 1
+
+    def note_sent(self, message: WorkerToScheduler) -> None:
+        """Something was done. An answer ends its job."""
+        if isinstance(message, Digested | PagesMoved):
+            self._job_count -= 1
+
+    def note_forgotten(self) -> None:
+        """The engine knows no sequence any more."""
+        self._has_engine = True
+
+    def advance(self) -> list[WorkerToScheduler]:
+        """Once all that was under way has ended, the next scheduler is answered."""
+        if self.is_ending:
+            is_busy = self._sends.open_count or self._links.peers or self._job_count
+            if is_busy or not self._has_engine:
+                return []
+            self._sends.forget_all()
+            if self._is_quiet:
+                for writer in self._links.writers:
+                    self._links.reclaim(writer.incarnation)
+            self.is_ending = self._is_quiet = False
+        if not self._next_session:
+            return []
+        self._session, self._next_session = self._next_session, ""
+        return [self._ready_again()]
+
+    def _ready_again(self) -> WorkerReady:
+        """What was said at the start, to another one."""
+        return msgspec.structs.replace(
+            self._ready, session=self._session, writers=self._links.writers
+        )
