@@ -70,6 +70,7 @@ def names(node: Node) -> set[str]:
     return {row["name"] for row in shown["servers"] if row["state"] == "ready"}
 
 
+@pytest.mark.soak
 def test_a_pair_changes_places_and_is_told_of_its_peers(tmp_path: Path) -> None:
     flags = ("--enable-role-switch", "--drain-timeout", "20")
     with Fleet(tmp_path) as fleet:

@@ -118,6 +118,7 @@ def test_streams_of_a_server_that_stops_go_on_at_another_one(tmp_path: Path) -> 
         fleet.wait_at_rest()
 
 
+@pytest.mark.soak
 def test_a_server_that_is_killed_with_what_it_took_over_is_followed_by_the_next(
     tmp_path: Path,
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_server_that_is_killed_with_what_it_took_over_is_followed_by_the_next(
         fleet.wait_at_rest()
 
 
+@pytest.mark.soak
 def test_a_drain_with_nobody_to_go_to_cuts_off_what_takes_too_long(tmp_path: Path) -> None:
     with started(tmp_path, 1) as (fleet, (first, _)):
         endless: Body = {"text": "Facts:", "sampling_params": GREEDY | {"max_new_tokens": 1900}}

@@ -83,6 +83,7 @@ def test_a_pair_changes_places_and_answers_as_before(pair: Pair) -> None:
         node.wait_at_rest()
 
 
+@pytest.mark.soak
 def test_a_role_that_it_has_is_no_change_and_one_that_there_is_not_is_refused(pair: Pair) -> None:
     reply = pair.second.post("/switch_role", {"role": "decode"})
     assert reply.json() == {"success": True, "role": "decode", "is_done": True, "open_requests": 0}
@@ -92,6 +93,7 @@ def test_a_role_that_it_has_is_no_change_and_one_that_there_is_not_is_refused(pa
     assert message.endswith("this decode server was started without --enable-role-switch")
 
 
+@pytest.mark.soak
 def test_a_stream_that_has_begun_ends_before_its_server_changes_its_role(pair: Pair) -> None:
     expected = pair.golden.generate(body(1, 400)).output_ids
     with pair.second.stream(body(1, 400)) as events:
