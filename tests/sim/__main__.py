@@ -20,7 +20,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.sim import mutations_peers
+from tests.sim import mutations_peers, mutations_succession
 from tests.sim.fleet import tell_large
 from tests.sim.mutations import MUTATIONS
 from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
@@ -78,13 +78,14 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
             MUTATIONS[mutation_index].plant(patch)
         try:
             is_sound = mutation_index < 0
-            has_comings = is_sound or MUTATIONS[mutation_index] in mutations_peers.MUTATIONS
+            planted = None if is_sound else MUTATIONS[mutation_index]
             run_story(
                 seed,
                 has_two_steps=is_sound and has_two_steps(seed),
                 has_moves=is_sound and has_moves(seed),
-                has_comings=has_comings,
-                has_claims=is_sound or MUTATIONS[mutation_index].has_claims,
+                has_comings=planted is None or planted in mutations_peers.MUTATIONS,
+                has_claims=planted is None or planted.has_claims,
+                has_successions=planted is None or planted in mutations_succession.MUTATIONS,
                 log=log,
             )
         except BROKEN as error:

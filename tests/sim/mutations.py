@@ -13,6 +13,7 @@ from tests.sim import (
     mutations_returns,
     mutations_samples,
     mutations_shared,
+    mutations_succession,
     mutations_tier,
     mutations_told,
     mutations_transfers,
@@ -32,5 +33,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_prefixes.MUTATIONS,
     *mutations_checkpoints.MUTATIONS,
     *mutations_peers.MUTATIONS,
+    *mutations_succession.MUTATIONS,
     *mutations_order.MUTATIONS,
 )

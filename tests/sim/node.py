@@ -100,6 +100,8 @@ class Node:
         self.transfer_mode = TransferMode.DIRECT
         self.verify = Verify.OFF
         self.life = 0
+        self.process_life = 0
+        self.ended_workers: list[SimWorker] = []
         self.is_up = False
         self.is_frozen = False
         self.is_draining = False
@@ -131,10 +133,17 @@ class Node:
 
     # ---- its processes ---------------------------------------------------------------------------
 
-    def boot(self) -> None:
-        self.world.tell(self.name, "boots")
+    def boot(self, predecessor: SimWorker | None = None) -> None:
+        """predecessor: workers of a scheduler that crashed, which live; else all begins anew."""
+        self.world.tell(self.name, "boots" if predecessor is None else "has another scheduler")
         self.life += 1
-        self.world.tally["restarts"] += self.life > 1
+        if predecessor is None:
+            for worker in self.ended_workers:
+                worker.process.is_dead = True
+            self.ended_workers, self.process_life = [], self.life
+            self.world.tally["restarts"] += self.life > 1
+        else:
+            self.ended_workers.append(predecessor)
         self.is_up, self.is_frozen, self.is_draining = True, False, False
         self.backlog = []
         self.hung_up = set()
@@ -151,13 +160,14 @@ class Node:
             sequence_token_max=512,
             eos_token_ids=frozenset({EOS}),
             host_ids=self.host_ids,
-            pids=tuple(hash_pid(self.name, self.life) for _ in self.host_ids),
+            pids=tuple(hash_pid(self.name, self.process_life) for _ in self.host_ids),
             transfer_mode=self.transfer_mode,
             verify=self.verify,
             checkpoint_max=self.checkpoint_max,
             digest_tokens=DIGEST_TOKENS,
             pass_times=PassTimes(self.prompt_token_s),
             host_page_counts=self.host_page_counts,
+            earlier_writers=tuple(predecessor.transfers.writers.values()) if predecessor else (),
         )
         limits = SchedulerLimits(
             chunk_token_max=24,
@@ -175,7 +185,7 @@ class Node:
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
             for _ in range(REMEMBERED_COUNT):
                 self.core.requests.answers.lengths.note_end(1)
-        self._boot_worker()
+        self._boot_worker(predecessor)
         self.feed(Tick())
         if self.wanted is not None:
             self.want(self.wanted)
@@ -196,7 +206,7 @@ class Node:
             seed=self.world.rng.getrandbits(32),
         )
 
-    def _boot_worker(self) -> None:
+    def _boot_worker(self, predecessor: SimWorker | None) -> None:
         life, world, core = self.life, self.world, self.core
 
         def reply(message: WorkerToScheduler) -> None:
@@ -204,7 +214,7 @@ class Node:
                 self.feed(FromWorker(wire.from_worker(message)))
 
         self.worker = SimWorker(
-            self.facts, world.rng, world.after, reply, world.transport, world.tally
+            self.facts, world.rng, world.after, reply, world.transport, world.tally, predecessor
         )
         self.worker.slow_step_rate = world.slow_step_rate
         self.worker.transfers.damage_rate = world.damage_rate
@@ -227,16 +237,14 @@ class Node:
         self.is_up = False
         worker, incarnation = self.worker, self.facts.incarnation
         worker.cache.owner = worker.tier.owner = None
+        workers = [*self.ended_workers, worker]
 
         def bury() -> None:
             worker.go_on()
-            worker.process.is_dead = True
             self.world.lingering.pop(incarnation, None)
-            gone = ProcessesGone(incarnation)
-            for node in self.world.nodes.values():
-                if node.is_up and incarnation in node_watches(node):
-                    delay = self.world.rng.uniform(0.001, 0.02)
-                    self.world.after(delay, lambda n=node: n.feed(gone))  # type: ignore[misc]
+            for one in workers:
+                one.process.is_dead = True
+                self._tell_gone(ProcessesGone(one.facts.incarnation))
 
         if linger_s:
             worker.stop()
@@ -244,6 +252,17 @@ class Node:
             self.world.after(linger_s, bury)
         else:
             bury()
+        self.lose_clients()
+
+    def _tell_gone(self, gone: ProcessesGone) -> None:
+        """Who watches its processes hears that they have ended."""
+        for node in self.world.nodes.values():
+            if node.is_up and gone.incarnation in node_watches(node):
+                delay = self.world.rng.uniform(0.001, 0.02)
+                self.world.after(delay, lambda n=node: n.feed(gone))  # type: ignore[misc]
+
+    def lose_clients(self) -> None:
+        """Its scheduler is gone: clients wait for the next one, if their frontends do."""
         for client in self.world.clients.values():
             if client.node != self.name or client.finals:
                 continue

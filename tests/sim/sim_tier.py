@@ -45,6 +45,10 @@ class SimTier:
         self._moves: list[MovePages] = []
         self._is_copying = False
 
+    @property
+    def is_moving(self) -> bool:
+        return self._is_copying or bool(self._moves)
+
     def move(self, message: MovePages) -> None:
         self._moves.append(message)
         self._begin_next()

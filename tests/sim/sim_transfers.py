@@ -30,6 +30,7 @@ from common.protocol.worker import (
     PeerConnected,
     PeerFailed,
     PeerOpened,
+    PeerWriter,
     SendSettled,
 )
 from common.scheduling.facts import ServerFacts
@@ -78,6 +79,8 @@ class SimTransfers:
         self.transport = transport
         self.tally = tally
         self.doors: dict[str, int] = {}
+        self.writers: dict[str, PeerWriter] = {}
+        self.awaits_fences: Callable[[], bool] | None = None
         self.expected: dict[int, Expect] = {}
         self.targets: dict[str, SimTransfers] = {}
         self.awaits: Callable[[int, PageLists], bool] = lambda transfer_id, pages: True
@@ -114,6 +117,8 @@ class SimTransfers:
     def open(self, message: OpenPeer) -> None:
         self._door_count += 1
         self.doors[message.peer] = self._door_count
+        writer = PeerWriter(message.peer, message.host_ids, message.pids)
+        self.writers[message.peer] = writer
         address = str(self._door_count).encode()
         for rank in range(self.facts.rank_count):
             descriptor = RankDescriptor(rank, address, regions_of(self.facts, rank))
@@ -137,6 +142,20 @@ class SimTransfers:
         for rank in range(self.facts.rank_count):
             delay = self._rng.uniform(0.0001, 0.02)
             self.process.after(delay, lambda rank=rank: self._shut(message.peer, rank))
+
+    def end(self) -> None:
+        """Its scheduler is gone: nothing of it is sent, taken in or scattered any more."""
+        for peer in list(self.targets):
+            self._leave(peer, "its scheduler is gone")
+        self.expected.clear()
+        for peer in list(self.doors):
+            self.process.after(
+                self._rng.uniform(0.0001, 0.02), lambda peer=peer: self._shut(peer, 0)
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.doors and not self._sends_open
 
     def break_off(self, peer: str) -> None:
         """The data connection to a peer breaks, and nothing else does."""
@@ -340,6 +359,10 @@ class SimTransfers:
     def write(self, send: Send, rows: Rows, values: list[int]) -> None:
         """Into this target's pages, at these (group, item)."""
         if self.process.is_dead:
+            return
+        if self.awaits_fences is not None:
+            assert self.awaits_fences(), "bytes for a scheduler that is gone landed after its fence"
+            self.tally["bytes that were late for their scheduler"] += 1
             return
         assert self.awaits(send.transfer_id, send.target_pages), (
             f"late bytes of transfer_id={send.transfer_id} landed, or in pages of others"

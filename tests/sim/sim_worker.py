@@ -22,6 +22,7 @@ from common.protocol.worker import (
     MovePages,
     OpenPeer,
     OpenTransfer,
+    ReclaimPeer,
     SchedulerToWorker,
     Send,
     Step,
@@ -35,6 +36,8 @@ from tests.sim.sim_cache import Known, SimCache
 from tests.sim.sim_process import After, Reply, SimProcess
 from tests.sim.sim_tier import SimTier
 from tests.sim.sim_transfers import SimTransfers
+
+END_POLL_S = 0.002
 
 
 class SimWorker:
@@ -51,11 +54,17 @@ class SimWorker:
         reply: Reply,
         transport: str,
         tally: Counter[str],
+        predecessor: SimWorker | None = None,
     ) -> None:
+        """predecessor: the same worker, for the scheduler before."""
         self.facts = facts
         self.process = SimProcess(rng, after, reply)
         self.cache = SimCache(facts.layout.groups, facts.page_counts)
+        if predecessor is not None:
+            self.cache = predecessor.cache
         self.transfers = SimTransfers(facts, self.process, self.cache, rng, transport, tally)
+        if predecessor is not None:
+            self.transfers.writers = predecessor.transfers.writers
         own = random.Random(f"{facts.incarnation} {facts.page_counts}")
         self.tier = SimTier(facts, self.cache, self.process, tally, own)
         self.slow_step_rate = 0.0
@@ -102,6 +111,26 @@ class SimWorker:
                 self.transfers.connect(message, find_target)
             case ClosePeer():
                 self.transfers.close(message)
+            case ReclaimPeer():
+                self.transfers.writers.pop(message.peer, None)
+
+    def end_session(self, then: Callable[[], None]) -> None:
+        """End what a scheduler that is gone has begun."""
+
+        def look() -> None:
+            is_busy = self._is_computing or self._steps or self.tier.is_moving
+            if self.process.is_dead:
+                return
+            if is_busy or not self.transfers.has_ended:
+                self.process.after(END_POLL_S, look)
+            else:
+                then()
+
+        def begin() -> None:
+            self.transfers.end()
+            look()
+
+        self.process.when_it_runs(begin)
 
     def stop(self) -> None:
         self.process.stop()

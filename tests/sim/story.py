@@ -22,6 +22,7 @@ from tests.sim.node import Node
 from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
 from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
+from tests.sim.succession import plan_successions
 from tests.sim.verdict import check_flush, judge, run_to_rest
 from tests.sim.world import World
 
@@ -75,6 +76,7 @@ def run_story(
     has_moves: bool = False,
     has_comings: bool = True,
     has_claims: bool = True,
+    has_successions: bool = True,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
@@ -84,6 +86,7 @@ def run_story(
     has_moves: whether requests go on elsewhere, and after a crash.
     has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
     has_claims: whether some requests may be more urgent than others, and clients show keys.
+    has_successions: whether schedulers may crash under workers that live.
     log: where to tell what happens.
     """
     world = World(seed)
@@ -119,6 +122,8 @@ def run_story(
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
+    if has_successions:
+        plan_successions(world, random.Random(seed ^ 0x50CCE5))
     if has_moves:
         plan_moves(world, random.Random(seed ^ 0x30FE5))
     if has_accidents:

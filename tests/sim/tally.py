@@ -23,6 +23,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
         *("crashes", "crashes that leave a worker", "restarts", "drains", "frozen schedulers"),
+        *("schedulers crashed", "schedulers that followed"),
+        "bytes that were late for their scheduler",
         *("outages", "peers added", "peers removed", "peers kept", "peers let go"),
         *("stopped workers", "stopped frontends", "slow steps", "pools that ran full"),
         *("steps sent ahead", "tokens of who had left"),
