@@ -17,7 +17,7 @@ from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.config import ServerConfig
 from common.protocol.codec import decode_scheduler_to_worker, encode, encode_layout
-from common.protocol.worker import Shutdown, Step, StepDone, WorkerReady
+from common.protocol.worker import Begin, Shutdown, Step, StepDone, WorkerReady
 from tests.protocol.layouts import gqa
 
 FIRST_TOKEN, VOCAB_SIZE = 5, 256
@@ -71,20 +71,22 @@ class InstantWorker:
             if not self._changed.wait_for(is_drawn, timeout_s):
                 raise TimeoutError(f"not within {timeout_s} s: {self._drawn_counts}")
 
-    def _run(self) -> None:
-        self._send(
-            WorkerReady(
-                rank=0,
-                page_counts=[PAGE_COUNT],
-                layout=encode_layout(gqa()),
-                fingerprint={},
-                vocab_size=VOCAB_SIZE,
-                context_length=CONTEXT_LENGTH,
-                eos_token_ids=[],
-                describe={},
-                pid=os.getpid(),
-            )
+    def _ready(self, session: str) -> WorkerReady:
+        return WorkerReady(
+            rank=0,
+            page_counts=[PAGE_COUNT],
+            layout=encode_layout(gqa()),
+            fingerprint={},
+            vocab_size=VOCAB_SIZE,
+            context_length=CONTEXT_LENGTH,
+            eos_token_ids=[],
+            describe={},
+            pid=os.getpid(),
+            session=session,
         )
+
+    def _run(self) -> None:
+        self._send(self._ready(""))
         poller = Poller()
         poller.register(self._client)
         while not self._is_ended:
@@ -93,6 +95,8 @@ class InstantWorker:
                 message = decode_scheduler_to_worker(payload)
                 if isinstance(message, Step):
                     self._held.append(message)
+                elif isinstance(message, Begin):
+                    self._send(self._ready(message.session))
                 elif isinstance(message, Shutdown):
                     return
             while self._held and (self.is_open.is_set() or not self._is_full):

@@ -105,7 +105,7 @@ def a_step_is_planned_as_if_alone(patch: Patch) -> None:
 
 
 MUTATIONS = (
-    Mutation("pages-back-with-the-first-step", pages_come_back_with_the_first_step, 0),
+    Mutation("pages-back-with-the-first-step", pages_come_back_with_the_first_step, 14),
     Mutation("a-dropped-token-is-told", a_dropped_token_is_told, 0),
     Mutation("pending-tokens-get-no-page", pending_tokens_get_no_page, 0),
     Mutation("pending-tokens-count-as-computed", pending_tokens_count_as_computed, 1),

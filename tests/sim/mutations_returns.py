@@ -66,8 +66,8 @@ def what_has_ended_ends_again_with_its_peer(patch: Patch) -> None:
 
 
 MUTATIONS = (
-    Mutation("what-is-lent-can-be-evicted", what_is_lent_can_be_evicted, 15),
-    Mutation("what-is-held-of-a-lost-return-is-kept", what_is_held_of_a_lost_return_is_kept, 15),
-    Mutation("what-was-lent-is-never-taken-back", what_was_lent_is_never_taken_back, 15),
+    Mutation("what-is-lent-can-be-evicted", what_is_lent_can_be_evicted, 17),
+    Mutation("what-is-held-of-a-lost-return-is-kept", what_is_held_of_a_lost_return_is_kept, 10),
+    Mutation("what-was-lent-is-never-taken-back", what_was_lent_is_never_taken_back, 10),
     Mutation("what-has-ended-ends-again", what_has_ended_ends_again_with_its_peer, 56),
 )

@@ -122,7 +122,7 @@ def run_story(
     plan_bursts(world, random.Random(seed ^ 0xB0257), decodes)
     session_counts = CROWDED_SESSION_COUNTS if is_crowded else SESSION_COUNTS
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
-    if has_successions:
+    if has_successions and has_accidents:
         plan_successions(world, random.Random(seed ^ 0x50CCE5))
     if has_moves:
         plan_moves(world, random.Random(seed ^ 0x30FE5))

@@ -12,7 +12,7 @@ from common.protocol.frontend import GetState, State
 from common.protocol.peer import TransferDone
 from common.scheduling.events import FromFrontend, ToFrontend
 from common.transfers.incoming import Incoming
-from tests.sim.__main__ import has_two_steps, problem_of, run_chunk
+from tests.sim.__main__ import has_moves, has_two_steps, problem_of, run_chunk
 from tests.sim.mutations import MUTATIONS
 from tests.sim.oracle import fold
 from tests.sim.planted import Mutation
@@ -46,19 +46,25 @@ def test_without_accidents_every_request_is_answered_right(seed: int) -> None:
     assert len(failures) <= 1
 
 
+def told_story(seed: int) -> Counter[str]:
+    """What happened."""
+    world = run_story(seed, has_two_steps=has_two_steps(seed), has_moves=has_moves(seed))
+    return world.tally
+
+
 # Of the stories below, what happened in each.
 TALLIES: dict[int, Counter[str]] = {}
 
 
 @pytest.mark.parametrize("seed", STORY_SEEDS)
 def test_whatever_breaks_every_request_ends_once_and_no_page_is_lost(seed: int) -> None:
-    TALLIES[seed] = run_story(seed, has_two_steps=has_two_steps(seed)).tally
+    TALLIES[seed] = told_story(seed)
 
 
 def test_everything_that_stories_are_for_happens_in_some() -> None:
     for seed in STORY_SEEDS:
         if seed not in TALLIES:
-            TALLIES[seed] = run_story(seed, has_two_steps=has_two_steps(seed)).tally
+            TALLIES[seed] = told_story(seed)
     assert missing([TALLIES[seed] for seed in STORY_SEEDS]) == []
 
 

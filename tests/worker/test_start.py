@@ -174,7 +174,13 @@ def test_a_rank_that_sends_and_receives_stages_both_ways(checkpoint: Path, role:
 
 @pytest.mark.parametrize("role", Role)
 def test_a_rank_stages_one_way_where_no_caches_go_back(checkpoint: Path, role: Role) -> None:
-    config = config_of(checkpoint, role=role, prefill=("127.0.0.1:1",), transport="stream")
+    config = config_of(
+        checkpoint,
+        role=role,
+        prefill=("127.0.0.1:1",),
+        transport="stream",
+        return_cache=ReturnCache.OFF,
+    )
     started = start_rank(config, 0, ManualClock())
     assert (started.staging_source is not None) == (role is Role.PREFILL)
     assert (started.staging_target is not None) == (role is Role.DECODE)
