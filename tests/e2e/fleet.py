@@ -18,6 +18,7 @@ from types import TracebackType
 import httpx
 import msgspec
 
+from common.stopped import is_stopped
 from demo.servers import Server, free_ports, start_server, stop_servers, wait_ready
 from tests.e2e.replies import ErrorReply, Info, Peer, Reply
 
@@ -138,6 +139,7 @@ class Node:
         pid = self.process_id_of(module)
         os.kill(pid, signal.SIGSTOP)
         try:
+            wait_until(f"{module} to be stopped", lambda: is_stopped(pid))  # kill does not wait
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -207,11 +209,18 @@ class Node:
     def info(self) -> Info:
         return msgspec.json.decode(self.get("/server_info").content, type=Info)
 
-    def refusals(self) -> list[Peer]:
-        """Peers that were refused, or refused us; none while this server starts."""
+    def peers(self) -> list[Peer]:
+        """Its peers; none while this server starts, of which its frontend hears last."""
         if "workers are ready" not in self.log:
             return []
-        return [peer for peer in self.info().peers if peer.state == "refused"]
+        response = self.get("/server_info")
+        if response.status_code == 503:
+            return []
+        return msgspec.json.decode(response.content, type=Info).peers
+
+    def refusals(self) -> list[Peer]:
+        """Peers that were refused, or refused us; none while this server starts."""
+        return [peer for peer in self.peers() if peer.state == "refused"]
 
     def wait_refused(self) -> None:
         wait_until(f"{self.name} to be refused", lambda: self.refusals() != [])

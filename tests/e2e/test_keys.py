@@ -36,9 +36,7 @@ def public(directory: Path, name: str) -> str:
 
 def detail(node: Node) -> str:
     """What a decode server says of the one prefill server it can't use; "" before it says so."""
-    if "workers are ready" not in node.log:
-        return ""
-    return "".join(peer.detail for peer in node.info().peers if peer.state == "refused")
+    return "".join(peer.detail for peer in node.refusals())
 
 
 def flush(fleet: Fleet, node: Node, key: str) -> int:

@@ -189,7 +189,8 @@ def test_servers_come_and_go_with_the_answers_of_a_name_server(
         wait_until("a question", lambda: (FULL_NAME, "A") in names.asked)
         wait_until("another", lambda: (FULL_NAME, "AAAA") in names.asked)
         wait_until("its workers", lambda: "workers are ready" in decode.log)
-        assert "names no prefill server" in decode.get("/health").text
+        said = "names no prefill server"
+        wait_until("its health", lambda: said in decode.get("/health").text)
         names.answers[FULL_NAME] = [first.host]
         decode.wait_ready()
         with crowd(fleet, decode) as clients:
