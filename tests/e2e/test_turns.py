@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 FLOODING, FEW = "sk-flooding", "sk-few"
 FLOOD_COUNT = 10
 LONG: Body = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
-SHORT: Body = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+SHORT_TOKEN_COUNT = 5
+SHORT: Body = {"temperature": 0, "max_new_tokens": SHORT_TOKEN_COUNT, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,9 @@ def narrow(fleet: Fleet) -> Node:
 def test_the_urgent_and_those_of_a_client_with_few_overtake_a_flood(
     fleet: Fleet, narrow: Node
 ) -> None:
-    ended: list[str] = []
-
     def ask(name: str, key: str, **fields: int) -> Future[httpx.Response]:
-        body: Body = {"text": f"Facts of {name}:", "sampling_params": SHORT, **fields}
-        future = fleet.in_background(narrow, body, key)
-        future.add_done_callback(lambda _: ended.append(name))
-        return future
+        body: Body = {"text": f"Facts of {name}:", "sampling_params": SHORT, "rid": name, **fields}
+        return fleet.in_background(narrow, body, key)
 
     with narrow.stream({"text": "Facts:", "sampling_params": LONG}) as running:
         assert next(running).meta_info.finish_reason is None
@@ -53,9 +50,14 @@ def test_the_urgent_and_those_of_a_client_with_few_overtake_a_flood(
         narrow.wait_queued("waiting", FLOOD_COUNT + 2)
         asked.append(ask("urgent", FLOODING, priority=1))
         narrow.wait_queued("waiting", FLOOD_COUNT + 3)
-        assert next(running).meta_info.finish_reason is None and not ended
+        assert next(running).meta_info.finish_reason is None
+        assert not any(future.done() for future in asked)
     for future in asked:
         reply_of(future.result())
+    listed = narrow.get("/requests").json()["requests"]
+    ended = [
+        one["rid"] for one in reversed(listed) if one["completion_tokens"] == SHORT_TOKEN_COUNT
+    ]
     assert ended[:3] == ["the next", "urgent", "few"]
     assert ended[-1] == "unimportant"
     fleet.wait_at_rest()

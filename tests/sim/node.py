@@ -160,7 +160,7 @@ class Node:
             sequence_token_max=512,
             eos_token_ids=frozenset({EOS}),
             host_ids=self.host_ids,
-            pids=tuple(hash_pid(self.name, self.process_life) for _ in self.host_ids),
+            pids=(self._process_id(),) * len(self.host_ids),
             transfer_mode=self.transfer_mode,
             verify=self.verify,
             checkpoint_max=self.checkpoint_max,
@@ -191,9 +191,13 @@ class Node:
             self.want(self.wanted)
         self.world.follow(self)
 
+    def _process_id(self) -> int:
+        """That of no other server, nor of this one's workers in another life."""
+        return 1000 * (1 + list(self.world.nodes).index(self.name)) + self.process_life
+
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
         if self.role == "prefill":
-            seed = hash_pid(self.name, self.life)
+            seed = 1000 * (1 + sum(self.name.encode())) + self.life
             return PrefillScheduler(self.facts, limits, receives=self.returns_caches, seed=seed)
         return DecodeScheduler(
             self.facts,
@@ -479,7 +483,3 @@ class Node:
 
 def node_watches(node: Node) -> set[str]:
     return {i for name, i in node.world.watches if name == node.name}
-
-
-def hash_pid(name: str, life: int) -> int:
-    return 1000 * (1 + sum(name.encode())) + life
