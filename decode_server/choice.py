@@ -32,7 +32,7 @@ class Choice:
 
     def may_ask_any(self, now: float) -> bool:
         """Whether a request that may go anywhere could be sent somewhere, its length aside."""
-        return any(self._may_ask(one, now) for one in self._links.connections.sources())
+        return any(self._may_ask(one, now) for one in self._links.connections.each_source())
 
     def _may_ask(self, source: Connection, now: float) -> bool:
         return self._is_healthy(source, now) and self._has_room(source)

@@ -18,6 +18,7 @@ from common.protocol.worker import PageCopies, SampleDraw
 from common.scheduling.forks import Forks
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import PageSpan, Sequence
+from common.scheduling.waiting_queue import WaitingQueue
 from decode_server.request import DecodeRequest
 
 
@@ -27,6 +28,7 @@ class Samples:
     def __init__(self, account: PageAccount) -> None:
         self._forks = Forks(account)
         self._groups = account.groups
+        self._parents: dict[int, DecodeRequest] = {}  # those that have children
 
     def groups_of(self, submit: Submit) -> list[list[Sibling]]:
         """The samples of a body, as many together as the pool could ever hold beside their prompt.
@@ -42,6 +44,12 @@ class Samples:
         parent.seeds = tuple(child.sampling.seed for child in children)
         for index, child in enumerate(children):
             child.parent, child.sample_index = parent, index
+        self._parents[parent.request_id] = parent
+
+    def count_in(self, queue: WaitingQueue[DecodeRequest]) -> int:
+        """Samples, and requests that have none, that wait in a queue."""
+        grouped = (one for one in self._parents.values() if one.request_id in queue)
+        return len(queue) + sum(one.sample_count - 1 for one in grouped)
 
     def needs(self, request: DecodeRequest) -> list[int]:
         """Pages per group that its samples take beside its own."""
@@ -69,6 +77,8 @@ class Samples:
         if parent is None:
             return None
         parent.children.remove(child)
+        if not parent.children:
+            del self._parents[parent.request_id]
         if parent.sample_pages and len(parent.sample_pages) >= max(1, len(parent.children)):
             self._forks.release(parent.sample_pages.pop())
         if parent.sequence is not None:

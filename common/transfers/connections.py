@@ -51,6 +51,10 @@ class Connections:
         """Servers that can be asked for caches."""
         return [one for one in self._connections.values() if one.is_source]
 
+    def each_source(self) -> Iterator[Connection]:
+        """The same, for whoever stops at the first that will do and closes none."""
+        return (one for one in self._connections.values() if one.is_source)
+
     def targets(self) -> list[Connection]:
         """Servers that caches can be sent to."""
         return [one for one in self._connections.values() if one.is_target]
