@@ -26,7 +26,7 @@ from common.planner.pairing import rank_pairs
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import agree_verify, expected_writers
-from common.protocol.hosts import PeerProcesses, peer_processes
+from common.protocol.hosts import PeerProcesses, ProcessIds, peer_processes, process_ids
 from common.protocol.peer import Hello, Welcome
 from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import ServerFacts
@@ -73,6 +73,10 @@ class Remote:
     version: int
     host_ids: tuple[str, ...]
     pids: tuple[int, ...]
+
+    @property
+    def process_ids(self) -> ProcessIds:
+        return process_ids(self.host_ids, self.pids)
 
     @staticmethod
     def of(
