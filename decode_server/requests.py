@@ -98,7 +98,7 @@ class Requests:
     @property
     def waiting_count(self) -> int:
         """Those of clients that wait."""
-        return sum(len(request.children) or 1 for request in self.queue)
+        return sum(request.sample_count for request in self.queue)
 
     @property
     def transferring(self) -> list[DecodeRequest]:
