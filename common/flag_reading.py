@@ -44,7 +44,7 @@ class _StrictLoader(yaml.SafeLoader):
         return mapping
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """argparse with our errors: one line, no usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -58,7 +58,7 @@ def parse_settings(
 
     Raises: ConfigError. Exits with 0 after --help.
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog=program,
         usage=f"{program} --model-path DIR [--flag VALUE ...] [--config FILE]",
         description=description,

@@ -132,7 +132,7 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What decides whose turn it is, of requests that wait; see `common/scheduling/turns.py`.
+    """Whose turn it is among requests that wait; see `common/scheduling/waiting_queue.py`.
 
     priority: larger is more urgent, whichever way round the client's server reads it.
     client: a digest of the API key that was shown; "" for all that showed none.

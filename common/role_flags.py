@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import DEFAULT_BOOTSTRAP_PORT, LocalPrefill, Role, ServerConfig
+from common.config import LocalPrefill, Role, ServerConfig
 from common.errors import ConfigError
 from common.flag_reading import parse_settings, to_config
 from common.flag_values import Value, choice, drain_targets, number, port, switch
@@ -136,14 +136,8 @@ def parse_role(
     """
     program = f"baton-{role}"
     defaults |= {"host": "127.0.0.1"}
-    own = (*COMMON_FLAGS, *OWN_FLAGS[role])
-    if _may_switch(program, argv):
-        settings = parse_settings(
-            program, description, ALL_FLAGS, argv,
-            **{"bootstrap_port": DEFAULT_BOOTSTRAP_PORT, **defaults},
-        )  # fmt: skip
-    else:
-        settings = parse_settings(program, description, own, argv, **defaults)
+    flags = ALL_FLAGS if _may_switch(program, argv) else (*COMMON_FLAGS, *OWN_FLAGS[role])
+    settings = parse_settings(program, description, flags, argv, **defaults)
     if role is Role.DECODE and "prefill" not in settings:
         raise ConfigError(
             "--prefill is required: host:port, dns:NAME:PORT or file:PATH of prefill servers, "

@@ -164,7 +164,7 @@ def new_request(submit: Submit, sample: Sibling, now: float) -> DecodeRequest:
     """A sample of a body, which waits from now on. Its room is not looked at."""
     sampling = msgspec.structs.replace(submit.sampling, seed=sample.seed)
     if submit.output_ids:
-        # What is told of the prompt was told with its first token.
+        # The prompt's log-probabilities went to the client with the first token.
         sampling = msgspec.structs.replace(sampling, logprob_start_len=-1)
     return DecodeRequest(
         request_id=sample.request_id,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.config import DEFAULT_BOOTSTRAP_PORT, Role, ServerConfig
+from common.config import Role, ServerConfig
 from common.role_flags import parse_role
 
 
 def parse_args(argv: Sequence[str]) -> ServerConfig:
     """Raises: ConfigError, one line that names the flag, the value and what is allowed."""
     text = "Computes a prompt's KV cache and first token, and puts the cache into a decode server."
-    return parse_role(Role.PREFILL, text, argv, port=30000, bootstrap_port=DEFAULT_BOOTSTRAP_PORT)
+    return parse_role(Role.PREFILL, text, argv, port=30000)

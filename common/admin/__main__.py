@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from common.admin import commands
 from common.admin.answers import NotUnderstood
@@ -26,6 +26,7 @@ from common.clock import SystemClock
 from common.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, Role, gather_keys
 from common.errors import ConfigError
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from common.flag_reading import OneLineParser
 from common.flag_values import address, api_keys, number
 from common.frontend.http.client import ServerUrl, parse_url
 
@@ -36,16 +37,9 @@ SWITCH_WAIT_S = 120.0
 T = TypeVar("T")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with our errors: one line, no usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises: ConfigError. Exits with 0 after --help."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="baton-admin", allow_abbrev=False,
         description="Looks at a fleet and tells its servers what to do.",
     )  # fmt: skip
@@ -92,8 +86,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def _common_flags() -> _Parser:
-    flags = _Parser(add_help=False)
+def _common_flags() -> OneLineParser:
+    flags = OneLineParser(add_help=False)
     for kind, variable in (("api", API_KEY_VARIABLE), ("admin-api", ADMIN_API_KEY_VARIABLE)):
         flags.add_argument(
             f"--{kind}-key", type=_taking(api_keys, is_secret=True), default=(), metavar="KEY",

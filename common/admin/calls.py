@@ -14,7 +14,7 @@ import msgspec
 
 from common.admin.answers import ServerAnswer, decode
 from common.errors import BatonError
-from common.frontend.http.client import HttpFailed, Request, ServerUrl, ask
+from common.frontend.http.client import HttpFailed, Request, ServerUrl, ask, error_message
 
 # A server with 192 peers of many ranks says about 1 MB.
 ANSWER_NBYTES_MAX = 4 << 20
@@ -27,14 +27,6 @@ class Unreachable(BatonError):
 
 class Refused(BatonError):
     """A server answered that it does not do what it was asked."""
-
-
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _Error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +85,7 @@ def _reason(status: int, document: bytes, request: Request) -> str:
     """Never with a key in it, also if the server repeats the one that it was shown."""
     if status == 401:
         return "does not take the key that was shown" if request.key else "wants a key"
-    try:
-        said = msgspec.json.decode(document, type=_ErrorAnswer).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        said = ""
+    said = error_message(document)
     if request.key:
         said = said.replace(request.key, "KEY")
     path = request.path.partition("?")[0]

@@ -44,8 +44,8 @@ class _Sources(msgspec.Struct):
 
 
 async def show_fleet(caller: Caller, *, is_json: bool, watch_s: float | None) -> int:
-    """watch_s: show it again after so many seconds, until cancelled; servers that have answered
-    are asked again, whether anybody names them still or not. None: once."""
+    """watch_s: show it again after so many seconds, until cancelled; None: once. A server that has
+    answered is asked again even if no peer names it any more."""
     starts = dict.fromkeys(caller.named)
     while True:
         fleet = await find_fleet(caller, starts)

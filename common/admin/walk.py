@@ -85,7 +85,7 @@ async def _look(caller: Caller, url: ServerUrl, called: str) -> Server:
 
 
 def _not_known(servers: Sequence[Server], known: dict[ServerUrl, Peer]) -> dict[ServerUrl, Peer]:
-    """Addresses of peers that nobody was asked at.
+    """Addresses that peers are said to have, and that were not asked yet.
 
     One whose incarnation has answered already is the same server under another address, which may
     be of no use here: containers have names of their own.

@@ -1,6 +1,7 @@
 """The exposition that Prometheus reads: the views of every metric, with the base labels.
 
-Knows nothing of the code that measures. A view sums over the labels that it leaves out.
+Knows nothing of the code that measures. A view sums over the labels that it leaves out, values
+that are retired included; it shows none of those.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from common.config import EngineType, MetricsNames
 from common.metrics.definitions import Kind, Metric, View
-from common.metrics.instruments import Counter, Histogram
+from common.metrics.instruments import RETIRED, Counter, Histogram
 from common.metrics.recorded import RECORDED
 from common.metrics.seen import COUNTERS, QUEUES, SEEN
 from common.metrics.snapshot import Seen, Snapshot, queue_depth, see, sum_of
@@ -82,6 +83,8 @@ def _project(view: View, samples: Iterable[_Sample], kind: Kind) -> Iterator[_Sa
         if view.only is not None and sample.labels[view.only[0]] != view.only[1]:
             continue
         kept = {name: sample.labels[name] for name in view.labels}
+        if RETIRED in kept.values():
+            continue
         if "le" in sample.labels:
             kept["le"] = sample.labels["le"]
         key = (sample.suffix, *kept.values())

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from common.metrics.definitions import Kind, Metric, View
 from common.metrics.recorded import LATENCIES, REQUESTS, TRANSFERS
 from common.metrics.seen import COUNTERS, GAUGES, NAMED_COUNTERS, QUEUES
-from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX
+from common.metrics.server import GONE_PEER_KEPT_S, OTHER_PEERS, PEER_COUNT_MAX
 
 SECTIONS = {
     "Latencies and lengths": LATENCIES,
@@ -30,8 +30,10 @@ Every metric has the labels `model_name` and `engine_type` (`prefill`, `decode`,
 server that computes prompts itself); vLLM's names have `engine="0"` besides. `--metrics-names` says
 whether `sglang:` names are shown (the default), `vllm:` ones, or `both`; `baton:` ones always are.
 Names in one row are views of one measurement, never counted twice. A `peer` is a prefill server's
-address, or the id of a decode server's process; metrics know {PEER_COUNT_MAX} of them, the rest is
-`{OTHER_PEERS}`. The waiting time of clients is measured on the decode server alone.
+address, or the id of a decode server's process; metrics know {PEER_COUNT_MAX} of them at a time,
+the rest is `{OTHER_PEERS}`. One that is gone is shown for {GONE_PEER_KEPT_S / 60:.0f} minutes more,
+and stays in sums over all peers. The waiting time of clients is measured on the decode server
+alone.
 """
 
 

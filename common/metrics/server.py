@@ -7,7 +7,9 @@ when they happen.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -25,6 +27,9 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER_PEERS = "other"  # label of all peers beyond the first PEER_COUNT_MAX
 PEER_COUNT_MAX = 32  # values of a label: with stages and buckets, some thousand series
 INTERVAL_COUNT = 2048  # between tokens, for percentiles of the present, 16 KiB
+# How long a peer that is gone is shown: scrapers have seen its last counts by then, and a server
+# that was started again under its name goes on with them.
+GONE_PEER_KEPT_S = 600.0
 HIT_RATE_PROMPT_COUNT = 128  # SGLang's is of one batch; ours of about as many prompts as one has
 
 
@@ -42,11 +47,15 @@ class ServerMetrics:
         for metric in RECORDED:
             self._define(metric)
         instruments: dict[str, Instrument] = {**self._counters, **self._histograms}
+        self._instruments_of_peers = [
+            one for one in instruments.values() if "peer" in one.label_names
+        ]
         self._exposition = Exposition(instruments, model_name, engine_type, names)
         self._registry = CollectorRegistry()
         self._registry.register(self._exposition)
         self._is_prefill = engine_type is EngineType.PREFILL
-        self._peers: set[str] = set()
+        self._peers: dict[str, float] = {}
+        self._peers_noted_at = math.inf
         self._prompts: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_PROMPT_COUNT)
         self._intervals_s: deque[float] = deque(maxlen=INTERVAL_COUNT)
         self._throughput = 0.0
@@ -178,10 +187,23 @@ class ServerMetrics:
         self._prompts.append((trace.cached.count, trace.prompt_token_count))
 
     def _peer(self, peer: str) -> str:
-        """The label of a peer; clients can name peers, and peers come and go, so it is bounded."""
-        if peer not in self._peers and len(self._peers) < PEER_COUNT_MAX:
-            self._peers.add(peer)
-        return peer if peer in self._peers else OTHER_PEERS
+        """The label of a peer; clients can name peers, so their number is bounded."""
+        if peer not in self._peers and len(self._peers) >= PEER_COUNT_MAX:
+            return OTHER_PEERS
+        self._peers[peer] = self._peers_noted_at
+        return peer
+
+    def note_peers(self, known: Iterable[str], now: float) -> None:
+        """The peers that there are. One that has been gone for long has no series any more."""
+        self._peers_noted_at = now
+        present = {"", *known}  # what this server computes itself is of no peer
+        for peer, at in list(self._peers.items()):
+            seen_at = now if peer in present else min(at, now)
+            self._peers[peer] = seen_at
+            if now > seen_at + GONE_PEER_KEPT_S:
+                del self._peers[peer]
+                for instrument in self._instruments_of_peers:
+                    instrument.retire("peer", peer)
 
     # ---- what is -----------------------------------------------------------------------------
 

@@ -25,6 +25,17 @@ class PeerProcesses:
     is_elsewhere: bool = False
 
 
+ProcessIds = tuple[tuple[str, int], ...]
+"""(host id, process id) of each rank of a peer; () if they are not known."""
+
+
+def process_ids(host_ids: Sequence[str], pids: Sequence[int]) -> ProcessIds:
+    """As they were announced; () if they name no processes."""
+    if len(host_ids) != len(pids) or not all(host_ids):
+        return ()
+    return tuple(zip(host_ids, pids, strict=True))
+
+
 def peer_processes(
     host_ids: Sequence[str], pids: Sequence[int], our_host_ids: Sequence[str]
 ) -> PeerProcesses:

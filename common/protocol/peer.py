@@ -26,11 +26,13 @@ from common.request import Claim, Origin, SamplingParams, TokenLogprobs, Transfe
 
 # 1: the first release. A room is for one sample: those of one body are in rooms that follow each
 #    other, each asked for alone.
-# 2: a room is for all samples of a prompt. Caches of answers go back (Offer). A
-#    request has a claim.
+# 2: a room is for all samples of a prompt. Caches of answers go back (Offer). A request has a
+#    claim. A server closes what it shares with an earlier scheduler of the same workers before it
+#    answers the next one (succession).
 PROTOCOL_VERSION = 2
 PROTOCOL_VERSION_MIN = 1
 VERSION_OF_SHARED_ROOMS = 2
+VERSION_OF_SUCCESSION = 2
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -9,7 +9,10 @@ from common.prefill_entries import fixed_addresses
 
 
 def open_doors(config: ServerConfig) -> list[str]:
-    """One line for every port that other machines reach without a key, with the remedy."""
+    """One line for every port that other machines reach without a key, with the remedy.
+
+    A server that may change its role is warned of the ports of both.
+    """
     doors: list[str] = []
     is_reachable = not _is_loopback(config.host)
     if is_reachable and not config.api_keys:
@@ -18,7 +21,7 @@ def open_doors(config: ServerConfig) -> list[str]:
             "set --api-key-file, or --host 127.0.0.1 behind a proxy"
         )
     has_keys = bool(config.curve_secret_key_file)
-    if is_reachable and config.role is Role.PREFILL and not has_keys:
+    if is_reachable and _may_be(config, Role.PREFILL) and not has_keys:
         doors.append(
             f"--bootstrap-port {config.bootstrap_port} on --host {config.host} is open to every "
             "decode server: set --curve-secret-key-file and --curve-peer-keys-file"
@@ -60,11 +63,17 @@ def _has_open_staging(config: ServerConfig) -> bool:
 
 
 def _has_far_writers(config: ServerConfig) -> bool:
-    if config.role is Role.PREFILL:
-        return config.receives_caches and not _is_loopback(config.host)
+    if _may_be(config, Role.PREFILL) and config.receives_caches and not _is_loopback(config.host):
+        return True
+    if not _may_be(config, Role.DECODE):
+        return False
     fixed = fixed_addresses(config.prefill)
     hosts = [address.rpartition(":")[0].strip("[]") for address in fixed]
     return len(fixed) < len(config.prefill) or not all(map(_is_loopback, hosts))
+
+
+def _may_be(config: ServerConfig, role: Role) -> bool:
+    return config.role is role or config.enable_role_switch
 
 
 def _is_loopback(host: str) -> bool:

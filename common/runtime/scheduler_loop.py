@@ -190,8 +190,7 @@ class SchedulerLoop:
         if self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):
-            is_waiting = self._config.standby and self._info is not None
-            trouble = STANDBY if is_waiting else ""
+            trouble = STANDBY if self._info is not None else ""
             self._sockets.frontend.add(
                 State(message.call_id, False, {}, {}, [], [], trouble=trouble)
             )
@@ -201,7 +200,7 @@ class SchedulerLoop:
             self._handle_worker(rank, message)
         now = self._clock.now()
         for rank, taken_at in self._taken_at.items():
-            if rank not in self._workers and now > taken_at + TAKE_OVER_TIMEOUT_S:
+            if now > taken_at + TAKE_OVER_TIMEOUT_S:
                 raise ServerSpent(f"worker {rank} does not end what another scheduler began")
 
     def _handle_worker(self, rank: int, message: WorkerToScheduler) -> None:
@@ -209,6 +208,7 @@ class SchedulerLoop:
             self._feed(FromWorker(message))
         elif isinstance(message, WorkerReady) and message.session == self._session:
             self._workers[rank] = message
+            self._taken_at.pop(rank, None)
             if len(self._workers) == self._config.rank_count:
                 self._start_core()
         elif rank not in self._taken_at:

@@ -47,7 +47,7 @@ class SchedulerSockets:
             [f"worker-{rank}" for rank in remote_ranks],
             load_own_curve(config.curve_secret_key_file),
         )
-        self._worker_names = [f"worker-{rank}" for rank in range(config.rank_count)]
+        self._ranks = {f"worker-{rank}": rank for rank in range(config.rank_count)}
         self.frontend = FrontendLink(config.frontend_ipc_path)
         self.peers = PeerEndpoint(open_peers(config), warn)
         self._poller = Poller()
@@ -78,9 +78,8 @@ class SchedulerSockets:
         messages: list[tuple[int, WorkerToScheduler]] = []
         for name, payload in self._workers.receive():
             try:
-                if name in self._worker_names:
-                    rank = self._worker_names.index(name)
-                    messages.append((rank, decode_worker_to_scheduler(payload)))
+                if name in self._ranks:
+                    messages.append((self._ranks[name], decode_worker_to_scheduler(payload)))
             except ProtocolError as error:
                 self._warn(f"dropped a message of {name!r}: {error}")
         for key in self._workers.take_refusals():
@@ -93,12 +92,12 @@ class SchedulerSockets:
     def send_workers(self, message: SchedulerToWorker) -> list[str]:
         """The same message to every worker. Returns those that did not take it."""
         payload = encode(message)
-        results = {name: self._workers.send(name, payload) for name in self._worker_names}
+        results = {name: self._workers.send(name, payload) for name in self._ranks}
         return [name for name, result in results.items() if result is not SendResult.SENT]
 
     def send_worker(self, rank: int, message: SchedulerToWorker) -> None:
         """A message to a worker that was just heard."""
-        self._workers.send(self._worker_names[rank], encode(message))
+        self._workers.send(f"worker-{rank}", encode(message))
 
     def watch_processes(self, key: str, pids: tuple[int, ...]) -> None:
         """Have `take_gone` report `key` when these processes of this host have all ended."""

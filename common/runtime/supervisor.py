@@ -70,16 +70,16 @@ class Supervisor:
             signal.signal(signum, self._handle_signal)
         if self._config.node_rank == 0:
             self._start("frontend", "common.frontend")
-            self._start("scheduler", self._scheduler_module)
+            self._start_scheduler()
         for rank in self._config.local_ranks:
             self._start(f"worker-{rank}", "common.worker", "--rank", str(rank))
         code = self._watch()
         self._end_rest()
         return code
 
-    @property
-    def _scheduler_module(self) -> str:
-        return f"{self._config.role}_server.scheduler_process"
+    def _start_scheduler(self) -> None:
+        """Of the role that this server has now."""
+        self._start("scheduler", f"{self._config.role}_server.scheduler_process")
 
     def _start(self, name: str, module: str, *extra: str) -> None:
         command = [sys.executable, "-m", module, "--config", self._config.config_path, *extra]
@@ -119,7 +119,7 @@ class Supervisor:
             "the scheduler ended with %s: another one takes its workers on; see its last lines",
             _described(ended["scheduler"]),
         )
-        self._start("scheduler", self._scheduler_module)
+        self._start_scheduler()
         return True
 
     def _may_restart(self, code: int) -> bool:
@@ -142,7 +142,7 @@ class Supervisor:
         setup_log(role, "supervisor", self._config.log_level)
         log.info("this is a %s server from now on", role)
         self._start("frontend", "common.frontend")
-        self._start("scheduler", self._scheduler_module)
+        self._start_scheduler()
 
     def _explain(self, codes: dict[str, int]) -> int:
         """The exit code of a server whose children have ended. All that ended since the last look

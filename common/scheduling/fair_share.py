@@ -38,10 +38,6 @@ class FairShare:
     def served(self, client: str) -> int:
         return self._served.get(client, 0)
 
-    def waiting_count(self, client: str) -> int:
-        """Requests of a client that wait."""
-        return self._waiting[client]
-
     @property
     def waiting(self) -> Counter[str]:
         """Requests that wait, by client."""

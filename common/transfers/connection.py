@@ -26,7 +26,7 @@ from common.planner.pairing import rank_pairs
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.frontend import PeerState
 from common.protocol.handshake import agree_verify, expected_writers
-from common.protocol.hosts import PeerProcesses, peer_processes
+from common.protocol.hosts import PeerProcesses, ProcessIds, peer_processes, process_ids
 from common.protocol.peer import Hello, Welcome
 from common.scheduling.breaker import Breaker, BreakerState
 from common.scheduling.facts import ServerFacts
@@ -74,6 +74,10 @@ class Remote:
     host_ids: tuple[str, ...]
     pids: tuple[int, ...]
 
+    @property
+    def process_ids(self) -> ProcessIds:
+        return process_ids(self.host_ids, self.pids)
+
     @staticmethod
     def of(
         message: Hello | Welcome,
@@ -110,41 +114,37 @@ class Remote:
 
 
 @dataclass(slots=True)
-class Inbound:
-    """opened: by rank of ours, where the peer may write. attachment: of our Attach; 0 before it.
-
-    transports: what carries caches, by the peer's word.
-    is_needed: the connection is of no use without it. is_failed: it can't be made, and is not
-    waited for.
+class Direction:
+    """is_needed: the connection is of no use without it. is_failed: it can't be made, and is not
+    waited for. attachment: of the Attach of the server that is written to; 0 before it.
     """
 
     is_needed: bool = True
-
-    opened: dict[int, RankDescriptor] = field(default_factory=dict)
-    attachment: int = 0
-    transports: list[str] = field(default_factory=list)
     is_up: bool = False
     is_failed: bool = False
+    attachment: int = 0
 
 
 @dataclass(slots=True)
-class Outbound:
-    """attachment: of the peer's Attach; 0 before it. page_counts: pages per group that it has.
+class Inbound(Direction):
+    """opened: by rank of ours, where the peer may write. transports: what carries caches, by the
+    peer's word."""
 
-    connected: which of our ranks are; None before the peer's Attach.
-    transports, notes: what carries caches, and how they travel, by the word of our ranks.
-    is_needed, is_failed: as of an `Inbound`.
+    opened: dict[int, RankDescriptor] = field(default_factory=dict)
+    transports: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Outbound(Direction):
+    """page_counts: pages per group that the peer has. connected: which of our ranks are; None
+    before the peer's Attach. transports, notes: what carries caches, and how they travel, by the
+    word of our ranks.
     """
 
-    is_needed: bool = True
-
-    attachment: int = 0
     page_counts: tuple[int, ...] = ()
     connected: RankSet | None = None
     transports: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
-    is_up: bool = False
-    is_failed: bool = False
 
 
 @dataclass(slots=True, eq=False)

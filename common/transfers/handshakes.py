@@ -202,9 +202,9 @@ class Handshakes:
         ours = self._introduction
         goes_out, comes_in = ours.sends and message.receives, ours.receives and message.sends
         if goes_out:
-            connection.outbound = Outbound(ours.needs_outbound or not comes_in)
+            connection.outbound = Outbound(is_needed=ours.needs_outbound or not comes_in)
         if comes_in:
-            connection.inbound = Inbound(ours.needs_inbound or not goes_out)
+            connection.inbound = Inbound(is_needed=ours.needs_inbound or not goes_out)
             if connection.inbound.is_needed:
                 connection.phase = ConnectionPhase.OPENING
             self._outbox.to_workers(

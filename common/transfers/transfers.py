@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from common.protocol.digests import Digested
 from common.protocol.frontend import PeerState
+from common.protocol.hosts import process_ids
 from common.protocol.peer import (
     Abort,
     Attach,
@@ -55,7 +56,7 @@ from common.transfers.incoming_transfer import CacheFailed, CacheReady
 from common.transfers.introduction import Introduction
 from common.transfers.links import Links
 from common.transfers.outgoing import AskRefused, CacheAsked, Outgoing, OutgoingTransfer
-from common.transfers.writers import Writers, process_ids
+from common.transfers.writers import Writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +228,7 @@ class Transfers:
         earlier = [
             one
             for one in self.links.connections
-            if ids
-            and one.incarnation != message.incarnation
-            and process_ids(one.remote.host_ids, one.remote.pids) == ids
+            if ids and one.incarnation != message.incarnation and one.remote.process_ids == ids
         ]
         events: list[TransferEvent] = []
         for one in earlier:
@@ -270,9 +269,7 @@ class Transfers:
             if connection.is_fenced:
                 self.incoming.apply_gone(message.peer)
             elif connection.inbound is not None:
-                remote = connection.remote
-                ids = process_ids(remote.host_ids, remote.pids)
-                self.writers.add_closed(message.peer, ids)
+                self.writers.add_closed(message.peer, connection.remote.process_ids)
 
     def _handle_settled(self, message: SendSettled, now: float) -> list[TransferEvent]:
         """A connection that broke with bytes under way has lost its peer: only the peer's own fence

@@ -12,38 +12,23 @@ there. Knows nothing of pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from common.protocol.hosts import peer_processes
-from common.protocol.peer import Hello, Welcome
+from common.protocol.hosts import ProcessIds, peer_processes, process_ids
+from common.protocol.peer import VERSION_OF_SUCCESSION, Hello, Welcome
 from common.scheduling.facts import ServerFacts
 from common.scheduling.peers import Outbox
+from common.transfers.introduction import spoken_versions
 
 # Peers that live greet within a second of a scheduler that starts again, those that are frozen not.
 EARLIER_TIMEOUT_S = 10.0
 # Closed ones that are remembered. One that is forgotten can only be proved by the end of its
 # processes, which is watched from its first greeting on.
 CLOSED_COUNT_MAX = 1024
-# From this version of the protocol on a server closes what it shares with an earlier scheduler of
-# the same workers before it answers the next one.
-VERSION_OF_SUCCESSION = 2
-
-ProcessIds = tuple[tuple[str, int], ...]
-"""(host id, process id) of each rank of a peer; () if they are not known."""
-
-
-def process_ids(host_ids: Sequence[str], pids: Sequence[int]) -> ProcessIds:
-    """As they were announced; () if they name no processes."""
-    if len(host_ids) != len(pids) or not all(host_ids):
-        return ()
-    return tuple(zip(host_ids, pids, strict=True))
 
 
 class Writers:
     """Owner of what is known of them. Times are given; nothing is proved by time."""
 
     def __init__(self, facts: ServerFacts, outbox: Outbox) -> None:
-        self._facts = facts
         self._outbox = outbox
         self._closed: dict[str, ProcessIds] = {}
         self._earlier: dict[str, ProcessIds] = {}
@@ -73,7 +58,7 @@ class Writers:
     def take_greeted(self, message: Hello | Welcome) -> list[str]:
         """Those that a greeting proves to be out of reach."""
         ids = process_ids(message.host_ids, message.pids)
-        knows = _version_of(message) >= VERSION_OF_SUCCESSION
+        knows = spoken_versions(message)[1] >= VERSION_OF_SUCCESSION
         succeeded = [
             one
             for known in (self._closed, self._earlier)
@@ -99,7 +84,3 @@ class Writers:
             self._since = now
         if now > self._since + EARLIER_TIMEOUT_S:
             self._outbox.give_up(self.trouble)
-
-
-def _version_of(message: Hello | Welcome) -> int:
-    return message.version if isinstance(message, Welcome) else message.version_max

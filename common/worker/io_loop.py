@@ -252,23 +252,15 @@ class IoLoop:
             case MovePages():
                 self._succession.note_job()
                 self._moves.put(message)
-            case Begin() | Release():
-                return self._succeed(message)
+            case Begin():
+                return self._succession.begin(message)
+            case Release():
+                self._succession.release(message)
             case Shutdown():
                 self._steps.put(None)
             case _:
                 assert_never(message)
         return []
-
-    def _succeed(self, message: Begin | Release) -> Sequence[WorkerToScheduler]:
-        """Another scheduler takes over, or is to."""
-        if isinstance(message, Begin):
-            forgets, answers = self._succession.begin(message)
-        else:
-            forgets, answers = self._succession.release(message), []
-        if forgets:
-            self._steps.put(ForgetSequences())
-        return answers
 
     def _apply(self, event: TransportEvent) -> Sequence[WorkerToScheduler]:
         match event:

@@ -10,6 +10,7 @@ models, and never decides that a peer is out of reach: who could still write her
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -40,12 +41,20 @@ class SequencesForgotten:
 
 class Succession:
     """is_ending: what an earlier scheduler began is being ended, and what comes of it is for
-    nobody. Jobs beside the engine are counted here: none may run into the next session."""
+    nobody. Jobs beside the engine are counted here: none may run into the next session. to_engine:
+    puts a message behind the steps that the engine has."""
 
-    def __init__(self, links: PeerLinks, sends: Sends, ready: WorkerReady) -> None:
+    def __init__(
+        self,
+        links: PeerLinks,
+        sends: Sends,
+        ready: WorkerReady,
+        to_engine: Callable[[ForgetSequences], None],
+    ) -> None:
         self._links = links
         self._sends = sends
         self._ready = ready
+        self._to_engine = to_engine
         self._session = ""
         self._next_session = ""
         self._job_count = 0
@@ -53,21 +62,23 @@ class Succession:
         self._is_quiet = False
         self.is_ending = False
 
-    def begin(self, message: Begin) -> tuple[bool, list[WorkerToScheduler]]:
-        """Whether the engine is to forget its sequences now, and what to say."""
+    def begin(self, message: Begin) -> list[WorkerToScheduler]:
+        """A scheduler takes over. What to say now."""
         if message.session == self._session and not self.is_ending:
-            return False, [self._ready_again()]
+            return [self._ready_again()]
         self._next_session = message.session
         if self.is_ending or not self._session:
-            return False, self.advance()
-        return self._end_last(), []
+            return self.advance()
+        self._end_last()
+        return []
 
-    def release(self, message: Release) -> bool:
-        """Whether the engine is to forget its sequences now."""
+    def release(self, message: Release) -> None:
+        """The scheduler leaves, and another one is to take over."""
         self._is_quiet = message.is_quiet
-        return bool(self._session) and not self.is_ending and self._end_last()
+        if self._session and not self.is_ending:
+            self._end_last()
 
-    def _end_last(self) -> bool:
+    def _end_last(self) -> None:
         """Begin to end what there is."""
         self.is_ending, self._has_engine = True, False
         self._session = ""
@@ -75,8 +86,8 @@ class Succession:
             self._sends.cancel_peer(peer, "its scheduler is gone")
         for peer in self._links.peers:
             self._links.close(peer)
+        self._to_engine(ForgetSequences())
         log.info("another scheduler is to take over")
-        return True
 
     def note_job(self) -> None:
         """A job beside the engine was given out."""

@@ -125,7 +125,7 @@ class _Worker:
             self._outbox,
             self._digests.jobs,
             self._moves.jobs,
-            Succession(links, sends, started.ready),
+            Succession(links, sends, started.ready, self._steps.put),
             self._staged,
             progress=self._progress,
             beat_interval_s=beat_interval_s,

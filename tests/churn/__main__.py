@@ -133,22 +133,21 @@ def golden(fleet: Fleet, node: Node, rng: random.Random) -> list[tuple[Body, lis
     return [(body | {"stream": True}, output_ids) for body, output_ids in clear]
 
 
-def role_of(node: Node) -> str:
-    """Of a server that is ready, else ""."""
-    try:
-        if node.get("/health").status_code != 200:
-            return ""
-        return str(node.get("/server_info").json()["disaggregation_mode"])
-    except (httpx.TransportError, ValueError, KeyError):
-        return ""
+def wait_serving(node: Node, role: str) -> None:
+    def is_serving() -> bool:
+        try:
+            return node.get("/health").status_code == 200 and node.role == role
+        except httpx.TransportError:
+            return False
+
+    wait_until(f"{node.name} to serve as a {role} server", is_serving)
 
 
 def switch(node: Node, role: str) -> float:
     """Seconds until it serves in a role."""
     began_at = time.monotonic()
-    reply = node.post("/switch_role", {"role": role})
-    assert reply.status_code == 200, reply.text
-    wait_until(f"{node.name} to be a {role} server", lambda: role_of(node) == role)
+    node.switch(role)
+    wait_serving(node, role)
     return time.monotonic() - began_at
 
 
@@ -162,11 +161,11 @@ def restart(node: Node) -> float:
 
 def kill_scheduler(node: Node) -> float:
     """Seconds until it is ready again."""
-    role, began_at = role_of(node), time.monotonic()
+    role, began_at = node.role, time.monotonic()
     pid = node.process_id_of("scheduler_process")
     os.kill(pid, signal.SIGKILL)
     wait_until("another scheduler", lambda: pid not in node.process_ids())
-    wait_until(f"{node.name} to be ready", lambda: role_of(node) == role)
+    wait_serving(node, role)
     return time.monotonic() - began_at
 
 

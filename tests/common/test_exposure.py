@@ -11,6 +11,7 @@ NO_RETURNS = {"return_cache": ReturnCache.OFF}
 KEYS = {"curve_secret_key_file": "s", "curve_peer_keys_file": "p"}
 HTTP, BOOTSTRAP, STAGING, NODES = "HTTP", "--bootstrap-port", "the ports where", "torch's store"
 WORKERS = "the port of workers"
+SWITCHES = {"enable_role_switch": True}
 CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX listens"
 
 
@@ -43,6 +44,10 @@ CACHES, UCX_TCP = "caches that arrive over a network", "--transport ucx-tcp: UCX
         (Role.DECODE, {"prefill": ("127.0.0.1:1",), "transport": "ucx-tcp"}, [UCX_TCP]),
         (Role.PREFILL, {"transport": "ucx-tcp", **KEYS}, [UCX_TCP]),
         (Role.DECODE, {"prefill": ("gpu-7:1",), **KEYS}, []),
+        (Role.DECODE, {"prefill": ("127.0.0.1:1",), **SWITCHES}, []),
+        (Role.DECODE, {"host": "0.0.0.0", **SWITCHES}, [HTTP, BOOTSTRAP, STAGING, CACHES]),
+        (Role.DECODE, {"host": "0.0.0.0", **SWITCHES, **KEYS}, [HTTP]),
+        (Role.PREFILL, {"prefill": ("gpu-7:1",), **SWITCHES}, [STAGING, CACHES]),
     ],
 )
 def test_every_open_door_is_named_with_what_to_set(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from common.protocol.peer import TransferRequest
 from common.request import Claim
-from common.scheduling.events import Effect, ToPeer
 from decode_server.scheduler import DecodeScheduler
+from tests.decode_server.asked import prompts_asked_for
 from tests.sim.client import Client
 from tests.sim.node import Node
 from tests.sim.world import World, connected_pair
@@ -65,13 +64,7 @@ def test_who_is_as_urgent_as_the_queue_is_refused_for_its_length() -> None:
 
 def test_in_a_full_queue_the_more_urgent_takes_the_place_of_the_latest() -> None:
     world = narrow_world(queue_max=4)
-    asked: list[int] = []
-
-    def note(node: Node, effect: Effect) -> None:
-        if isinstance(effect, ToPeer) and isinstance(effect.message, TransferRequest):
-            asked.append(effect.message.token_ids[0])
-
-    world.watchers.append(note)
+    asked = prompts_asked_for(world)
     running = [submit(world, Claim(0, "a"), count=80)]
     world.run(world.now + 0.1)
     running.append(submit(world, Claim(0, "a"), count=20))

@@ -5,24 +5,16 @@ from __future__ import annotations
 import pytest
 
 from common.prefix_digests import DIGEST_NBYTES
-from common.protocol.peer import TransferRequest
-from common.scheduling.events import Effect, ToPeer
 from common.scheduling.prefix_cache import Match, PrefixCache
 from decode_server.admission import VAIN_COUNT_MAX
 from decode_server.scheduler import DecodeScheduler
-from tests.sim.node import Node
+from tests.decode_server.asked import prompts_asked_for
 from tests.sim.world import connected_pair
 
 
 def test_requests_of_a_lost_server_are_asked_for_again_in_their_order() -> None:
     world = connected_pair(decode_page_count=256)
-    asked: list[int] = []
-
-    def note(node: Node, effect: Effect) -> None:
-        if isinstance(effect, ToPeer) and isinstance(effect.message, TransferRequest):
-            asked.append(effect.message.token_ids[0])
-
-    world.watchers.append(note)
+    asked = prompts_asked_for(world)
     prefill = world.nodes["p0"]
     for index in range(6):
         world.submit(world.nodes["d0"], list(range(20 + index, 60)), 1)

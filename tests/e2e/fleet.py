@@ -209,6 +209,20 @@ class Node:
     def info(self) -> Info:
         return msgspec.json.decode(self.get("/server_info").content, type=Info)
 
+    @property
+    def role(self) -> str:
+        """Of the server that answers, "" while none does."""
+        try:
+            return str(self.get("/server_info").json().get("disaggregation_mode", ""))
+        except (httpx.TransportError, ValueError):
+            return ""
+
+    def switch(self, role: str) -> None:
+        """Returns when it is a server of that role."""
+        reply = self.post("/switch_role", {"role": role})
+        assert reply.status_code == 200 and reply.json()["role"] == role, reply.text
+        wait_until(f"{self.name} to be a {role} server", lambda: self.role == role)
+
     def peers(self) -> list[Peer]:
         """Its peers; none while this server starts, of which its frontend hears last."""
         if "workers are ready" not in self.log:

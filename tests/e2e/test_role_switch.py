@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.e2e.fleet import Body, Fleet, Node, wait_until
@@ -48,33 +47,17 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield Pair(fleet, first, second, golden)
 
 
-def role_of(node: Node) -> str:
-    """Of the server that answers, "" while none does."""
-    try:
-        shown = node.get("/server_info").json()
-    except (httpx.TransportError, ValueError):
-        return ""
-    return str(shown.get("disaggregation_mode", ""))
-
-
-def switch(node: Node, role: str) -> None:
-    """Returns when it is one."""
-    reply = node.post("/switch_role", {"role": role})
-    assert reply.status_code == 200 and reply.json()["role"] == role, reply.text
-    wait_until(f"{node.name} to be a {role} server", lambda: role_of(node) == role)
-
-
 def test_a_pair_changes_places_and_answers_as_before(pair: Pair) -> None:
     workers = [node.process_id_of("common.worker") for node in (pair.first, pair.second)]
     expected = [pair.golden.generate(body(seed)).output_ids for seed in range(4)]
     assert [pair.second.generate(body(seed)).output_ids for seed in range(4)] == expected
-    switch(pair.second, "prefill")
-    switch(pair.first, "decode")
+    pair.second.switch("prefill")
+    pair.first.switch("decode")
     pair.first.wait_ready()
     assert [pair.first.generate(body(seed)).output_ids for seed in range(4)] == expected
     assert pair.first.info().counters["finished"] == 4.0
-    switch(pair.first, "prefill")
-    switch(pair.second, "decode")
+    pair.first.switch("prefill")
+    pair.second.switch("decode")
     pair.second.wait_ready()
     assert [pair.second.generate(body(seed)).output_ids for seed in range(4)] == expected
     kept = [node.process_id_of("common.worker") for node in (pair.first, pair.second)]
@@ -102,7 +85,7 @@ def test_a_stream_that_has_begun_ends_before_its_server_changes_its_role(pair: P
         assert pair.second.post("/generate", body(2)).status_code == 503
         *_, last = events
     assert last.output_ids == expected
-    wait_until("it to be a prefill server", lambda: role_of(pair.second) == "prefill")
+    wait_until("it to be a prefill server", lambda: pair.second.role == "prefill")
 
 
 def test_a_server_on_standby_serves_as_soon_as_it_is_told_to(tmp_path: Path) -> None:
@@ -114,8 +97,8 @@ def test_a_server_on_standby_serves_as_soon_as_it_is_told_to(tmp_path: Path) -> 
         wait_until("it to say so", lambda: "on standby" in decode.get("/health").text)
         assert "on standby" in decode.refused("/generate", body(1), 503)
         worker = decode.process_id_of("common.worker")
-        switch(prefill, "prefill")
-        switch(decode, "decode")
+        prefill.switch("prefill")
+        decode.switch("decode")
         fleet.wait_ready()
         assert len(decode.generate(body(1)).output_ids) == 12
         assert decode.process_id_of("common.worker") == worker

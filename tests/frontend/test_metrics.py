@@ -11,10 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.clock import ManualClock
 from common.config import Role
+from common.metrics.server import GONE_PEER_KEPT_S
 from common.protocol.frontend import Failed, Outputs, Tokens, Traced
 from common.request import RequestTrace, SamplingParams, TransferTrace
 from tests.frontend.frontend_rig import Rig, run_with_rig
-from tests.frontend.scripted_scheduler import ScriptedScheduler, count_up, trace_of
+from tests.frontend.scripted_scheduler import PEER, ScriptedScheduler, count_up, trace_of
 
 Families = dict[str, Metric]
 
@@ -188,6 +189,26 @@ def test_throughput_is_what_came_between_two_looks(tmp_path: Path) -> None:
         clock.advance(2.0)
         await rig.context.scheduler.watch_once()
         assert value(await scrape(rig.http), "sglang:gen_throughput") == 6.0
+
+    run_with_rig(tmp_path, story, clock=clock)
+
+
+def test_a_peer_that_is_gone_has_no_series_after_a_while(tmp_path: Path) -> None:
+    clock = ManualClock(50.0)
+
+    async def story(rig: Rig) -> None:
+        client = rig.context.scheduler
+        await generate(rig, 2)
+        await client.watch_once()
+        rig.scheduler.peers = []
+        await client.watch_once()
+        families = await scrape(rig.http)
+        assert value(families, "baton:peer_transfer_bytes_total", peer=PEER.address) == 1e7
+        clock.advance(GONE_PEER_KEPT_S + 1.0)
+        await client.watch_once()
+        families = await scrape(rig.http)
+        assert families["baton:peer_transfer_bytes"].samples == []
+        assert value(families, "baton:transfer_bytes_total") == 1e7
 
     run_with_rig(tmp_path, story, clock=clock)
 

@@ -404,7 +404,12 @@ def test_a_server_that_waits_says_that_it_is_there(
     run(story)
 
 
-def test_a_client_that_leaves_ends_its_request_at_the_other_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("leaves", "kind"), [(True, "aborted"), (False, "stopping")], ids=["client leaves", "stops"]
+)
+def test_what_is_relayed_ends_there_with_its_client_and_with_its_server(
+    tmp_path: Path, leaves: bool, kind: str
+) -> None:
     async def story() -> None:
         async with (
             other(tmp_path, "b") as b,
@@ -414,29 +419,15 @@ def test_a_client_that_leaves_ends_its_request_at_the_other_server(tmp_path: Pat
             stream = await begun(a, "stream", 2)
             a.context.relays.move(stream)
             await b.rig.until(lambda s: bool(s.held))
-            with stream:
-                pass
+            if leaves:
+                with stream:
+                    pass
+            else:
+                a.context.scheduler.stop()
             end = await failure_of(stream)
-            assert (end.kind, end.message) == ("aborted", "the client went away")
+            assert end.kind == kind and (not leaves or end.message == "the client went away")
             await b.rig.until(lambda s: len(s.cancels) == 1)
             assert a.context.scheduler.open_request_count == 0
-
-    run(story)
-
-
-def test_a_server_that_stops_answers_what_is_relayed_still(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with (
-            other(tmp_path, "b") as b,
-            frontend(tmp_path, "a", drain_to=(b.served.url,)) as a,
-        ):
-            b.scheduler.holds = True
-            stream = await begun(a, "stream", 2)
-            a.context.relays.move(stream)
-            await b.rig.until(lambda s: bool(s.held))
-            a.context.scheduler.stop()
-            assert (await failure_of(stream)).kind == "stopping"
-            await b.rig.until(lambda s: len(s.cancels) == 1)
 
     run(story)
 

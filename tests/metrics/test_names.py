@@ -12,7 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.config import EngineType, MetricsNames
 from common.metrics.recorded import RECORDED
 from common.metrics.seen import COUNTERS, QUEUES, SEEN
-from common.metrics.server import OTHER_PEERS, PEER_COUNT_MAX, ServerMetrics
+from common.metrics.server import (
+    GONE_PEER_KEPT_S,
+    OTHER_PEERS,
+    PEER_COUNT_MAX,
+    ServerMetrics,
+)
 from common.metrics.snapshot import PageCounts, PeerGauge, Snapshot
 from common.request import CachedTokens, FinishKind, RequestTrace, TransferTrace
 
@@ -181,6 +186,50 @@ def test_stages_are_told_per_peer_and_of_so_many_peers_only() -> None:
     assert len(peers) == PEER_COUNT_MAX + 1 and OTHER_PEERS in peers
     assert one(samples, "baton:peer_transfer_bytes_total", peer=OTHER_PEERS) == 900
     assert one(samples, "baton:transfer_bytes_total") == 100 * (PEER_COUNT_MAX + 10)
+
+
+def peers_of(samples: Samples, name: str) -> set[str]:
+    return {labels["peer"] for labels, _ in samples.get(name, [])}
+
+
+def test_a_peer_that_is_gone_is_shown_for_a_while_and_stays_in_the_sums() -> None:
+    metrics, _ = measured(MetricsNames.BOTH)
+    metrics.observe_end(trace(peer="p:2"), is_streaming=False)
+    metrics.observe_end(trace(peer=""), is_streaming=False)  # computed on this server itself
+    metrics.note_peers(["p:1", "p:2"], now=1000.0)
+    metrics.note_peers(["p:2"], now=1000.0 + GONE_PEER_KEPT_S)
+    assert peers_of(exposed(metrics), "baton:peer_transfer_bytes_total") == {"p:1", "p:2", ""}
+    metrics.note_peers(["p:2"], now=1001.0 + GONE_PEER_KEPT_S)
+    samples = exposed(metrics)
+    for name in ("peer_transfer_bytes_total", "transfer_stage_seconds_sum"):
+        assert peers_of(samples, f"baton:{name}") == {"p:2", ""}
+    assert one(samples, "baton:transfer_bytes_total") == 400
+    assert one(samples, "vllm:request_decode_time_seconds_sum") == 24
+    assert one(samples, "vllm:request_decode_time_seconds_bucket", le="10.0") == 4
+    metrics.observe_end(trace(), is_streaming=False)
+    samples = exposed(metrics)
+    assert one(samples, "baton:peer_transfer_bytes_total", peer="p:1") == 100
+    assert one(samples, "baton:transfer_bytes_total") == 500
+
+
+def test_peers_that_come_and_go_are_all_told_apart() -> None:
+    """As pods do, each of which has an address of its own."""
+    metrics = ServerMetrics("tiny", EngineType.DECODE)
+    for number in range(3 * PEER_COUNT_MAX):
+        now = number * GONE_PEER_KEPT_S
+        metrics.note_peers([f"p:{number}"], now)
+        metrics.observe_end(trace(peer=f"p:{number}"), is_streaming=False)
+        peers = peers_of(exposed(metrics), "baton:peer_transfer_bytes_total")
+        assert f"p:{number}" in peers and len(peers) <= 3
+    assert one(exposed(metrics), "baton:transfer_bytes_total") == 300 * PEER_COUNT_MAX
+
+
+def test_a_peer_is_counted_also_before_anybody_has_said_which_there_are() -> None:
+    metrics, _ = measured(MetricsNames.SGLANG)
+    metrics.note_peers([], now=1000.0)
+    assert peers_of(exposed(metrics), "baton:peer_transfer_bytes_total") == {"p:1"}
+    metrics.note_peers([], now=1001.0 + GONE_PEER_KEPT_S)
+    assert peers_of(exposed(metrics), "baton:peer_transfer_bytes_total") == set()
 
 
 def test_the_hit_rate_is_of_prompts_that_were_computed() -> None:

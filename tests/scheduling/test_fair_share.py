@@ -83,7 +83,7 @@ def test_a_client_that_waits_keeps_its_count_however_small() -> None:
     share.begin_waiting("b")
     share.charge("b", 500)
     share.begin_waiting("a")
-    assert (share.served("a"), share.waiting_count("a")) == (0, 2)
+    assert (share.served("a"), share.waiting["a"]) == (0, 2)
 
 
 def test_clients_that_were_idle_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,6 @@ PAGES = [9, 30, 4, 11, 2, 25, 6, 17]
 OTHER_PAGES = [60, 3, 57, 40, 41, 42, 5, 59]
 HOST_PAGES = [1, 2, 3, 70, 68, 69, 5, 4]
 HOST_CACHE_GB = 0.001
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3")
 
 
 def move(worker: WorkerProcesses, message: MovePages) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 ITEM_NBYTES = 12288 // 8  # all layers' keys and values of one token of this checkpoint
 # Whole pages of 8 at the target, and the middle of a page of 16 at the source.
 PREFIX = 24
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3")
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Reference:
-    return Reference.load(checkpoint)
 
 
 @pytest.fixture(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,16 +96,6 @@ def start(
         prefill.wait_ready()
         decode.wait_ready()
         yield StagedPair(prefill, decode)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3")
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Reference:
-    return Reference.load(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3")
-
-
 def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
     values: dict[str, object] = {
         "role": Role.DECODE,

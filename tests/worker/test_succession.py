@@ -3,7 +3,7 @@ and what could still write is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,16 +37,6 @@ from tests.worker.whole_send import WholeSend
 from tests.worker.worker_processes import WorkerProcesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3")
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Reference:
-    return Reference.load(checkpoint)
 
 
 @pytest.fixture

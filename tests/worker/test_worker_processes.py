@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,16 +124,6 @@ class Pair:
         output += self.decode.finish_step().token_ids
         self.decode.step(retired=[request_id])
         return output
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3")
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Reference:
-    return Reference.load(checkpoint)
 
 
 def start_pair(

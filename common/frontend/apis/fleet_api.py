@@ -100,19 +100,20 @@ def build_router(context: FrontendContext) -> APIRouter:
 def _switch(context: FrontendContext, role: Role) -> JsonObject:
     """Begin it; the answer. Raises: RequestError if this server can't."""
     config, order = context.config, context.drain_order
-    is_there = role is config.role and not config.standby
-    if not is_there and role is not config.role and not config.enable_role_switch:
+    is_done = role is config.role and not config.standby
+    answer: JsonObject = {"success": True, "role": str(role), "is_done": is_done}
+    if is_done:
+        return {**answer, "open_requests": 0}
+    if role is not config.role and not config.enable_role_switch:
         raise RequestError(
             f"role={str(role)!r}: this {config.role} server was started without "
             "--enable-role-switch",
             field="role",
         )
-    if not is_there and order.is_given:
+    if order.is_given:
         raise RequestError("role: the server drains already", status=503, field="role")
-    if not is_there:
-        order.give_role(role)
-    open_count = 0 if is_there else context.scheduler.open_request_count
-    return {"success": True, "role": str(role), "is_done": is_there, "open_requests": open_count}
+    order.give_role(role)
+    return {**answer, "open_requests": context.scheduler.open_request_count}
 
 
 def read_targets(body: JsonObject) -> tuple[str, ...] | None:

@@ -119,7 +119,7 @@ def resume_body(
     if sampling.return_logprob:
         body |= {
             "return_logprob": True,
-            # What is told of the prompt was told with the first token.
+            # The prompt's log-probabilities went to the client with the first token.
             "logprob_start_len": -1 if output_ids else sampling.logprob_start_len,
             "top_logprobs_num": sampling.top_logprobs_num,
             "token_ids_logprob": list(sampling.token_ids_logprob),

@@ -11,9 +11,11 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import h11
+import msgspec
 
 from common.errors import BatonError
 from common.flag_values import server_url
@@ -24,6 +26,7 @@ CONNECT_TIMEOUT_S = 3.0
 # log-probabilities of a prompt in it.
 DOCUMENT_NBYTES_MAX = 16 << 20
 LINE_NBYTES_MAX = 128 << 20
+T = TypeVar("T")
 
 
 class HttpFailed(BatonError):
@@ -118,6 +121,33 @@ class Answer:
                     yield bytes(line)
             elif len(rest) > LINE_NBYTES_MAX:
                 raise HttpFailed(f"answered a line of more than {LINE_NBYTES_MAX} bytes")
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error
+
+
+_ERROR_DECODER = msgspec.json.Decoder(_ErrorAnswer)
+
+
+def decode_answer(decoder: msgspec.json.Decoder[T], document: bytes) -> T:
+    """What a server answered as JSON. Raises: HttpFailed if it is not what the decoder takes."""
+    try:
+        return decoder.decode(document)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise HttpFailed(f"it says what can't be read: {exc}") from exc
+
+
+def error_message(document: bytes) -> str:
+    """What an error says that a server answered; "" if it can't be read."""
+    try:
+        return decode_answer(_ERROR_DECODER, document).error.message
+    except HttpFailed:
+        return ""
 
 
 @asynccontextmanager

@@ -16,8 +16,16 @@ import msgspec
 
 from common.clock import Clock
 from common.config import Role, ServerConfig
-from common.frontend.http.client import HttpFailed, Request, ServerUrl, ask, parse_url
+from common.frontend.http.client import (
+    HttpFailed,
+    Request,
+    ServerUrl,
+    ask,
+    decode_answer,
+    parse_url,
+)
 from common.frontend.requests.scheduler_client import SchedulerClient
+from common.protocol.frontend import PeerState
 from common.scheduling.log_rate_limiter import LogRateLimiter
 
 LOOK_TIMEOUT_S = 3.0
@@ -62,6 +70,9 @@ class _Info(msgspec.Struct):
     def load(self) -> int:
         queues = self.internal_states[0].queues if self.internal_states else {}
         return sum(max(0, queues.get(name, 0)) for name in LOAD_QUEUES)
+
+
+_INFO_DECODER = msgspec.json.Decoder(_Info)
 
 
 class Fleet:
@@ -120,12 +131,12 @@ class Fleet:
         """Of decode servers: this server's own peers, or those of its prefill servers."""
         state = self._client.state
         peers = state.peers if state is not None else []
-        own = _parsed(p.http_address for p in peers if p.state == "connected" and p.http_address)
+        own = _connected(peers)
         if self._config.role is Role.PREFILL:
             return own
         infos = await asyncio.gather(*(self._info_of(url) for url in own))
         theirs = [peer for info in infos if info is not None for peer in info.peers]
-        return _parsed(p.http_address for p in theirs if p.state == "connected" and p.http_address)
+        return _connected(theirs)
 
     async def _info_of(self, url: ServerUrl) -> _Info | None:
         """None if it does not say."""
@@ -135,10 +146,10 @@ class Fleet:
                 document = await answer.document()
                 if answer.status != 200:
                     raise HttpFailed(f"answered {answer.status} to GET /server_info")
-                return msgspec.json.decode(document, type=_Info)
+                return decode_answer(_INFO_DECODER, document)
         except TimeoutError:
             self._warn(f"{url} does not say how it is within {LOOK_TIMEOUT_S:g} s")
-        except (HttpFailed, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except HttpFailed as exc:
             self._warn(f"{url} does not say how it is: {exc}")
         return None
 
@@ -158,6 +169,10 @@ class Fleet:
         line = self._lines.admit(text, self._clock.now())
         if line:
             logger.warning("%s", line)
+
+
+def _connected(peers: Iterable[PeerState | _Peer]) -> list[ServerUrl]:
+    return _parsed(p.http_address for p in peers if p.state == "connected" and p.http_address)
 
 
 def _parsed(texts: Iterable[str] | Sequence[str]) -> list[ServerUrl]:

@@ -13,13 +13,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
 from common.clock import Clock
 from common.failures import STOPPING, Failure, FailureKind
 from common.frontend.bodies.resume import resume_body
-from common.frontend.http.client import Answer, HttpFailed, Request, ask
+from common.frontend.http.client import (
+    Answer,
+    HttpFailed,
+    Request,
+    ask,
+    decode_answer,
+    error_message,
+)
 from common.frontend.http.streaming import DONE, EVENT_START
 from common.frontend.requests.fleet import Fleet, FleetServer
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
@@ -149,10 +157,7 @@ class Relays:
     def _take(self, handle: RequestHandle, line: bytes) -> bool:
         """Whether that was the end. Raises: HttpFailed if it is not what comes next, or says that
         another server may do better."""
-        try:
-            message = _DECODER.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise HttpFailed(f"it says what can't be read: {exc}") from exc
+        message = decode_answer(_DECODER, line)
         if isinstance(message, Failed):
             kind = FailureKind.of(message.kind)
             if kind.status == 503 or kind in OF_THE_SERVER:
@@ -168,10 +173,8 @@ class Relays:
 
 async def _refusal(answer: Answer) -> Failure:
     """Why a server did not take a request, in its own words."""
-    try:
-        said = msgspec.json.decode(await answer.document())
-        message = str(said["error"]["message"])
-    except (HttpFailed, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        message = f"answered {answer.status}"
+    message = ""
+    with suppress(HttpFailed):
+        message = error_message(await answer.document())
     kind = FailureKind.BAD_REQUEST if answer.status in (400, 413) else FailureKind.NO_DECODE_SERVER
-    return Failure(kind, message)
+    return Failure(kind, message or f"answered {answer.status}")

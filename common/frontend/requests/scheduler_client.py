@@ -299,11 +299,12 @@ class SchedulerClient:
         asked_at = self._clock.now()
         self._metrics.measure_rate(asked_at)
         try:
-            await self.get_state(timeout_s)
+            state = await self.get_state(timeout_s)
         except RequestError:
             if self._liveness.is_gone(self._clock.now()):
                 self._fail_open(self.trouble())
             return
+        self._metrics.note_peers((peer.label for peer in state.peers), asked_at)
         # All that it said before this answer has been read. A scheduler that reads it any later is
         # given up.
         for handle in self._open:
