@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from common.runtime.scheduler_loop import PAUSE_MAX_S
 from demo.servers import stop_servers
 from tests.e2e.fleet import (
     STOP_TIMEOUT_S,
@@ -108,6 +110,7 @@ def test_a_scheduler_that_is_stopped_is_red_at_once_and_says_so_later(
         reply = decode.get("/health")
         assert reply.status_code == 503 and "is stopped" in error_message(reply)
         wait_until("its peer to notice", lambda: prefill.info().counters["peers_lost"] > lost_count)
+        time.sleep(2 * PAUSE_MAX_S)  # its last heartbeat may have been some time before the stop
     wait_until("it to know", lambda: "this scheduler did not run for" in decode.log)
     wait_until("it to be told", lambda: "it gave us up: no heartbeat" in decode.log)
     wait_until("it to be well", lambda: decode.get("/health").status_code == 200)
