@@ -82,6 +82,8 @@ def load_model(
                 rename=family.rename,
                 weight_format=config.weight_format,
             )
+        for matrix in context.matrices:
+            matrix.pack()
     return model
 
 

@@ -126,9 +126,9 @@ def test_vocabulary_that_ranks_do_not_divide_is_padded() -> None:
     for rank in range(8):
         context = LayerContext(ParallelContext(rank, 8), torch.device("cpu"), torch.float32)
         table = VocabTable(context, "lm_head", 509, 16)
-        assert table.weight.shape[0] == 64
+        assert table.matrix.rows.shape[0] == 64
         rows += table.rows
-        assert not table.weight[len(table.rows) :].any()
+        assert not table.matrix.rows[len(table.rows) :].any()
     assert rows == list(range(509))
 
 

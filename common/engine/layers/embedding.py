@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.matrix import Matrix
 
 
 class VocabTable:
@@ -24,12 +25,13 @@ class VocabTable:
         rows_per_rank = -(-vocab_size // context.parallel.tp_size)
         first = context.parallel.tp_rank * rows_per_rank
         self.rows = range(min(first, vocab_size), min(first + rows_per_rank, vocab_size))
-        self.weight = context.zeros(rows_per_rank, hidden_size)
+        self.matrix = Matrix(context.zeros(rows_per_rank, hidden_size))
 
     def weights(self) -> Iterator[Weight]:
-        shape = (self.vocab_size, self.weight.shape[1])
+        rows = self.matrix.rows
+        shape = (self.vocab_size, rows.shape[1])
         take = (slice(self.rows.start, self.rows.stop), slice(None))
-        piece = TensorSlice(f"{self.name}.weight", shape, take, self.weight[: len(self.rows)])
+        piece = TensorSlice(f"{self.name}.weight", shape, take, rows[: len(self.rows)])
         yield Weight(((piece,),))
 
 
@@ -39,14 +41,15 @@ class Embedding:
     def __init__(self, context: LayerContext, table: VocabTable) -> None:
         self.parallel = context.parallel
         self.table = table
+        table.matrix.keeps_rows = True
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
-            return F.embedding(token_ids, self.table.weight)
+            return F.embedding(token_ids, self.table.matrix.rows)
         rows = self.table.rows
         is_elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
         local_ids = (token_ids - rows.start).masked_fill(is_elsewhere, 0)
-        hidden = F.embedding(local_ids, self.table.weight)
+        hidden = F.embedding(local_ids, self.table.matrix.rows)
         return self.parallel.all_reduce(hidden.masked_fill(is_elsewhere[:, None], 0.0))
 
 
@@ -56,7 +59,8 @@ class Head:
     def __init__(self, context: LayerContext, table: VocabTable) -> None:
         self.parallel = context.parallel
         self.table = table
+        context.matrices.append(table.matrix)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.parallel.gather_last_dim(F.linear(hidden, self.table.weight))
+        logits = self.parallel.gather_last_dim(self.table.matrix(hidden))
         return logits[:, : self.table.vocab_size].float()

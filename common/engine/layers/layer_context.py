@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
 from common.engine.layers.fused import FusedKernels
+from common.engine.layers.matrix import Matrix
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank
 
@@ -16,12 +17,13 @@ from common.layout.parallel import units_of_rank
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """Shared by all layers of a model. fused: kernels for their small functions, None if they are
-    spelled out."""
+    spelled out. matrices: those that are packed once all are filled."""
 
     parallel: ParallelContext
     device: torch.device
     dtype: torch.dtype
     fused: FusedKernels | None = None
+    matrices: list[Matrix] = field(default_factory=list)
 
     def empty(self, *shape: int) -> Tensor:
         """A tensor to be filled by the loader."""
@@ -34,6 +36,13 @@ class LayerContext:
     def zeros(self, *shape: int) -> Tensor:
         """A tensor whose rows may stay unfilled (the padding of a vocabulary)."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, output_size: int, input_size: int, *, is_read: bool = False) -> Matrix:
+        """A weight to be filled by the loader. is_read: by rows, and no product is made with it."""
+        matrix = Matrix(self.empty(output_size, input_size))
+        if not is_read:
+            self.matrices.append(matrix)
+        return matrix
 
     def cut(self, size: int) -> range:
         """This rank's share of `size` features that all ranks share evenly."""

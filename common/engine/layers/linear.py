@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import TensorSlice, Weight
@@ -41,20 +40,31 @@ class ColumnLinear:
     """y = x W^T + b, the rows of W cut; several projections of one input are one matrix product.
 
     The output holds the blocks side by side, this rank's rows only; no communication.
+    is_read: whether others read `rows`, and this product is never made.
     """
 
     def __init__(
-        self, context: LayerContext, input_size: int, blocks: Sequence[OutputBlock]
+        self,
+        context: LayerContext,
+        input_size: int,
+        blocks: Sequence[OutputBlock],
+        *,
+        is_read: bool = False,
     ) -> None:
         self.input_size = input_size
         self.blocks = tuple(blocks)
         output_size = sum(len(block.rows) for block in blocks)
-        self.weight = context.empty(output_size, input_size)
+        self._matrix = context.matrix(output_size, input_size, is_read=is_read)
         has_bias = any(block.has_bias for block in blocks)
         self.bias = context.zeros(output_size) if has_bias else None
 
+    @property
+    def rows(self) -> Tensor:
+        """W."""
+        return self._matrix.rows
+
     def __call__(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
+        return self._matrix(hidden, self.bias)
 
     def weights(self) -> Iterator[Weight]:
         first = 0
@@ -68,7 +78,7 @@ class ColumnLinear:
                             f"{block.name}.weight",
                             (block.size, self.input_size),
                             (rows, slice(None)),
-                            self.weight[target],
+                            self.rows[target],
                         ),
                     ),
                 )
@@ -99,19 +109,20 @@ class RowLinear:
         self.input_size = input_size
         self.columns = context.cut(input_size)
         self.parallel = context.parallel
-        self.weight = context.empty(output_size, len(self.columns))
+        self._matrix = context.matrix(output_size, len(self.columns))
         self.bias = context.empty(output_size) if has_bias else None
 
     def __call__(self, hidden_part: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
-            return F.linear(hidden_part, self.weight, self.bias)
-        hidden = self.parallel.all_reduce(F.linear(hidden_part, self.weight))
+            return self._matrix(hidden_part, self.bias)
+        hidden = self.parallel.all_reduce(self._matrix(hidden_part))
         return hidden if self.bias is None else hidden + self.bias
 
     def weights(self) -> Iterator[Weight]:
         columns = slice(self.columns.start, self.columns.stop)
-        shape = (self.weight.shape[0], self.input_size)
-        piece = TensorSlice(f"{self.name}.weight", shape, (slice(None), columns), self.weight)
+        rows = self._matrix.rows
+        shape = (len(rows), self.input_size)
+        piece = TensorSlice(f"{self.name}.weight", shape, (slice(None), columns), rows)
         yield Weight(((piece,),))
         if self.bias is not None:
             yield Weight.whole(f"{self.name}.bias", self.bias)

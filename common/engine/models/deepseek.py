@@ -55,6 +55,7 @@ class MlaAttention:
             mla.latent_dim,
             config.head_count,
             mla.nope_dim + mla.value_dim,
+            is_read=True,
         )
         self.query_down: ColumnLinear | None = None
         self.query_norm: RmsNorm | None = None
@@ -93,7 +94,7 @@ class MlaAttention:
         latent = self.row_norm(row[:, : mla.latent_dim])
         turned = self.turn(row[:, None, mla.latent_dim :], layer_pass)
         row = torch.cat((latent, turned[:, 0]), dim=-1)
-        per_head = self.expand.weight.view(self.head_count, -1, mla.latent_dim)
+        per_head = self.expand.rows.view(self.head_count, -1, mla.latent_dim)
         projection = LatentProjection(
             key=per_head[:, : mla.nope_dim], value=per_head[:, mla.nope_dim :], scale=self.scale
         )
@@ -142,12 +143,18 @@ def build_mlp(context: LayerContext, config: ModelConfig, layer: int) -> LayerMl
 
 
 def _head_linear(
-    context: LayerContext, name: str, input_size: int, head_count: int, head_dim: int
+    context: LayerContext,
+    name: str,
+    input_size: int,
+    head_count: int,
+    head_dim: int,
+    *,
+    is_read: bool = False,
 ) -> ColumnLinear:
     """A projection to `head_dim` features per head, of which this rank computes its heads."""
     heads = context.cut(head_count)
     block = OutputBlock.of_units(name, head_count, heads, head_dim)
-    return ColumnLinear(context, input_size, [block])
+    return ColumnLinear(context, input_size, [block], is_read=is_read)
 
 
 _DEEPSEEK = Family(read_deepseek, build_deepseek_layer, mla_cache)

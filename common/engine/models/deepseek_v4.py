@@ -141,6 +141,7 @@ class GroupedOutput:
             context,
             width,
             [OutputBlock.of_units(f"{name}.o_a_proj", v4.output_groups, groups, rank)],
+            is_read=True,
         )
         self.second = RowLinear(
             context,
@@ -151,7 +152,7 @@ class GroupedOutput:
 
     def __call__(self, heads: Tensor) -> Tensor:
         grouped = heads.reshape(len(heads), self.group_count, -1).transpose(0, 1)
-        weight = self.first.weight.view(self.group_count, -1, grouped.shape[-1])
+        weight = self.first.rows.view(self.group_count, -1, grouped.shape[-1])
         inner = torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1)
         return self.second(inner.flatten(1))
 

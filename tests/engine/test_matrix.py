@@ -1,0 +1,76 @@
+"""Weights that are packed once: the same products, and no second copy of what nobody reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.layers import matrix
+from common.engine.layers.matrix import Matrix
+from common.engine.loader import load_model
+from tests.engine.paged_decoding import Sequence, forward, make_pool
+
+RECIPES = (
+    *("qwen2_tied", "qwen3_moe", "gemma2", "gemma4_e", "deepseek_v3", "glm_dsa", "deepseek_v4"),
+    *("gpt_oss", "qwen3_5", "kimi_linear", "ling_3", "nemotron_h", "falcon_h1"),
+)
+INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda inputs: inputs,
+    "a part of rows": lambda inputs: torch.cat((inputs, inputs), dim=-1)[:, : inputs.shape[1]],
+    "turned": lambda inputs: inputs.t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (37, 100), (1, 64), (512, 384)])
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+@torch.inference_mode()
+def test_a_packed_weight_gives_the_same_products(
+    shape: tuple[int, int], inputs: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(1)
+    rows, bias = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
+    packed = Matrix(rows.clone())
+    packed.pack()
+    for token_count in (0, 1, 3, 16, 129):
+        given = inputs(torch.randn(token_count, shape[1]).bfloat16())
+        for added in (None, bias):
+            assert torch.equal(packed(given, added), F.linear(given, rows, added)), token_count
+
+
+@torch.inference_mode()
+def test_rows_are_given_up_unless_somebody_reads_them() -> None:
+    gone, kept = Matrix(torch.ones(8, 8).bfloat16()), Matrix(torch.ones(8, 8).bfloat16())
+    kept.keeps_rows = True
+    for each in (gone, kept):
+        each.pack()
+    assert torch.equal(kept.rows, torch.ones(8, 8).bfloat16())
+    with pytest.raises(AssertionError, match="given up"):
+        _ = gone.rows
+
+
+@torch.inference_mode()
+def test_weights_that_the_library_does_not_pack_stay_as_they_are() -> None:
+    for rows in (torch.ones(4, 4, dtype=torch.float64), torch.ones(0, 4).bfloat16()):
+        plain = Matrix(rows)
+        plain.pack()
+        assert plain.rows is rows
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_models_compute_the_same_with_packed_weights(
+    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    packed = load_model(tiny_checkpoint(recipe), dtype="bfloat16")
+    monkeypatch.setattr(matrix, "PACKED_DTYPES", ())
+    plain = load_model(tiny_checkpoint(recipe), dtype="bfloat16")
+    logits: list[list[Tensor]] = []
+    for model in (plain, packed):
+        pool, sequence = make_pool(model, 4), Sequence(list(range(3, 23)), [2, 4, 1])
+        logits.append([forward(model, pool, [sequence.chunk(size)]) for size in (12, 7, 1)])
+    for expected, found in zip(*logits, strict=True):
+        assert torch.equal(found, expected)
