@@ -10,9 +10,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from common.config import TransferMode, Verify
-from common.layout.cache_layout import ServerLayout
-from common.layout.component import CacheComponent, Segment, Shard
-from common.protocol.codec import encode_layout
 from common.protocol.frontend import (
     Drain,
     Failed,
@@ -24,7 +21,7 @@ from common.protocol.frontend import (
     WantedPeer,
 )
 from common.protocol.peer import Detached, TransferRequest
-from common.protocol.worker import PassTimes, Step, StepDone, WorkerToScheduler
+from common.protocol.worker import Step, StepDone, WorkerToScheduler
 from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
     Dial,
@@ -44,16 +41,17 @@ from common.scheduling.events import (
     ToWorkers,
     WatchProcesses,
 )
-from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
+from common.scheduling.facts import Pace, SchedulerLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.peers import REMOVED_REASON
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
 from tests.sim import order, wire
-from tests.sim.client import DIGEST_TOKENS, EOS, can_follow
+from tests.sim.client import can_follow
 from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
+from tests.sim.settings import core_of, facts_of, limits_of
 from tests.sim.sim_worker import SimWorker
 
 if TYPE_CHECKING:
@@ -113,24 +111,6 @@ class Node:
         self._is_full = False
         self._page_counts: list[int] = []
 
-    @property
-    def layout(self) -> ServerLayout:
-        """One layer for every live rule, and one that caches nothing, perhaps on its own stage."""
-        components = tuple(
-            CacheComponent(f"c{i}", (i,), (Segment("head", 1, 8),), live, Shard.SPLIT, "float32")
-            for i, live in enumerate(self.world.lives)
-        )
-        count = len(components)
-        stages = ((0, count), (count, count + 1)) if self.has_bare_stage else ((0, count + 1),)
-        return ServerLayout(components, 1, stages, self.page_size)
-
-    @property
-    def host_page_counts(self) -> tuple[int, ...]:
-        """Of its tier in host memory, in the proportions of its pool."""
-        if not self.host_share:
-            return ()
-        return tuple(max(1, int(count * self.host_share)) for count in self.page_counts)
-
     # ---- its processes ---------------------------------------------------------------------------
 
     def boot(self, predecessor: SimWorker | None = None) -> None:
@@ -150,36 +130,8 @@ class Node:
         self.peer_waits = PeerWaits()
         self.is_frontend_stopped = False
         self.undelivered = Undelivered()
-        layout = self.layout
-        self.facts = ServerFacts(
-            incarnation=f"{self.name}-{self.life}",
-            layout=layout,
-            layout_bytes=encode_layout(layout),
-            page_counts=self.page_counts,
-            fingerprint={"model": "sim"},
-            sequence_token_max=512,
-            eos_token_ids=frozenset({EOS}),
-            host_ids=self.host_ids,
-            pids=tuple(hash_pid(self.name, self.process_life) for _ in self.host_ids),
-            transfer_mode=self.transfer_mode,
-            verify=self.verify,
-            checkpoint_max=self.checkpoint_max,
-            digest_tokens=DIGEST_TOKENS,
-            pass_times=PassTimes(self.prompt_token_s),
-            host_page_counts=self.host_page_counts,
-            earlier_writers=tuple(predecessor.transfers.writers.values()) if predecessor else (),
-        )
-        limits = SchedulerLimits(
-            chunk_token_max=24,
-            running_max=self.running_max,
-            queue_max=self.queue_max,
-            pace=self.pace,
-            self_test_interval_s=self.self_test_interval_s,
-            bootstrap_timeout_s=self.world.hold_s,
-            in_flight_max=self.in_flight_max,
-            has_prefix_cache=self.has_prefix_cache,
-        )
-        self.core = self.make_core(limits)
+        self.facts = facts_of(self, predecessor)
+        self.core = self.make_core(limits_of(self))
         if self.world.watches_order:
             order.watch(self.core)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
@@ -192,19 +144,7 @@ class Node:
         self.world.follow(self)
 
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
-        if self.role == "prefill":
-            seed = hash_pid(self.name, self.life)
-            return PrefillScheduler(self.facts, limits, receives=self.returns_caches, seed=seed)
-        return DecodeScheduler(
-            self.facts,
-            limits,
-            self.links,
-            is_local=self.is_local,
-            may_fall_back=self.may_fall_back,
-            computes_rests=self.computes_rests,
-            sends=self.returns_caches,
-            seed=self.world.rng.getrandbits(32),
-        )
+        return core_of(self, limits)
 
     def _boot_worker(self, predecessor: SimWorker | None) -> None:
         life, world, core = self.life, self.world, self.core
@@ -479,7 +419,3 @@ class Node:
 
 def node_watches(node: Node) -> set[str]:
     return {i for name, i in node.world.watches if name == node.name}
-
-
-def hash_pid(name: str, life: int) -> int:
-    return 1000 * (1 + sum(name.encode())) + life
