@@ -267,6 +267,8 @@ class Transfers:
         connection = self.links.connections.handle_closed(message.peer, message.rank)
         if connection is not None:
             self.incoming.apply_closed(message.peer)
+            if connection.has_ended:
+                self.writers.forget(message.peer)
             if connection.is_fenced:
                 self.incoming.apply_gone(message.peer)
             elif connection.inbound is not None:
