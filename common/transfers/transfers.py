@@ -150,6 +150,15 @@ class Transfers:
         return self.incoming.is_quiet and not self.writers.trouble
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nothing is written by this server any more, and nothing into it."""
+        return self.is_quiet and not any(True for _ in self.outgoing)
+
+    @property
+    def has_peers(self) -> bool:
+        return any(connection.is_open for connection in self.links.connections)
+
+    @property
     def stale_count(self) -> int:
         return self._stale_count + self.incoming.stale_count + self.outgoing.stale_count
 
