@@ -20,7 +20,7 @@ from common.protocol.frontend import (
     Submit,
     WantedPeer,
 )
-from common.protocol.peer import Detached, TransferRequest
+from common.protocol.peer import PROTOCOL_VERSION, Detached, TransferRequest
 from common.protocol.worker import Step, StepDone, WorkerToScheduler
 from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
@@ -47,7 +47,7 @@ from common.scheduling.peers import REMOVED_REASON
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim import order, wire
+from tests.sim import order, releases, wire
 from tests.sim.client import can_follow
 from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
@@ -61,17 +61,21 @@ if TYPE_CHECKING:
 class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
+    first_role: in which requests were meant for it. release: the newest version of the protocol
+    that it speaks. is_unsettled: its workers had another role, and peers may still write there.
     links: what its settings say. wanted: what its frontend says now, if that has ever changed.
     hung_up: links that its core has closed for good.
     returns_caches: caches of ended turns go back to prefill servers.
-    unreachable_peers: as `SimTransfers.unreachable`.
+    unreachable_peers: of a decode server, as `SimTransfers.unreachable`.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
     """
 
     def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
-        self.world, self.name, self.role = world, name, role
+        self.world, self.name = world, name
+        self.role = self.first_role = role
+        self.release = PROTOCOL_VERSION
         self.page_size, self.pages = page_size, pages
         self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
@@ -103,6 +107,7 @@ class Node:
         self.is_up = False
         self.is_frozen = False
         self.is_draining = False
+        self.is_unsettled = False
         self.thawed_at = 0.0
         self.is_frontend_stopped = False
         self.backlog: list[Event] = []
@@ -118,9 +123,9 @@ class Node:
         self.world.tell(self.name, "boots" if predecessor is None else "has another scheduler")
         self.life += 1
         if predecessor is None:
-            for worker in self.ended_workers:
-                worker.process.is_dead = True
-            self.ended_workers, self.process_life = [], self.life
+            self._end_workers()
+            self.is_unsettled = False
+            self.process_life = self.life
             self.world.tally["restarts"] += self.life > 1
         else:
             self.ended_workers.append(predecessor)
@@ -158,7 +163,8 @@ class Node:
         )
         self.worker.slow_step_rate = world.slow_step_rate
         self.worker.transfers.damage_rate = world.damage_rate
-        self.worker.transfers.unreachable = self.unreachable_peers
+        if self.role == "decode":
+            self.worker.transfers.unreachable = self.unreachable_peers
         self.worker.transfers.damage_rng = world.damage_rng
         self.worker.tier.changed_rate = self.changed_rate
         if world.is_honest:
@@ -194,6 +200,16 @@ class Node:
             bury()
         self.lose_clients()
 
+    def _end_workers(self) -> None:
+        """Those that outlived their scheduler, and waited for the next one in vain."""
+        living = [*self.ended_workers, self.worker] if self.life > 1 else []
+        for worker in living:
+            incarnation = worker.facts.incarnation
+            if not worker.process.is_dead and incarnation not in self.world.lingering:
+                worker.process.is_dead = True
+                self._tell_gone(ProcessesGone(incarnation))
+        self.ended_workers = []
+
     def _tell_gone(self, gone: ProcessesGone) -> None:
         """Who watches its processes hears that they have ended."""
         for node in self.world.nodes.values():
@@ -201,15 +217,28 @@ class Node:
                 delay = self.world.rng.uniform(0.001, 0.02)
                 self.world.after(delay, lambda n=node: n.feed(gone))  # type: ignore[misc]
 
-    def lose_clients(self) -> None:
+    def lose_clients(self, *, may_follow: bool = True) -> None:
         """Its scheduler is gone: clients wait for the next one, if their frontends do."""
+        may_follow = may_follow and self.world.follows_crashes and self.role == "decode"
         for client in self.world.clients.values():
             if client.node != self.name or client.finals:
                 continue
-            if self.world.follows_crashes and self.role == "decode" and can_follow(client):
+            if may_follow and can_follow(client):
                 client.is_waiting_for_server = True
             else:
                 client.finals.append("crashed with its server")
+
+    def give_up(self, reason: str) -> None:
+        """Its process is spent, and it is started anew. That is right where peers may still write
+        here that say nothing of it: of the first release, or of the role that this server has
+        taken on in the midst of their transfers."""
+        is_mixed = any(node.release == releases.FIRST for node in self.world.nodes.values())
+        if not is_mixed and not self.is_unsettled:
+            self.given_up = reason
+            return
+        self.world.tally["servers that gave themselves up"] += 1
+        self.world.after(0.0, lambda: self.is_up and self.crash())
+        self.world.after(0.5, lambda: self.is_up or self.boot())
 
     def drain(self) -> None:
         """Its frontend lets nobody in any more, and its peers are told."""
@@ -232,7 +261,7 @@ class Node:
         self.world.tally["peers added"] += len(now - before)
         self.world.tally["peers kept"] += sum(not one.is_dialled for one in peers)
         self.wanted = peers
-        if self.is_up:
+        if self.is_up and self.role == "decode":
             self.feed(FromFrontend(wire.from_frontend(SetPeers(peers))))
 
     @property
@@ -352,6 +381,20 @@ class Node:
         self.world.tally["pools that ran full"] += bool(full) and not self._is_full
         self._is_full = bool(full)
 
+    @property
+    def request_token_max(self) -> int:
+        """As its core has it; before that begins nothing is known."""
+        return self.core.request_token_max if self.life else 10**9
+
+    def dials(self, other: Node) -> bool:
+        """Which of two servers opens the link between them."""
+        return self.role == "decode"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self.is_up and not self.is_draining
+
     def check(self) -> None:
         """Raises: AssertionError if the core has lost a request or a page."""
         check_core(self.core)
@@ -384,7 +427,7 @@ class Node:
                         self.world.tally["peers let go"] += peer_message.reason == REMOVED_REASON
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
-                    self.given_up = reason
+                    self.give_up(reason)
                 case Dial(link=link):
                     self.hung_up.discard(link)
                 case HangUp(link=link):

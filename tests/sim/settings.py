@@ -14,6 +14,7 @@ from common.protocol.worker import PassTimes
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
+from tests.sim import releases
 from tests.sim.client import DIGEST_TOKENS, EOS
 from tests.sim.sim_worker import SimWorker
 
@@ -57,10 +58,15 @@ def limits_of(node: Node) -> SchedulerLimits:
     )
 
 
+def returns_caches(node: Node) -> bool:
+    """The first release knows nothing of caches that go back."""
+    return node.returns_caches and node.release > releases.FIRST
+
+
 def core_of(node: Node, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
     if node.role == "prefill":
         seed = hash_pid(node.name, node.life)
-        return PrefillScheduler(node.facts, limits, receives=node.returns_caches, seed=seed)
+        return PrefillScheduler(node.facts, limits, receives=returns_caches(node), seed=seed)
     return DecodeScheduler(
         node.facts,
         limits,
@@ -68,7 +74,7 @@ def core_of(node: Node, limits: SchedulerLimits) -> PrefillScheduler | DecodeSch
         is_local=node.is_local,
         may_fall_back=node.may_fall_back,
         computes_rests=node.computes_rests,
-        sends=node.returns_caches,
+        sends=returns_caches(node),
         seed=node.world.rng.getrandbits(32),
     )
 
