@@ -25,6 +25,7 @@ from common.protocol.peer import TransferDone
 from common.protocol.worker import PagesMoved, StepDone, WorkerBeat, WorkerReady, WorkerToScheduler
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
+    DrainEnded,
     Effect,
     Event,
     FromFrontend,
@@ -173,8 +174,8 @@ class DecodeScheduler:
                 self._outbox.report_end(len(self.requests), peer_count, self.requests.counters)
             case FrontendBehind(is_behind=is_behind):
                 self._is_frontend_behind = is_behind
-            case Tick():
-                pass
+            case Tick() | DrainEnded():
+                pass  # its frontend has given up all requests
             case _:
                 self._apply_events(self.transfers.handle_link(event, now), now)
         return self._outbox.take()

@@ -30,6 +30,7 @@ from common.protocol.worker import (
 from common.request import TokenLogprobs
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
+    DrainEnded,
     Effect,
     Event,
     FromFrontend,
@@ -144,6 +145,8 @@ class PrefillScheduler:
                 self._apply_events(self.transfers.handle_peer(event, now), now)
             case WorkersStopped(ranks=ranks):
                 self._worker_health.stopped_ranks = ranks
+            case DrainEnded():
+                self._cut_off(now)
             case Stopping():
                 peer_count = self.transfers.links.leave()
                 self._outbox.report_end(len(self.requests), peer_count, self.requests.counters)
@@ -309,6 +312,16 @@ class PrefillScheduler:
         if not request.clients:
             failure = Failure(FailureKind.ABORTED, text)
         self.meetings.fail(request, failure, now)
+
+    def _cut_off(self, now: float) -> None:
+        """Whatever is left fails, and ends once nothing is sent any more."""
+        text = "the prefill server takes on another role"
+        failure = Failure(FailureKind.STOPPING, text, is_retryable=True)
+        for request in list(self.requests):
+            self.meetings.fail(request, failure, now)
+        for transfer in list(self.transfers.outgoing):
+            if self.requests.get(transfer.owner) is None:
+                self.meetings.drop(transfer, failure, now)
 
     def _handle_lost(self, event: TargetLost, now: float) -> None:
         text = f"decode server {event.incarnation} was lost: {event.reason}"

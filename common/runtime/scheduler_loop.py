@@ -34,6 +34,7 @@ from common.runtime.peer_endpoint import PeerEnd
 from common.runtime.scheduler_sockets import SchedulerSockets
 from common.scheduling.events import (
     Dial,
+    DrainEnded,
     Effect,
     Event,
     FromFrontend,
@@ -63,6 +64,11 @@ log = logging.getLogger(__name__)
 # the sockets held; this bounds how long the loop goes without looking at the time.
 POLL_MAX_S = 0.5
 PAUSE_MAX_S = 0.5  # peers wait for 0.8 s; a loaded machine takes some hundredths
+
+# Of a server that takes on another role: for transfers that are cut off, and for peers to answer
+# its last words, behind what they had asked before. Less than the supervisor waits for it.
+SETTLE_TIMEOUT_S = 2.0
+ANSWERS_TIMEOUT_S = 0.5
 
 # How long a worker may take to end what the scheduler before left: a step, and closed connections.
 TAKE_OVER_TIMEOUT_S = 20.0
@@ -135,26 +141,44 @@ class SchedulerLoop:
             signal.signal(number, self._handle_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while not self._is_finished():
-            now = self._clock.now()
-            timeout = POLL_MAX_S
-            if self._core is not None:
-                timeout = min(timeout, max(0.0, self._core.next_wakeup(now) - now))
-            self._sockets.poll(timeout)
-            self._note_pause(self._clock.now() - now - timeout)
-            self._receive_frontend()
-            self._receive_workers()
-            self._receive_peers()
-            for key in self._sockets.take_gone():
-                self._feed(ProcessesGone(key))
-            self._look_at_workers()
-            self._look_at_frontend()
-            if self._core is not None:
-                self._carry_out(self._core.schedule(self._clock.now()))
-            # Last, so that workers have their next step before the frontend has its output.
-            self._sockets.frontend.flush()
+            self._take_turn()
+        if self._is_succeeded:
+            self._feed(DrainEnded())
+            self._go_on_while(lambda transfers: not transfers.is_settled, SETTLE_TIMEOUT_S)
         self._feed(Stopping())
+        if self._is_succeeded:
+            self._go_on_while(lambda transfers: transfers.has_peers, ANSWERS_TIMEOUT_S)
         is_quiet = self._core is not None and self._core.transfers.is_quiet
         self._send_workers(Release(is_quiet) if self._is_succeeded else Shutdown())
+
+    def _go_on_while(self, is_busy: Callable[[Transfers], bool], timeout_s: float) -> None:
+        """Workers that live on are handed over with nothing under way, if that can be had soon: a
+        scheduler of the other role can't tell peers how their transfers ended."""
+        until = self._clock.now() + timeout_s
+        while self._core is not None and is_busy(self._core.transfers):
+            if self._clock.now() > until:
+                return
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Read all sockets once, then decide."""
+        now = self._clock.now()
+        timeout = POLL_MAX_S
+        if self._core is not None:
+            timeout = min(timeout, max(0.0, self._core.next_wakeup(now) - now))
+        self._sockets.poll(timeout)
+        self._note_pause(self._clock.now() - now - timeout)
+        self._receive_frontend()
+        self._receive_workers()
+        self._receive_peers()
+        for key in self._sockets.take_gone():
+            self._feed(ProcessesGone(key))
+        self._look_at_workers()
+        self._look_at_frontend()
+        if self._core is not None:
+            self._carry_out(self._core.schedule(self._clock.now()))
+        # Last, so that workers have their next step before the frontend has its output.
+        self._sockets.frontend.flush()
 
     def close(self) -> None:
         self._sockets.close()

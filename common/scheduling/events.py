@@ -89,6 +89,11 @@ class FrontendBehind(msgspec.Struct, frozen=True):
     is_behind: bool
 
 
+class DrainEnded(msgspec.Struct, frozen=True):
+    """The time to drain is over, and the workers live on without this scheduler. What is left ends
+    now, each transfer with its last message."""
+
+
 class Stopping(msgspec.Struct, frozen=True):
     """This server was told to end, and does so now: whatever is left is given up."""
 
@@ -105,6 +110,7 @@ Event = (
     | LinkBroke
     | WorkersStopped
     | FrontendBehind
+    | DrainEnded
     | Stopping
 )
 

@@ -247,6 +247,11 @@ class Connection:
         return sorted(found | (self.outbound.transports if self.outbound is not None else set()))
 
     @property
+    def has_ended(self) -> bool:
+        """Whether all of its processes are known to have ended."""
+        return self.is_gone and not self.remote.processes.has_unwatched
+
+    @property
     def is_fenced(self) -> bool:
         """Whether it can't write any more, all that it writes through here being closed.
 
@@ -256,7 +261,7 @@ class Connection:
         that they wrote.
         """
         processes = self.remote.processes
-        if self.is_succeeded or (self.is_gone and not processes.has_unwatched):
+        if self.is_succeeded or self.has_ended:
             return True
         if self.inbound is None or not self.inbound.transports:
             return processes.is_elsewhere

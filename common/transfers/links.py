@@ -61,6 +61,7 @@ class Links:
         self._pace = pace
         self._credits = credits
         self._outbox = outbox
+        self._has_left = False
         self.connections = Connections(self._facts, outbox)
         self.addresses = Addresses(outbox, addresses)
         self.refusals = Refusals(self._facts.incarnation, outbox)
@@ -172,7 +173,9 @@ class Links:
         return None
 
     def leave(self) -> int:
-        """This server stops: every peer is told. Returns how many there were."""
+        """This server stops: every peer is told, and none is welcome any more. Returns how many
+        there were."""
+        self._has_left = True
         ours = self._facts.incarnation
         opened = [connection for connection in self.connections if connection.is_open]
         for connection in opened:
@@ -185,11 +188,12 @@ class Links:
 
         A server in trouble does not dial, for it would only be given up again.
         """
-        self.handshakes.trouble = condition.trouble
+        trouble = STOPPING_REASON if self._has_left else condition.trouble
+        self.handshakes.trouble = trouble
         self.refusals.expire(now)
         for address in self.addresses.all():
             is_due = address.is_dialled and address.is_idle and now >= address.next_hello_at
-            if not is_due or condition.trouble or self.resolve(address.link) != address.link:
+            if not is_due or trouble or self.resolve(address.link) != address.link:
                 continue  # a twin is asked again once the other connection is gone
             self.addresses.redial_if_due(address)
             address.next_hello_at = now + HELLO_INTERVAL_S

@@ -151,6 +151,15 @@ class Transfers:
         return self.incoming.is_quiet and not self.writers.trouble
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nothing is written by this server any more, and nothing into it."""
+        return self.is_quiet and not any(True for _ in self.outgoing)
+
+    @property
+    def has_peers(self) -> bool:
+        return any(connection.is_open for connection in self.links.connections)
+
+    @property
     def stale_count(self) -> int:
         return self._stale_count + self.incoming.stale_count + self.outgoing.stale_count
 
@@ -266,6 +275,8 @@ class Transfers:
         connection = self.links.connections.handle_closed(message.peer, message.rank)
         if connection is not None:
             self.incoming.apply_closed(message.peer)
+            if connection.has_ended:
+                self.writers.forget(message.peer)
             if connection.is_fenced:
                 self.incoming.apply_gone(message.peer)
             elif connection.inbound is not None:

@@ -53,4 +53,4 @@ def test_with_states_of_its_own_saved_as_well_nobody_is_asked_again() -> None:
 
 def test_a_tier_of_next_to_nothing_loses_nothing_else() -> None:
     world, _ = run_world(HYBRID, 0.02)
-    assert world.nodes["d0"].host_page_counts == (1, 1, 1, 1)
+    assert world.nodes["d0"].facts.host_page_counts == (1, 1, 1, 1)

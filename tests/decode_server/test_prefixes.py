@@ -78,7 +78,7 @@ class Pair:
         self.world.run(self.world.now + 8.0)
         for client in clients:
             assert client.finals == ["finished"], client.failure
-            assert client.output == client.expected(self.world.lives, client_max(self))
+            assert client.output == client.expected(self.world.lives)
 
     def turn(self, prompt: list[int], count: int = 6) -> Client:
         client = self.submit(prompt, count)
@@ -122,10 +122,6 @@ class Pair:
         self.world.run(self.world.now + 4.0)
         judge(self.world)
         check_flush(self.world)
-
-
-def client_max(pair: Pair) -> int:
-    return pair.core.request_token_max
 
 
 def pair_of(lives: tuple[Live, ...] = (FULL,), **options: int) -> Pair:

@@ -20,16 +20,26 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.sim import mutations_peers, mutations_succession
+from tests.sim import (
+    mutations_peers,
+    mutations_succession,
+    mutations_switches,
+    mutations_upgrades,
+)
 from tests.sim.fleet import tell_large
 from tests.sim.mutations import MUTATIONS
+from tests.sim.planted import Mutation
 from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
 from tests.sim.story import run_story
+from tests.sim.switches import SWITCH_SHARE
 from tests.sim.tally import table
+from tests.sim.upgrades import UPGRADE_SHARE
 
 MUTATION_SEED_MAX = 1000
 CHUNK_SEEDS = 50
 TOLD_LINES_MAX = 400
+# Bugs that are planted into stories with everything in them.
+WHOLE = (*mutations_switches.MUTATIONS, *mutations_upgrades.MUTATIONS)
 # What a broken core may raise.
 BROKEN = (AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
@@ -79,13 +89,25 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
         try:
             is_sound = mutation_index < 0
             planted = None if is_sound else MUTATIONS[mutation_index]
+
+            # Of changes that are planned there are enough in stories with everything else.
+            is_whole = is_sound or planted in WHOLE
+
+            def has(bugs: tuple[Mutation, ...]) -> bool:
+                return is_whole or planted in bugs
+
+            def share(usual: float, bugs: tuple[Mutation, ...]) -> float:
+                return 1.0 if planted in bugs else usual * is_whole
+
             run_story(
                 seed,
-                has_two_steps=is_sound and has_two_steps(seed),
-                has_moves=is_sound and has_moves(seed),
-                has_comings=planted is None or planted in mutations_peers.MUTATIONS,
-                has_claims=planted is None or planted.has_claims,
-                has_successions=planted is None or planted in mutations_succession.MUTATIONS,
+                has_two_steps=is_whole and has_two_steps(seed),
+                has_moves=is_whole and has_moves(seed),
+                has_comings=has(mutations_peers.MUTATIONS),
+                has_claims=planted is None or is_whole or planted.has_claims,
+                has_successions=has(mutations_succession.MUTATIONS),
+                switch_share=share(SWITCH_SHARE, mutations_switches.MUTATIONS),
+                upgrade_share=share(UPGRADE_SHARE, mutations_upgrades.MUTATIONS),
                 log=log,
             )
         except BROKEN as error:

@@ -80,9 +80,9 @@ def _plan_process(world: World, rng: random.Random, kind: str, node: Node, at: f
             world.after(at, node.freeze)
             world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
         case "stop worker":
-            world.after(at, partial(_stop_worker, world, node, rng.uniform(0.3, 5.0)))
+            world.after(at, partial(stop_worker, world, node, rng.uniform(0.3, 5.0)))
         case "stop server":
-            world.after(at, partial(_stop_worker, world, node, rng.uniform(0.3, 5.0)))
+            world.after(at, partial(stop_worker, world, node, rng.uniform(0.3, 5.0)))
             world.after(at, node.freeze)
             world.after(at + rng.uniform(0.5, 4.0), lambda: node.is_up and node.thaw())
 
@@ -139,7 +139,7 @@ def _plan_storm(world: World, rng: random.Random, kind: str, node: Node, at: flo
     writer = _rush(world, rng, at)
     decodes = [other for other in world.nodes.values() if other.role == "decode"]
     stopped = writer if kind == "frozen writer" else rng.choice(decodes)
-    world.after(at, partial(_stop_worker, world, stopped, rng.uniform(0.5, 5.0)))
+    world.after(at, partial(stop_worker, world, stopped, rng.uniform(0.5, 5.0)))
     for decode in decodes:
         world.after(at + 0.2, partial(_abort_all, world, decode))
 
@@ -166,7 +166,7 @@ def plan_breaks(world: World, rng: random.Random) -> None:
             for node in world.nodes.values():
                 if node.role == "decode":
                     duration_s = rng.uniform(0.5, 3.0)
-                    world.after(at - 0.005, partial(_stop_worker, world, node, duration_s))
+                    world.after(at - 0.005, partial(stop_worker, world, node, duration_s))
 
 
 def _break_off(world: World, writer: Node) -> None:
@@ -211,13 +211,13 @@ def _strike_return(world: World, rng: random.Random, writer: Node) -> None:
     readers = [node for node in world.nodes.values() if node.role == "prefill"]
     struck = rng.choice([writer, *readers])
     if rng.random() < 0.5:
-        _stop_worker(world, struck, rng.uniform(0.3, 4.0))
+        stop_worker(world, struck, rng.uniform(0.3, 4.0))
     elif struck.is_up:
         struck.crash(rng.choice((0.0, 0.0, 1.0)))
         world.after(rng.uniform(0.1, 2.0), lambda: struck.is_up or struck.boot())
 
 
-def _stop_worker(world: World, node: Node, duration_s: float) -> None:
+def stop_worker(world: World, node: Node, duration_s: float) -> None:
     """Its server's scheduler goes on, and so does what is under way in the network."""
     if node.is_up:
         worker = node.worker

@@ -19,7 +19,8 @@ class Client:
     """submitted_at: when its scheduler got to see it. room: that it shares with its other half,
     where both are asked at once. failed_at: when a server said that it has, though it may have
     ended before the client heard; could_tell: whether all servers were connected then.
-    seed: of its prefix digests. asked_count: how often its cache was asked for.
+    role: of the servers that can do it. token_max: what its server allows a prompt and its output
+    together. seed: of its prefix digests. asked_count: how often its cache was asked for.
     sample_seed: of its sampling; samples of one prompt are clients of their own.
     is_moved: another server has gone on with it, or the same one after a crash;
     is_waiting_for_server: until that is back."""
@@ -46,16 +47,15 @@ class Client:
     sample_seed: int = 0
     is_moved: bool = False
     is_waiting_for_server: bool = False
+    role: str = "decode"
+    token_max: int = 10**9
 
-    def expected(
-        self, lives: Sequence[Live] = (FULL,), token_max: int = 10**9, count: int = 10**9
-    ) -> list[int]:
-        """The first `count` tokens of the answer. token_max: what the server allows a prompt and
-        its output together."""
+    def expected(self, lives: Sequence[Live] = (FULL,), count: int = 10**9) -> list[int]:
+        """The first `count` tokens of the answer."""
         tokens = list(self.prompt)
         for _ in range(min(self.max_new_tokens, count)):
             tokens.append(next_token(tokens, lives, self.sample_seed))
-            if tokens[-1] == EOS or len(tokens) >= token_max:
+            if tokens[-1] == EOS or len(tokens) >= self.token_max:
                 break
         return tokens[len(self.prompt) :]
 

@@ -34,7 +34,9 @@ def plan_moves(world: World, rng: random.Random) -> None:
 
 
 def _move_all(world: World, rng: random.Random, source: Node, decodes: list[Node]) -> None:
-    targets = [node for node in decodes if node is not source and node.is_up]
+    targets = [
+        node for node in decodes if node is not source and node.is_up and node.role == "decode"
+    ]
     if not targets or not source.is_up:
         return
     for client in list(world.clients.values()):
@@ -49,13 +51,14 @@ def _move_all(world: World, rng: random.Random, source: Node, decodes: list[Node
 
 
 def _fits(client: Client, node: Node) -> bool:
-    return len(client.prompt) + client.max_new_tokens <= node.core.request_token_max
+    return len(client.prompt) + client.max_new_tokens <= node.request_token_max
 
 
 def go_on(world: World, client: Client, node: Node) -> None:
     """Ask a server for what is left of a request, in what is left of its time."""
     client.budget_s = max(0.0, client.submitted_at + client.budget_s - world.now)
     client.submitted_at, client.node = world.now, node.name
+    client.token_max = node.request_token_max
     submit = Submit(
         client.request_id,
         list(client.prompt),

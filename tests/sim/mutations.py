@@ -14,9 +14,11 @@ from tests.sim import (
     mutations_samples,
     mutations_shared,
     mutations_succession,
+    mutations_switches,
     mutations_tier,
     mutations_told,
     mutations_transfers,
+    mutations_upgrades,
 )
 from tests.sim.planted import Mutation
 
@@ -34,5 +36,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_checkpoints.MUTATIONS,
     *mutations_peers.MUTATIONS,
     *mutations_succession.MUTATIONS,
+    *mutations_switches.MUTATIONS,
+    *mutations_upgrades.MUTATIONS,
     *mutations_order.MUTATIONS,
 )

@@ -10,9 +10,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from common.config import TransferMode, Verify
-from common.layout.cache_layout import ServerLayout
-from common.layout.component import CacheComponent, Segment, Shard
-from common.protocol.codec import encode_layout
 from common.protocol.frontend import (
     Drain,
     Failed,
@@ -23,8 +20,8 @@ from common.protocol.frontend import (
     Submit,
     WantedPeer,
 )
-from common.protocol.peer import Detached, TransferRequest
-from common.protocol.worker import PassTimes, Step, StepDone, WorkerToScheduler
+from common.protocol.peer import PROTOCOL_VERSION, Detached, TransferRequest
+from common.protocol.worker import Step, StepDone, WorkerToScheduler
 from common.runtime.undelivered import Undelivered
 from common.scheduling.events import (
     Dial,
@@ -44,16 +41,17 @@ from common.scheduling.events import (
     ToWorkers,
     WatchProcesses,
 )
-from common.scheduling.facts import Pace, SchedulerLimits, ServerFacts
+from common.scheduling.facts import Pace, SchedulerLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.peers import REMOVED_REASON
 from decode_server.output_lengths import REMEMBERED_COUNT
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler
-from tests.sim import order, wire
-from tests.sim.client import DIGEST_TOKENS, EOS, can_follow
+from tests.sim import order, releases, wire
+from tests.sim.client import can_follow
 from tests.sim.invariants import check_core, check_credits, check_told, is_set_aside
 from tests.sim.promises import NONE_THERE, PeerWaits
+from tests.sim.settings import core_of, facts_of, limits_of
 from tests.sim.sim_worker import SimWorker
 
 if TYPE_CHECKING:
@@ -63,17 +61,21 @@ if TYPE_CHECKING:
 class Node:
     """One server: a core and its worker. Reborn under the same name after a crash.
 
+    first_role: in which requests were meant for it. release: the newest version of the protocol
+    that it speaks. is_unsettled: its workers had another role, and peers may still write there.
     links: what its settings say. wanted: what its frontend says now, if that has ever changed.
     hung_up: links that its core has closed for good.
     returns_caches: caches of ended turns go back to prefill servers.
-    unreachable_peers: as `SimTransfers.unreachable`.
+    unreachable_peers: of a decode server, as `SimTransfers.unreachable`.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
     """
 
     def __init__(self, world: World, name: str, role: str, page_size: int, pages: int) -> None:
-        self.world, self.name, self.role = world, name, role
+        self.world, self.name = world, name
+        self.role = self.first_role = role
+        self.release = PROTOCOL_VERSION
         self.page_size, self.pages = page_size, pages
         self.page_counts: tuple[int, ...] = (pages,)
         self.links: list[str] = []
@@ -105,6 +107,7 @@ class Node:
         self.is_up = False
         self.is_frozen = False
         self.is_draining = False
+        self.is_unsettled = False
         self.thawed_at = 0.0
         self.is_frontend_stopped = False
         self.backlog: list[Event] = []
@@ -113,24 +116,6 @@ class Node:
         self._is_full = False
         self._page_counts: list[int] = []
 
-    @property
-    def layout(self) -> ServerLayout:
-        """One layer for every live rule, and one that caches nothing, perhaps on its own stage."""
-        components = tuple(
-            CacheComponent(f"c{i}", (i,), (Segment("head", 1, 8),), live, Shard.SPLIT, "float32")
-            for i, live in enumerate(self.world.lives)
-        )
-        count = len(components)
-        stages = ((0, count), (count, count + 1)) if self.has_bare_stage else ((0, count + 1),)
-        return ServerLayout(components, 1, stages, self.page_size)
-
-    @property
-    def host_page_counts(self) -> tuple[int, ...]:
-        """Of its tier in host memory, in the proportions of its pool."""
-        if not self.host_share:
-            return ()
-        return tuple(max(1, int(count * self.host_share)) for count in self.page_counts)
-
     # ---- its processes ---------------------------------------------------------------------------
 
     def boot(self, predecessor: SimWorker | None = None) -> None:
@@ -138,9 +123,9 @@ class Node:
         self.world.tell(self.name, "boots" if predecessor is None else "has another scheduler")
         self.life += 1
         if predecessor is None:
-            for worker in self.ended_workers:
-                worker.process.is_dead = True
-            self.ended_workers, self.process_life = [], self.life
+            self._end_workers()
+            self.is_unsettled = False
+            self.process_life = self.life
             self.world.tally["restarts"] += self.life > 1
         else:
             self.ended_workers.append(predecessor)
@@ -150,36 +135,8 @@ class Node:
         self.peer_waits = PeerWaits()
         self.is_frontend_stopped = False
         self.undelivered = Undelivered()
-        layout = self.layout
-        self.facts = ServerFacts(
-            incarnation=f"{self.name}-{self.life}",
-            layout=layout,
-            layout_bytes=encode_layout(layout),
-            page_counts=self.page_counts,
-            fingerprint={"model": "sim"},
-            sequence_token_max=512,
-            eos_token_ids=frozenset({EOS}),
-            host_ids=self.host_ids,
-            pids=(self._process_id(),) * len(self.host_ids),
-            transfer_mode=self.transfer_mode,
-            verify=self.verify,
-            checkpoint_max=self.checkpoint_max,
-            digest_tokens=DIGEST_TOKENS,
-            pass_times=PassTimes(self.prompt_token_s),
-            host_page_counts=self.host_page_counts,
-            earlier_writers=tuple(predecessor.transfers.writers.values()) if predecessor else (),
-        )
-        limits = SchedulerLimits(
-            chunk_token_max=24,
-            running_max=self.running_max,
-            queue_max=self.queue_max,
-            pace=self.pace,
-            self_test_interval_s=self.self_test_interval_s,
-            bootstrap_timeout_s=self.world.hold_s,
-            in_flight_max=self.in_flight_max,
-            has_prefix_cache=self.has_prefix_cache,
-        )
-        self.core = self.make_core(limits)
+        self.facts = facts_of(self, predecessor)
+        self.core = self.make_core(limits_of(self))
         if self.world.watches_order:
             order.watch(self.core)
         if self.expects_short_outputs and isinstance(self.core, DecodeScheduler):
@@ -191,24 +148,13 @@ class Node:
             self.want(self.wanted)
         self.world.follow(self)
 
-    def _process_id(self) -> int:
+    @property
+    def process_id(self) -> int:
         """That of no other server, nor of this one's workers in another life."""
         return 1000 * (1 + list(self.world.nodes).index(self.name)) + self.process_life
 
     def make_core(self, limits: SchedulerLimits) -> PrefillScheduler | DecodeScheduler:
-        if self.role == "prefill":
-            seed = 1000 * (1 + sum(self.name.encode())) + self.life
-            return PrefillScheduler(self.facts, limits, receives=self.returns_caches, seed=seed)
-        return DecodeScheduler(
-            self.facts,
-            limits,
-            self.links,
-            is_local=self.is_local,
-            may_fall_back=self.may_fall_back,
-            computes_rests=self.computes_rests,
-            sends=self.returns_caches,
-            seed=self.world.rng.getrandbits(32),
-        )
+        return core_of(self, limits)
 
     def _boot_worker(self, predecessor: SimWorker | None) -> None:
         life, world, core = self.life, self.world, self.core
@@ -222,7 +168,8 @@ class Node:
         )
         self.worker.slow_step_rate = world.slow_step_rate
         self.worker.transfers.damage_rate = world.damage_rate
-        self.worker.transfers.unreachable = self.unreachable_peers
+        if self.role == "decode":
+            self.worker.transfers.unreachable = self.unreachable_peers
         self.worker.transfers.damage_rng = world.damage_rng
         self.worker.tier.changed_rate = self.changed_rate
         if world.is_honest:
@@ -258,6 +205,16 @@ class Node:
             bury()
         self.lose_clients()
 
+    def _end_workers(self) -> None:
+        """Those that outlived their scheduler, and waited for the next one in vain."""
+        living = [*self.ended_workers, self.worker] if self.life > 1 else []
+        for worker in living:
+            incarnation = worker.facts.incarnation
+            if not worker.process.is_dead and incarnation not in self.world.lingering:
+                worker.process.is_dead = True
+                self._tell_gone(ProcessesGone(incarnation))
+        self.ended_workers = []
+
     def _tell_gone(self, gone: ProcessesGone) -> None:
         """Who watches its processes hears that they have ended."""
         for node in self.world.nodes.values():
@@ -265,15 +222,28 @@ class Node:
                 delay = self.world.rng.uniform(0.001, 0.02)
                 self.world.after(delay, lambda n=node: n.feed(gone))  # type: ignore[misc]
 
-    def lose_clients(self) -> None:
+    def lose_clients(self, *, may_follow: bool = True) -> None:
         """Its scheduler is gone: clients wait for the next one, if their frontends do."""
+        may_follow = may_follow and self.world.follows_crashes and self.role == "decode"
         for client in self.world.clients.values():
             if client.node != self.name or client.finals:
                 continue
-            if self.world.follows_crashes and self.role == "decode" and can_follow(client):
+            if may_follow and can_follow(client):
                 client.is_waiting_for_server = True
             else:
                 client.finals.append("crashed with its server")
+
+    def give_up(self, reason: str) -> None:
+        """Its process is spent, and it is started anew. That is right where peers may still write
+        here that say nothing of it: of the first release, or of the role that this server has
+        taken on in the midst of their transfers."""
+        is_mixed = any(node.release == releases.FIRST for node in self.world.nodes.values())
+        if not is_mixed and not self.is_unsettled:
+            self.given_up = reason
+            return
+        self.world.tally["servers that gave themselves up"] += 1
+        self.world.after(0.0, lambda: self.is_up and self.crash())
+        self.world.after(0.5, lambda: self.is_up or self.boot())
 
     def drain(self) -> None:
         """Its frontend lets nobody in any more, and its peers are told."""
@@ -296,7 +266,7 @@ class Node:
         self.world.tally["peers added"] += len(now - before)
         self.world.tally["peers kept"] += sum(not one.is_dialled for one in peers)
         self.wanted = peers
-        if self.is_up:
+        if self.is_up and self.role == "decode":
             self.feed(FromFrontend(wire.from_frontend(SetPeers(peers))))
 
     @property
@@ -416,6 +386,20 @@ class Node:
         self.world.tally["pools that ran full"] += bool(full) and not self._is_full
         self._is_full = bool(full)
 
+    @property
+    def request_token_max(self) -> int:
+        """As its core has it; before that begins nothing is known."""
+        return self.core.request_token_max if self.life else 10**9
+
+    def dials(self, other: Node) -> bool:
+        """Which of two servers opens the link between them."""
+        return self.role == "decode"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return self.is_up and not self.is_draining
+
     def check(self) -> None:
         """Raises: AssertionError if the core has lost a request or a page."""
         check_core(self.core)
@@ -448,7 +432,7 @@ class Node:
                         self.world.tally["peers let go"] += peer_message.reason == REMOVED_REASON
                     self.world.post(self, link, peer_message)
                 case GiveUp(reason=reason):
-                    self.given_up = reason
+                    self.give_up(reason)
                 case Dial(link=link):
                     self.hung_up.discard(link)
                 case HangUp(link=link):

@@ -110,7 +110,7 @@ def check_rooms(world: World) -> None:
     prefills: dict[int, Client] = {}
     decodes: dict[int, list[Client]] = {}
     for client in world.clients.values():
-        if client.room is not None and world.nodes[client.node].role == "prefill":
+        if client.room is not None and client.role == "prefill":
             prefills[client.room] = client
         elif client.room is not None:
             decodes.setdefault(client.room, []).append(client)

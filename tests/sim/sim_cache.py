@@ -120,6 +120,11 @@ class SimCache:
         page, row = self._place(lists, group, item)
         self.page(group, page)[row] = value
 
+    def are_used(self, lists: PageLists) -> bool:
+        """Whether any of these pages is somebody's."""
+        used = self.owner._used if self.owner is not None else [set()] * len(lists)
+        return any(one & {*pages} for one, (_, pages) in zip(used, lists, strict=True))
+
     def _place(self, lists: PageLists, group: int, item: int) -> tuple[int, int]:
         first, pages = lists[group]
         index, row = divmod(item, self._row_counts[group])

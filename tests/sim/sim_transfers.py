@@ -362,6 +362,7 @@ class SimTransfers:
             return
         if self.awaits_fences is not None:
             assert self.awaits_fences(), "bytes for a scheduler that is gone landed after its fence"
+            assert not self._cache.are_used(send.target_pages), "late bytes landed in used pages"
             self.tally["bytes that were late for their scheduler"] += 1
             return
         assert self.awaits(send.transfer_id, send.target_pages), (

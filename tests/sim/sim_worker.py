@@ -114,8 +114,9 @@ class SimWorker:
             case ReclaimPeer():
                 self.transfers.writers.pop(message.peer, None)
 
-    def end_session(self, then: Callable[[], None]) -> None:
-        """End what a scheduler that is gone has begun."""
+    def end_session(self, then: Callable[[], None], *, is_quiet: bool = False) -> None:
+        """End what a scheduler that is gone has begun. is_quiet: its last word was that no peer can
+        write here any more."""
 
         def look() -> None:
             is_busy = self._is_computing or self._steps or self.tier.is_moving
@@ -123,8 +124,10 @@ class SimWorker:
                 return
             if is_busy or not self.transfers.has_ended:
                 self.process.after(END_POLL_S, look)
-            else:
-                then()
+                return
+            if is_quiet:
+                self.transfers.writers.clear()
+            then()
 
         def begin() -> None:
             self.transfers.end()

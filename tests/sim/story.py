@@ -23,6 +23,8 @@ from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
 from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
 from tests.sim.succession import plan_successions
+from tests.sim.switches import SWITCH_SHARE, plan_switches
+from tests.sim.upgrades import UPGRADE_SHARE, plan_upgrades
 from tests.sim.verdict import check_flush, judge, run_to_rest
 from tests.sim.world import World
 
@@ -77,6 +79,8 @@ def run_story(
     has_comings: bool = True,
     has_claims: bool = True,
     has_successions: bool = True,
+    switch_share: float | None = None,
+    upgrade_share: float | None = None,
     log: list[str] | None = None,
 ) -> World:
     """Run the story of a seed to its end and judge it. Raises: AssertionError.
@@ -87,8 +91,15 @@ def run_story(
     has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
     has_claims: whether some requests may be more urgent than others, and clients show keys.
     has_successions: whether schedulers may crash under workers that live.
+    switch_share: of stories, in how many servers take on the other role.
+    upgrade_share: in how many some servers are of the first release, and are upgraded. Where these
+    are not said, only stories with accidents have such changes.
     log: where to tell what happens.
     """
+    if switch_share is None:
+        switch_share = SWITCH_SHARE if has_accidents else 0.0
+    if upgrade_share is None:
+        upgrade_share = UPGRADE_SHARE if has_accidents else 0.0
     world = World(seed)
     world.log = log
     world.is_honest = True
@@ -102,6 +113,7 @@ def run_story(
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
     if has_claims:
         _choose_claims(world, seed)
+    plan_upgrades(world, random.Random(seed ^ 0x6BADE), upgrade_share)
     for node in world.nodes.values():
         world.after(rng.uniform(0.0, 0.5), node.boot)
     world.start_ticks()
@@ -124,6 +136,7 @@ def run_story(
     plan_sessions(world, random.Random(seed ^ 0x7423), decodes, session_counts)
     if has_successions and has_accidents:
         plan_successions(world, random.Random(seed ^ 0x50CCE5))
+    plan_switches(world, random.Random(seed ^ 0x5317C4), switch_share)
     if has_moves:
         plan_moves(world, random.Random(seed ^ 0x30FE5))
     if has_accidents:
@@ -251,6 +264,7 @@ def ask_ahead(
 ) -> Client:
     """As a proxy does that goes to the prefill server first: once that has answered, perhaps after
     a while, go on with what it says. Some never do."""
+    prefill = world.stand_in(prefill)
     engine = prefill.facts.incarnation if prefill.life else "none"
     room = Bootstrap(prefill.name, 1, rng.getrandbits(62), engine)
     client = world.submit(prefill, prompt, 1, room)

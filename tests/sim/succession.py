@@ -1,4 +1,5 @@
-"""Schedulers that crash under workers which live: another one takes them on.
+"""Schedulers that end under workers which live: another one takes them on, of the same role or of
+the other.
 
 Its workers end what the last one began, and keep their memory. Peers that were let in may go on
 writing there until they have closed their end: whatever lands after the next scheduler believes
@@ -8,8 +9,10 @@ that nobody does any more is an error. Knows nothing of what else goes wrong.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 
+from common.transfers.writers import VERSION_OF_SUCCESSION
 from tests.sim.node import Node
 from tests.sim.world import World
 
@@ -43,15 +46,33 @@ def _crash_when_busy(node: Node, start_s: float, until: float) -> None:
 
 
 def crash_scheduler(node: Node, start_s: float) -> None:
-    """start_s: until the next one asks for the workers."""
-    world, worker = node.world, node.worker
+    """start_s: until the next one asks for the workers. In the first release none does: the whole
+    server ends."""
     if not node.is_up or node.is_frozen:
         return
-    world.tell(node.name, "its scheduler crashes")
-    world.tally["schedulers crashed"] += 1
+    if node.release < VERSION_OF_SUCCESSION:
+        node.crash()
+        node.world.after(start_s, lambda: node.is_up or node.boot())
+        return
+    node.world.tell(node.name, "its scheduler crashes")
+    node.world.tally["schedulers crashed"] += 1
+    node.lose_clients()
+    hand_over(node, start_s)
+
+
+def hand_over(
+    node: Node,
+    start_s: float,
+    change: Callable[[], None] = lambda: None,
+    *,
+    is_quiet: bool = False,
+) -> None:
+    """The scheduler is gone, and after a while another one asks for the workers. change: makes the
+    server what it is to be from then on. is_quiet: the last one said that no peer can write here
+    any more."""
+    world, worker = node.world, node.worker
     node.harvest()
     node.is_up = False
-    node.lose_clients()
     worker.cache.owner = worker.tier.owner = None
 
     def awaits_fences() -> bool:
@@ -62,7 +83,8 @@ def crash_scheduler(node: Node, start_s: float) -> None:
         if node.is_up or node.worker is not worker or worker.process.is_dead:
             return  # the whole server was started anew meanwhile
         world.tally["schedulers that followed"] += 1
+        change()
         node.boot(predecessor=worker)
 
     worker.transfers.awaits_fences = awaits_fences
-    world.after(start_s, lambda: worker.end_session(take_over))
+    world.after(start_s, lambda: worker.end_session(take_over, is_quiet=is_quiet))

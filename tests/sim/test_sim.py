@@ -25,8 +25,9 @@ from tests.worker.whole_send import WholeSend
 
 # Of the stories below that pass as long as nothing is planted.
 PLANTED_SEEDS = range(20)
+# 240: a server takes on the other role while some may still write there, and gives itself up.
 # 698: a retracted request of a router went beyond its server's credits.
-STORY_SEEDS = (*range(60), 698)
+STORY_SEEDS = (*range(60), 240, 698)
 MUTATION_SEED_COUNT = 100
 
 
@@ -36,9 +37,7 @@ def test_without_accidents_every_request_is_answered_right(seed: int) -> None:
     expected = [
         client
         for client in world.clients.values()
-        if not client.is_cancelled
-        and not client.is_orphan
-        and world.nodes[client.node].role == "decode"
+        if not client.is_cancelled and not client.is_orphan and client.role == "decode"
     ]
     failures = [client.failure for client in expected if client.finals != ["finished"]]
     # Three damaged transfers in a row are one too many.

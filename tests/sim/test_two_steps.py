@@ -185,7 +185,7 @@ def test_prompts_that_differ_are_refused(world: World) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_without_accidents_all_is_answered_right(seed: int) -> None:
     world = run_story(seed, has_accidents=False, is_verified=False, has_two_steps=True)
-    decoded = [one for one in world.clients.values() if world.nodes[one.node].role == "decode"]
+    decoded = [one for one in world.clients.values() if one.role == "decode"]
     wanted = [one for one in decoded if not one.is_cancelled and not one.is_orphan]
     assert [one.failure for one in wanted if one.finals != ["finished"]] == []
 

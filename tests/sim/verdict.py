@@ -96,9 +96,9 @@ def judge(world: World) -> None:
         node = world.nodes[client.node]
         is_finished = client.finals[0] == "finished"
         count = client.max_new_tokens if is_finished else len(client.output)
-        if node.role == "prefill":
+        if client.role == "prefill":
             count = min(1, count)
-        expected = client.expected(world.lives, node.core.request_token_max, count)
+        expected = client.expected(world.lives, count)
         due_at = max(client.submitted_at + client.budget_s, node.thawed_at) + GRACE_S
         assert client.answered_at <= due_at, (
             f"request {client.request_id}: answered {client.answered_at - due_at:.1f} s late"

@@ -1,8 +1,8 @@
 """The real codec between all parts of the simulation: bytes leave the sender, a new object arrives.
 
 A message is encoded once, when it is sent, and decoded wherever it is heard, so no list is shared
-between processes and a later change of one can't reach the other. All servers of a story are of one
-version: a message that its receiver would refuse is a fault of the sender or of a bound.
+between processes and a later change of one can't reach the other. A message that its receiver would
+refuse is a fault of the sender or of a bound. `releases` has what earlier releases leave out.
 """
 
 from __future__ import annotations

@@ -15,10 +15,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from common.failures import FailureKind
 from common.layout.component import FULL, Live
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.protocol.frontend import Cancel, Failed, Sibling, Submit, Tokens
+from common.protocol.peer import VERSION_OF_SHARED_ROOMS
 from common.request import Bootstrap, Claim, SamplingParams
 from common.scheduling.events import (
     Effect,
@@ -26,7 +29,7 @@ from common.scheduling.events import (
     FromPeer,
     PeerMessage,
 )
-from tests.sim import wire
+from tests.sim import releases, wire
 from tests.sim.client import BUDGET_S, DIGEST_TOKENS, Client
 from tests.sim.network import Network
 from tests.sim.node import Node
@@ -52,6 +55,8 @@ class World:
     of a request, or what it computed ahead.
     follows_crashes: whether requests of a server that crashes are asked for again when it is back;
     follow: asks for them.
+    knows_who_leaves: whether clients are sent to another server while theirs drains or is
+    not there.
     calm_until: when the first accident happens.
     tally: what happened how often. slots_ran_out: whether any server ever had none left.
     retraction_count: of finished requests.
@@ -75,6 +80,7 @@ class World:
         self.is_honest = False
         self.follows_crashes = False
         self.follow: Callable[[Node], None] = lambda node: None
+        self.knows_who_leaves = False
         self.slots_ran_out = False
         self.watches_order = True
         self.retraction_count = 0
@@ -132,28 +138,31 @@ class World:
     # ---- network ---------------------------------------------------------------------------------
 
     def post(self, sender: Node, link: str, message: PeerMessage) -> None:
-        """A server's link to the one that it dialled is an address, and a bare name otherwise."""
+        """A server's link to the one that it dialled is an address, and a bare name otherwise.
+        Nobody listens at the address of a server that has come to dial."""
         receiver = self.nodes.get(link.partition(":")[0])
         if receiver is None or link in sender.hung_up:
             return
         life, sender_life = receiver.life, sender.life
-        address = f"{sender.name}:1"
-        back = address if address in receiver.links else sender.name
-        payload = wire.sent(message)
+        is_dialler = sender.dials(receiver)
+        back = sender.name if is_dialler else f"{sender.name}:1"
+        payload = wire.sent(releases.said(message, sender.release))
 
         def hear() -> None:
             if back in receiver.hung_up:
                 self.tally["messages on links that were hung up"] += 1
                 return
-            receiver.feed(FromPeer(back, wire.heard_by_peer(payload)))
+            heard = releases.heard(wire.heard_by_peer(payload), receiver.release)
+            receiver.feed(FromPeer(back, heard))
 
         def deliver() -> None:
             # Who dials keeps what it sent until somebody listens there again; who is dialled loses
             # it with the connection.
-            if receiver.life == life and receiver.is_up:
+            is_there = receiver.is_up and receiver.dials(sender) != is_dialler
+            if receiver.life == life and is_there:
                 hear()
-            elif f"{receiver.name}:1" in sender.links and sender.life == sender_life:
-                if receiver.is_up:
+            elif is_dialler and sender.life == sender_life and link not in sender.hung_up:
+                if is_there:
                     self.tally["messages met by a successor"] += 1
                     hear()
                 else:
@@ -192,7 +201,11 @@ class World:
         budget_s: float = BUDGET_S,
         seed: bytes = bytes(DIGEST_NBYTES),
     ) -> list[Client]:
-        """So many samples of a prompt, each as a client of its own."""
+        """So many samples of a prompt, each as a client of its own. The first release takes each of
+        them alone, in a room of its own."""
+        role, node = node.first_role, self.stand_in(node)
+        if room is not None and not room.engine and room.host in self.nodes:
+            room = msgspec.structs.replace(room, host=self.stand_in(self.nodes[room.host]).name)
         clients = [
             Client(
                 len(self.clients) + 1 + place,
@@ -203,28 +216,41 @@ class World:
                 room=room.room if room is not None and not room.engine else None,
                 seed=seed,
                 sample_seed=place,
+                role=role,
+                token_max=node.request_token_max,
             )
             for place in range(count)
         ]
         self.clients |= {client.request_id: client for client in clients}
         self.tally["requests"] += count
-        if not node.is_up or node.is_draining:
+        if not node.is_open or node.role != role:
             for client in clients:
                 client.finals.append("refused: server is down or stopping")
             return clients
-        first, *others = clients
-        submit = Submit(
-            first.request_id,
-            list(prompt),
-            SamplingParams(max_new_tokens=max_new_tokens, seed=0),
-            budget_s,
-            room,
-            prefix_digests=extend_digests(seed, prompt, DIGEST_TOKENS),
-            siblings=[Sibling(client.request_id, client.sample_seed) for client in others],
-            claim=self.claim_of(prompt),
-        )
-        node.feed(FromFrontend(wire.from_frontend(submit)))
+        is_whole = node.release >= VERSION_OF_SHARED_ROOMS
+        for place, part in enumerate([clients] if is_whole else [[one] for one in clients]):
+            first, *others = part
+            submit = Submit(
+                first.request_id,
+                list(prompt),
+                SamplingParams(max_new_tokens=max_new_tokens, seed=first.sample_seed),
+                budget_s,
+                room and msgspec.structs.replace(room, room=room.room + place),
+                prefix_digests=extend_digests(seed, prompt, DIGEST_TOKENS),
+                siblings=[Sibling(client.request_id, client.sample_seed) for client in others],
+                claim=self.claim_of(prompt),
+            )
+            node.feed(FromFrontend(wire.from_frontend(submit)))
         return clients
+
+    def stand_in(self, node: Node) -> Node:
+        """Who is asked for what a server was to do at first: another one, if it has the other role
+        by now, or is about to leave and that is known. Itself, if there is no other."""
+        role = node.first_role
+        if node.role == role and (node.is_open or not self.knows_who_leaves):
+            return node
+        others = (one for one in self.nodes.values() if one.role == role and one.is_open)
+        return next(others, node)
 
     def cancel(self, client: Client) -> None:
         client.is_cancelled = True

@@ -156,6 +156,9 @@ class LendingNode(Node):
         kind = LendingPrefill if self.role == "prefill" else LendingDecode
         return kind(self.facts, limits, self.links, self.world.rng.getrandbits(32))
 
+    def dials(self, other: Node) -> bool:
+        return f"{other.name}:1" in self.links
+
     def check(self) -> None:
         """Its transfers belong to no request."""
         arrived = [lent.transfer for lent in self.lending.arrived]

@@ -9,12 +9,13 @@ from msgspec import structs
 
 from common.protocol.frontend import Submit
 from common.protocol.peer import Hello, Welcome
-from common.protocol.worker import PeerWriter, ReclaimPeer
+from common.protocol.worker import PeerClosed, PeerWriter, ReclaimPeer
 from common.request import SamplingParams
 from common.scheduling.events import (
     Effect,
     FromFrontend,
     FromPeer,
+    FromWorker,
     GiveUp,
     ProcessesGone,
     Tick,
@@ -111,6 +112,17 @@ def test_who_was_let_in_by_the_scheduler_before_is_waited_for(
     successor.feed(event)
     assert (successor.trouble == "") is is_proof
     assert (ReclaimPeer("p0-1") in successor.told_workers(ReclaimPeer)) is is_proof
+
+
+def test_an_older_one_that_was_let_in_again_is_proved_by_its_end_once_it_is_shut_out() -> None:
+    """Its greeting proves nothing, but begins a connection, which its end closes first."""
+    successor = Successor(WRITER)
+    successor.feed(FromPeer("p:1", greeting(version=1)))
+    successor.feed(ProcessesGone("p0-1"))
+    assert "p0-1" in successor.trouble
+    for rank in range(successor.core.transfers.incoming._rank_count):
+        successor.feed(FromWorker(PeerClosed("p0-1", rank)))
+    assert successor.trouble == ""
 
 
 def test_nothing_begins_before_and_everything_after() -> None:
