@@ -29,8 +29,8 @@ SAVED_SHARE = 1 / 8
 SAVED_LEAVES_MAX = 64
 # How often a request waits for a copy of its beginning: others may need the pages again meanwhile.
 LOAD_COUNT_MAX = 3
-# Copies out of the pool at a time, and blocks of each: a load waits behind them.
-SPILL_COUNT_MAX = 2
+# Blocks of a copy out of the pool, of which one is under way at a time: a load waits behind it, and
+# streams that run share their cores with it. Smaller ones cost the scheduler more turns.
 SPILL_BLOCK_MAX = 64
 # Tokens that the tier must have more of, for less is computed as quickly.
 LOADED_TOKENS_MIN = 16
@@ -186,7 +186,7 @@ class HostTier(Generic[R]):
     def _save_leaves(self, leaves: list[Node], block_count: int) -> None:
         """Until so many blocks of them are saved."""
         for leaf in leaves:
-            if block_count <= 0 or self._spill_count >= SPILL_COUNT_MAX:
+            if block_count <= 0 or self._is_spilling:
                 return
             block_count -= leaf.block_count
             is_saved = leaf.saved_end == leaf.end
@@ -199,7 +199,7 @@ class HostTier(Generic[R]):
         if not any(self._account.pool.shortfall(needs)):
             return False
         self._make_free(needs)
-        return self._spill_count > 0 and any(self._account.pool.shortfall(needs))
+        return self._is_spilling and any(self._account.pool.shortfall(needs))
 
     def _make_free(self, needs: Sequence[int]) -> None:
         """Evict what is saved, or can't be; begin to save the rest."""
@@ -211,7 +211,7 @@ class HostTier(Generic[R]):
             if leaf is None:
                 break
             if not self._spill(Part(leaf, leaf.end, idle_checkpoints(leaf))):
-                if self._spill_count >= SPILL_COUNT_MAX:
+                if self._is_spilling:
                     return
                 cache.evict_blocks(min(count, leaf.block_count))
         for checkpoint in list(cache.checkpoints.idle()):
@@ -220,7 +220,7 @@ class HostTier(Generic[R]):
                 continue
             assert checkpoint.node is not None
             if not self._spill(Part(checkpoint.node, checkpoint.block_count, [checkpoint])):
-                if self._spill_count >= SPILL_COUNT_MAX:
+                if self._is_spilling:
                     return
                 cache.checkpoints.forget([checkpoint])
 
@@ -232,7 +232,7 @@ class HostTier(Generic[R]):
         if checkpoints.count + ahead_count <= checkpoints.count_max:
             return
         for checkpoint in list(checkpoints.idle())[: int(ahead_count)]:
-            if self._spill_count >= SPILL_COUNT_MAX:
+            if self._is_spilling:
                 return
             node = checkpoint.node
             if not checkpoint.is_saved and node is not None:
@@ -240,15 +240,15 @@ class HostTier(Generic[R]):
                 self._spill(Part(node, checkpoint.block_count, [checkpoint]))
 
     @property
-    def _spill_count(self) -> int:
-        return sum(one.is_spill for one in self._under_way.values())
+    def _is_spilling(self) -> bool:
+        return any(one.is_spill for one in self._under_way.values())
 
     def _spill(self, part: Part) -> bool:
         """Begin to save what the tier lacks of a part, or the beginning of that. False if it lacks
-        nothing that it has room for, or if enough is under way."""
+        nothing that it has room for, or if something else is being saved."""
         assert self._caches is not None
         cache, host = self._caches
-        if self._spill_count >= SPILL_COUNT_MAX or not cache.tree.is_found(part.node):
+        if self._is_spilling or not cache.tree.is_found(part.node):
             return False
         move = begin_move(cache, host, part, SPILL_BLOCK_MAX)
         if move is None:

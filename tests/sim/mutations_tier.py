@@ -13,7 +13,7 @@ from common.scheduling import host_tier, page_moves
 from common.scheduling.host_tier import HostTier
 from common.scheduling.page_moves import Move, Part, begin_move
 from common.scheduling.prefix_cache import PrefixCache
-from common.scheduling.prefix_tree import Checkpoint, Node
+from common.scheduling.prefix_tree import Checkpoint
 from decode_server.request import DecodeRequest
 from prefill_server.request import PrefillRequest
 from tests.sim.planted import Mutation
@@ -81,16 +81,6 @@ def who_waits_for_a_copy_is_forgotten(patch: Patch) -> None:
     patch.setattr(HostTier, "_put_back", lambda self, requests: None)
 
 
-def blocks_that_came_meanwhile_are_kept_twice(patch: Patch) -> None:
-    def place(self: Move) -> Node:
-        known = [[0] * (self.start * count) for count in self.target.page_counts]
-        pages = [before + own for before, own in zip(known, self.pages, strict=True)]
-        node, _ = self.target.extend_by_keys(self.target_node, self.keys, pages, self.stop)
-        return node
-
-    patch.setattr(Move, "_place_blocks", place)
-
-
 def a_checkpoint_comes_back_a_token_later(patch: Patch) -> None:
     """What is saved of one token count is found at the next one."""
     copy_of = page_moves._copy_of
@@ -141,11 +131,10 @@ def a_page_that_is_filled_is_free(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("what-is-being-saved-can-be-evicted", what_is_being_saved_can_be_evicted, 0),
-    Mutation("found-before-it-has-come", found_before_it_has_come, 32),
+    Mutation("found-before-it-has-come", found_before_it_has_come, 83),
     Mutation("a-failed-load-counts-as-made", a_failed_load_counts_as_made, 12),
     Mutation("pages-of-a-failed-load-are-kept", pages_of_a_failed_load_are_kept, 12),
     Mutation("who-waits-for-a-copy-is-forgotten", who_waits_for_a_copy_is_forgotten, 0),
-    Mutation("blocks-that-came-are-kept-twice", blocks_that_came_meanwhile_are_kept_twice, 0),
     Mutation("a-checkpoint-comes-back-later", a_checkpoint_comes_back_a_token_later, 0),
     Mutation("the-first-block-is-copied-again", the_first_block_is_copied_over_the_next, 12),
     Mutation("a-page-that-is-filled-is-free", a_page_that_is_filled_is_free, 0),
