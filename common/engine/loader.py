@@ -49,12 +49,14 @@ def load_model(
     seed: int = 0,
     page_size: int = 16,
     attention: Attention | None = None,
+    packs: bool = False,
 ) -> CausalLm:
     """Build this rank's part of a model and fill its tensors.
 
     dtype: "auto" for the checkpoint's own. load_format: "auto" reads safetensors; "dummy" draws
     weights from `seed` and needs only config.json. page_size: of the pool it will run over, in
-    tokens. attention: chosen by device, and checked, if None.
+    tokens. attention: chosen by device, and checked, if None. packs: whether weights are arranged
+    for the library that multiplies, after which `weights()` can't be read any more.
     Raises: ConfigError naming what is wrong with the checkpoint or an argument.
     """
     if load_format not in LOAD_FORMATS:
@@ -82,8 +84,9 @@ def load_model(
                 rename=family.rename,
                 weight_format=config.weight_format,
             )
-        for matrix in context.matrices:
-            matrix.pack()
+        if packs:
+            for matrix in context.matrices:
+                matrix.pack()
     return model
 
 

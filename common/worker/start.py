@@ -163,6 +163,7 @@ def _load_model(
             load_format=config.load_format,
             seed=config.random_seed,
             attention=choice.attention,
+            packs=True,
         )
 
 

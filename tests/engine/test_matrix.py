@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.layers import matrix
 from common.engine.layers.matrix import Matrix
 from common.engine.loader import load_model
 from tests.engine.paged_decoding import Sequence, forward, make_pool
@@ -63,13 +62,11 @@ def test_weights_that_the_library_does_not_pack_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_models_compute_the_same_with_packed_weights(
-    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, recipe: str
+    tiny_checkpoint: Callable[[str], Path], recipe: str
 ) -> None:
-    packed = load_model(tiny_checkpoint(recipe), dtype="bfloat16")
-    monkeypatch.setattr(matrix, "PACKED_DTYPES", ())
-    plain = load_model(tiny_checkpoint(recipe), dtype="bfloat16")
     logits: list[list[Tensor]] = []
-    for model in (plain, packed):
+    for packs in (False, True):
+        model = load_model(tiny_checkpoint(recipe), dtype="bfloat16", packs=packs)
         pool, sequence = make_pool(model, 4), Sequence(list(range(3, 23)), [2, 4, 1])
         logits.append([forward(model, pool, [sequence.chunk(size)]) for size in (12, 7, 1)])
     for expected, found in zip(*logits, strict=True):
