@@ -27,7 +27,7 @@ from tests.worker.whole_send import WholeSend
 PLANTED_SEEDS = range(20)
 # 240: a server takes on the other role while some may still write there, and gives itself up.
 # 698: a retracted request of a router went beyond its server's credits.
-STORY_SEEDS = (*range(60), 240, 698)
+STORY_SEEDS = (*range(60), 240, 251, 698)
 MUTATION_SEED_COUNT = 100
 
 
