@@ -73,7 +73,7 @@ class Answered:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--questions", type=int, default=QUESTION_COUNT)
-    parser.add_argument("--keep", action="store_true", help="leave the pair running until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="leave the pair running")
     parser.add_argument("--transport", default="auto", help="auto, shm, stream or ucx-tcp")
     options = parser.parse_args()
     left_before = set(SHARED_MEMORY.iterdir())
@@ -110,7 +110,7 @@ def run_demo(question_count: int, transport: str, *, keep: bool) -> float:
 
 
 def wait_for_interrupt() -> None:
-    print("the pair runs until Ctrl-C")
+    print("the pair runs until Ctrl-C, or until its input ends")
     try:
         while True:
             sys.stdin.readline() or sys.exit(0)
