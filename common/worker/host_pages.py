@@ -17,7 +17,9 @@ nothing of prefixes, nor of why a page moves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from queue import SimpleQueue
+from threading import Event
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from common.clock import SystemClock
 from common.config import ServerConfig
 from common.engine.cache.kv_pool import KvPool
 from common.errors import NotNow
@@ -44,6 +47,11 @@ Runs = tuple[Int64Array, Int64Array, Int64Array]
 """Target offsets, source offsets and sizes, in bytes."""
 
 LESS_HOST_MEMORY = "lower --host-cache-gb"
+
+# On a CPU what leaves a pool goes in pieces, and after each nothing goes for so many times as long
+# as it took: the engine's threads are on the same cores, and streams wait for them.
+PIECE_NBYTES = 512 << 10
+PAUSE_RATIO = 2.0
 
 
 class HostPages:
@@ -96,15 +104,30 @@ class HostPages:
             for copies in moved:
                 if error := self._find_change(copies):
                     return PagesMoved(move.move_id, rank, error)
-        for copies in moved:
-            self._copy(copies, is_spill=move.is_spill)
-        if self._stream is not None:
-            self._stream.synchronize()
         if move.is_spill:
-            for copies in moved:
+            self._spill(moved)
+        else:
+            self._copy(moved, is_spill=False)
+        return PagesMoved(move.move_id, rank)
+
+    def _spill(self, moved: list[PageCopies]) -> None:
+        pieces = [moved] if self._stream is not None else [[one] for one in self._pieces(moved)]
+        clock = SystemClock()
+        for piece in pieces:
+            began_at = clock.now()
+            self._copy(piece, is_spill=True)
+            for copies in piece:
                 found = self._digest(copies.group, copies.target_ids)
                 self._digests[copies.group][copies.target_ids] = found
-        return PagesMoved(move.move_id, rank)
+            if piece is not pieces[-1]:
+                Event().wait(PAUSE_RATIO * (clock.now() - began_at))
+
+    def _pieces(self, moved: list[PageCopies]) -> Iterator[PageCopies]:
+        for copies in moved:
+            count = max(1, PIECE_NBYTES // self._groups[copies.group].page_nbytes)
+            for start in range(0, len(copies.target_ids), count):
+                pages = slice(start, start + count)
+                yield PageCopies(copies.group, copies.source_ids[pages], copies.target_ids[pages])
 
     def _check(self, copies: PageCopies, *, is_spill: bool) -> None:
         assert self.page_counts, "pages move only where there is a tier"
@@ -129,7 +152,13 @@ class HostPages:
         rows = self.buffers[group].numpy().reshape(-1, self._groups[group].page_nbytes)
         return np.array([xxh3_64_intdigest(rows[page]) for page in page_ids], dtype=np.uint64)
 
-    def _copy(self, copies: PageCopies, *, is_spill: bool) -> None:
+    def _copy(self, moved: list[PageCopies], *, is_spill: bool) -> None:
+        for copies in moved:
+            self._copy_group(copies, is_spill=is_spill)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy_group(self, copies: PageCopies, *, is_spill: bool) -> None:
         pool, host = self._pool.buffers[copies.group], self.buffers[copies.group]
         target, source = (host, pool) if is_spill else (pool, host)
         runs = adjacent_runs(copies, self._groups[copies.group].page_nbytes)
