@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bench import engine_servers
 from bench.engine_bound import Products
-from bench.report import Row, at_least, row_of_medians
+from bench.report import NotRun, Row, at_least, row_of_medians
 from common.clock import SystemClock
 from common.engine.cache.kv_pool import KvPool
 from common.engine.heap import keep_freed_memory
@@ -38,7 +39,12 @@ TARGET_BATCH = 16
 GENERATE_RATIO_MIN = 3.0
 
 
-def run() -> list[Row]:
+def run() -> list[Row | NotRun]:
+    """The engine by itself, then whole servers (`engine_servers.py`)."""
+    return [*_measure_engine(), *engine_servers.run()]
+
+
+def _measure_engine() -> list[Row]:
     """Tokens generated per second of one thread, prompts included."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -85,7 +85,9 @@ def start_server(
     return Server(name, f"http://127.0.0.1:{port}", process, log_path)
 
 
-def wait_ready(server: Server, say: Callable[[str], None] = print) -> None:
+def wait_ready(
+    server: Server, say: Callable[[str], None] = print, timeout_s: float = READY_TIMEOUT_S
+) -> None:
     """Wait until a server can serve. Raises: DemoFailed if it ends or takes too long."""
     started_at = said_at = time.monotonic()
     while True:
@@ -100,9 +102,9 @@ def wait_ready(server: Server, say: Callable[[str], None] = print) -> None:
         except httpx.TransportError:
             pass  # not listening yet
         now = time.monotonic()
-        if now - started_at > READY_TIMEOUT_S:
+        if now - started_at > timeout_s:
             raise DemoFailed(
-                f"the {server.name} server is not ready after {READY_TIMEOUT_S:.0f} s:\n"
+                f"the {server.name} server is not ready after {timeout_s:.0f} s:\n"
                 f"{server.last_words()}"
             )
         if now - said_at > PROGRESS_INTERVAL_S:
