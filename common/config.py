@@ -32,7 +32,6 @@ DEFAULT_BOOTSTRAP_TIMEOUT_S = 30.0
 tried again elsewhere. It may be early by the time in its decode server's queue."""
 DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
 API_KEY_VARIABLE = "BATON_API_KEY"
-UCX_SHARED_MEMORY_VARIABLE = "UCX_POSIX_DIR"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 # What --host says to listen on every address.
 ANY_HOST = ("0.0.0.0", "::")
@@ -384,18 +383,6 @@ def gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) -> 
     if os.environ.get(variable):
         found += check_keys(variable, os.environ[variable].split(","))
     return tuple(dict.fromkeys(found))
-
-
-def shared_memory_dir() -> Path:
-    """Where UCX makes shared memory unless it is told otherwise."""
-    return Path(os.environ.get(UCX_SHARED_MEMORY_VARIABLE, "/dev/shm"))
-
-
-def child_environment(shared_memory_dir: str) -> dict[str, str]:
-    """What processes of this server see of the environment. shared_memory_dir: where UCX is to make
-    shared memory; "": where it would."""
-    told = {UCX_SHARED_MEMORY_VARIABLE: shared_memory_dir} if shared_memory_dir else {}
-    return {**os.environ, **told}
 
 
 def check_keys(where: str, keys: list[str]) -> list[str]:

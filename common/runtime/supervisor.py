@@ -26,10 +26,9 @@ from common.clock import SystemClock
 from common.config import (
     Role,
     ServerConfig,
-    child_environment,
-    shared_memory_dir,
     write_config,
 )
+from common.environment import child_environment, shared_memory_dir
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_START_AGAIN, EXIT_SWITCHED
 from common.log import setup_log
 from common.runtime.exposure import open_doors

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 
-from common.config import shared_memory_dir
+from common.environment import shared_memory_dir
 from common.errors import TransportError
 
 # Of one UCX worker with posix among its transports: measured, 4.2 MiB, and as much again.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.config import shared_memory_dir
+from common.environment import shared_memory_dir
 from common.errors import TransportError
 from common.planner.copy_plan import CopyPlan
 from common.transport.connections import Connections, NativeEvent

@@ -14,8 +14,9 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from common.config import ServerConfig, shared_memory_dir
+from common.config import ServerConfig
 from common.engine.cache.kv_pool import KvPool
+from common.environment import shared_memory_dir
 from common.errors import ConfigError, NotNow, TransportError
 from common.layout.cache_layout import PageGroup, RankLayout
 from common.layout.component import LiveKind

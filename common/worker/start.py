@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common.clock import Clock
-from common.config import ServerConfig, shared_memory_dir
+from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cache.cast import CACHE_DTYPES
 from common.engine.checkpoint.fingerprint import model_fingerprint
@@ -26,6 +26,7 @@ from common.engine.loader import attention_shape, fused_shape, load_model, read_
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
+from common.environment import shared_memory_dir
 from common.errors import ConfigError, GrammarError
 from common.grammar import GrammarCompiler
 from common.layout.cache_layout import RankLayout, ServerLayout

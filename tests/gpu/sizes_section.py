@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bench.staging_ranks import StagedPair
-from common.config import TransferMode, shared_memory_dir
+from common.config import TransferMode
+from common.environment import shared_memory_dir
 from common.layout.cache_layout import RankLayout, ServerLayout
 from tests.gpu.report import Section
 from tests.gpu.transfer_section import (

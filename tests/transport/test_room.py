@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.config import UCX_SHARED_MEMORY_VARIABLE
+from common.environment import UCX_SHARED_MEMORY_VARIABLE
 from common.errors import TransportError
 from common.transport.room import WORKER_SHARED_NBYTES, check_shared_memory
 from common.transport.transport import ConnectionClosed
