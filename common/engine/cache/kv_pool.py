@@ -52,7 +52,7 @@ class Plane:
     def write(self, index: WriteIndex, values: Tensor) -> None:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""
         values = cast(values, self.view.dtype)
-        if self.items is None or index.item_numbers is None or values.is_cuda:
+        if self.items is None or index.item_numbers is None or not values.is_cpu:
             # There one kernel, which takes rows that lie apart; else two, of which one copies them.
             raw(self.view)[index.token_pages, :, index.token_rows] = raw(values)
             return

@@ -17,7 +17,7 @@ from common.engine.layers.layer_context import LayerContext
 
 def normalize(hidden: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) over the last dimension, computed in fp32, in the dtype of `hidden`."""
-    if hidden.dtype == torch.float32 or hidden.is_cuda:
+    if hidden.dtype == torch.float32 or not hidden.is_cpu:
         # There it is one kernel, which computes in fp32 whatever comes and goes.
         return F.rms_norm(hidden, (hidden.shape[-1],), None, epsilon)
     wide = hidden.float()
