@@ -118,8 +118,8 @@ class FalconLm(CausalLm):
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
         return embedding(batch.token_ids) * falcon_config(self.config).embedding
 
-    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
-        return head(norm(hidden)) * falcon_config(self.config).logits
+    def finish(self, head: Head, normed: Tensor) -> Tensor:
+        return head(normed) * falcon_config(self.config).logits
 
 
 def rename_falcon(name: str) -> str | None:
