@@ -5,6 +5,7 @@ The kernels themselves need a GPU; `tests/gpu` has them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,13 @@ from common.engine.loader import attention_shape, load_model
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import windowed_gqa_components
-from tests.engine.flashinfer_by_definition import Kept, PagedAttention, Rerun, install
+from tests.engine.flashinfer_by_definition import (
+    Kept,
+    PagedAttention,
+    Rerun,
+    append_paged_kv_cache,
+    install,
+)
 
 CPU = torch.device("cpu")
 
@@ -241,3 +248,25 @@ def test_layers_are_of_the_kinds_that_were_tried_at_start(
         model.compute(batch, pool, attention_pass)
     assert asked and set(asked) == set(shape.kinds)
     assert kinds_of_pool(shape.kinds, pool) == asked
+
+
+def swapped(key: Tensor, value: Tensor, *places: object) -> None:
+    append_paged_kv_cache(value, key, *places)  # type: ignore[arg-type]
+
+
+def one_row_late(
+    key: Tensor, value: Tensor, sequences: Tensor, rows: Tensor, *rest: object
+) -> None:
+    append_paged_kv_cache(key, value, sequences, (rows + 1) % 16, *rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mistake", [swapped, one_row_late])
+def test_rows_that_are_written_wrongly_are_found_out_at_start(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None]
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["flashinfer.page"], "append_paged_kv_cache", mistake)
+    kind = AttentionKind(4, 2, 64)
+    shape = AttentionShape((kind,), torch.bfloat16, CPU, 16)
+    backend = FlashInferAttention([kind], dtype=shape.dtype, device=CPU)
+    assert not check_attention(backend, kind, shape) <= TOLERANCE[shape.dtype]

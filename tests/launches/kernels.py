@@ -129,6 +129,15 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
 
         return run
 
+    def append(*args: object) -> None:
+        counter.note("flashinfer append_paged_kv_cache")
+
+    def rotate(
+        positions: Tensor, query: Tensor, key: Tensor, *args: object, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        counter.note("flashinfer apply_rope_with_cos_sin_cache")
+        return query.new_empty(query.shape), key.new_empty(key.shape)
+
     parts: dict[str, dict[str, object]] = {
         "": {
             "BatchDecodeWithPagedKVCacheWrapper": _Paged,
@@ -137,6 +146,8 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
         },
         ".mla": {"BatchMLAPagedAttentionWrapper": _Latent},
         ".norm": {name: first(name) for name in ("rmsnorm", "fused_add_rmsnorm")},
+        ".page": {"append_paged_kv_cache": append},
+        ".rope": {"apply_rope_with_cos_sin_cache": rotate},
         ".activation": {name: first(name, 2) for name in ("silu_and_mul", "gelu_tanh_and_mul")},
     }
     for name, contents in parts.items():

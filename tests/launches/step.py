@@ -25,7 +25,7 @@ from common.engine.distributed import ParallelContext
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.layers.fused import FusedKernels
 from common.engine.layers.layer_context import LayerContext
-from common.engine.loader import attention_shape, read_served_config
+from common.engine.loader import attention_shape, fused_shape, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm, DecoderLayer
 from common.engine.models.layer_pass import LayerPass
@@ -110,7 +110,9 @@ def build(name: str) -> tuple[CausalLm, RecordableAttention]:
         attention = FlashInferLatentAttention(shape.latent, dtype=shape.dtype, device=DEVICE)
     else:
         attention = FlashInferAttention(shape.kinds, dtype=shape.dtype, device=DEVICE)
-    context = LayerContext(parallel, DEVICE, DTYPES[config.dtype], FusedKernels())
+    fused = FusedKernels()
+    fused.rotations.update(fused_shape(config, parallel, DEVICE).rotations)
+    context = LayerContext(parallel, DEVICE, DTYPES[config.dtype], fused)
     family = FAMILIES[config.architecture]
     return family.model(config, context, AttentionChoice(attention, ""), family.build_layer), (
         attention

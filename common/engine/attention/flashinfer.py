@@ -1,8 +1,9 @@
 """Attention on CUDA by FlashInfer, straight over the strided envelopes [page, head, token, dim].
 
-Nothing is gathered or copied. The library is imported when the backend is made, never before.
-`choose.py` first checks every kind of layer against SDPA; kinds that FlashInfer can't compute go to
-SDPA in the same pass. The kernels need equal strides of keys and values, which an envelope has.
+Nothing is gathered or copied; new keys and values are written by one kernel. The library is
+imported when the backend is made, never before. `choose.py` first checks every kind of layer
+against SDPA; kinds that FlashInfer can't compute go to SDPA in the same pass. The kernels need
+equal strides of keys and values, which an envelope has.
 Needs a CUDA device; without one, tests replace the compiled kernels (`tests/kernel_packages`).
 """
 
@@ -14,11 +15,19 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE
-from common.engine.attention.flashinfer_kernels import FixedMemory, Kernel, Kernels, Shapes
+from common.engine.attention.flashinfer_kernels import (
+    Append,
+    FixedMemory,
+    Kernel,
+    Kernels,
+    Places,
+    Shapes,
+)
 from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.page_runs import PageRuns, page_runs
-from common.engine.attention.scores import ScoreRule
+from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.cache.cast import cast
 from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
 
@@ -81,7 +90,7 @@ class FlashInferAttention:
                 planned[kind] = kernels[kind].plan(*planner.plan(kind, group))
             return planned[kind]
 
-        return FlashInferPass(batch, pool, self._scratch, kernel)
+        return FlashInferPass(batch, pool, self._scratch, kernel, self._make.append)
 
     def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
         """See `RecordableAttention`."""
@@ -105,11 +114,13 @@ class FlashInferAttention:
             pool,
             self._scratch,
             lambda kind, _: self._recorded[kind, batch.sequence_count].kernel,
+            self._make.append,
         )
 
 
 class FlashInferPass(SdpaPass):
-    """See `AttentionPass`. kernel: planned for a kind over a page group, None if SDPA does it."""
+    """See `AttentionPass`. kernel: planned for a kind over a page group, None if SDPA does it.
+    append: writes keys and values; None if torch does it."""
 
     def __init__(
         self,
@@ -117,9 +128,30 @@ class FlashInferPass(SdpaPass):
         pool: KvPool,
         scratch: tuple[Scratch, Scratch],
         kernel: Callable[[AttentionKind, int], Kernel | None],
+        append: Append | None = None,
     ) -> None:
         super().__init__(batch, pool, scratch)
         self._kernel = kernel
+        self._append = append
+        self._places: dict[int, Places] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule = PLAIN
+    ) -> Tensor:
+        keys, values = (self._pool.plane(part, layer) for part in (KEY, VALUE))
+        if self._append is None or key.shape[-1] not in SUPPORTED_HEAD_DIMS:
+            return super().attend(layer, query, key, value, rule)
+        assert keys.geometry == values.geometry, (keys.geometry, values.geometry)
+        dtype = keys.view.dtype
+        new = (cast(key, dtype), cast(value, dtype))
+        self._append(new, (keys.view, values.view), self._places_in(keys.geometry.group))
+        return self._attend(layer, query, (key, value), rule)
+
+    def _places_in(self, group: int) -> Places:
+        if group not in self._places:
+            found = (self._batch.token_pages[group], self._batch.token_rows[group])
+            self._places[group] = Places(*(numbers.to(torch.int32) for numbers in found))
+        return self._places[group]
 
     def _attend(
         self, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, rule: ScoreRule

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.engine.ascending import Ascending
 from common.engine.attention.kinds import AttentionKind
 from common.engine.attention.page_runs import PageRuns
 
@@ -161,6 +162,18 @@ Kernel = DecodeKernel | PrefillKernel
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where T tokens go in one page group; both int32[T] on the device."""
+
+    pages: Tensor
+    rows: Tensor
+
+
+Append = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Places], None]
+"""See `Kernels.append`."""
+
+
+@dataclass(frozen=True, slots=True)
 class FixedMemory:
     """Inputs of recorded decodes of one kind, in memory that stays. One size at a time uses it.
 
@@ -214,7 +227,10 @@ class Kernels:
         workspace_nbytes: int,
     ) -> None:
         import flashinfer
+        import flashinfer.page
 
+        self._ascending = Ascending(device)
+        self._append: Callable[..., None] = flashinfer.page.append_paged_kv_cache
         self._workspace = torch.zeros(workspace_nbytes, dtype=torch.uint8, device=device)
         self._dtype = dtype
         self._cache_dtype = cache_dtype
@@ -226,6 +242,23 @@ class Kernels:
         )
         self._sink_type: Callable[..., PrefillWrapper] = (
             flashinfer.BatchAttentionWithAttentionSinkWrapper
+        )
+
+    def append(
+        self, new: tuple[Tensor, Tensor], planes: tuple[Tensor, Tensor], places: Places
+    ) -> None:
+        """Keys and values [T, heads, head dim] into [page, head, item, head dim], in one launch."""
+        count = len(places.pages)
+        # Every token is a sequence of one page, in which it stands at its row.
+        self._append(
+            *new,
+            self._ascending.first(count),
+            places.rows,
+            planes,
+            places.pages,
+            self._ascending.first(count + 1),
+            places.rows,
+            LAYOUT,
         )
 
     def decode(self, kind: AttentionKind) -> Kernel:

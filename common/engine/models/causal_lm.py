@@ -19,9 +19,10 @@ from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head, VocabTable
+from common.engine.layers.fused_rotation import AnyRotation, FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.rotary import RotaryEmbedding, Rotation
+from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer
@@ -104,9 +105,15 @@ class CausalLm:
         )
         return {MAIN: rotary}
 
-    def rotate(self, batch: ForwardBatch) -> dict[str, Rotation]:
+    def rotate(self, batch: ForwardBatch) -> dict[str, AnyRotation]:
         """The angles of one pass, by the name that layers ask for."""
-        return {name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()}
+        fused, positions = self.context.fused, batch.positions
+        return {
+            name: rotary.rotate(positions)
+            if fused is None
+            else FusedRotation(rotary, positions, fused)
+            for name, rotary in self.rotaries.items()
+        }
 
     def build_norm(self) -> RmsNorm:
         """The norm behind the last layer."""

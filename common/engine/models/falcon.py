@@ -34,7 +34,7 @@ class ScaledKeyAttention(GqaAttention):
         super().__init__(context, config, layer)
         self.key_factor = falcon_config(config).key
 
-    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
+    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
         query, key = torch.split(query_key, [self.head_count, self.kv_head_count], dim=1)
         return super().turn(torch.cat((query, key * self.key_factor), dim=1), layer_pass)
 
