@@ -140,6 +140,28 @@ class Decode(PagedAttention):
         super().plan(query_starts, indptr, *table, causal=True, **options)  # type: ignore[arg-type]
 
 
+def fast_decode_plan(
+    wrapper: Decode,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    *shape: int,
+    sm_scale: float,
+    window_left: int,
+    logits_soft_cap: float,
+    q_data_type: torch.dtype,
+    kv_data_type: torch.dtype,
+    global_override_indptr_cpu: Tensor,
+) -> None:
+    """Nothing is copied: what the wrapper was given is there already."""
+    assert wrapper.buffers is not None and len(indices) <= len(wrapper.buffers[1])
+    assert not global_override_indptr_cpu.is_cuda and not last_page_len.is_cuda
+    assert shape == (wrapper.head_count, wrapper.kv_head_count, wrapper.dim, wrapper.page_size)
+    assert (wrapper.scale, wrapper.window_left) == (sm_scale, window_left)
+    assert wrapper.softcap == logits_soft_cap and wrapper.dtypes == (q_data_type, kv_data_type)
+    assert wrapper.pages is wrapper.buffers, "planned once before"
+
+
 class Mla:
     """Rows [latent | rotated] that all heads share, by absorbed queries."""
 
@@ -302,6 +324,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("flashinfer")
     vars(module).update(
         BatchDecodeWithPagedKVCacheWrapper=Decode,
+        fast_decode_plan=fast_decode_plan,
         BatchPrefillWithPagedKVCacheWrapper=PagedAttention,
         BatchAttentionWithAttentionSinkWrapper=PagedAttention,
     )

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from common.engine.attention.flashinfer import (
 )
 from common.engine.attention.flashinfer_kernels import DecodeKernel, Kernel, PrefillKernel, Shapes
 from common.engine.attention.kinds import AttentionKind
-from common.engine.attention.page_runs import PageRuns, page_runs
+from common.engine.attention.page_runs import HostRuns, PageRuns, page_runs
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import (
@@ -34,7 +35,7 @@ from common.engine.attention.trial import (
 )
 from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.distributed import ParallelContext
-from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.forward_batch import ForwardBatch, HostRows, SequenceChunk
 from common.engine.loader import attention_shape, load_model
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
@@ -69,7 +70,10 @@ def test_a_run_holds_the_pages_that_are_seen_and_counts_tokens_from_the_first(
         left = max(0, cached - window + 1) // page_items if window else 0
         # Pages before the window have moved on.
         table[sequence, : len(pages)] = torch.tensor([0] * left + pages[left:])
-    runs = page_runs(table, page_items, lengths, [new for _, new in sequences], window=window)
+    new_counts = [new for _, new in sequences]
+    runs = page_runs(table, page_items, lengths, new_counts, window=window)
+    on_host = HostRuns.of(np.array(lengths), np.array(new_counts), page_items, window)
+    assert on_host.page_ids(table.numpy()).tolist() == runs.page_ids.tolist()
     for sequence, (cached, new) in enumerate(sequences):
         pages = runs.page_ids[runs.starts[sequence] : runs.starts[sequence + 1]].tolist()
         length = int(runs.lengths[sequence])
@@ -146,7 +150,7 @@ def test_a_recorded_decode_reads_what_was_planned_last(
     ]
     recorded = backend.start_recorded(batches[0], pool)
     for batch in batches:
-        backend.plan_recorded(batch, pool)
+        backend.plan_recorded(HostRows.of(batch), pool)
         found = recorded.attend_shared(0, query, rule)
         expected = SdpaAttention().start(batch, pool).attend_shared(0, query, rule)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0.0)

@@ -7,6 +7,7 @@ those arguments alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def install() -> None:
     core.JitSpec.build_and_load = build_and_load
     # Without a driver there is no pinned memory.
     torch.empty = functools.partial(_without_pinning, torch.empty)
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     for name, module in list(sys.modules.items()):
         if name.startswith("flashinfer"):
             if hasattr(module, "device_support_pdl"):

@@ -124,6 +124,7 @@ def options_are_those_of_the_wrappers() -> None:
         flashinfer.mla.BatchMLAPagedAttentionWrapper.__init__,
         flashinfer.mla.BatchMLAPagedAttentionWrapper.plan,
         flashinfer.mla.BatchMLAPagedAttentionWrapper.run,
+        flashinfer.fast_decode_plan,
         flashinfer.page.append_paged_kv_cache,
         flashinfer.rope.apply_rope_with_cos_sin_cache,
     ):

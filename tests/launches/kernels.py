@@ -141,6 +141,7 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
     parts: dict[str, dict[str, object]] = {
         "": {
             "BatchDecodeWithPagedKVCacheWrapper": _Paged,
+            "fast_decode_plan": lambda *args, **options: counter.note("flashinfer plan"),
             "BatchPrefillWithPagedKVCacheWrapper": _Paged,
             "BatchAttentionWithAttentionSinkWrapper": _Paged,
         },

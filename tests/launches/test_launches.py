@@ -19,10 +19,10 @@ LAYERS = {
     "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 88, "GatedAttention, SharedMoeMlp": 57},
 }
 OUTSIDE = {
-    "llama": (73, 136),
-    "qwen3": (73, 136),
-    "deepseek_v3": (77, 140),
-    "qwen3_next": (81, 144),
+    "llama": (31, 94),
+    "qwen3": (31, 94),
+    "deepseek_v3": (41, 104),
+    "qwen3_next": (37, 100),
 }
 """Of all else in a step: of greedy rows, and of rows that are drawn."""
 

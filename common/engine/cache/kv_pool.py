@@ -215,7 +215,8 @@ class KvPool:
 
 
 def write_index(geometry: Geometry, token_pages: Tensor, token_rows: Tensor) -> WriteIndex:
-    """Where tokens go, from their page ids and rows in the page (both int64[T])."""
+    """Where tokens go, from their page ids and rows in the page, both [T]."""
+    token_pages, token_rows = token_pages.to(torch.int64), token_rows.to(torch.int64)
     if geometry.page_stride == 0:
         return WriteIndex(token_pages, token_rows, None)
     first = token_pages * geometry.page_stride + token_rows

@@ -60,6 +60,8 @@ class FusedKernels:
         self, hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """(sum, norm of the sum), in the memory of `hidden` and `added` if that has no gaps."""
+        if hidden.shape[0] == 0:
+            return hidden, added
         hidden, added = hidden.contiguous(), added.contiguous()
         self._add_rms_norm(added, hidden, weight, epsilon)
         return hidden, added

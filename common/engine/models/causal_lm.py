@@ -172,11 +172,12 @@ class CausalLm:
         if self.norm is None or self.head is None:
             parallel.send_to_next_stage(hidden if added is None else hidden + added)
             return None
-        hidden = hidden[batch.logits_rows]
+        if batch.logits_rows is not None:
+            hidden = hidden[batch.logits_rows]
+            added = None if added is None else added[batch.logits_rows]
         if added is None:
             return self.finish(self.head, self.norm(hidden))
-        _, normed = self.norm.after_add(hidden, added[batch.logits_rows])
-        return self.finish(self.head, normed)
+        return self.finish(self.head, self.norm.after_add(hidden, added)[1])
 
     def _run_layers(
         self, hidden: Tensor, layer_pass: LayerPass, on_layer: Callable[[int], None] | None
