@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from common.engine.layers import moe
 from common.engine.layers.choose_delta import DeltaChoice
 from common.engine.layers.delta_fla import FlaDelta
 from common.engine.models import gated_delta_net, kimi_delta
-from common.engine.sampling import draw
+from common.engine.sampling import draw, sampler
 from tests.launches.counter import LaunchCounter
 
 
@@ -110,6 +110,16 @@ def install(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> None:
     monkeypatch.setattr(moe, "has_grouped_kernel", lambda device, dtype: True)
     _install_flashinfer(monkeypatch, counter)
     _install_fla(monkeypatch, counter)
+    _install_triton(monkeypatch, counter)
+
+
+def _install_triton(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> None:
+    def draw_rows(logits: Tensor, steering: object) -> Tensor:
+        counter.note("triton draw_rows")
+        return logits.new_empty(3, len(logits), dtype=torch.int64)
+
+    choice = SimpleNamespace(kernel=draw_rows)
+    monkeypatch.setattr(sampler, "choose_draw", lambda vocab_size, device: choice)
 
 
 def _pack(arrays: object, *, is_pinned: bool) -> Tensor:

@@ -19,10 +19,10 @@ LAYERS = {
     "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 88, "GatedAttention, SharedMoeMlp": 57},
 }
 OUTSIDE = {
-    "llama": (31, 94),
-    "qwen3": (31, 94),
-    "deepseek_v3": (41, 104),
-    "qwen3_next": (37, 100),
+    "llama": (16, 17),
+    "qwen3": (16, 17),
+    "deepseek_v3": (26, 27),
+    "qwen3_next": (22, 23),
 }
 """Of all else in a step: of greedy rows, and of rows that are drawn."""
 

@@ -1,0 +1,27 @@
+"""The kernel that is our own: what it computes, and that it can be compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.kernel_packages.packages import run_checks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None,
+        reason="needs triton, which computes on a CPU too, and which torch brings on CUDA only",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "environment"),
+    [("triton_checks", {"TRITON_INTERPRET": "1"}), ("triton_compile_checks", {})],
+)
+def test_rows_are_drawn_as_torch_draws_them(module: str, environment: dict[str, str]) -> None:
+    found = run_checks(module, **environment)
+    failed = [f"{name}\n{trace}" for name, trace in found.items() if trace]
+    assert found and not failed, "\n".join(failed)
