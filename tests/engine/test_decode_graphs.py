@@ -163,3 +163,5 @@ def test_recorded_sizes_end_with_the_largest() -> None:
     assert recorded_sizes(3) == [1, 2, 3]
     assert recorded_sizes(8) == [1, 2, 4, 8]
     assert recorded_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert recorded_sizes(256)[-5:] == [152, 160, 192, 224, 256]
+    assert recorded_sizes(700)[-4:] == [480, 512, 640, 700]
