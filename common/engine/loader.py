@@ -119,6 +119,7 @@ def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.de
         device=device,
         rope=config.rope,
         rotations=_rotations(config),
+        has_qk_norm=config.has_qk_norm,
     )
 
 

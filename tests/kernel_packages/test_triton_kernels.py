@@ -1,4 +1,4 @@
-"""The kernel that is our own: what it computes, and that it can be compiled."""
+"""The kernels that are our own: what they compute, and that they can be compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     ("module", "environment"),
     [("triton_checks", {"TRITON_INTERPRET": "1"}), ("triton_compile_checks", {})],
 )
-def test_rows_are_drawn_as_torch_draws_them(module: str, environment: dict[str, str]) -> None:
+def test_they_compute_as_torch_does_and_compile(module: str, environment: dict[str, str]) -> None:
     found = run_checks(module, **environment)
     failed = [f"{name}\n{trace}" for name, trace in found.items() if trace]
     assert found and not failed, "\n".join(failed)

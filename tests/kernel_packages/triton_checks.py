@@ -1,4 +1,4 @@
-"""Our own kernel in Triton's interpreter, against torch. Run by `packages.py`."""
+"""Our own kernels in Triton's interpreter, against torch. Run by `packages.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from common.engine.config.rope import RopeConfig, RopeKind
+from common.engine.layers.choose_fused import FusedShape, check_normed_rotation
+from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
 from common.engine.sampling import sampler, triton_draw
 from common.engine.sampling.choose_draw import TOLERANCE, DrawChoice, DrawKernel, check_draw
 from common.engine.sampling.noise import gumbel, row_keys
@@ -69,8 +72,34 @@ def draws(logits: torch.Tensor) -> list[object]:
     ]
 
 
+def heads_are_normed_and_rotated(*, is_offset: bool, is_interleaved: bool) -> None:
+    rope = RopeConfig(RopeKind.DEFAULT, 10000.0, is_interleaved=is_interleaved)
+    # The interpreter cuts to bfloat16 instead of rounding.
+    for dtype, rounding in ((torch.bfloat16, 2**-7), (torch.float16, 2**-11)):
+        shape = FusedShape(256, 512, dtype, CPU, rope)
+        for head_dim, rotated_dim in ((64, 64), (128, 32)):
+            rotation = RotationShape(head_dim, rotated_dim, is_interleaved)
+            kernels = kernels_without_flashinfer()
+            normed = NormedRotation(rotation, is_offset)
+            found = check_normed_rotation(kernels, normed, shape)
+            assert 0.0 < found <= rounding, (normed, dtype, found)
+
+
+def kernels_without_flashinfer() -> FusedKernels:
+    kernels = FusedKernels.__new__(FusedKernels)
+    kernels.normed_rotations = set()
+    return kernels
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{f"{size} tokens": partial(tokens_are_torch_s, vocab_size=size) for size in (9, 512, 1300)},
+    **{
+        f"heads, offset {is_offset}, interleaved {is_interleaved}": partial(
+            heads_are_normed_and_rotated, is_offset=is_offset, is_interleaved=is_interleaved
+        )
+        for is_offset in (False, True)
+        for is_interleaved in (False, True)
+    },
     "noise_is_torch_s_to_the_last_bits": noise_is_torch_s_to_the_last_bits,
     "a_sampler_draws_the_same_by_the_kernel": a_sampler_draws_the_same_by_the_kernel,
 }

@@ -118,6 +118,13 @@ def _install_triton(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> 
         counter.note("triton draw_rows")
         return logits.new_empty(3, len(logits), dtype=torch.int64)
 
+    def norm_and_rotate(heads: Tensor, *args: object, **options: object) -> Tensor:
+        counter.note("triton norm_and_rotate")
+        return heads.new_empty(heads.shape)
+
+    module = ModuleType("common.engine.layers.triton_rotation")
+    vars(module)["norm_and_rotate"] = norm_and_rotate
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     choice = SimpleNamespace(kernel=draw_rows)
     monkeypatch.setattr(sampler, "choose_draw", lambda vocab_size, device: choice)
 

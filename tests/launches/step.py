@@ -23,7 +23,7 @@ from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.cache.kv_pool import DTYPES, KvPool
 from common.engine.distributed import ParallelContext
 from common.engine.graphs.decode_graphs import DecodeGraphs
-from common.engine.layers.fused import FusedKernels
+from common.engine.layers.fused import FusedKernels, NormedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.loader import attention_shape, fused_shape, read_served_config
 from common.engine.model_runner import ModelRunner
@@ -111,7 +111,11 @@ def build(name: str) -> tuple[CausalLm, RecordableAttention]:
     else:
         attention = FlashInferAttention(shape.kinds, dtype=shape.dtype, device=DEVICE)
     fused = FusedKernels()
-    fused.rotations.update(fused_shape(config, parallel, DEVICE).rotations)
+    for rotation in fused_shape(config, parallel, DEVICE).rotations:
+        fused.rotations.add(rotation)
+        fused.normed_rotations |= {
+            NormedRotation(rotation, is_offset) for is_offset in (False, True)
+        }
     context = LayerContext(parallel, DEVICE, DTYPES[config.dtype], fused)
     family = FAMILIES[config.architecture]
     return family.model(config, context, AttentionChoice(attention, ""), family.build_layer), (

@@ -14,11 +14,11 @@ from torch import Tensor
 from common.engine.config.rope import RopeConfig
 from common.engine.distributed import ParallelContext
 from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
-from common.engine.layers.fused import FusedKernels, RotationShape
+from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
 from common.engine.layers.fused_rotation import FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import fastest, gated_gelu, gated_silu
-from common.engine.layers.norm import RmsNorm
+from common.engine.layers.norm import OffsetQkNorm, QkNorm, RmsNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ POSITION_STEP = 331
 @dataclass(frozen=True, slots=True)
 class FusedShape:
     """Shape of a rank's rows. size: of a hidden state; inner_size: of a gate; rope: how heads are
-    turned; rotations: which heads, if kernels know such."""
+    turned; rotations: which heads, if kernels know such; has_qk_norm: whether they are normed."""
 
     size: int
     inner_size: int
@@ -43,6 +43,7 @@ class FusedShape:
     device: torch.device
     rope: RopeConfig | None = None
     rotations: tuple[RotationShape, ...] = ()
+    has_qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,9 @@ def choose_fused(shape: FusedShape) -> FusedChoice:
         return FusedChoice(None, reason)
     for rotation in shape.rotations:
         reason = f"{reason}; {_try_rotation(made[0], rotation, shape)}"
+        for is_offset in (False, True) if shape.has_qk_norm else ():
+            normed = NormedRotation(rotation, is_offset)
+            reason = f"{reason}; {_try_normed_rotation(made[0], normed, shape)}"
     give_memory_back(shape.device)
     return FusedChoice(made[0], reason)
 
@@ -100,6 +104,59 @@ def _try_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedSh
         kernels.rotations.discard(rotation)
         log.warning("%s; it takes several kernels", found)
     return found
+
+
+def _try_normed_rotation(kernels: FusedKernels, normed: NormedRotation, shape: FusedShape) -> str:
+    """As `_try_rotation`, of the kernel that norms as well."""
+    plain: FusedKernels | _Plain = _Plain()
+
+    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
+        return kernels, check_normed_rotation(kernels, normed, shape)
+
+    chosen, reason = try_kernels("triton", build_and_check, TOLERANCE[shape.dtype], plain)
+    found = f"norm and rotation of heads{' by offsets' if normed.is_offset else ''}: {reason}"
+    if chosen is plain:
+        kernels.normed_rotations.discard(normed)
+        log.warning("%s; they take a kernel more each", found)
+    return found
+
+
+@torch.inference_mode()
+def check_normed_rotation(
+    kernels: FusedKernels, normed: NormedRotation, shape: FusedShape
+) -> float:
+    """As `check_rotation`, of heads that are normed before, each by a weight of its own."""
+    assert shape.rope is not None
+    kernels.normed_rotations.add(normed)
+    rotation, device, worst = normed.rotation, shape.device, 0.0
+    wide, narrow = (
+        RotaryEmbedding(shape.rope, rotation.rotated_dim, device=device, dtype=dtype)
+        for dtype in (torch.float32, shape.dtype)
+    )
+    context = LayerContext(ParallelContext(), device, shape.dtype)
+    spelling = OffsetQkNorm if normed.is_offset else QkNorm
+    norm = spelling(
+        context,
+        "norm",
+        head_count=4,
+        kv_head_count=2,
+        head_dim=rotation.head_dim,
+        epsilon=_EPSILON,
+    )
+    for count in filter(None, _ROW_COUNTS):
+        draw = _drawing(shape, torch.Generator().manual_seed(count))
+        heads = draw(count, 8, rotation.head_dim)[:, :6]
+        norm.weight.copy_(draw(6, rotation.head_dim))
+        positions = torch.arange(count, device=device) * POSITION_STEP
+        found = FusedRotation(narrow, positions, kernels).apply_normed(heads, norm)
+        assert found is not None
+        factors = norm.weight.float() + (1.0 if normed.is_offset else 0.0)
+        expected = wide.rotate(positions).apply(normalize(heads.float(), _EPSILON) * factors)
+        difference = largest_difference(expected, found)
+        if not math.isfinite(difference):
+            return math.nan
+        worst = max(worst, difference)
+    return worst
 
 
 @torch.inference_mode()

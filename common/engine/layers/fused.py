@@ -29,11 +29,20 @@ class RotationShape:
     is_interleaved: bool
 
 
+@dataclass(frozen=True, slots=True)
+class NormedRotation:
+    """Heads that are normed each, and then turned. is_offset: see `QkNorm`."""
+
+    rotation: RotationShape
+    is_offset: bool
+
+
 class FusedKernels:
     """Raises ImportError if the library is not installed. All tensors in one dtype of two bytes.
 
     Kernels can't be launched for nothing, so no rows are answered without one. rotations: shapes of
-    heads that are known to be turned rightly.
+    heads that are known to be turned rightly; normed_rotations: those that a kernel of Triton is
+    known to norm as well.
     """
 
     name = "flashinfer"
@@ -49,6 +58,7 @@ class FusedKernels:
         self._rotate: Callable[..., tuple[Tensor, Tensor]] = rope.apply_rope_with_cos_sin_cache
         self._ascending: dict[torch.device, Ascending] = {}
         self.rotations: set[RotationShape] = set()
+        self.normed_rotations: set[NormedRotation] = set()
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / rms(x) * w over the last of two dimensions."""

@@ -7,10 +7,13 @@ every shape of heads that a model has; other heads are turned by the plain spell
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
-from common.engine.layers.fused import FusedKernels, RotationShape
+from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.norm import QkNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 
 
@@ -23,7 +26,6 @@ class FusedRotation:
         self._positions = positions
         self._fused = fused
         self._plain: Rotation | None = None
-        self._table: Tensor | None = None
 
     def apply(self, heads: Tensor) -> Tensor:
         """See `Rotation`."""
@@ -32,19 +34,38 @@ class FusedRotation:
 
     def apply_both(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate two times [T, heads, head dim], of equal head dims."""
-        shape = RotationShape(
-            query.shape[-1], 2 * len(self._rotary.frequencies), self._rotary.is_interleaved
-        )
+        shape = self._shape(query)
         is_taken = shape in self._fused.rotations and query.stride(-1) == key.stride(-1) == 1
         if not is_taken:
             if self._plain is None:
                 self._plain = self._rotary.rotate(self._positions)
             return self._plain.apply(query), self._plain.apply(key)
-        if self._table is None:
-            self._table = self._angles()
         return self._fused.rotate(query, key, self._table, is_interleaved=shape.is_interleaved)
 
-    def _angles(self) -> Tensor:
+    def apply_normed(self, heads: Tensor, norm: QkNorm) -> Tensor | None:
+        """Norm and rotate queries and keys [T, heads, head dim] in one launch; None if no kernel is
+        known to do it."""
+        wanted = NormedRotation(self._shape(heads), norm.is_offset)
+        if wanted not in self._fused.normed_rotations or heads.stride(-1) != 1:
+            return None
+        from common.engine.layers.triton_rotation import norm_and_rotate
+
+        return norm_and_rotate(
+            heads,
+            norm.weight,
+            norm.epsilon,
+            self._table,
+            is_interleaved=self._rotary.is_interleaved,
+            is_offset=norm.is_offset,
+        )
+
+    def _shape(self, heads: Tensor) -> RotationShape:
+        return RotationShape(
+            heads.shape[-1], 2 * len(self._rotary.frequencies), self._rotary.is_interleaved
+        )
+
+    @cached_property
+    def _table(self) -> Tensor:
         """fp32[T, rotated dim]: the cosines of each token, then its sines."""
         angles = self._positions[:, None] * self._rotary.frequencies
         half = angles.shape[1]

@@ -122,8 +122,10 @@ class QkNorm:
     """RMSNorm over each head's dimension, of query and key heads in one go.
 
     Input and output [T, query heads + KV heads, head dim]; all query heads share one weight, and
-    all KV heads another.
+    all KV heads another. is_offset: whether weights are offsets from one.
     """
+
+    is_offset: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -156,6 +158,8 @@ class QkNorm:
 
 class OffsetQkNorm(QkNorm):
     """`QkNorm` as `OffsetNorm` spells it."""
+
+    is_offset = True
 
     def __call__(self, heads: Tensor) -> Tensor:
         return (normalize(heads.float(), self.epsilon) * (1.0 + self.weight.float())).to(

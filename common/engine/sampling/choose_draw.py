@@ -36,19 +36,12 @@ class DrawKernel:
     name = "triton"
 
     def __init__(self) -> None:
-        from triton.errors import TritonError
-
         from common.engine.sampling.triton_draw import draw_rows
 
         self._draw_rows = draw_rows
-        self._failure: type[Exception] = TritonError
 
     def __call__(self, logits: Tensor, steering: Steering | None) -> Tensor:
-        """Raises: RuntimeError for what can't be compiled."""
-        try:
-            return self._draw_rows(logits, steering)
-        except self._failure as exc:
-            raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc
+        return self._draw_rows(logits, steering)
 
 
 DrawRows = Callable[[Tensor, Steering | None], Tensor]
