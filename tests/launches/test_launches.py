@@ -15,7 +15,7 @@ from tests.launches.step import AROUND, DRAWN, GREEDY, INSIDE, count_step
 LAYERS = {
     "llama": {"GqaAttention, GatedMlp": 10},
     "qwen3": {"GqaAttention, GatedMlp": 10},
-    "deepseek_v3": {"MlaAttention, GatedMlp": 23, "MlaAttention, GroupedMoeMlp": 56},
+    "deepseek_v3": {"MlaAttention, GatedMlp": 22, "MlaAttention, GroupedMoeMlp": 55},
     "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 88, "GatedAttention, SharedMoeMlp": 51},
 }
 OUTSIDE = {
