@@ -124,7 +124,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_cache_gb: GiB of host memory, of all ranks together, for cached prefixes that leave the
         pool; 0: none.
     disable_cuda_graph: launch every kernel of a decode pass by itself. cuda_graph_max_bs: largest
-        batch whose decode passes are recorded.
+        batch whose decode passes are recorded; None: as many requests as may run.
     schedule_low_priority_values_first: of the priorities in bodies, smaller ones are more urgent.
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
@@ -220,7 +220,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_thread_count: int | None = None
     disable_radix_cache: bool = False
     disable_cuda_graph: bool = False
-    cuda_graph_max_bs: int = 160
+    cuda_graph_max_bs: int | None = None
     disable_overlap_schedule: bool = False
     schedule_low_priority_values_first: bool = False
     transport: str = "auto"

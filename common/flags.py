@@ -226,7 +226,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "cuda_graph_max_bs",
         ("cuda-graph-max-bs",),
         integer(1, 4096),
-        "on a GPU: largest batch whose decode passes are recorded",
+        "on a GPU: largest batch whose decode passes are recorded; all that may run by default",
     ),
     Flag(
         "disable_overlap_schedule",

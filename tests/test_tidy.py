@@ -48,6 +48,7 @@ DOORS = {
     "prometheus_client": ("common/metrics/",),
     "opentelemetry": ("common/frontend/requests/tracing.py",),
     "safetensors": ("common/engine/",),
+    "triton": ("common/engine/",),
     "llguidance": ("common/grammar.py",),
     "transformers": (),
     "time": ("common/clock.py",),

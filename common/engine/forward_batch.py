@@ -19,6 +19,7 @@ from typing import assert_never
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import upload
@@ -53,10 +54,12 @@ class ForwardBatch:
         kv_length_list holds the same numbers on the CPU.
     page_tables: one int32[B, pages] per page group, padded with 0, the scratch page. A table has to
         cover kv_lengths of its sequence and may be wider; that of a slot or tail is int32[B, 1].
-    token_pages, token_rows: one int64[T] per page group: the page id and the row in the page that
-        receive what is cached of each token; int64[0] for slots and blocks. In a tail, the page of
-        a token that a later token of this pass overwrites is 0, the scratch page.
-    logits_rows: int64[R], rows of T whose logits are wanted, in the order they are returned.
+    token_pages, token_rows: one int64[T] per page group (int32 in a recorded pass): the page id and
+        the row in the page that receive what is cached of each token; empty for slots and blocks.
+        In a tail, the page of a token that a later token of this pass overwrites is 0, the scratch
+        page.
+    logits_rows: int64[R], rows of T whose logits are wanted, in the order they are returned; None
+        for all of them.
     state_pages: for some b, a page per page group that takes the state of sequence b in place of
         its own; sequence b + 1 goes on from that state in this pass, and has b's pages otherwise.
     """
@@ -69,7 +72,7 @@ class ForwardBatch:
     page_tables: tuple[Tensor, ...]
     token_pages: tuple[Tensor, ...]
     token_rows: tuple[Tensor, ...]
-    logits_rows: Tensor
+    logits_rows: Tensor | None
     query_lengths: tuple[int, ...]
     start_list: tuple[int, ...]
     kv_length_list: tuple[int, ...]
@@ -132,7 +135,7 @@ class ForwardBatch:
         kv_lengths: Sequence[int],
         page_tables: Sequence[Tensor],
         groups: Sequence[PageGroup],
-        logits_rows: Tensor,
+        logits_rows: Tensor | None,
         state_pages: Mapping[int, Sequence[int]] | None = None,
     ) -> ForwardBatch:
         """The batch of tensors that the caller maintains; no Python work per sequence or token.
@@ -176,6 +179,58 @@ class ForwardBatch:
             kv_length_list=tuple(kv_lengths),
             state_pages=state_pages or {},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """B sequences as the host knows them; those of a pass that is recorded have one new token each.
+
+    lengths: int64[B], tokens of each, the new ones included.
+    page_tables: one int32[B, pages] per page group, as those of a `ForwardBatch`.
+    """
+
+    lengths: NDArray[np.int64]
+    page_tables: tuple[NDArray[np.int32], ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @staticmethod
+    def of(batch: ForwardBatch) -> HostRows:
+        """Of a batch that only decodes; asks the device for its tables, and waits for it."""
+        assert batch.is_decode_only
+        return HostRows(
+            np.array(batch.kv_length_list, dtype=np.int64),
+            tuple(table.cpu().numpy() for table in batch.page_tables),
+        )
+
+    def first(self, count: int) -> HostRows:
+        return HostRows(self.lengths[:count], tuple(table[:count] for table in self.page_tables))
+
+    def filled(self, count: int, length: int, groups: Sequence[PageGroup]) -> HostRows:
+        """The same, with as many sequences of a length on the scratch page as make `count`."""
+        missing = count - len(self)
+        tables = [
+            np.pad(table, ((0, missing), (0, max(0, group.page_end(length) - table.shape[1]))))
+            for table, group in zip(self.page_tables, groups, strict=True)
+        ]
+        lengths = np.concatenate((self.lengths, np.full(missing, length, dtype=np.int64)))
+        return HostRows(lengths, tuple(tables))
+
+    def places(self, index: int, group: PageGroup) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """What `token_places` finds for the new tokens in the page group of an index."""
+        table, positions = self.page_tables[index], self.lengths - 1
+        match group.live.kind:
+            case LiveKind.FULL | LiveKind.WINDOW:
+                pages = table[np.arange(len(self)), positions // group.page_items]
+            case LiveKind.TAIL:
+                pages = table[:, 0]
+            case LiveKind.SLOT | LiveKind.BLOCK:
+                nowhere = np.zeros(0, dtype=np.int32)
+                return nowhere, nowhere
+            case _:
+                assert_never(group.live.kind)
+        return pages, (positions % group.page_items).astype(np.int32)
 
 
 def token_places(

@@ -28,6 +28,12 @@ def upload(device: torch.device, *arrays: Array) -> list[Tensor]:
     return unpack(packed.to(device, non_blocking=True), arrays)
 
 
+def upload_into(target: Tensor, *arrays: Array) -> None:
+    """Put the arrays at the front of uint8 memory that stays, in one copy; `unpack` finds them."""
+    packed = pack(arrays, is_pinned=target.device.type == "cuda")
+    target[: len(packed)].copy_(packed, non_blocking=True)
+
+
 def pack(arrays: Sequence[Array], *, is_pinned: bool) -> Tensor:
     """uint8[..] on the host: the arrays, one after the other."""
     ends = np.cumsum([_packed_nbytes(array) for array in arrays])

@@ -6,6 +6,7 @@ A kernel that fails is not used: the server is slower, but it starts.
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -50,11 +51,17 @@ def try_kernels(
         candidate, difference = build_and_check()
     except ImportError as exc:
         return plain, f"{name} can't be imported ({exc}); install {gpu_extra()}"[:300]
-    except KERNEL_FAILURES as exc:
+    except _failures() as exc:
         return plain, f"{name} can't be used: {type(exc).__name__}: {exc}"[:300]
     if not difference <= tolerance:
         return plain, f"{name} differs from {plain.name} by {difference:.3g}"
     return candidate, f"differs from {plain.name} by {difference:.3g} at most"
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """With what Triton raises, if anything has imported it: errors of no kind that Python has."""
+    errors = sys.modules.get("triton.errors")
+    return KERNEL_FAILURES if errors is None else (*KERNEL_FAILURES, errors.TritonError)
 
 
 def give_memory_back(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from common.engine.checkpoint.weights import fill_with_noise, load_weights
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.layers.choose_fused import FusedShape, choose_fused
+from common.engine.layers.fused import ROTATED_HEAD_DIMS, RotationShape
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.rotary import score_scale
 from common.engine.models.causal_lm import CausalLm
@@ -116,6 +117,18 @@ def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.de
         inner_size=config.intermediate_size // parallel.tp_size,
         dtype=DTYPES[config.dtype],
         device=device,
+        rope=config.rope,
+        rotations=_rotations(config),
+        has_qk_norm=config.has_qk_norm,
+    )
+
+
+def _rotations(config: ModelConfig) -> tuple[RotationShape, ...]:
+    """Heads that are turned by the model's own rotation: whole ones, or their rotated part."""
+    dims = {config.rotary_dim} if config.mla is not None else {config.head_dim}
+    return tuple(
+        RotationShape(dim, config.rotary_dim, config.rope.is_interleaved)
+        for dim in sorted(dims & set(ROTATED_HEAD_DIMS))
     )
 
 

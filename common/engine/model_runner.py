@@ -20,7 +20,7 @@ from torch import Tensor
 from common.clock import Clock
 from common.engine.cache.kv_pool import KvPool
 from common.engine.cache.page_copies import copy_pages
-from common.engine.forward_batch import ForwardBatch
+from common.engine.forward_batch import ForwardBatch, HostRows
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
 from common.engine.models.causal_lm import CausalLm
@@ -58,17 +58,18 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Inputs of a forward pass, int64 on the device; `_Work` has the order.
+    """Inputs of a forward pass on the device; `_Work` has the order.
 
-    token_ids, positions: of the batch's tokens. slots: of its sequences. sampled_slots: [R].
-    logits_rows: rows of the tokens whose logits are wanted.
+    token_ids, positions: int64, of the batch's tokens. sampled_slots: int64[R]. logits_rows: int64,
+    of the tokens whose logits are wanted; None for all. page_tables: one int32[B, pages] per page
+    group.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
     sampled_slots: Tensor
-    logits_rows: Tensor
+    logits_rows: Tensor | None
+    page_tables: list[Tensor]
 
 
 class ModelRunner:
@@ -146,13 +147,12 @@ class ModelRunner:
         draw: Draw | None = None
         scored: list[ScoredPrompt] = []
         if len(work.chunk_slots) or len(work.decode_slots):
-            inputs = self._upload(work)
-            logits = self._forward(work, inputs, on_layer)
+            sampled, logits = self._forward(work, on_layer)
             if logits is None:
                 return PendingStep(step.step_id, self._clock, started_at)
             row_count = len(work.sampled_slots)
             scored = self._score_prompts(work, logits[row_count:])
-            draw = self._draw(work, inputs, logits[:row_count])
+            draw = self._draw(work, sampled, logits[:row_count])
         elif step.copies:
             # One rank answers for all, and elsewhere the forward pass makes it wait for the others.
             self._model.context.parallel.wait_for_ranks(self._device)
@@ -272,7 +272,7 @@ class ModelRunner:
         has_first_token = first == 0 and chunk.start == 0
         return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
 
-    def _upload(self, work: _Work) -> _Inputs:
+    def _upload(self, work: _Work, rows: HostRows) -> _Inputs:
         """The tokens of prompts from the host, those of decodes from where they were drawn."""
         table = self._sequences
         positions = table.lengths[work.decode_slots] - 1
@@ -288,54 +288,68 @@ class ModelRunner:
             self._device,
             prompt,
             positions,
-            np.concatenate((work.chunk_slots, work.decode_slots)),
+            work.decode_slots,
             work.sampled_slots,
             _logits_rows(work),
+            *rows.page_tables,
         )
-        token_ids, device_positions, slots, sampled_slots, logits_rows = uploaded
-        latest = table.latest.index_select(0, slots[len(work.chunks) :])
+        token_ids, device_positions, decode_slots, sampled_slots, logits_rows, *tables = uploaded
+        latest = table.latest.index_select(0, decode_slots)
         if work.chunks:
             latest = torch.cat((token_ids, latest))
-        return _Inputs(latest, device_positions, slots, sampled_slots, logits_rows)
+        return _Inputs(
+            token_ids=latest,
+            positions=device_positions,
+            sampled_slots=sampled_slots,
+            # A pass that only decodes wants the logits of all its tokens, in their order.
+            logits_rows=logits_rows if work.chunks else None,
+            page_tables=tables,
+        )
 
-    def _forward(self, work: _Work, inputs: _Inputs, on_layer: OnLayer | None) -> Tensor | None:
-        """float32 logits of the rows that `_Work` lists; None without the model's head."""
-        table = self._sequences
-        chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
-        kv_lengths = np.concatenate((chunk_stops, table.lengths[work.decode_slots]))
+    def _forward(self, work: _Work, on_layer: OnLayer | None) -> tuple[Tensor, Tensor | None]:
+        """(int64[R] of the sampled slots on the device, float32 logits of the rows that `_Work`
+        lists, None without the model's head)."""
+        rows = self._rows(work)
+        if self._graphs is not None and not work.chunks:
+            (index,) = upload(self._device, work.decode_slots)
+            recorded = self._graphs.run(rows, self._sequences.latest, index)
+            if recorded is not None:
+                if on_layer is not None:
+                    for layer in self._model.layer_ids:
+                        on_layer(layer)
+                return index, recorded
+        inputs = self._upload(work, rows)
         query_lengths = [chunk.stop - chunk.start for chunk in work.chunks]
         query_lengths += [1] * len(work.decode_slots)
-        slots = np.concatenate((work.chunk_slots, work.decode_slots))
         batch = ForwardBatch.from_tensors(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
             query_lengths=query_lengths,
-            kv_lengths=kv_lengths.tolist(),
-            page_tables=[
-                table.page_table(group, slots, inputs.slots, kv_lengths)
-                for group in range(len(self._pool.groups))
-            ],
+            kv_lengths=rows.lengths.tolist(),
+            page_tables=inputs.page_tables,
             groups=self._pool.groups,
             logits_rows=inputs.logits_rows,
             state_pages={
                 row: chunk.state_pages for row, chunk in enumerate(work.chunks) if chunk.state_pages
             },
         )
-        if self._graphs is not None and not work.chunks:
-            logits = self._graphs.run(batch)
-            if logits is not None:
-                if on_layer is not None:
-                    for layer in self._model.layer_ids:
-                        on_layer(layer)
-                return logits
-        return self._model.forward(batch, self._pool, on_layer)
+        return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer)
+
+    def _rows(self, work: _Work) -> HostRows:
+        """Lengths and pages of all sequences of a step, those of chunks too."""
+        chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
+        lengths = np.concatenate((chunk_stops, self._sequences.lengths[work.decode_slots]))
+        slots = np.concatenate((work.chunk_slots, work.decode_slots))
+        groups = range(len(self._pool.groups))
+        tables = [self._sequences.page_table(group, slots, lengths) for group in groups]
+        return HostRows(lengths, tuple(tables))
 
     # ---- the draw --------------------------------------------------------------------------------
 
-    def _draw(self, work: _Work, inputs: _Inputs, logits: Tensor) -> Draw:
+    def _draw(self, work: _Work, sampled: Tensor, logits: Tensor) -> Draw:
         slots = work.sampled_slots
         draw = self._sampler.draw(logits, slots, self._sequences.lengths[slots])
-        self._sequences.append(slots, inputs.sampled_slots, draw.tokens)
+        self._sequences.append(slots, sampled, draw.tokens)
         return draw
 
     def _score_prompts(self, work: _Work, logits: Tensor) -> list[ScoredPrompt]:

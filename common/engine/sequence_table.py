@@ -1,9 +1,9 @@
 """The sequences a worker runs, as arrays by slot: lengths, latest tokens and page tables.
 
 A step for 256 running sequences reads them with a few gathers instead of 256 small Python objects.
-Lengths lie on the host, latest tokens and page tables on the model's device: a sequence's length is
-known before its token is drawn. Knows nothing of models, sampling or messages.
-Slot numbers are reused; the smallest free one is taken first.
+Lengths and page tables lie on the host, latest tokens on the model's device: a sequence's length is
+known before its token is drawn, and a pass is planned with both. Knows nothing of models, sampling
+or messages. Slot numbers are reused; the smallest free one is taken first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.host_copy import upload
 from common.layout.cache_layout import PageGroup
 from common.layout.component import LiveKind
 
@@ -25,6 +24,7 @@ PAGE_WIDTH_START = 16
 """Slots, and pages per slot, that exist at first; both double when they run out."""
 
 Slots = NDArray[np.int64]
+PageTable = NDArray[np.int32]
 
 
 class SequenceTable:
@@ -40,7 +40,7 @@ class SequenceTable:
         self._device = device
         self.lengths: Slots = np.zeros(0, dtype=np.int64)
         self.latest = torch.zeros(0, dtype=torch.int64, device=device)
-        self.page_tables = [torch.zeros((0, 0), dtype=torch.int32, device=device)] * len(groups)
+        self.page_tables: list[PageTable] = [np.zeros((0, 0), dtype=np.int32) for _ in groups]
         # Logical page index behind the last granted page, per group and slot.
         self._granted: list[Slots] = [np.zeros(0, dtype=np.int64) for _ in groups]
         self._slot_of: dict[int, int] = {}
@@ -99,8 +99,7 @@ class SequenceTable:
         rows = np.repeat([slot for slot, _, _ in grants], counts)
         columns = np.concatenate([np.arange(first, first + len(ids)) for _, first, ids in grants])
         pages = np.concatenate([np.asarray(ids, dtype=np.int32) for _, _, ids in grants])
-        row_index, column_index, page_ids = upload(self._device, rows, columns, pages)
-        self.page_tables[group][row_index, column_index] = page_ids
+        self.page_tables[group][rows, columns] = pages
         granted = self._granted[group]
         for (slot, _, _), end in zip(grants, ends, strict=True):
             granted[slot] = max(granted[slot], end)
@@ -113,17 +112,12 @@ class SequenceTable:
         self.latest.index_copy_(0, index, token_ids)
         self.lengths[slots] += 1
 
-    def page_table(
-        self, group: int, slots: Slots, index: Tensor, kv_lengths: NDArray[np.int64]
-    ) -> Tensor:
-        """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens.
-
-        index: `slots` on the device.
-        """
+    def page_table(self, group: int, slots: Slots, kv_lengths: NDArray[np.int64]) -> PageTable:
+        """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens."""
         needed = _page_ends(self._groups[group], kv_lengths)
         assert (needed <= self._granted[group][slots]).all(), "a token has no page to go to"
         width = int(needed.max())
-        return self.page_tables[group][index, :width]
+        return self.page_tables[group][slots, :width]
 
     def _grow_slots(self) -> None:
         old = len(self.lengths)
@@ -154,7 +148,5 @@ def _page_ends(group: PageGroup, kv_lengths: NDArray[np.int64]) -> NDArray[np.in
             assert_never(group.live.kind)
 
 
-def _enlarged(table: Tensor, row_count: int, column_count: int) -> Tensor:
-    larger = torch.zeros((row_count, column_count), dtype=table.dtype, device=table.device)
-    larger[: table.shape[0], : table.shape[1]] = table
-    return larger
+def _enlarged(table: PageTable, row_count: int, column_count: int) -> PageTable:
+    return np.pad(table, ((0, row_count - table.shape[0]), (0, column_count - table.shape[1])))

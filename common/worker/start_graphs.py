@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config import Role, ServerConfig
+from common.config import DEFAULT_MAX_RUNNING_REQUESTS, Role, ServerConfig
 from common.engine.attention.choose import AttentionChoice
 from common.engine.cache.kv_pool import KvPool
 from common.engine.graphs.cuda_graphs import CudaRecorder, recorded_sizes
@@ -64,7 +64,7 @@ def plan_graphs(
         reason = f"{choice.attention.name} attention can't be recorded"
     if reason:
         return GraphPlan((), 0, f"off: {reason}")
-    sizes = tuple(recorded_sizes(_largest(config)))
+    sizes = tuple(recorded_sizes(largest_batch(config)))
 
     def record() -> DecodeGraphs:
         pool = KvPool.allocate(layout, [1] * len(layout.groups), device)
@@ -136,7 +136,7 @@ def _failed(exc: Exception) -> GraphPlan:
     return GraphPlan((), 0, reason)
 
 
-def _largest(config: ServerConfig) -> int:
-    running_max = config.max_running_requests
-    bound = config.cuda_graph_max_bs
-    return bound if running_max is None else min(bound, running_max)
+def largest_batch(config: ServerConfig) -> int:
+    """Of those that are recorded: no batch is larger than the requests that may run."""
+    running_max = config.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS
+    return min(config.cuda_graph_max_bs or running_max, running_max)

@@ -140,6 +140,28 @@ class Decode(PagedAttention):
         super().plan(query_starts, indptr, *table, causal=True, **options)  # type: ignore[arg-type]
 
 
+def fast_decode_plan(
+    wrapper: Decode,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    *shape: int,
+    sm_scale: float,
+    window_left: int,
+    logits_soft_cap: float,
+    q_data_type: torch.dtype,
+    kv_data_type: torch.dtype,
+    global_override_indptr_cpu: Tensor,
+) -> None:
+    """Nothing is copied: what the wrapper was given is there already."""
+    assert wrapper.buffers is not None and len(indices) <= len(wrapper.buffers[1])
+    assert not global_override_indptr_cpu.is_cuda and not last_page_len.is_cuda
+    assert shape == (wrapper.head_count, wrapper.kv_head_count, wrapper.dim, wrapper.page_size)
+    assert (wrapper.scale, wrapper.window_left) == (sm_scale, window_left)
+    assert wrapper.softcap == logits_soft_cap and wrapper.dtypes == (q_data_type, kv_data_type)
+    assert wrapper.pages is wrapper.buffers, "planned once before"
+
+
 class Mla:
     """Rows [latent | rotated] that all heads share, by absorbed queries."""
 
@@ -229,6 +251,53 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str,
+) -> None:
+    assert kv_layout == "HND" and len(kv_indptr) == len(kv_last_page_len) + 1
+    indexes = (batch_indices, positions, kv_indices, kv_indptr)
+    assert all(index.dtype == torch.int32 and index.is_contiguous() for index in indexes)
+    page_size = paged_kv_cache[0].shape[2]
+    items = kv_indptr[batch_indices] * page_size + positions
+    pages, rows = kv_indices[items // page_size].long(), (items % page_size).long()
+    for cache, new in zip(paged_kv_cache, (append_key, append_value), strict=True):
+        assert cache.dtype == new.dtype and new.stride(-1) == 1
+        raw(cache)[pages, :, rows] = raw(new)
+
+
+def apply_rope_with_cos_sin_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor]:
+    assert cos_sin_cache.dtype == torch.float32 and len(positions) == len(query) == len(key)
+    cos, sin = (part[:, None] for part in cos_sin_cache[positions].chunk(2, -1))
+    count = cos_sin_cache.shape[1]
+    turned: list[Tensor] = []
+    for heads in (query.view(len(query), -1, head_size), key.view(len(key), -1, head_size)):
+        wide, out = heads.float(), heads.float().clone()
+        if is_neox:
+            places = (slice(0, count // 2), slice(count // 2, count))
+        else:
+            places = (slice(0, count, 2), slice(1, count, 2))
+        first, second = (wide[..., place] for place in places)
+        out[..., places[0]] = first * cos - second * sin
+        out[..., places[1]] = second * cos + first * sin
+        turned.append(out.to(heads.dtype))
+    return turned[0].flatten(1), turned[1].flatten(1)
+
+
 class Rerun:
     """See `Recording`: reads the same memory again."""
 
@@ -255,6 +324,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("flashinfer")
     vars(module).update(
         BatchDecodeWithPagedKVCacheWrapper=Decode,
+        fast_decode_plan=fast_decode_plan,
         BatchPrefillWithPagedKVCacheWrapper=PagedAttention,
         BatchAttentionWithAttentionSinkWrapper=PagedAttention,
     )
@@ -262,6 +332,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
         "mla": {"BatchMLAPagedAttentionWrapper": Mla},
         "norm": {kernel.__name__: kernel for kernel in (rmsnorm, fused_add_rmsnorm)},
+        "page": {"append_paged_kv_cache": append_paged_kv_cache},
+        "rope": {"apply_rope_with_cos_sin_cache": apply_rope_with_cos_sin_cache},
         "activation": {kernel.__name__: kernel for kernel in (silu_and_mul, gelu_tanh_and_mul)},
     }
     for name, contents in parts.items():

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from common.clock import ManualClock
 from common.engine.cache.kv_pool import KvPool
-from common.engine.forward_batch import SequenceChunk
+from common.engine.forward_batch import ForwardBatch, HostRows, SequenceChunk
 from common.engine.graphs.cuda_graphs import recorded_sizes
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.layers import moe
@@ -50,6 +50,13 @@ def make_graphs(model: CausalLm, pool: KvPool) -> tuple[DecodeGraphs, DenseAtten
     attention = DenseAttention()
     graphs = DecodeGraphs(model, pool, attention, Traced, batch_sizes=SIZES, token_max=TOKEN_MAX)
     return graphs, attention
+
+
+def replay(graphs: DecodeGraphs, batch: ForwardBatch) -> Tensor | None:
+    """Tokens are found among others, as those of running sequences are."""
+    tokens = torch.cat((torch.full((3,), 77), batch.token_ids.flip(0)))
+    index = torch.arange(len(tokens) - 1, 2, -1)
+    return graphs.run(HostRows.of(batch), tokens, index)
 
 
 def decoding(lengths: list[int], seed: int) -> list[SequenceChunk]:
@@ -92,7 +99,7 @@ def test_a_replay_is_the_pass_itself(
     for seed, lengths in enumerate([[1, 40, 79], [16], [15, 17, 1, 2, 30, 31, 64], [63, 5]]):
         batch = make_batch(plain, decoding(lengths, seed))
         expected = model.forward(batch, plain)
-        actual = graphs.run(make_batch(replayed, decoding(lengths, seed)))
+        actual = replay(graphs, make_batch(replayed, decoding(lengths, seed)))
         assert expected is not None and actual is not None
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         assert attention.planned[-1][: len(lengths)] == batch.kv_length_list
@@ -123,7 +130,7 @@ def test_a_batch_above_the_largest_recording_is_left_alone(tiny_checkpoint: Chec
     pool = make_pool(model, PAGE_COUNT)
     graphs, attention = make_graphs(model, pool)
     before, plan_count = pool.buffers[0].clone(), len(attention.planned)
-    assert graphs.run(make_batch(pool, decoding([1] * 9, 0))) is None
+    assert replay(graphs, make_batch(pool, decoding([1] * 9, 0))) is None
     assert torch.equal(pool.buffers[0], before)
     assert len(attention.planned) == plan_count
 
@@ -156,3 +163,5 @@ def test_recorded_sizes_end_with_the_largest() -> None:
     assert recorded_sizes(3) == [1, 2, 3]
     assert recorded_sizes(8) == [1, 2, 4, 8]
     assert recorded_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert recorded_sizes(256)[-5:] == [152, 160, 192, 224, 256]
+    assert recorded_sizes(700)[-4:] == [480, 512, 640, 700]

@@ -5,9 +5,11 @@ The kernels themselves need a GPU; `tests/gpu` has them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +23,7 @@ from common.engine.attention.flashinfer import (
 )
 from common.engine.attention.flashinfer_kernels import DecodeKernel, Kernel, PrefillKernel, Shapes
 from common.engine.attention.kinds import AttentionKind
-from common.engine.attention.page_runs import PageRuns, page_runs
+from common.engine.attention.page_runs import HostRuns, PageRuns, page_runs
 from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import (
@@ -33,12 +35,18 @@ from common.engine.attention.trial import (
 )
 from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.distributed import ParallelContext
-from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.forward_batch import ForwardBatch, HostRows, SequenceChunk
 from common.engine.loader import attention_shape, load_model
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import windowed_gqa_components
-from tests.engine.flashinfer_by_definition import Kept, PagedAttention, Rerun, install
+from tests.engine.flashinfer_by_definition import (
+    Kept,
+    PagedAttention,
+    Rerun,
+    append_paged_kv_cache,
+    install,
+)
 
 CPU = torch.device("cpu")
 
@@ -62,7 +70,10 @@ def test_a_run_holds_the_pages_that_are_seen_and_counts_tokens_from_the_first(
         left = max(0, cached - window + 1) // page_items if window else 0
         # Pages before the window have moved on.
         table[sequence, : len(pages)] = torch.tensor([0] * left + pages[left:])
-    runs = page_runs(table, page_items, lengths, [new for _, new in sequences], window=window)
+    new_counts = [new for _, new in sequences]
+    runs = page_runs(table, page_items, lengths, new_counts, window=window)
+    on_host = HostRuns.of(np.array(lengths), np.array(new_counts), page_items, window)
+    assert on_host.page_ids(table.numpy()).tolist() == runs.page_ids.tolist()
     for sequence, (cached, new) in enumerate(sequences):
         pages = runs.page_ids[runs.starts[sequence] : runs.starts[sequence + 1]].tolist()
         length = int(runs.lengths[sequence])
@@ -139,7 +150,7 @@ def test_a_recorded_decode_reads_what_was_planned_last(
     ]
     recorded = backend.start_recorded(batches[0], pool)
     for batch in batches:
-        backend.plan_recorded(batch, pool)
+        backend.plan_recorded(HostRows.of(batch), pool)
         found = recorded.attend_shared(0, query, rule)
         expected = SdpaAttention().start(batch, pool).attend_shared(0, query, rule)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0.0)
@@ -241,3 +252,25 @@ def test_layers_are_of_the_kinds_that_were_tried_at_start(
         model.compute(batch, pool, attention_pass)
     assert asked and set(asked) == set(shape.kinds)
     assert kinds_of_pool(shape.kinds, pool) == asked
+
+
+def swapped(key: Tensor, value: Tensor, *places: object) -> None:
+    append_paged_kv_cache(value, key, *places)  # type: ignore[arg-type]
+
+
+def one_row_late(
+    key: Tensor, value: Tensor, sequences: Tensor, rows: Tensor, *rest: object
+) -> None:
+    append_paged_kv_cache(key, value, sequences, (rows + 1) % 16, *rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mistake", [swapped, one_row_late])
+def test_rows_that_are_written_wrongly_are_found_out_at_start(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None]
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["flashinfer.page"], "append_paged_kv_cache", mistake)
+    kind = AttentionKind(4, 2, 64)
+    shape = AttentionShape((kind,), torch.bfloat16, CPU, 16)
+    backend = FlashInferAttention([kind], dtype=shape.dtype, device=CPU)
+    assert not check_attention(backend, kind, shape) <= TOLERANCE[shape.dtype]

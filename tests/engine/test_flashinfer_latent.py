@@ -26,6 +26,7 @@ from common.engine.attention.trial import (
 )
 from common.engine.cache.kv_pool import KvPool
 from common.engine.distributed import ParallelContext
+from common.engine.forward_batch import HostRows
 from common.engine.loader import attention_shape, load_model
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import mla_components
@@ -89,10 +90,10 @@ def test_a_recorded_decode_reads_what_was_planned_last(monkeypatch: pytest.Monke
         random_batch(lengths, pool, CPU)
         for lengths in (((1, 1), (1, 1)), ((130, 1), (47, 1)), ((20, 1), (159, 1)))
     ]
-    backend.plan_recorded(batches[0], pool)
+    backend.plan_recorded(HostRows.of(batches[0]), pool)
     recorded = backend.start_recorded(batches[0], pool)
     for batch in batches:
-        backend.plan_recorded(batch, pool)
+        backend.plan_recorded(HostRows.of(batch), pool)
         expected = LatentAttention().start(batch, pool).attend_latent(0, query, row, projection)
         # The rows are in the cache by now; the recording reads them where the last plan says.
         found = recorded.attend_cached(0, query, projection)

@@ -13,7 +13,7 @@ from common.engine.attention.flashinfer import FlashInferAttention
 from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.attention.trial import AttentionShape
 from common.engine.distributed import ParallelContext
-from common.engine.forward_batch import SequenceChunk
+from common.engine.forward_batch import HostRows, SequenceChunk
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.loader import attention_shape, load_model
 from tests.engine.flashinfer_by_definition import Rerun, install
@@ -53,6 +53,8 @@ def test_a_replay_decodes_as_the_model_does(
         buffers[0].copy_(buffers[1])  # as if nothing had been recorded
     for seed, lengths in enumerate([[1, 40, 79], [16], [63, 5]]):
         expected = model.forward(make_batch(plain, decoding(lengths, seed)), plain)
-        actual = graphs.run(make_batch(replayed, decoding(lengths, seed)))
+        batch = make_batch(replayed, decoding(lengths, seed))
+        index = torch.arange(len(lengths))
+        actual = graphs.run(HostRows.of(batch), batch.token_ids, index)
         assert expected is not None and actual is not None
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

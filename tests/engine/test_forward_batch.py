@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.forward_batch import ForwardBatch, HostRows, SequenceChunk
 from common.layout.cache_layout import PageGroup
 from common.layout.component import FULL, SLOT, Live, LiveKind
 
@@ -30,6 +30,7 @@ def test_tokens_of_all_sequences_lie_one_after_the_other() -> None:
     assert batch.starts.tolist() == [0, 4, 6] == list(batch.start_list)
     assert batch.kv_lengths.tolist() == [3, 5, 9] == list(batch.kv_length_list)
     assert batch.page_tables[0].tolist() == [[5, 0, 0], [9, 3, 0], [2, 8, 1]]
+    assert batch.logits_rows is not None
     assert batch.logits_rows.tolist() == [2, 3, 4, 5]
     assert (batch.token_count, batch.sequence_count) == (7, 3)
 
@@ -47,6 +48,7 @@ def test_groups_of_different_page_sizes_have_their_own_places() -> None:
     assert batch.token_pages[0].tolist() == [5, 6, 6]
     assert batch.token_pages[1].tolist() == [8, 9, 9]
     assert batch.token_rows[1].tolist() == [1, 0, 1]
+    assert batch.logits_rows is not None
     assert batch.logits_rows.shape == (0,)
 
 
@@ -143,3 +145,37 @@ def test_a_slot_is_one_page_and_no_place_for_a_token() -> None:
 def test_impossible_batches_are_bugs(chunks: list[SequenceChunk]) -> None:
     with pytest.raises(AssertionError):
         build(chunks)
+
+
+ALL_KINDS = (
+    PageGroup(FULL, 4, ()),
+    PageGroup(Live(LiveKind.WINDOW, 6), 2, ()),
+    PageGroup(Live(LiveKind.TAIL, 3, 1), 3, ()),
+    PageGroup(SLOT, 1, ()),
+    PageGroup(Live(LiveKind.BLOCK, 3), 2, ()),
+)
+
+
+@pytest.mark.parametrize("group", range(len(ALL_KINDS)))
+def test_the_host_finds_the_places_that_the_device_finds(group: int) -> None:
+    chunks = [
+        SequenceChunk(
+            [7],
+            length - 1,
+            [list(range(first, first + g.page_end(length))) for g in ALL_KINDS],
+        )
+        for first, length in ((1, 1), (20, 4), (40, 5), (60, 12), (80, 13))
+    ]
+    batch = ForwardBatch.build(chunks, groups=ALL_KINDS, device="cpu")
+    pages, rows = HostRows.of(batch).places(group, ALL_KINDS[group])
+    assert pages.tolist() == batch.token_pages[group].tolist()
+    assert rows.tolist() == batch.token_rows[group].tolist()
+
+
+def test_rows_are_filled_up_with_sequences_on_the_scratch_page() -> None:
+    rows = HostRows.of(build([SequenceChunk([1], 3, ([5],)), SequenceChunk([2], 1, ([6],))]))
+    filled = rows.filled(4, 6, GROUPS)
+    assert filled.lengths.tolist() == [4, 2, 6, 6]
+    assert filled.page_tables[0].tolist() == [[5, 0], [6, 0], [0, 0], [0, 0]]
+    assert filled.places(0, GROUPS[0])[0].tolist() == [5, 6, 0, 0]
+    assert filled.first(2).lengths.tolist() == rows.lengths.tolist()

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,21 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine import loader
+from common.engine.config.rope import RopeConfig, RopeKind
 from common.engine.distributed import ParallelContext
 from common.engine.layers.choose_fused import (
     TOLERANCE,
     FusedChoice,
     FusedShape,
     check_fused,
+    check_normed_rotation,
+    check_rotation,
     choose_fused,
 )
-from common.engine.layers.fused import FusedKernels
+from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.fused_rotation import FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import fastest, gated_silu
+from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.loader import load_model
-from tests.engine.flashinfer_by_definition import install, rmsnorm, silu_and_mul
+from tests.engine.flashinfer_by_definition import (
+    apply_rope_with_cos_sin_cache,
+    install,
+    rmsnorm,
+    silu_and_mul,
+)
 from tests.engine.paged_decoding import Sequence, forward, make_pool
 
+BF16 = torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -81,6 +94,129 @@ def test_a_wrong_kernel_is_found_out_at_start(
     assert not difference <= TOLERANCE[torch.bfloat16]
 
 
+ROPE = RopeConfig(RopeKind.DEFAULT, 10000.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotated_dim"), [(64, 64), (128, 32)])
+def test_heads_are_turned_as_in_fp32_and_rounded_once(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    is_interleaved: bool,
+    head_dim: int,
+    rotated_dim: int,
+) -> None:
+    install(monkeypatch)
+    rope = replace(ROPE, is_interleaved=is_interleaved)
+    rotation = RotationShape(head_dim, rotated_dim, is_interleaved)
+    kernels, shape = FusedKernels(), FusedShape(128, 96, dtype, CPU, rope)
+    assert 0.0 < check_rotation(kernels, rotation, shape) <= 2 ** (-8 if dtype == BF16 else -11)
+    assert kernels.rotations == {rotation}
+
+
+def turned_back(*args: object, is_neox: bool) -> tuple[Tensor, Tensor]:
+    positions, query, key, size, table = args
+    assert isinstance(table, Tensor)
+    cos, sin = table.chunk(2, -1)
+    return apply_rope_with_cos_sin_cache(
+        positions,
+        query,
+        key,
+        size,
+        torch.cat((cos, -sin), -1),
+        is_neox,  # type: ignore[arg-type]
+    )
+
+
+def in_other_pairs(*args: object, is_neox: bool) -> tuple[Tensor, Tensor]:
+    return apply_rope_with_cos_sin_cache(*args, is_neox=not is_neox)  # type: ignore[arg-type]
+
+
+def not_turned(
+    positions: Tensor, query: Tensor, key: Tensor, *args: object, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    return query, key
+
+
+@pytest.mark.parametrize("mistake", [turned_back, in_other_pairs, not_turned])
+def test_heads_that_are_turned_wrongly_are_found_out_at_start(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["flashinfer.rope"], "apply_rope_with_cos_sin_cache", mistake)
+    rotation = RotationShape(64, 64, False)
+    difference = check_rotation(FusedKernels(), rotation, FusedShape(128, 96, BF16, CPU, ROPE))
+    assert not difference <= TOLERANCE[BF16]
+
+
+def test_heads_of_other_shapes_are_turned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(sys.modules["flashinfer.rope"], "apply_rope_with_cos_sin_cache", not_turned)
+    rotary = RotaryEmbedding(ROPE, 64, device=CPU, dtype=BF16)
+    positions, heads = torch.arange(3), torch.randn(3, 5, 64).to(BF16)
+    turned = FusedRotation(rotary, positions, FusedKernels()).apply(heads)
+    assert torch.equal(turned, rotary.rotate(positions).apply(heads))
+
+
+def norm_and_rotate(
+    heads: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    angles: Tensor,
+    *,
+    is_interleaved: bool,
+    is_offset: bool,
+) -> Tensor:
+    """As `triton_rotation` documents it."""
+    wide = heads.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    wide = (wide * (weight.float() + (1.0 if is_offset else 0.0))).contiguous()
+    turned, _ = apply_rope_with_cos_sin_cache(
+        torch.arange(len(heads)), wide, wide, heads.shape[-1], angles, not is_interleaved
+    )
+    return turned.view(heads.shape).to(heads.dtype)
+
+
+def install_norm_and_rotate(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor] = norm_and_rotate
+) -> None:
+    module = ModuleType("common.engine.layers.triton_rotation")
+    vars(module)["norm_and_rotate"] = kernel
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize("is_offset", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_heads_are_normed_and_turned_as_in_fp32_and_rounded_once(
+    monkeypatch: pytest.MonkeyPatch, is_offset: bool, is_interleaved: bool
+) -> None:
+    install(monkeypatch)
+    install_norm_and_rotate(monkeypatch)
+    shape = FusedShape(128, 96, BF16, CPU, replace(ROPE, is_interleaved=is_interleaved))
+    normed = NormedRotation(RotationShape(128, 64, is_interleaved), is_offset)
+    assert 0.0 < check_normed_rotation(FusedKernels(), normed, shape) <= 2**-8
+
+
+def by_one_weight(heads: Tensor, weight: Tensor, *args: object, **options: bool) -> Tensor:
+    return norm_and_rotate(heads, weight[:1].expand_as(weight), *args, **options)  # type: ignore[arg-type]
+
+
+def never_by_offsets(*args: object, is_interleaved: bool, is_offset: bool) -> Tensor:
+    return norm_and_rotate(*args, is_interleaved=is_interleaved, is_offset=not is_offset)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mistake", [by_one_weight, never_by_offsets])
+def test_heads_that_are_normed_wrongly_are_found_out_at_start(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Tensor]
+) -> None:
+    install(monkeypatch)
+    install_norm_and_rotate(monkeypatch, mistake)
+    normed = NormedRotation(RotationShape(64, 64, False), is_offset=False)
+    shape = FusedShape(128, 96, BF16, CPU, ROPE)
+    assert not check_normed_rotation(FusedKernels(), normed, shape) <= TOLERANCE[BF16]
+
+
 def test_gates_that_kernels_can_not_read_at_once_are_spelled_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,7 +237,8 @@ def test_without_the_library_functions_are_spelled_out_and_the_reason_is_said() 
 
 
 @pytest.mark.parametrize(
-    "recipe", ["qwen3", "qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "falcon_h1"]
+    "recipe",
+    ["qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma2", "deepseek_v3", "gpt_oss", "falcon_h1"],
 )
 def test_models_compute_the_same_by_kernels(
     tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, recipe: str
@@ -109,6 +246,17 @@ def test_models_compute_the_same_by_kernels(
     install(monkeypatch)
     plain = load_model(tiny_checkpoint(recipe))
     kernels = FusedKernels()
+    rope = plain.config.rope
+    kernels.rotations |= {
+        RotationShape(head_dim, plain.config.rotary_dim, rope.is_interleaved)
+        for head_dim in (plain.config.head_dim, plain.config.rotary_dim)
+    }
+    install_norm_and_rotate(monkeypatch)
+    kernels.normed_rotations |= {
+        NormedRotation(rotation, is_offset)
+        for rotation in kernels.rotations
+        for is_offset in (False, True)
+    }
     monkeypatch.setattr(loader, "choose_fused", lambda _: FusedChoice(kernels, "by definition"))
     fused = load_model(tiny_checkpoint(recipe))
     assert fused.context.fused is kernels and plain.context.fused is None

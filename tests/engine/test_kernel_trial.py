@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import subprocess
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -46,6 +48,22 @@ def test_kernels_that_raise_do_not_stop_a_server(failure: Exception) -> None:
     kernels, reason = try_kernels("fast", build_and_check, 0.01, PLAIN)
     assert kernels is PLAIN
     assert reason == f"fast can't be used: {type(failure).__name__}: {failure}"
+
+
+def test_what_triton_raises_does_not_stop_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TritonError(Exception):
+        """Of no kind that Python has."""
+
+    def build_and_check() -> tuple[Kernels, float]:
+        raise TritonError("can't be compiled")
+
+    with pytest.raises(TritonError):  # where nothing of Triton's is there
+        try_kernels("fast", build_and_check, 0.01, PLAIN)
+    module = ModuleType("triton.errors")
+    vars(module)["TritonError"] = TritonError
+    monkeypatch.setitem(sys.modules, "triton.errors", module)
+    kernels, reason = try_kernels("fast", build_and_check, 0.01, PLAIN)
+    assert kernels is PLAIN and "TritonError: can't be compiled" in reason
 
 
 def test_a_library_that_is_not_there_is_answered_with_what_to_install() -> None:

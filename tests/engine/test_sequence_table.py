@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from common.engine.sequence_table import SequenceTable
 from common.layout.cache_layout import PageGroup
@@ -46,5 +46,7 @@ def test_a_slot_that_is_given_back_leaves_no_page_behind() -> None:
         page_table(table, 4, [slot], [10])
 
 
-def page_table(table: SequenceTable, group: int, slots: list[int], lengths: list[int]) -> Tensor:
-    return table.page_table(group, np.array(slots), torch.tensor(slots), np.array(lengths))
+def page_table(
+    table: SequenceTable, group: int, slots: list[int], lengths: list[int]
+) -> NDArray[np.int32]:
+    return table.page_table(group, np.array(slots), np.array(lengths))

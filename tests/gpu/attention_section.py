@@ -14,8 +14,11 @@ from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import AttentionShape
 from common.engine.cache.kv_pool import KvPool
+from common.engine.config.rope import RopeConfig, RopeKind
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
 from common.engine.layers.choose_fused import FusedShape, choose_fused
+from common.engine.layers.fused import RotationShape
+from common.engine.sampling.choose_draw import choose_draw
 from common.engine.sampling.noise import hash_bits, row_keys
 from common.engine.sampling.sampler import Sampler
 from common.layout.cache_layout import ServerLayout
@@ -61,11 +64,32 @@ def check_attention_section(section: Section, device: torch.device) -> None:
     _check_sdpa(section, device)
     _check_sampler(section, device)
     if _has_flashinfer(section, device):
-        fused = choose_fused(FusedShape(4096, 14336, torch.bfloat16, device))
-        section.check("norms and activations as single kernels", bool(fused.kernels), fused.reason)
+        _check_fused(section, device)
         _check_flashinfer(section, device, SHAPES)
         shape = AttentionShape((TIMED[0],), TIMED[1], device, TIMED[2])
         _time(section, "sdpa", SdpaAttention(), shape)
+
+
+def _check_fused(section: Section, device: torch.device) -> None:
+    rotation = RotationShape(128, 128, is_interleaved=False)
+    shape = FusedShape(
+        4096,
+        14336,
+        torch.bfloat16,
+        device,
+        rope=RopeConfig(RopeKind.DEFAULT, 1000000.0),
+        rotations=(rotation,),
+        has_qk_norm=True,
+    )
+    fused = choose_fused(shape)
+    kernels = fused.kernels
+    section.check("norms and activations as single kernels", bool(kernels), fused.reason)
+    rotated = kernels is not None and rotation in kernels.rotations
+    section.check("rotation as a single kernel", rotated, fused.reason)
+    normed = kernels is not None and len(kernels.normed_rotations) == 2
+    section.check("norm and rotation of heads as a single kernel", normed, fused.reason)
+    drawing = choose_draw(128256, device)
+    section.check("a draw as a single kernel", drawing.kernel is not None, drawing.reason)
 
 
 def check_kinds_section(section: Section, device: torch.device) -> None:

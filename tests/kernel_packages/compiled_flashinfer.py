@@ -7,6 +7,7 @@ those arguments alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def install() -> None:
     core.JitSpec.build_and_load = build_and_load
     # Without a driver there is no pinned memory.
     torch.empty = functools.partial(_without_pinning, torch.empty)
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     for name, module in list(sys.modules.items()):
         if name.startswith("flashinfer"):
             if hasattr(module, "device_support_pdl"):
@@ -87,6 +89,8 @@ def build_and_load(spec: object) -> CompiledModule:
         fused_add_rmsnorm=fused_add_rmsnorm,
         silu_and_mul=gated(F.silu),
         gelu_tanh_and_mul=gated(functools.partial(F.gelu, approximate="tanh")),
+        append_paged_kv_cache=append_paged_kv_cache,
+        apply_rope_pos_ids_cos_sin_cache=apply_rope,
     )
 
 
@@ -334,6 +338,61 @@ def run_mla(
         out[rows] = attended.to(out.dtype)
 
 
+# Rows of a cache, and rotations -------------------------------------------------------------------
+
+
+def append_paged_kv_cache(
+    new_keys: Tensor,
+    new_values: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_ids: Tensor,
+    page_starts: Tensor,
+    last_page_lengths: Tensor,
+    layout: int,
+) -> None:
+    _check_int32(sequences, positions, page_ids, page_starts, last_page_lengths)
+    assert layout == HND and keys.stride() == values.stride()
+    assert len(page_starts) == len(last_page_lengths) + 1
+    assert len(sequences) == len(positions) == len(new_keys)
+    page_size = keys.shape[2]
+    items = page_starts[sequences] * page_size + positions
+    pages, rows = page_ids[items // page_size].long(), (items % page_size).long()
+    for cache, new in ((keys, new_keys), (values, new_values)):
+        # Bytes are copied: the kernel reads what is new as it reads the cache.
+        assert cache.dtype == new.dtype and new.stride(-1) == cache.stride(-1) == 1
+        assert new.shape[1:] == (cache.shape[1], cache.shape[3])
+        raw(cache)[pages, :, rows] = raw(new)
+
+
+def apply_rope(
+    query: Tensor,
+    key: Tensor,
+    turned_query: Tensor,
+    turned_key: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    is_interleaved: bool,
+) -> None:
+    assert table.dtype == torch.float32 and table.is_contiguous() and positions.is_contiguous()
+    assert positions.dtype in (torch.int32, torch.int64) and len(positions) == len(query)
+    cos, sin = (part[:, None] for part in table[positions.long()].chunk(2, -1))
+    count = table.shape[1]
+    for heads, out in ((query, turned_query), (key, turned_key)):
+        assert heads.dim() == 3 and heads.stride(-1) == out.stride(-1) == 1
+        assert heads.dtype in (torch.float16, torch.bfloat16)
+        wide, turned = heads.float(), heads.float()
+        places = (slice(0, count, 2), slice(1, count, 2))
+        if not is_interleaved:
+            places = (slice(0, count // 2), slice(count // 2, count))
+        first, second = (wide[..., place] for place in places)
+        turned[..., places[0]] = first * cos - second * sin
+        turned[..., places[1]] = second * cos + first * sin
+        out.copy_(turned.to(out.dtype))
+
+
 # One kernel for small functions -------------------------------------------------------------------
 
 
@@ -366,6 +425,11 @@ def gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, boo
 def _check_workspaces(*workspaces: Tensor) -> None:
     for workspace in workspaces:
         assert workspace.dtype == torch.uint8 and workspace.data_ptr() % 16 == 0
+
+
+def _check_int32(*indexes: Tensor) -> None:
+    for index in indexes:
+        assert index.dtype == torch.int32 and index.is_contiguous() and index.dim() == 1
 
 
 def _check_host(*tables: Tensor) -> None:

@@ -6,9 +6,11 @@ Run by `packages.py`.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
+from types import ModuleType
 
 import torch
 
@@ -41,22 +43,38 @@ def bound(function: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
+def note_host_starts(module: ModuleType, found: list[object]) -> None:
+    prepare = vars(module)["prepare_chunk_indices"]
+
+    def noted(*args: object, cu_seqlens_cpu: object = None, **options: object) -> object:
+        found.append(cu_seqlens_cpu)
+        return prepare(*args, cu_seqlens_cpu=cu_seqlens_cpu, **options)
+
+    vars(module)["prepare_chunk_indices"] = noted
+
+
 def calls_fit(*, is_per_channel: bool, dtype: torch.dtype) -> None:
     from fla.ops import gated_delta_rule, kda
 
+    host_starts: list[object] = []
     for module in (gated_delta_rule, kda):
+        note_host_starts(sys.modules[f"{module.__name__}.chunk"], host_starts)
         for name in dir(module):
             if name.startswith(("chunk_", "fused_recurrent_")) and callable(vars(module)[name]):
                 setattr(module, name, bound(vars(module)[name]))
     shape = replace(SHAPE, is_per_channel=is_per_channel, dtype=dtype)
     kernels = FlaDelta(is_per_channel=is_per_channel)
+    assert kernels._takes_host_starts
     for lengths in (LENGTHS, (1, 1, 1)):
         inputs, states = random_inputs(shape, sum(lengths), len(lengths))
         LAUNCHES.names.clear()
         if max(lengths) == 1:
             outputs, after = kernels.step(inputs, states)
         else:
-            outputs, after = kernels.run(inputs, SequenceRows(lengths, CPU), states)
+            rows = SequenceRows(lengths, CPU)
+            outputs, after = kernels.run(inputs, rows, states)
+            # With these, the number of chunks is known without asking the device.
+            assert host_starts and all(starts is rows.host_starts for starts in host_starts)
         assert LAUNCHES.names
         assert outputs.shape == inputs.value.shape and outputs.dtype == dtype
         assert after.shape == states.shape and after.dtype == torch.float32

@@ -25,9 +25,10 @@ from common.engine.attention.trial import (
     check_recorded,
     check_recorded_latent,
 )
+from common.engine.config.rope import RopeConfig, RopeKind
 from common.engine.layers.choose_fused import TOLERANCE as FUSED_TOLERANCE
-from common.engine.layers.choose_fused import FusedShape, check_fused
-from common.engine.layers.fused import FusedKernels
+from common.engine.layers.choose_fused import FusedShape, check_fused, check_rotation
+from common.engine.layers.fused import FusedKernels, RotationShape
 from tests.engine.flashinfer_by_definition import Kept, Rerun
 from tests.kernel_packages import compiled_flashinfer
 from tests.kernel_packages.compiled_flashinfer import COMPILED
@@ -79,6 +80,21 @@ def small_functions_are_fused() -> None:
         assert 0.0 < difference <= FUSED_TOLERANCE[dtype]
 
 
+def heads_are_rotated() -> None:
+    rope = RopeConfig(RopeKind.YARN, 10000.0, factor=4.0, original_length=256)
+    for dtype in (BF16, torch.float16):
+        for is_interleaved in (False, True):
+            shape = FusedShape(
+                256, 512, dtype, CPU, rope=replace(rope, is_interleaved=is_interleaved)
+            )
+            for head_dim, rotated_dim in ((64, 64), (128, 128), (256, 64)):
+                rotation = RotationShape(head_dim, rotated_dim, is_interleaved)
+                kernels = FusedKernels()
+                difference = check_rotation(kernels, rotation, shape)
+                assert 0.0 < difference <= FUSED_TOLERANCE[dtype], (rotation, dtype, difference)
+                assert rotation in kernels.rotations
+
+
 def what_is_compiled_is_of_the_kind() -> None:
     """By the names under which its sources were generated."""
     expected = {
@@ -96,6 +112,8 @@ def what_is_compiled_is_of_the_kind() -> None:
 def options_are_those_of_the_wrappers() -> None:
     """What a call names must be a parameter: some take the rest and ignore it."""
     import flashinfer
+    import flashinfer.page
+    import flashinfer.rope
 
     no_rest = inspect.Parameter.VAR_KEYWORD
     for function in (
@@ -106,6 +124,9 @@ def options_are_those_of_the_wrappers() -> None:
         flashinfer.mla.BatchMLAPagedAttentionWrapper.__init__,
         flashinfer.mla.BatchMLAPagedAttentionWrapper.plan,
         flashinfer.mla.BatchMLAPagedAttentionWrapper.run,
+        flashinfer.fast_decode_plan,
+        flashinfer.page.append_paged_kv_cache,
+        flashinfer.rope.apply_rope_with_cos_sin_cache,
     ):
         kinds = {p.kind for p in inspect.signature(function).parameters.values()}
         assert no_rest not in kinds, function
@@ -126,6 +147,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     "latent_rows_are_attended": latent_rows_are_attended,
     "small_functions_are_fused": small_functions_are_fused,
+    "heads_are_rotated": heads_are_rotated,
     "what_is_compiled_is_of_the_kind": what_is_compiled_is_of_the_kind,
     "options_are_those_of_the_wrappers": options_are_those_of_the_wrappers,
 }

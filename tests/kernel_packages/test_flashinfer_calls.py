@@ -21,6 +21,7 @@ def found() -> dict[str, str]:
         "recordings_read_the_last_plan",
         "latent_rows_are_attended",
         "small_functions_are_fused",
+        "heads_are_rotated",
         "what_is_compiled_is_of_the_kind",
         "options_are_those_of_the_wrappers",
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.config import Role
-from common.worker.start_graphs import kept_nbytes, why_not_recorded
+from common.worker.start_graphs import kept_nbytes, largest_batch, why_not_recorded
 from tests.worker.test_pools import config_of
 
 CUDA = torch.device("cuda", 0)
@@ -29,6 +29,17 @@ def test_only_what_will_decode_is_recorded(
 ) -> None:
     found = why_not_recorded(config_of(**changes), device)
     assert found.startswith(reason) and bool(found) is bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("running_max", "asked", "largest"),
+    [(None, None, 256), (None, 64, 64), (32, None, 32), (400, None, 400), (32, 64, 32)],
+)
+def test_as_many_rows_are_recorded_as_requests_may_run(
+    running_max: int | None, asked: int | None, largest: int
+) -> None:
+    config = config_of(max_running_requests=running_max, cuda_graph_max_bs=asked)
+    assert largest_batch(config) == largest
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from common.engine.cache.kv_pool import Geometry, KvPool, WriteIndex, write_index
-from common.engine.forward_batch import ForwardBatch
+from common.engine.forward_batch import ForwardBatch, HostRows
 
 KEY = "k"
 VALUE = "v"
@@ -49,16 +49,17 @@ class RecordableAttention(Attention, Protocol):
         """Memory for recordings of these sizes; page_max: pages of a sequence at most."""
         ...
 
-    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
+    def plan_recorded(self, rows: HostRows, pool: KvPool) -> None:
         """Prepare on the host what the recording of this size is to do next.
 
-        batch: only decodes, and has one of the sizes reserved.
+        rows: as many as one of the sizes reserved.
         """
         ...
 
     def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> AttentionPass:
-        """As `start`, after `plan_recorded` and while it is recorded: what depends on the lengths
-        that the host knows is in memory that stays."""
+        """As `start`, after `plan_recorded` and while it is recorded: what depends on lengths and
+        on page tables is in memory that stays. batch: has no tables of pages that grow in number
+        with the tokens."""
         ...
 
 

@@ -1,8 +1,9 @@
 """Attention on CUDA by FlashInfer, straight over the strided envelopes [page, head, token, dim].
 
-Nothing is gathered or copied. The library is imported when the backend is made, never before.
-`choose.py` first checks every kind of layer against SDPA; kinds that FlashInfer can't compute go to
-SDPA in the same pass. The kernels need equal strides of keys and values, which an envelope has.
+Nothing is gathered or copied; new keys and values are written by one kernel. The library is
+imported when the backend is made, never before. `choose.py` first checks every kind of layer
+against SDPA; kinds that FlashInfer can't compute go to SDPA in the same pass. The kernels need
+equal strides of keys and values, which an envelope has.
 Needs a CUDA device; without one, tests replace the compiled kernels (`tests/kernel_packages`).
 """
 
@@ -10,17 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE
-from common.engine.attention.flashinfer_kernels import FixedMemory, Kernel, Kernels, Shapes
+from common.engine.attention.flashinfer_kernels import (
+    Append,
+    FixedMemory,
+    Kernel,
+    Kernels,
+    Places,
+    Shapes,
+)
 from common.engine.attention.kinds import AttentionKind
-from common.engine.attention.page_runs import PageRuns, page_runs
-from common.engine.attention.scores import ScoreRule
+from common.engine.attention.page_runs import HostRuns, PageRuns, page_runs
+from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaPass
+from common.engine.cache.cast import cast
 from common.engine.cache.kv_pool import KvPool, Plane, Scratch
-from common.engine.forward_batch import ForwardBatch
+from common.engine.forward_batch import ForwardBatch, HostRows
 
 # Scratch for the partial outputs of split keys. A plan that does not fit raises: FA2 may ask for
 # heads * (2 * SMs / KV heads) tiles of 128 rows in fp32, on an H200 with 64 heads, 8 KV heads and
@@ -62,6 +72,8 @@ class FlashInferAttention:
         self._decodes: dict[AttentionKind, _Planned] = {}
         self._prefills: dict[AttentionKind, _Planned] = {}
         self._recorded: dict[tuple[AttentionKind, int], _Planned] = {}
+        self._memory: dict[AttentionKind, FixedMemory] = {}
+        self._query_starts = torch.zeros(0, dtype=torch.int32)
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
         planner = _PassPlanner(batch, pool, self._dtypes)
@@ -81,22 +93,29 @@ class FlashInferAttention:
                 planned[kind] = kernels[kind].plan(*planner.plan(kind, group))
             return planned[kind]
 
-        return FlashInferPass(batch, pool, self._scratch, kernel)
+        return FlashInferPass(batch, pool, self._scratch, kernel, self._make.append)
 
     def reserve(self, batch_sizes: Sequence[int], page_max: int) -> None:
         """See `RecordableAttention`."""
+        largest = max(batch_sizes)
+        self._query_starts = torch.arange(largest + 1, dtype=torch.int32)
         for kind in self.kinds:
-            largest = max(batch_sizes)
-            memory = FixedMemory.allocate(largest, largest * page_max, self._device)
+            memory = FixedMemory(largest, largest * page_max, self._device)
+            self._memory[kind] = memory
             for size in batch_sizes:
-                kernel = self._make.recorded_decode(kind, memory.of_size(size))
+                kernel = self._make.recorded_decode(kind, memory, size)
                 self._recorded[kind, size] = _Planned(kernel)
 
-    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
-        """See `RecordableAttention`."""
-        planner = _PassPlanner(batch, pool, self._dtypes)
+    def plan_recorded(self, rows: HostRows, pool: KvPool) -> None:
+        """See `RecordableAttention`. Each kind's runs are one copy, into memory that it reads."""
+        count = len(rows)
+        ones = np.ones_like(rows.lengths)
         for kind, group in kinds_of_pool(self.kinds, pool).items():
-            self._recorded[kind, batch.sequence_count].plan(*planner.plan(kind, group))
+            page_items = pool.page_items[group]
+            runs = HostRuns.of(rows.lengths, ones, page_items, kind.window)
+            taken = self._memory[kind].take(runs, runs.page_ids(rows.page_tables[group]))
+            shapes = Shapes(self._query_starts[: count + 1], page_items, *self._dtypes)
+            self._recorded[kind, count].plan(taken, shapes)
 
     def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> FlashInferPass:
         """See `RecordableAttention`."""
@@ -105,11 +124,13 @@ class FlashInferAttention:
             pool,
             self._scratch,
             lambda kind, _: self._recorded[kind, batch.sequence_count].kernel,
+            self._make.append,
         )
 
 
 class FlashInferPass(SdpaPass):
-    """See `AttentionPass`. kernel: planned for a kind over a page group, None if SDPA does it."""
+    """See `AttentionPass`. kernel: planned for a kind over a page group, None if SDPA does it.
+    append: writes keys and values; None if torch does it."""
 
     def __init__(
         self,
@@ -117,9 +138,30 @@ class FlashInferPass(SdpaPass):
         pool: KvPool,
         scratch: tuple[Scratch, Scratch],
         kernel: Callable[[AttentionKind, int], Kernel | None],
+        append: Append | None = None,
     ) -> None:
         super().__init__(batch, pool, scratch)
         self._kernel = kernel
+        self._append = append
+        self._places: dict[int, Places] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule = PLAIN
+    ) -> Tensor:
+        keys, values = (self._pool.plane(part, layer) for part in (KEY, VALUE))
+        if self._append is None or key.shape[-1] not in SUPPORTED_HEAD_DIMS:
+            return super().attend(layer, query, key, value, rule)
+        assert keys.geometry == values.geometry, (keys.geometry, values.geometry)
+        dtype = keys.view.dtype
+        new = (cast(key, dtype), cast(value, dtype))
+        self._append(new, (keys.view, values.view), self._places_in(keys.geometry.group))
+        return self._attend(layer, query, (key, value), rule)
+
+    def _places_in(self, group: int) -> Places:
+        if group not in self._places:
+            found = (self._batch.token_pages[group], self._batch.token_rows[group])
+            self._places[group] = Places(*(numbers.to(torch.int32) for numbers in found))
+        return self._places[group]
 
     def _attend(
         self, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, rule: ScoreRule
@@ -185,8 +227,9 @@ class _PassPlanner:
                 batch.query_lengths,
                 window=kind.window,
             )
-        query_starts = torch.tensor([0, *batch.query_lengths]).cumsum(0).to(torch.int32)
-        return self._runs[group], Shapes(query_starts, page_items, *self._dtypes)
+        query_starts = np.zeros(len(batch.query_lengths) + 1, dtype=np.int32)
+        query_starts[1:] = np.cumsum(batch.query_lengths)
+        return self._runs[group], Shapes(torch.from_numpy(query_starts), page_items, *self._dtypes)
 
 
 class _Planned:

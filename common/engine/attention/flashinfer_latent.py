@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.attention.kinds import LatentKind
@@ -27,9 +28,9 @@ from common.engine.attention.latent import (
     absorb_query,
     project_sums,
 )
-from common.engine.attention.page_runs import page_runs
+from common.engine.attention.page_runs import HostRuns, PageRuns, page_runs
 from common.engine.cache.kv_pool import KvPool, Scratch
-from common.engine.forward_batch import ForwardBatch
+from common.engine.forward_batch import ForwardBatch, HostRows
 from common.engine.host_copy import upload
 
 WORKSPACE_NBYTES = 128 * 1024 * 1024
@@ -70,10 +71,13 @@ class MlaWrapper(Protocol):
 class LatentKernel:
     """One wrapper, planned for some sequences of a batch and run by every layer."""
 
-    def __init__(self, kind: LatentKind, wrapper: MlaWrapper, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kind: LatentKind, wrapper: MlaWrapper, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._kind = kind
         self._wrapper = wrapper
         self._dtype = dtype
+        self._is_on_gpu = device.type == "cuda"
         self._copied: torch.cuda.Event | None = None
 
     def plan(self, batch: ForwardBatch, pool: KvPool, sequences: Sequence[int] | None) -> None:
@@ -87,24 +91,30 @@ class LatentKernel:
             lengths = tuple(lengths[i] for i in sequences)
             new_counts = tuple(new_counts[i] for i in sequences)
         runs = page_runs(table, pool.page_items[group], lengths, new_counts)
+        query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+        query_starts[1:] = np.cumsum(new_counts)
+        self.plan_runs(runs, query_starts, pool.page_items[group])
+
+    def plan_runs(self, runs: PageRuns, query_starts: NDArray[np.int32], page_items: int) -> None:
+        """query_starts: int32[B + 1]."""
         if self._copied is not None:
             # The host's memory of the last plan is free to be written again.
             self._copied.synchronize()
         self._wrapper.plan(
-            qo_indptr=torch.tensor([0, *accumulate(new_counts)], dtype=torch.int32),
+            qo_indptr=torch.from_numpy(query_starts),
             kv_indptr=runs.starts,
             kv_indices=runs.page_ids,
             kv_len_arr=runs.lengths,
             num_heads=self._kind.head_count,
             head_dim_ckv=self._kind.latent_dim,
             head_dim_kpe=self._kind.rope_dim,
-            page_size=pool.page_items[group],
+            page_size=page_items,
             causal=True,
             sm_scale=self._kind.scale,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
-        if table.is_cuda:
+        if self._is_on_gpu:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -159,9 +169,22 @@ class FlashInferLatentAttention:
                 kv_len_arr=self._numbers(size),
             )
 
-    def plan_recorded(self, batch: ForwardBatch, pool: KvPool) -> None:
+    def plan_recorded(self, rows: HostRows, pool: KvPool) -> None:
         """See `RecordableAttention`."""
-        self._recorded[batch.sequence_count].plan(batch, pool, None)
+        group = pool.group_of(LATENT)
+        ones = np.ones_like(rows.lengths)
+        runs = HostRuns.of(rows.lengths, ones, pool.page_items[group], 0)
+        page_ids = torch.from_numpy(runs.page_ids(rows.page_tables[group]))
+        self._recorded[len(rows)].plan_runs(
+            PageRuns(
+                starts=torch.from_numpy(runs.starts),
+                lengths=torch.from_numpy(runs.lengths),
+                last_page_lengths=torch.from_numpy(runs.last_page_lengths),
+                page_ids=page_ids,
+            ),
+            np.arange(len(rows) + 1, dtype=np.int32),
+            pool.page_items[group],
+        )
 
     def start_recorded(self, batch: ForwardBatch, pool: KvPool) -> FlashInferLatentPass:
         """See `RecordableAttention`."""
@@ -176,7 +199,7 @@ class FlashInferLatentAttention:
         # By name: left to choose, later releases take kernels of others, which copy rows.
         backend = "fa3" if is_hopper else "fa2"
         wrapper = self._make(self._workspace, backend=backend, **options)
-        return LatentKernel(self._kind, wrapper, self._dtype)
+        return LatentKernel(self._kind, wrapper, self._dtype, self._device)
 
     def _numbers(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self._device)

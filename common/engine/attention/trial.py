@@ -16,7 +16,7 @@ from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaAttention, SdpaPass
 from common.engine.cache.cast import CACHE_DTYPES, raw
 from common.engine.cache.kv_pool import KvPool
-from common.engine.forward_batch import ForwardBatch, SequenceChunk
+from common.engine.forward_batch import ForwardBatch, HostRows, SequenceChunk
 from common.engine.graphs.recording import Record
 from common.engine.kernel_trial import largest_difference
 from common.layout.cache_layout import ServerLayout
@@ -118,7 +118,7 @@ def check_recorded(
     started = candidate.start_recorded(short, pool)
     assert isinstance(started, SdpaPass)
     recording = record(lambda: started.attend_shared(0, query, rule))
-    candidate.plan_recorded(long, pool)
+    candidate.plan_recorded(HostRows.of(long), pool)
     recording.replay()
     expected = SdpaAttention().start(long, pool).attend_shared(0, query, rule)
     return largest_difference(expected, recording.output)
@@ -138,7 +138,7 @@ def check_recorded_latent(
     # The rows are in the cache by now; a recording that wrote them would write to the short ones.
     started = candidate.start_recorded(short, pool)
     recording = record(lambda: started.attend_cached(0, query, projection))
-    candidate.plan_recorded(long, pool)
+    candidate.plan_recorded(HostRows.of(long), pool)
     recording.replay()
     return largest_difference(expected, recording.output)
 
@@ -154,7 +154,7 @@ def _recorded_batches(
     )
     page_max = max(-(-length // shape.page_size) for length in long.kv_length_list)
     candidate.reserve((len(lengths),), page_max)
-    candidate.plan_recorded(short, pool)
+    candidate.plan_recorded(HostRows.of(short), pool)
     return short, long
 
 

@@ -52,7 +52,7 @@ class Plane:
     def write(self, index: WriteIndex, values: Tensor) -> None:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""
         values = cast(values, self.view.dtype)
-        if self.items is None or index.item_numbers is None or values.is_cuda:
+        if self.items is None or index.item_numbers is None or not values.is_cpu:
             # There one kernel, which takes rows that lie apart; else two, of which one copies them.
             raw(self.view)[index.token_pages, :, index.token_rows] = raw(values)
             return
@@ -215,7 +215,8 @@ class KvPool:
 
 
 def write_index(geometry: Geometry, token_pages: Tensor, token_rows: Tensor) -> WriteIndex:
-    """Where tokens go, from their page ids and rows in the page (both int64[T])."""
+    """Where tokens go, from their page ids and rows in the page, both [T]."""
+    token_pages, token_rows = token_pages.to(torch.int64), token_rows.to(torch.int64)
     if geometry.page_stride == 0:
         return WriteIndex(token_pages, token_rows, None)
     first = token_pages * geometry.page_stride + token_rows

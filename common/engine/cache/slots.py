@@ -13,6 +13,7 @@ sequence whose cache came from another server reads the transferred state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class SlotPass:
         is_new = [start == 0 for start in batch.start_list]
         self._is_any_new = any(is_new)
         self._is_all_new = all(is_new)
-        self._is_new = (batch.starts == 0)[:, None, None]
+        self._starts = batch.starts
         self._slots: dict[int, Tensor] = {
             index: batch.page_tables[index][:, 0].to(torch.int64)
             for index, group in enumerate(pool.groups)
@@ -63,6 +64,10 @@ class SlotPass:
             # Not a product with zero: what lies there may be NaN.
             raw(found).masked_fill_(self._is_new, 0)
         return found
+
+    @cached_property
+    def _is_new(self) -> Tensor:
+        return (self._starts == 0)[:, None, None]
 
     def write(self, component: str, layer: int, segment: str | None, values: Tensor) -> None:
         """Keep the states after this pass: values[B, unit, element], cast to the component's dtype.

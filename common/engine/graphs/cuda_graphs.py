@@ -16,9 +16,9 @@ WARM_UP_COUNT = 2
 kernels in the first ones, which a recording must not contain."""
 
 SMALL_SIZES = (1, 2, 4)
-SIZE_STEP = 8
-"""Sizes above are multiples of it. A padding row costs next to nothing where a pass mostly
-reads weights; more sizes cost start-up time and memory."""
+SIZE_STEPS = ((8, 160), (32, 512), (128, 4096))
+"""Sizes above are multiples of the first of each, up to the second. A padding row costs next to
+nothing where a pass mostly reads weights; more sizes cost start-up time and memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,5 +55,8 @@ class CudaRecorder:
 
 def recorded_sizes(size_max: int) -> list[int]:
     """Batch sizes up to `size_max`, which is the last one: 1, 2, 4, 8, 16, 24, ..."""
-    sizes = [*SMALL_SIZES, *range(SIZE_STEP, size_max, SIZE_STEP)]
+    sizes, last = list(SMALL_SIZES), 0
+    for step, end in SIZE_STEPS:
+        sizes += range(last + step, end + 1, step)
+        last = end
     return [size for size in sizes if size < size_max] + [size_max]

@@ -2,9 +2,9 @@
 
 A pass that decodes a few sequences launches hundreds of kernels that take microseconds each, and
 launching them takes longer than running them. A recorded pass is launched at once. It reads and
-writes the same memory every time, so a batch is copied into the recording's inputs, filled up to
-the next recorded size with padding rows, which read and write the scratch page. Attention's plans
-on the host are made anew before each replay.
+writes the same memory every time, so a batch is copied into the recording's inputs, filled up with
+padding rows, which read and write the scratch page. Attention's plans on the host are made anew
+before each replay, from the lengths and page tables that the host has.
 
 Knows nothing of requests or steps. The recorder is given: CUDA graphs (`cuda_graphs.py`).
 """
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.ascending import Ascending
 from common.engine.attention.attention import RecordableAttention
 from common.engine.cache.kv_pool import KvPool
-from common.engine.forward_batch import ForwardBatch, token_places
+from common.engine.forward_batch import ForwardBatch, HostRows
 from common.engine.graphs.recording import Record, Recording
+from common.engine.host_copy import Array, pack, unpack, upload_into
 from common.engine.models.causal_lm import CausalLm
 from common.layout.cache_layout import PageGroup
 
@@ -31,73 +33,62 @@ FILL_LENGTH = 2
 its state is not taken for that of a new sequence."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Place:
     """Where recordings find their batch: one of B rows in the first B.
 
-    token_ids, lengths: int64[B]; page_tables: one int32[B, pages] per page group.
+    What the host knows of a batch comes in one copy, padding rows included.
     """
 
-    token_ids: Tensor
-    lengths: Tensor
-    page_tables: tuple[Tensor, ...]
+    def __init__(self, row_count: int, groups: Sequence[PageGroup], device: torch.device) -> None:
+        self._groups = groups
+        self._row_count = row_count
+        self._ascending = Ascending(device)
+        self._query_starts = self._ascending.first(row_count + 1)
+        self.token_ids = torch.full((row_count,), FILL_TOKEN, dtype=torch.int64, device=device)
+        columns = [1 if not group.live.is_paged else 0 for group in groups]
+        tables = tuple(np.zeros((row_count, count), dtype=np.int32) for count in columns)
+        empty = HostRows(np.zeros(0, dtype=np.int64), tuple(table[:0] for table in tables))
+        arrays = self._arrays(empty.filled(row_count, FILL_LENGTH, groups))
+        self._memory = pack(arrays, is_pinned=False).to(device)
+        self._numbers = unpack(self._memory, arrays)
 
-    @staticmethod
-    def allocate(row_count: int, page_counts: Sequence[int], device: torch.device) -> _Place:
-        return _Place(
-            torch.full((row_count,), FILL_TOKEN, dtype=torch.int64, device=device),
-            torch.full((row_count,), FILL_LENGTH, dtype=torch.int64, device=device),
-            tuple(
-                torch.zeros((row_count, count), dtype=torch.int32, device=device)
-                for count in page_counts
-            ),
-        )
+    def take(self, rows: HostRows, tokens: Tensor, index: Tensor) -> None:
+        """rows: as many as there may be. index: where the tokens of the first ones are."""
+        upload_into(self._memory, *self._arrays(rows))
+        torch.index_select(tokens, 0, index, out=self.token_ids[: len(index)])
 
-    def take(self, batch: ForwardBatch) -> None:
-        """The batch's rows come first. Columns behind a table's width keep what they had: no
-        length reaches them."""
-        count = batch.sequence_count
-        self.token_ids[:count].copy_(batch.token_ids)
-        self.lengths[:count].copy_(batch.kv_lengths)
-        for table, given in zip(self.page_tables, batch.page_tables, strict=True):
-            width = min(table.shape[1], given.shape[1])
-            table[:count, :width].copy_(given[:, :width])
+    def batch(self, count: int) -> ForwardBatch:
+        """The first rows as a pass that decodes; nothing is copied or computed for it.
 
-    def clear(self, rows: slice) -> None:
-        """Make these rows padding again."""
-        self.token_ids[rows].fill_(FILL_TOKEN)
-        self.lengths[rows].fill_(FILL_LENGTH)
-        for table in self.page_tables:
-            table[rows].zero_()
-
-    def batch(self, kv_lengths: Sequence[int], groups: Sequence[PageGroup]) -> ForwardBatch:
-        """The first rows as a pass that decodes; kv_lengths: of each, as the host knows them.
-
-        Nothing is copied from the host, so that a recording computes it all from this place.
+        Lengths that the host knows are those of padding, and no table is there of pages that grow
+        in number with the tokens: attention has planned both.
         """
-        count = len(kv_lengths)
-        rows = torch.arange(count, device=self.token_ids.device)
-        lengths = self.lengths[:count]
-        positions = lengths - 1
-        tables = tuple(table[:count] for table in self.page_tables)
-        places = [
-            token_places(table, group, positions, rows, lengths)
-            for table, group in zip(tables, groups, strict=True)
-        ]
+        positions, lengths, starts, *of_groups = (part[:count] for part in self._numbers)
+        tables, pages, rows = of_groups[::3], of_groups[1::3], of_groups[2::3]
         return ForwardBatch(
             token_ids=self.token_ids[:count],
             positions=positions,
-            query_starts=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
-            starts=positions.to(torch.int32),
-            kv_lengths=lengths.to(torch.int32),
-            page_tables=tables,
-            token_pages=tuple(pages for pages, _ in places),
-            token_rows=tuple(page_rows for _, page_rows in places),
-            logits_rows=rows,
+            query_starts=self._query_starts[: count + 1],
+            starts=starts,
+            kv_lengths=lengths,
+            page_tables=tuple(tables),
+            token_pages=tuple(pages),
+            token_rows=tuple(rows),
+            logits_rows=None,
             query_lengths=(1,) * count,
-            start_list=tuple(length - 1 for length in kv_lengths),
-            kv_length_list=tuple(kv_lengths),
+            start_list=(FILL_LENGTH - 1,) * count,
+            kv_length_list=(FILL_LENGTH,) * count,
         )
+
+    def _arrays(self, rows: HostRows) -> list[Array]:
+        """Positions, lengths and starts of all rows; then table, pages and rows of each group."""
+        assert len(rows) == self._row_count
+        starts = rows.lengths - 1
+        arrays: list[Array] = [starts, rows.lengths.astype(np.int32), starts.astype(np.int32)]
+        for index, group in enumerate(self._groups):
+            width = 0 if group.live.is_paged else 1
+            arrays += [rows.page_tables[index][:, :width], *rows.places(index, group)]
+        return arrays
 
 
 class DecodeGraphs:
@@ -127,12 +118,11 @@ class DecodeGraphs:
         self._model = model
         self._pool = pool
         self._attention = attention
-        self._filled_count = 0
         length_max = max(token_max, FILL_LENGTH)
-        page_counts = [group.page_end(length_max) for group in pool.groups]
-        attention.reserve(self.batch_sizes, max(page_counts))
+        page_max = max(group.page_end(length_max) for group in pool.groups)
+        attention.reserve(self.batch_sizes, page_max)
         device, row_count = model.context.device, self.batch_sizes[-1]
-        self._place = _Place.allocate(row_count, page_counts, device)
+        self._place = _Place(row_count, pool.groups, device)
         # One for all sizes: each with its own would take gigabytes where a vocabulary is large.
         self._logits = torch.empty(
             (row_count, model.config.vocab_size), dtype=torch.float32, device=device
@@ -143,38 +133,38 @@ class DecodeGraphs:
         }
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> Tensor | None:
-        """float32 logits [B, vocabulary] of a batch that only decodes, a row for each sequence.
+    def run(self, rows: HostRows, tokens: Tensor, index: Tensor) -> Tensor | None:
+        """float32 logits [B, vocabulary], a row for each sequence.
 
+        tokens: int64, some on the device; index: int64[B] there, which of them are the rows'.
         Good until the next call, of whatever size. None if no recording is large enough; nothing
         has happened then.
         """
-        assert batch.is_decode_only
-        count = batch.sequence_count
-        index = bisect_left(self.batch_sizes, count)
-        if index == len(self.batch_sizes):
+        count = len(rows)
+        place = bisect_left(self.batch_sizes, count)
+        if place == len(self.batch_sizes):
             return None
-        batch_size = self.batch_sizes[index]
-        self._place.take(batch)
-        if count < self._filled_count:
-            self._place.clear(slice(count, self._filled_count))
-        self._filled_count = count
-        lengths = (*batch.kv_length_list, *[FILL_LENGTH] * (batch_size - count))
-        self._attention.plan_recorded(self._place.batch(lengths, self._pool.groups), self._pool)
+        batch_size = self.batch_sizes[place]
+        filled = rows.filled(self.batch_sizes[-1], FILL_LENGTH, self._pool.groups)
+        self._place.take(filled, tokens, index)
+        self._attention.plan_recorded(filled.first(batch_size), self._pool)
         recording = self._recorded[batch_size]
         recording.replay()
         return recording.output[:count]
 
     def _record(self, record: Record, batch_size: int) -> Recording:
-        lengths = [FILL_LENGTH] * batch_size
+        groups = self._pool.groups
+        nothing = tuple(np.zeros((0, 0), dtype=np.int32) for _ in groups)
+        rows = HostRows(np.zeros(0, dtype=np.int64), nothing)
 
         def compute() -> Tensor:
-            batch = self._place.batch(lengths, self._pool.groups)
+            batch = self._place.batch(batch_size)
             attention_pass = self._attention.start_recorded(batch, self._pool)
             logits = self._model.compute(batch, self._pool, attention_pass)
             assert logits is not None, "a stage without the head has nothing to record"
             return self._logits[:batch_size].copy_(logits)
 
         with torch.inference_mode():
-            self._attention.plan_recorded(self._place.batch(lengths, self._pool.groups), self._pool)
+            filled = rows.filled(batch_size, FILL_LENGTH, groups)
+            self._attention.plan_recorded(filled, self._pool)
             return record(compute)

@@ -11,12 +11,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from common.engine.config.rope import RopeConfig
 from common.engine.distributed import ParallelContext
 from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
-from common.engine.layers.fused import FusedKernels
+from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.fused_rotation import FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import fastest, gated_gelu, gated_silu
-from common.engine.layers.norm import RmsNorm
+from common.engine.layers.norm import OffsetQkNorm, QkNorm, RmsNorm, normalize
+from common.engine.layers.rotary import RotaryEmbedding
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +28,22 @@ log = logging.getLogger(__name__)
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _ROW_COUNTS = (0, 1, 2, 17, 300)
 _EPSILON = 1e-5
+POSITION_STEP = 331
+"""Between the tokens of a trial, so that they are in front and far behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedShape:
-    """Shape of a rank's rows. size: of a hidden state; inner_size: of a gate."""
+    """Shape of a rank's rows. size: of a hidden state; inner_size: of a gate; rope: how heads are
+    turned; rotations: which heads, if kernels know such; has_qk_norm: whether they are normed."""
 
     size: int
     inner_size: int
     dtype: torch.dtype
     device: torch.device
+    rope: RopeConfig | None = None
+    rotations: tuple[RotationShape, ...] = ()
+    has_qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,109 @@ def choose_fused(shape: FusedShape) -> FusedChoice:
     if chosen is plain:
         log.warning("norms and activations: %s; they take several kernels each", reason)
         return FusedChoice(None, reason)
+    for rotation in shape.rotations:
+        reason = f"{reason}; {_try_rotation(made[0], rotation, shape)}"
+        for is_offset in (False, True) if shape.has_qk_norm else ():
+            normed = NormedRotation(rotation, is_offset)
+            reason = f"{reason}; {_try_normed_rotation(made[0], normed, shape)}"
+    give_memory_back(shape.device)
     return FusedChoice(made[0], reason)
+
+
+def _try_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedShape) -> str:
+    """Let the kernels turn such heads if they are right; why, or why not."""
+    plain: FusedKernels | _Plain = _Plain()
+
+    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
+        return kernels, check_rotation(kernels, rotation, shape)
+
+    tolerance = TOLERANCE[shape.dtype]
+    chosen, reason = try_kernels("flashinfer", build_and_check, tolerance, plain)
+    found = f"rotation of {rotation.rotated_dim} of {rotation.head_dim} channels: {reason}"
+    if chosen is plain:
+        kernels.rotations.discard(rotation)
+        log.warning("%s; it takes several kernels", found)
+    return found
+
+
+def _try_normed_rotation(kernels: FusedKernels, normed: NormedRotation, shape: FusedShape) -> str:
+    """As `_try_rotation`, of the kernel that norms as well."""
+    plain: FusedKernels | _Plain = _Plain()
+
+    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
+        return kernels, check_normed_rotation(kernels, normed, shape)
+
+    chosen, reason = try_kernels("triton", build_and_check, TOLERANCE[shape.dtype], plain)
+    found = f"norm and rotation of heads{' by offsets' if normed.is_offset else ''}: {reason}"
+    if chosen is plain:
+        kernels.normed_rotations.discard(normed)
+        log.warning("%s; they take a kernel more each", found)
+    return found
+
+
+@torch.inference_mode()
+def check_normed_rotation(
+    kernels: FusedKernels, normed: NormedRotation, shape: FusedShape
+) -> float:
+    """As `check_rotation`, of heads that are normed before, each by a weight of its own."""
+    assert shape.rope is not None
+    kernels.normed_rotations.add(normed)
+    rotation, device, worst = normed.rotation, shape.device, 0.0
+    wide, narrow = (
+        RotaryEmbedding(shape.rope, rotation.rotated_dim, device=device, dtype=dtype)
+        for dtype in (torch.float32, shape.dtype)
+    )
+    context = LayerContext(ParallelContext(), device, shape.dtype)
+    spelling = OffsetQkNorm if normed.is_offset else QkNorm
+    norm = spelling(
+        context,
+        "norm",
+        head_count=4,
+        kv_head_count=2,
+        head_dim=rotation.head_dim,
+        epsilon=_EPSILON,
+    )
+    for count in filter(None, _ROW_COUNTS):
+        draw = _drawing(shape, torch.Generator().manual_seed(count))
+        heads = draw(count, 8, rotation.head_dim)[:, :6]
+        norm.weight.copy_(draw(6, rotation.head_dim))
+        positions = torch.arange(count, device=device) * POSITION_STEP
+        found = FusedRotation(narrow, positions, kernels).apply_normed(heads, norm)
+        assert found is not None
+        factors = norm.weight.float() + (1.0 if normed.is_offset else 0.0)
+        expected = wide.rotate(positions).apply(normalize(heads.float(), _EPSILON) * factors)
+        difference = largest_difference(expected, found)
+        if not math.isfinite(difference):
+            return math.nan
+        worst = max(worst, difference)
+    return worst
+
+
+@torch.inference_mode()
+def check_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedShape) -> float:
+    """The largest difference to the plain spelling in fp32; NaN if anything is not finite.
+
+    Heads lie among others, as a product makes them. From here on the kernels turn such heads.
+    """
+    assert shape.rope is not None
+    kernels.rotations.add(rotation)
+    worst = 0.0
+    device = shape.device
+    wide, narrow = (
+        RotaryEmbedding(shape.rope, rotation.rotated_dim, device=device, dtype=dtype)
+        for dtype in (torch.float32, shape.dtype)
+    )
+    for count in filter(None, _ROW_COUNTS):  # a layer always has rows
+        draw = _drawing(shape, torch.Generator().manual_seed(count))
+        heads = draw(count, 7, rotation.head_dim)
+        positions = torch.arange(count, device=device) * POSITION_STEP
+        found = FusedRotation(narrow, positions, kernels).apply_both(heads[:, :4], heads[:, 4:6])
+        expected = wide.rotate(positions).apply(heads[:, :6].float())
+        difference = largest_difference(expected, torch.cat(found, dim=1))
+        if not math.isfinite(difference):
+            return math.nan
+        worst = max(worst, difference)
+    return worst
 
 
 @torch.inference_mode()
@@ -117,9 +228,6 @@ def _sums(
     context: LayerContext, shape: FusedShape, row_count: int, generator: torch.Generator
 ) -> list[Tensor]:
     draw = _drawing(shape, generator)
-    if not row_count:
-        # A layer always has rows; only what is behind the last one may be asked for none.
-        return []
     norm = RmsNorm(context, "norm", shape.size, _EPSILON)
     norm.weight.copy_(draw(shape.size))
     return list(norm.after_add(draw(row_count, shape.size), draw(row_count, shape.size)))

@@ -7,6 +7,7 @@ interpreter on a CPU, one token of several sequences differs from plain torch by
 
 from __future__ import annotations
 
+import inspect
 from typing import Protocol
 
 from torch import Tensor
@@ -28,7 +29,13 @@ class _Kernel(Protocol):
         output_final_state: bool,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: Tensor | None,
+        **host: Tensor,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+HOST_STARTS = "cu_seqlens_cpu"
+"""Where rows of sequences begin, as the host knows it: a kernel that has to ask waits for the
+device."""
 
 
 class FlaDelta:
@@ -51,15 +58,17 @@ class FlaDelta:
 
             self._chunk = chunk_gated_delta_rule
             self._recurrent = fused_recurrent_gated_delta_rule
+        self._takes_host_starts = HOST_STARTS in inspect.signature(self._chunk).parameters
 
     def step(self, inputs: DeltaInputs, states: Tensor) -> tuple[Tensor, Tensor]:
         # [B, 1, ...]: every sequence is a batch entry of one token.
-        outputs, after = self._call(self._recurrent, inputs, 1, states, None)
+        outputs, after = self._call(self._recurrent, inputs, 1, states)
         return outputs[:, 0], after
 
     def run(self, inputs: DeltaInputs, rows: SequenceRows, states: Tensor) -> tuple[Tensor, Tensor]:
         # [1, T, ...]: one batch entry that is cut into sequences.
-        outputs, after = self._call(self._chunk, inputs, 0, states, rows.starts)
+        host = {HOST_STARTS: rows.host_starts} if self._takes_host_starts else {}
+        outputs, after = self._call(self._chunk, inputs, 0, states, rows.starts, **host)
         return outputs[0], after
 
     def _call(
@@ -68,7 +77,8 @@ class FlaDelta:
         inputs: DeltaInputs,
         dim: int,
         states: Tensor,
-        starts: Tensor | None,
+        starts: Tensor | None = None,
+        **host: Tensor,
     ) -> tuple[Tensor, Tensor]:
         log_decay = inputs.log_decay
         if log_decay.shape[-1] == 1:
@@ -83,4 +93,5 @@ class FlaDelta:
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=starts,
+            **host,
         )

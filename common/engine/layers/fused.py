@@ -9,26 +9,56 @@ FlashInfer 0.6.18 and 0.7.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from common.engine.ascending import Ascending
+
+ROTATED_HEAD_DIMS = (64, 128, 256, 512)
+"""Of other heads, the library takes another kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotationShape:
+    """Heads of one size, whose first `rotated_dim` channels are turned."""
+
+    head_dim: int
+    rotated_dim: int
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NormedRotation:
+    """Heads that are normed each, and then turned. is_offset: see `QkNorm`."""
+
+    rotation: RotationShape
+    is_offset: bool
 
 
 class FusedKernels:
     """Raises ImportError if the library is not installed. All tensors in one dtype of two bytes.
 
-    Kernels can't be launched for nothing, so no rows are answered without one.
+    Kernels can't be launched for nothing, so no rows are answered without one. rotations: shapes of
+    heads that are known to be turned rightly; normed_rotations: those that a kernel of Triton is
+    known to norm as well.
     """
 
     name = "flashinfer"
 
     def __init__(self) -> None:
-        from flashinfer import activation, norm
+        from flashinfer import activation, norm, rope
 
         self._rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rmsnorm
         self._add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = norm.fused_add_rmsnorm
         self._gated_silu: Callable[[Tensor], Tensor] = activation.silu_and_mul
         self._gated_gelu: Callable[[Tensor], Tensor] = activation.gelu_tanh_and_mul
+
+        self._rotate: Callable[..., tuple[Tensor, Tensor]] = rope.apply_rope_with_cos_sin_cache
+        self._ascending: dict[torch.device, Ascending] = {}
+        self.rotations: set[RotationShape] = set()
+        self.normed_rotations: set[NormedRotation] = set()
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / rms(x) * w over the last of two dimensions."""
@@ -40,6 +70,8 @@ class FusedKernels:
         self, hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """(sum, norm of the sum), in the memory of `hidden` and `added` if that has no gaps."""
+        if hidden.shape[0] == 0:
+            return hidden, added
         hidden, added = hidden.contiguous(), added.contiguous()
         self._add_rms_norm(added, hidden, weight, epsilon)
         return hidden, added
@@ -51,3 +83,20 @@ class FusedKernels:
     def gated_gelu(self, gate_up: Tensor) -> Tensor:
         """gelu(gate) * up, GELU in its tanh form."""
         return self._gated_gelu(gate_up)
+
+    def rotate(
+        self, query: Tensor, key: Tensor, angles: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Two times [T, heads, head dim], rotated by fp32[T, rotated dim] of cosines and sines."""
+        device = query.device
+        if device not in self._ascending:
+            self._ascending[device] = Ascending(device)
+        turned = self._rotate(
+            self._ascending[device].first(len(query)),
+            query,
+            key,
+            query.shape[-1],
+            angles,
+            is_neox=not is_interleaved,
+        )
+        return turned[0].view(query.shape), turned[1].view(key.shape)

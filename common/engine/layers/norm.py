@@ -17,7 +17,7 @@ from common.engine.layers.layer_context import LayerContext
 
 def normalize(hidden: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) over the last dimension, computed in fp32, in the dtype of `hidden`."""
-    if hidden.dtype == torch.float32 or hidden.is_cuda:
+    if hidden.dtype == torch.float32 or not hidden.is_cpu:
         # There it is one kernel, which computes in fp32 whatever comes and goes.
         return F.rms_norm(hidden, (hidden.shape[-1],), None, epsilon)
     wide = hidden.float()
@@ -122,8 +122,10 @@ class QkNorm:
     """RMSNorm over each head's dimension, of query and key heads in one go.
 
     Input and output [T, query heads + KV heads, head dim]; all query heads share one weight, and
-    all KV heads another.
+    all KV heads another. is_offset: whether weights are offsets from one.
     """
+
+    is_offset: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -156,6 +158,8 @@ class QkNorm:
 
 class OffsetQkNorm(QkNorm):
     """`QkNorm` as `OffsetNorm` spells it."""
+
+    is_offset = True
 
     def __call__(self, heads: Tensor) -> Tensor:
         return (normalize(heads.float(), self.epsilon) * (1.0 + self.weight.float())).to(

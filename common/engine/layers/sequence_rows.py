@@ -72,7 +72,12 @@ class SequenceRows:
     @cached_property
     def starts(self) -> Tensor:
         """int64[B + 1], rows of each sequence: starts[b] .. starts[b + 1]."""
-        return upload(self.device, self._starts.numpy())[0]
+        return upload(self.device, self.host_starts.numpy())[0]
+
+    @cached_property
+    def host_starts(self) -> Tensor:
+        """The same on the CPU."""
+        return torch.tensor([0, *self.lengths]).cumsum(0)
 
     def padded(self, front: int) -> PaddedRows:
         """The batch with `front` more rows before every sequence."""
@@ -87,10 +92,6 @@ class SequenceRows:
         return self._chunks[size]
 
     # ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _starts(self) -> Tensor:
-        return torch.tensor([0, *self.lengths]).cumsum(0)
 
     @cached_property
     def _sequence_of_row(self) -> Tensor:
@@ -114,7 +115,7 @@ class SequenceRows:
     def _pad(self, front: int) -> PaddedRows:
         # length 3 and 1, front 2:   f f r r r | f f r        the last two are the back
         rows = torch.arange(self._row_count) + (self._sequence_of_row + 1) * front
-        firsts = self._starts[:-1] + torch.arange(len(self.lengths)) * front
+        firsts = self.host_starts[:-1] + torch.arange(len(self.lengths)) * front
         ends = firsts + torch.tensor(self.lengths) + front
         step = torch.arange(front)
         fronts, backs = firsts[:, None] + step, ends[:, None] - front + step
@@ -131,7 +132,7 @@ class SequenceRows:
         place_of_sequence[order] = torch.arange(len(order))
         widths = [int((counts > wave).sum()) for wave in range(int(counts.max()))]
         firsts = torch.tensor([0, *widths]).cumsum(0)
-        offsets = torch.arange(self._row_count) - self._starts[self._sequence_of_row]
+        offsets = torch.arange(self._row_count) - self.host_starts[self._sequence_of_row]
         wave = offsets // size
         chunk = firsts[wave] + place_of_sequence[self._sequence_of_row]
         bounds = firsts.tolist()

@@ -19,11 +19,13 @@ from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head, VocabTable
+from common.engine.layers.fused_rotation import AnyRotation, FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.rotary import RotaryEmbedding, Rotation
+from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.layers.sequence_rows import SequenceRows
 from common.engine.models.layer_pass import MAIN, LayerPass
+from common.engine.models.pre_norm_layer import PreNormLayer
 from common.layout.parallel import split_layers
 
 
@@ -103,9 +105,15 @@ class CausalLm:
         )
         return {MAIN: rotary}
 
-    def rotate(self, batch: ForwardBatch) -> dict[str, Rotation]:
+    def rotate(self, batch: ForwardBatch) -> dict[str, AnyRotation]:
         """The angles of one pass, by the name that layers ask for."""
-        return {name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()}
+        fused, positions = self.context.fused, batch.positions
+        return {
+            name: rotary.rotate(positions)
+            if fused is None
+            else FusedRotation(rotary, positions, fused)
+            for name, rotary in self.rotaries.items()
+        }
 
     def build_norm(self) -> RmsNorm:
         """The norm behind the last layer."""
@@ -120,9 +128,9 @@ class CausalLm:
         """Uninitialised, of the shape that a stage hands to the next one."""
         return self.context.empty(token_count, self.config.hidden_size)
 
-    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
-        """Logits float32[R, vocabulary] of what the last layer made of R tokens."""
-        return head(norm(hidden))
+    def finish(self, head: Head, normed: Tensor) -> Tensor:
+        """Logits float32[R, vocabulary] of what the last layer made of R tokens, normed."""
+        return head(normed)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -160,14 +168,31 @@ class CausalLm:
             ),
             rotations=self.rotate(batch),
         )
+        hidden, added = self._run_layers(hidden, layer_pass, on_layer)
+        if self.norm is None or self.head is None:
+            parallel.send_to_next_stage(hidden if added is None else hidden + added)
+            return None
+        if batch.logits_rows is not None:
+            hidden = hidden[batch.logits_rows]
+            added = None if added is None else added[batch.logits_rows]
+        if added is None:
+            return self.finish(self.head, self.norm(hidden))
+        return self.finish(self.head, self.norm.after_add(hidden, added)[1])
+
+    def _run_layers(
+        self, hidden: Tensor, layer_pass: LayerPass, on_layer: Callable[[int], None] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states behind the last layer, and what is still to be added to them."""
+        added: Tensor | None = None
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
-            hidden = layer(hidden, layer_pass)
+            if isinstance(layer, PreNormLayer):
+                hidden, added = layer.carry(hidden, added, layer_pass)
+            else:
+                hidden = layer(hidden if added is None else hidden + added, layer_pass)
+                added = None
             if on_layer is not None:
                 on_layer(layer_id)
-        if self.norm is None or self.head is None:
-            parallel.send_to_next_stage(hidden)
-            return None
-        return self.finish(self.norm, self.head, hidden[batch.logits_rows])
+        return hidden, added
 
     def describe(self) -> dict[str, str]:
         """The running model, for the log and /server_info."""

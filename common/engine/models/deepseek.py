@@ -13,6 +13,7 @@ from torch import Tensor
 from common.engine.attention.latent import LatentPass, LatentProjection, Selection
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
+from common.engine.layers.fused_rotation import apply_both
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
@@ -88,12 +89,13 @@ class MlaAttention:
         if self.query_down is not None and self.query_norm is not None:
             query_input = self.query_norm(self.query_down(hidden))
         query = self.query(query_input).view(token_count, self.head_count, mla.query_dim)
-        turned = self.turn(query[..., mla.nope_dim :], layer_pass)
-        query = torch.cat((query[..., : mla.nope_dim], turned), dim=-1)
         row = self.row(hidden)
+        turned, turned_row = self.turn(
+            query[..., mla.nope_dim :], row[:, None, mla.latent_dim :], layer_pass
+        )
+        query = torch.cat((query[..., : mla.nope_dim], turned), dim=-1)
         latent = self.row_norm(row[:, : mla.latent_dim])
-        turned = self.turn(row[:, None, mla.latent_dim :], layer_pass)
-        row = torch.cat((latent, turned[:, 0]), dim=-1)
+        row = torch.cat((latent, turned_row[:, 0]), dim=-1)
         per_head = self.expand.rows.view(self.head_count, -1, mla.latent_dim)
         projection = LatentProjection(
             key=per_head[:, : mla.nope_dim], value=per_head[:, mla.nope_dim :], scale=self.scale
@@ -102,9 +104,9 @@ class MlaAttention:
         attended = attention.attend_latent(self.layer, query, row, projection, selection)
         return self.output(self.gate(attended, hidden).reshape(token_count, -1))
 
-    def turn(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
-        """Rotates the positional part of queries and keys [T, heads, rope dim]."""
-        return layer_pass.rotation.apply(heads)
+    def turn(self, query: Tensor, key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
+        """Rotates the positional part of queries and of rows, both [T, heads, rope dim]."""
+        return apply_both(layer_pass.rotation, query, key)
 
     def gate(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Transform the heads' outputs [T, heads, value dim] before they are projected."""

@@ -17,10 +17,11 @@ from common.engine.attention.latent import LatentPass, Selection
 from common.engine.attention.sparse import INDEX_KEY, select
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
+from common.engine.layers.fused_rotation import AnyRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import whole_linear
 from common.engine.layers.norm import LayerNorm
-from common.engine.layers.rotary import RotaryEmbedding, Rotation
+from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.deepseek import MlaAttention, build_mlp
 from common.engine.models.deepseek_sparse_config import read_sparse, sparse_config
@@ -73,7 +74,7 @@ class TokenIndexer:
         choice = KeyChoice(INDEX_KEY, self._rotate(query, rotation), weights, self.token_count)
         return self._rotate(key[:, None], rotation)[:, 0], choice
 
-    def _rotate(self, heads: Tensor, rotation: Rotation) -> Tensor:
+    def _rotate(self, heads: Tensor, rotation: AnyRotation) -> Tensor:
         rotated = rotation.apply(heads[..., : self.rotated_dim])
         return torch.cat((rotated, heads[..., self.rotated_dim :]), dim=-1)
 

@@ -19,6 +19,7 @@ from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding
+from common.engine.layers.fused_rotation import AnyRotation
 from common.engine.layers.hyper_connections import CollapsingNorm, HyperConnection, StreamShape
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
@@ -90,6 +91,7 @@ class V4Attention:
         attention = layer_pass.attention
         assert isinstance(attention, CompressedPass), "blocks are the compressed backend's"
         rotation = layer_pass.rotations[self.rotation]
+        assert isinstance(rotation, Rotation), "one that can be undone"
         query_input, row = self.input(hidden).split_with_sizes(self.sizes, dim=-1)
         query_input = self.query_norm(query_input)
         query = self.query(query_input).view(len(hidden), self.head_count, self.head_dim)
@@ -98,6 +100,7 @@ class V4Attention:
         choice: KeyChoice | None = None
         if self.compressor is not None:
             turned = layer_pass.rotations[block_rotation(self.compressor.shape.size)]
+            assert isinstance(turned, Rotation), "of other tokens than the pass has"
             self.compressor(hidden, attention.blocks, turned)
             if self.indexer is not None:
                 self.indexer.compressor(hidden, attention.blocks, turned)
@@ -208,8 +211,10 @@ class DeepseekV4Lm(CausalLm):
         )
         return rotaries
 
-    def rotate(self, batch: ForwardBatch) -> dict[str, Rotation]:
-        rotations = super().rotate(batch)
+    def rotate(self, batch: ForwardBatch) -> dict[str, AnyRotation]:
+        rotations: dict[str, AnyRotation] = {
+            name: rotary.rotate(batch.positions) for name, rotary in self.rotaries.items()
+        }
         v4 = v4_config(self.config)
         for size in (v4.sparse_ratio, v4.heavy_ratio):
             # A block stands where its first token does.

@@ -34,7 +34,7 @@ class ScaledKeyAttention(GqaAttention):
         super().__init__(context, config, layer)
         self.key_factor = falcon_config(config).key
 
-    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
+    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
         query, key = torch.split(query_key, [self.head_count, self.kv_head_count], dim=1)
         return super().turn(torch.cat((query, key * self.key_factor), dim=1), layer_pass)
 
@@ -118,8 +118,8 @@ class FalconLm(CausalLm):
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
         return embedding(batch.token_ids) * falcon_config(self.config).embedding
 
-    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
-        return head(norm(hidden)) * falcon_config(self.config).logits
+    def finish(self, head: Head, normed: Tensor) -> Tensor:
+        return head(normed) * falcon_config(self.config).logits
 
 
 def rename_falcon(name: str) -> str | None:

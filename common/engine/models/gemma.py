@@ -20,7 +20,7 @@ from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp, gated_gelu
-from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, RmsNorm
+from common.engine.layers.norm import OffsetNorm, OffsetQkNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.family import Family, gqa_cache
@@ -107,8 +107,8 @@ class GemmaLm(CausalLm):
     def embed(self, embedding: Embedding, batch: ForwardBatch) -> Tensor:
         return embed_scaled(embedding, batch.token_ids, self.config.hidden_size)
 
-    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
-        return soft_capped(head(norm(hidden)), gemma_config(self.config).logit_softcap)
+    def finish(self, head: Head, normed: Tensor) -> Tensor:
+        return soft_capped(head(normed), gemma_config(self.config).logit_softcap)
 
 
 def embed_scaled(embedding: Embedding, token_ids: Tensor, size: int) -> Tensor:

@@ -25,7 +25,7 @@ from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
 from common.engine.layers.mlp import GatedMlp, gated_gelu
 from common.engine.layers.moe import MoeMlp
-from common.engine.layers.norm import RmsNorm, WideNorm, normalize
+from common.engine.layers.norm import WideNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
 from common.engine.models.family import Family
@@ -305,8 +305,8 @@ class Gemma4Lm(CausalLm):
         size = self.config.hidden_size + gemma4_config(self.config).input_size * behind
         return self.context.empty(token_count, size)
 
-    def finish(self, norm: RmsNorm, head: Head, hidden: Tensor) -> Tensor:
-        return soft_capped(head(norm(hidden)), gemma4_config(self.config).logit_softcap)
+    def finish(self, head: Head, normed: Tensor) -> Tensor:
+        return soft_capped(head(normed), gemma4_config(self.config).logit_softcap)
 
     def weights(self) -> Iterator[Weight]:
         yield from super().weights()

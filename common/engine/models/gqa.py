@@ -15,6 +15,7 @@ from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
+from common.engine.layers.fused_rotation import FusedRotation, apply_cut
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.norm import QkNorm
@@ -87,20 +88,23 @@ class GqaAttention:
     def mix(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
         """[T, query heads + KV heads of keys + of values, dim] to [T, query heads, dim]."""
         rotated_count = self.head_count + self.kv_head_count
-        query_key = heads[:, :rotated_count]
-        if self.qk_norm is not None:
-            query_key = self.qk_norm(query_key)
-        query_key = self.turn(query_key, layer_pass)
-        return self.attend(
-            layer_pass.attention,
-            query_key[:, : self.head_count],
-            query_key[:, self.head_count :],
-            heads[:, rotated_count:],
-        )
+        query, key = self.norm_and_turn(heads[:, :rotated_count], layer_pass)
+        return self.attend(layer_pass.attention, query, key, heads[:, rotated_count:])
 
-    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
-        """Apply positions to queries and keys [T, heads, dim]."""
-        return layer_pass.rotations[self.rotation].apply(query_key)
+    def norm_and_turn(self, query_key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
+        """Queries and keys [T, heads, dim] as they are attended, from what the product made."""
+        if self.qk_norm is not None:
+            rotation = layer_pass.rotations[self.rotation]
+            if isinstance(rotation, FusedRotation):
+                done = rotation.apply_normed(query_key, self.qk_norm)
+                if done is not None:
+                    return done[:, : self.head_count], done[:, self.head_count :]
+            query_key = self.qk_norm(query_key)
+        return self.turn(query_key, layer_pass)
+
+    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
+        """Queries and keys, with positions applied, from both of them [T, heads, dim]."""
+        return apply_cut(layer_pass.rotations[self.rotation], query_key, self.head_count)
 
     def attend(self, attention: AttentionPass, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `AttentionPass.attend`, in this layer and by its rule."""

@@ -35,8 +35,8 @@ LING_PARTS = {"dense": "o_proj", "query_layernorm": "q_norm", "key_layernorm": "
 class UnrotatedMla(MlaAttention):
     """Latent attention that knows of positions only what the recurrence tells it."""
 
-    def turn(self, heads: Tensor, layer_pass: LayerPass) -> Tensor:
-        return heads
+    def turn(self, query: Tensor, key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
+        return query, key
 
 
 class HeadGatedMla(MlaAttention):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.engine.attention.attention import AttentionPass
 from common.engine.cache.slots import SlotPass
 from common.engine.forward_batch import ForwardBatch
-from common.engine.layers.rotary import Rotation
+from common.engine.layers.fused_rotation import AnyRotation
 from common.engine.layers.sequence_rows import SequenceRows
 
 MAIN = "main"
@@ -29,9 +29,9 @@ class LayerPass:
     attention: AttentionPass
     slots: SlotPass
     rows: SequenceRows
-    rotations: Mapping[str, Rotation]
+    rotations: Mapping[str, AnyRotation]
 
     @property
-    def rotation(self) -> Rotation:
+    def rotation(self) -> AnyRotation:
         """Of layers that have no rotation of their own."""
         return self.rotations[MAIN]

@@ -31,8 +31,8 @@ ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class PlainAttention(GqaAttention):
     """`GqaAttention` without positions."""
 
-    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> Tensor:
-        return query_key
+    def turn(self, query_key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
+        return query_key[:, : self.head_count], query_key[:, self.head_count :]
 
 
 class SquaredMlp:

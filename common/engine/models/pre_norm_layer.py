@@ -53,9 +53,23 @@ class PreNormLayer:
         self.mlp = mlp
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), layer_pass)
+        hidden, added = self.carry(hidden, None, layer_pass)
+        return hidden + added
+
+    def carry(
+        self, hidden: Tensor, added: Tensor | None, layer_pass: LayerPass
+    ) -> tuple[Tensor, Tensor]:
+        """The layer, of hidden states to which `added` is still to be added: its norm adds it.
+
+        Neither may be used afterwards. Returns: hidden states and an addend likewise.
+        """
+        if added is None:
+            normed = self.attention_norm(hidden)
+        else:
+            hidden, normed = self.attention_norm.after_add(hidden, added)
+        attended = self.attention(normed, layer_pass)
         hidden, normed = self.mlp_norm.after_add(hidden, attended)
-        return hidden + self.mlp(normed)
+        return hidden, self.mlp(normed)
 
     def weights(self) -> Iterator[Weight]:
         yield from self.attention_norm.weights()

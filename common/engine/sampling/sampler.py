@@ -6,6 +6,9 @@ temperature, top_k, top_p among the kept, min_p, and a Gumbel draw. Filters run 
 each on the tokens that the one before kept. Log-probabilities are those of the raw logits. Rows
 without any of these cost one argmax.
 
+On a GPU one kernel takes the largest of some rows and draws the others (`triton_draw.py`), where it
+is there and was found to draw what torch draws; rows with top_k, top_p or min_p are torch's.
+
 A draw is launched and not waited for, with one exception: a grammar needs the last token before it
 can name the next ones, so a draw with grammars waits for the draw before it.
 
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import upload
+from common.engine.sampling.choose_draw import Steering, choose_draw
 from common.engine.sampling.draw import Draw, Sampled
 from common.engine.sampling.grammar_table import GrammarTable
 from common.engine.sampling.logprobs import LaunchedLogprobs, launch_logprobs
@@ -38,6 +42,12 @@ vocabulary in full, the last resort, costs a hundred times as much."""
 
 NOISE_BLOCK_ELEMENTS = 1 << 22
 """Noise made at a time; bounds the extra memory to 64 MiB at any batch and vocabulary."""
+
+CLOSING = Feature.BIASED | Feature.HELD | Feature.BOUND
+"""After which no token may be left to draw."""
+
+SHAPING = CLOSING | Feature.PENALISED
+"""After which logits are no more what the model gave."""
 
 Slots = NDArray[np.int64]
 NO_ROWS: Slots = np.zeros(0, dtype=np.int64)
@@ -69,6 +79,7 @@ class Sampler:
         self._grammars = GrammarTable(grammars, vocab_size, device)
         self._vocab_size = vocab_size
         self._device = device
+        self._kernel = choose_draw(vocab_size, device).kernel
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
         # On the device: a number from the host would be copied there, with a wait.
         self._impossible = torch.full((), -torch.inf, device=device)
@@ -100,29 +111,25 @@ class Sampler:
             positions: int64[R], absolute: how many tokens precede the drawn one.
         """
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots))
-        # Not aminmax: over rows as short as a vocabulary it is not vectorized on a CPU.
-        low, high = logits.amin(dim=-1), logits.amax(dim=-1)
-        is_usable = torch.isfinite(low) & torch.isfinite(high)
         features = self._table.features[slots]
         union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
+        # The kernel looks at what it draws from, which is what the model gave if nothing shapes it.
+        is_usable: Tensor | None = None
+        if self._kernel is None or union & SHAPING:
+            is_usable = _is_finite(logits)
         raw = self._raw_copy(logits, features, union)
         bound = _rows_with(features, Feature.BOUND) if union & Feature.BOUND else NO_ROWS
         if len(bound):
             self._follow()
         self._shape(logits, slots, positions, features, union)
         unbound = self._grammars.forbid(logits, bound, slots[bound]) if len(bound) else {}
-        tokens = _largest(logits)
-        if union & (Feature.BIASED | Feature.HELD | Feature.BOUND):
-            is_open = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
-        else:
-            is_open = torch.ones_like(is_usable)
-        if union & Feature.SAMPLED:
-            self._draw(logits, slots, positions, features, tokens)
+        checked = self._choose(logits, slots, positions, features, is_usable)
+        tokens = checked[0]
         if union & Feature.PENALISED:
             self._count(tokens, slots, features)
         draw = Draw(
             tokens,
-            torch.stack((tokens, is_usable.long(), is_open.long())),
+            checked,
             unbound,
             _rows_with(features, Feature.LOGPROBS),
             None if raw is None else self._logprobs(raw, tokens, slots, features),
@@ -130,6 +137,45 @@ class Sampler:
         if len(bound):
             self._unfollowed = _Unfollowed(draw, bound, slots[bound])
         return draw
+
+    def _choose(
+        self,
+        logits: Tensor,
+        slots: Slots,
+        positions: NDArray[np.int64],
+        features: NDArray[np.uint8],
+        is_usable: Tensor | None,
+    ) -> Tensor:
+        """See `Draw`: tokens, whether the logits were finite, whether any was allowed.
+
+        is_usable: of the logits as the model gave them; None if these are they.
+        """
+        is_drawn = features & Feature.SAMPLED != 0
+        if self._kernel is None:
+            assert is_usable is not None
+            tokens = _largest(logits)
+            is_open = torch.ones_like(is_usable)
+            if (features & CLOSING).any():
+                is_open = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
+            if is_drawn.any():
+                self._draw(logits, slots, positions, features, is_drawn, tokens)
+            return torch.stack((tokens, is_usable.long(), is_open.long()))
+        is_cut = features & (Feature.FILTERED | Feature.MIN_P) != 0
+        in_kernel = is_drawn & ~is_cut
+        steering: Steering | None = None
+        if in_kernel.any():
+            own = self._table.temperature.values[slots]
+            temperatures = np.where(in_kernel, own, np.float32(0.0))
+            seeds, places, temperature = upload(
+                self._device, self._table.seed.values[slots], positions, temperatures
+            )
+            steering = (seeds, places, temperature)
+        checked = self._kernel(logits, steering)
+        if is_usable is not None:
+            checked[1] = is_usable
+        if (is_drawn & is_cut).any():
+            self._draw(logits, slots, positions, features, is_drawn & is_cut, checked[0])
+        return checked
 
     def prompt_logprobs(self, logits: Tensor, slot: int, token_ids: Tensor) -> LaunchedLogprobs:
         """Of prompt tokens int64[R] on the device; raw `logits[r]` predicts `token_ids[r]`."""
@@ -208,15 +254,16 @@ class Sampler:
         slots: Slots,
         positions: NDArray[np.int64],
         features: NDArray[np.uint8],
+        is_drawn: NDArray[np.bool_],
         tokens: Tensor,
     ) -> None:
-        """Replace the argmax in `tokens` where the temperature is above 0."""
+        """Replace the argmax in `tokens` where `is_drawn`, of rows with a temperature above 0."""
         is_filtered = features & Feature.FILTERED != 0
         # Whether enough candidates were sorted only the device knows, and only a CPU may be asked.
         is_nucleus = is_filtered & (self._table.top_k.values[slots] == self._vocab_size)
         is_nucleus &= self._device.type != "cpu"
         for rows, draw in (
-            (_rows_with(features, Feature.SAMPLED, but=is_filtered), self._draw_from_all),
+            (np.flatnonzero(is_drawn & ~is_filtered), self._draw_from_all),
             (np.flatnonzero(is_filtered & ~is_nucleus), self._draw_from_candidates),
             (np.flatnonzero(is_nucleus), self._draw_from_nucleus),
         ):
@@ -324,6 +371,13 @@ class Sampler:
         return logits[index]
 
 
+def _is_finite(logits: Tensor) -> Tensor:
+    """bool[R]: whether all of a row is."""
+    # Not aminmax: over rows as short as a vocabulary it is not vectorized on a CPU.
+    low, high = logits.amin(dim=-1), logits.amax(dim=-1)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
 def _largest(logits: Tensor) -> Tensor:
     """int64[R]: the first largest of each row."""
     if logits.is_cpu:  # numpy's is vectorized (16 rows of 1280: 3 us against 48)
@@ -331,10 +385,5 @@ def _largest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _rows_with(
-    features: NDArray[np.uint8], feature: Feature, *, but: NDArray[np.bool_] | None = None
-) -> NDArray[np.int64]:
-    is_chosen = features & feature != 0
-    if but is not None:
-        is_chosen &= ~but
-    return np.flatnonzero(is_chosen)
+def _rows_with(features: NDArray[np.uint8], feature: Feature) -> NDArray[np.int64]:
+    return np.flatnonzero(features & feature != 0)

@@ -1,0 +1,85 @@
+"""Our own kernels, compiled for cards that are not here. Run by `packages.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from common.engine.layers import triton_rotation
+from common.engine.sampling import triton_draw
+from tests.kernel_packages.packages import report_checks
+
+DRAW_ROWS = {
+    "logits": "*fp32",
+    "seeds": "*i64",
+    "positions": "*i64",
+    "temperatures": "*fp32",
+    "out": "*i64",
+    "row_count": "i32",
+    "vocab_size": "i32",
+    "is_any_drawn": "constexpr",
+    "block": "constexpr",
+}
+
+
+def rows_are_compiled(*, is_any_drawn: bool, capability: int) -> None:
+    constants = {"is_any_drawn": is_any_drawn, "block": triton_draw.BLOCK}
+    compiled = triton.compile(
+        ASTSource(triton_draw._draw_rows, DRAW_ROWS, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": triton_draw.WARP_COUNT},
+    )
+    assert compiled.asm["cubin"]
+    # Quotients and logarithms are those of torch, not the quick ones.
+    assert not any(word in compiled.asm["ptx"] for word in (".approx", "div.full"))
+
+
+HEADS = {
+    "heads": "*bf16",
+    "weight": "*bf16",
+    "angles": "*fp32",
+    "out": "*bf16",
+    "token_stride": "i32",
+    "head_stride": "i32",
+    "head_count": "i32",
+    "epsilon": "fp32",
+    "head_dim": "constexpr",
+    "rotated_dim": "constexpr",
+    "is_interleaved": "constexpr",
+    "is_offset": "constexpr",
+}
+
+
+def heads_are_compiled(*, is_interleaved: bool, capability: int) -> None:
+    constants = {
+        "head_dim": 256, "rotated_dim": 64, "is_interleaved": is_interleaved, "is_offset": True,
+    }  # fmt: skip
+    compiled = triton.compile(
+        ASTSource(triton_rotation._norm_and_rotate, HEADS, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 1},
+    )
+    assert compiled.asm["cubin"] and "cvt.rn.bf16" in compiled.asm["ptx"]
+    assert not any(word in compiled.asm["ptx"] for word in (".approx", "div.full"))
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    f"{'drawn' if is_any_drawn else 'greedy'} rows, sm_{capability}": partial(
+        rows_are_compiled, is_any_drawn=is_any_drawn, capability=capability
+    )
+    for is_any_drawn in (False, True)
+    for capability in (80, 90, 100)
+} | {
+    f"heads, interleaved {is_interleaved}, sm_{capability}": partial(
+        heads_are_compiled, is_interleaved=is_interleaved, capability=capability
+    )
+    for is_interleaved in (False, True)
+    for capability in (80, 90, 100)
+}
+
+if __name__ == "__main__":
+    report_checks(CHECKS)
