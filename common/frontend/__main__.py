@@ -62,7 +62,6 @@ SWITCH_INTERVAL_S = 0.0005
 # New objects between two looks of the collector, which Python takes after 700. A request frees what
 # it made, so a look finds nothing; one at 256 open requests goes through some 30,000 objects.
 NEW_OBJECT_COUNT = 50_000
-# Routes are compared one after another: those that are asked for most come first.
 PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api, peers)
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from common.errors import RequestError
 from common.frontend.apis.openapi import PATH, DescribedApp
 from common.frontend.context import FrontendContext
 from common.frontend.http.api_keys import ApiKeys, KeyCheck
+from common.frontend.http.direct_routes import DirectRoutes
 from common.frontend.http.errors import error_response
 from common.frontend.http.origins import OriginCheck, Origins
 
@@ -42,6 +43,7 @@ def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI
     for router in routers:
         app.include_router(router)
     add_error_answers(app)
+    app.add_middleware(DirectRoutes, routers=routers)
     app.add_middleware(SizeLimits, body_nbytes_max=context.config.max_body_nbytes)
     app.add_middleware(OriginCheck, origins=Origins(context.config))
     app.add_middleware(KeyCheck, keys=ApiKeys(context.config))
