@@ -169,8 +169,7 @@ def _http_server(context: FrontendContext) -> uvicorn.Server:
             build_app(context, [part.build_router(context) for part in PARTS]),
             log_config=None,
             # h11, whatever else is installed: its limits are the ones that are tested.
-            http=make_protocol(context.clock),
-            h11_max_incomplete_event_size=HEADERS_NBYTES_MAX,
+            http=make_protocol(context.clock, HEADERS_NBYTES_MAX),
             access_log=context.config.log_requests,
             backlog=LISTEN_BACKLOG,
             timeout_graceful_shutdown=LAST_ANSWERS_S,
