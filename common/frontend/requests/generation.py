@@ -6,7 +6,7 @@ Between the APIs, which know bodies and replies, and the scheduler client, which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -287,10 +287,12 @@ class SampleGroup:
 
 
 def request_limits(
-    context: FrontendContext, named_host: str | None = None, client: str = ""
+    context: FrontendContext,
+    find_host: Callable[[], str | None] = lambda: None,
+    client: str = "",
 ) -> Limits:
-    """What bodies are checked against. named_host: of the request's own URL. client: who asks, see
-    `Claim`.
+    """What bodies are checked against. find_host: the one that the request's own URL names.
+    client: who asks, see `Claim`.
 
     Raises: RequestError 503 while the server starts.
     """
@@ -312,7 +314,7 @@ def request_limits(
         default_host=host,
         default_port=port,
         engine=known.incarnation if is_prefill else "",
-        named_host=(named_host or "") if config.host in ANY_HOST else config.host,
+        named_host=_named_host(config.host, find_host) if is_prefill else "",
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
@@ -323,3 +325,7 @@ def request_limits(
         return limits
     token_max = context.fleet.request_token_max
     return replace(limits, plain=replace(limits, is_prefill=False, request_token_max=token_max))
+
+
+def _named_host(own: str, find_host: Callable[[], str | None]) -> str:
+    return (find_host() or "") if own in ANY_HOST else own
