@@ -27,6 +27,7 @@ from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_calls import SchedulerCalls
 from common.frontend.requests.scheduler_health import GONE_AFTER_S, SchedulerHealth
 from common.frontend.requests.scheduler_line import SchedulerLine
+from common.frontend.requests.token_pace import TokenPace
 from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend
@@ -77,8 +78,10 @@ class SchedulerClient:
         self.late_message_count = 0
         self._channel = channel
         self._metrics = metrics
+        self._pace = TokenPace(metrics)
         self._clock = clock
-        self._liveness = SchedulerHealth(clock.now())
+        self._heard_at = clock.now()
+        self._liveness = SchedulerHealth(self._heard_at)
         self._ready = asyncio.Event()
         self._look_now = asyncio.Event()
         self._line = SchedulerLine(channel)
@@ -315,11 +318,13 @@ class SchedulerClient:
 
     def handle(self, message: SchedulerToFrontend) -> None:
         """Take one message of the scheduler. One without a request is counted, not an error."""
-        self._liveness.hear(self._clock.now())
+        self._heard_at = self._clock.now()
+        self._liveness.hear(self._heard_at)
         match message:
             case Outputs(items):
                 for item in items:
                     self.deliver(item)
+                self._pace.tell()
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_transfer(trace)
@@ -349,13 +354,8 @@ class SchedulerClient:
                 f"{message.offset}, {len(handle.output_ids)} have come",
             )
             return
-        now = self._clock.now()
         if message.token_ids and handle.is_measured and not handle.is_relayed:
-            interval_s = None if handle.tokens_at is None else now - handle.tokens_at
-            self._metrics.observe_tokens(
-                len(message.token_ids), interval_s, is_streaming=handle.is_streaming
-            )
-            handle.tokens_at = now
+            self._pace.note(handle, len(message.token_ids), self._heard_at)
         if message.finish is not None:
             self._close(handle, message.trace, "", message.finish)
         handle.deliver(message)
