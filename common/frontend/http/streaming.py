@@ -22,6 +22,7 @@ T = TypeVar("T")
 EVENT_START, EVENT_END = b"data: ", b"\n\n"
 DONE = EVENT_START + b"[DONE]" + EVENT_END
 PULSE = b":" + EVENT_END  # a comment: says that the server is there
+BODY = "http.response.body"
 CLIENT_GONE_STATUS = 499  # for access logs; the client is gone
 
 
@@ -107,12 +108,13 @@ class EventStream(Response):
                     if not is_started:
                         is_started = True
                         await self._send_start(send)
-                    await _send_body(send, chunk)
+                    await send({"type": BODY, "body": chunk, "more_body": True})
             except RequestError as error:
                 if not is_started:
                     raise
-                await _send_body(send, event(self._describe_error(error)) + DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                last = event(self._describe_error(error)) + DONE
+                await send({"type": BODY, "body": last, "more_body": True})
+        await send({"type": BODY, "body": b"", "more_body": False})
 
     async def _send_start(self, send: Send) -> None:
         await send(
@@ -122,7 +124,3 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-
-
-async def _send_body(send: Send, chunk: bytes) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -106,8 +106,11 @@ class Continuation:
             else:
                 self.failure = message
             return
-        self.cached = max(self.cached, message.cached, key=lambda cached: cached.count)
-        if not self._is_prefill:  # a router joins both servers' lists: one of them is empty
+        if message.cached.count > self.cached.count:
+            self.cached = message.cached
+        if (
+            message.prompt_logprobs and not self._is_prefill
+        ):  # a router joins both servers' lists: one of them is empty
             self.prompt_logprobs += _read_logprobs(message.prompt_logprobs)
         if not self.sample.hides_output:
             self._take_tokens(message)
@@ -282,7 +285,8 @@ class SampleGroup:
             if self._broken is not None:
                 raise self._broken
             changed, self._changed = list(self._changed.values()), {}
-            self._open_count -= sum(one.is_ended for one in changed)
+            for one in changed:
+                self._open_count -= one.is_ended
             yield changed
 
 
