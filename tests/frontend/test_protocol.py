@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+import h11
+import pytest
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.clock import ManualClock
-from common.frontend.http.protocol import make_protocol
+from common.frontend.http.protocol import ServedConnection, make_protocol
 
 HEAD_NBYTES_MAX = 1 << 16
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Writes(asyncio.Transport):
@@ -86,3 +90,31 @@ def test_the_first_event_brings_the_head_and_each_other_is_written_at_once() -> 
 def test_what_is_no_request_is_answered_in_one_write() -> None:
     (answer,) = writes_of(two_events, b"no request at all\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and b"Invalid HTTP request received." in answer
+
+
+def sent(connection: h11.Connection, version: bytes, headers: Headers, parts: list[bytes]) -> bytes:
+    """All bytes of an answer to a request of that version."""
+    connection.receive_data(b"GET / HTTP/%s\r\nHost: a\r\n\r\n" % version)
+    assert isinstance(connection.next_event(), h11.Request)
+    assert isinstance(connection.next_event(), h11.EndOfMessage)
+    answer = h11.Response(status_code=200, headers=headers, reason=b"OK")
+    events = [answer, *(h11.Data(data=part) for part in parts), h11.EndOfMessage()]
+    return b"".join(connection.send(one) or b"" for one in events)
+
+
+@pytest.mark.parametrize("parts", [[], [b"a"], [b"", b"ab", b"", b"c"], [b"a", b"b", b"x" * 70000]])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("has_length", [True, False])
+def test_all_bytes_and_states_are_those_of_h11(
+    parts: list[bytes], version: bytes, has_length: bool
+) -> None:
+    length = str(sum(map(len, parts))).encode()
+    headers = [(b"content-length", length)] if has_length else []
+    own, plain = ServedConnection(HEAD_NBYTES_MAX), h11.Connection(h11.SERVER)
+    assert sent(own, version, headers, parts) == sent(plain, version, headers, parts)
+    assert own.states == plain.states
+
+
+def test_a_body_that_is_longer_than_said_is_a_mistake() -> None:
+    with pytest.raises(h11.LocalProtocolError, match="Too much data"):
+        sent(ServedConnection(HEAD_NBYTES_MAX), b"1.1", [(b"content-length", b"2")], [b"a", b"bc"])

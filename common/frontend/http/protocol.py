@@ -39,6 +39,12 @@ class ServedConnection(h11.Connection):
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         """What `send` writes, in pieces."""
+        if isinstance(event, h11.Data) and self.our_state is h11.SEND_BODY and not self._head:
+            # A further part of a body changes no state: only its length has to be looked at.
+            assert self._writer is not None
+            pieces: list[bytes] = []
+            self._writer(event, pieces.append)
+            return pieces
         output = super().send_with_data_passthrough(event)
         if output is None:
             return None
