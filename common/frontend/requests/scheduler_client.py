@@ -25,7 +25,7 @@ from common.frontend.requests.open_requests import OpenRequests, ask_again
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_calls import SchedulerCalls
-from common.frontend.requests.scheduler_health import GONE_AFTER_S, SchedulerHealth
+from common.frontend.requests.scheduler_health import GONE_AFTER_S, JUST_HEARD_S, SchedulerHealth
 from common.frontend.requests.scheduler_line import SchedulerLine
 from common.frontend.requests.token_pace import TokenPace
 from common.frontend.requests.tracing import Tracing
@@ -109,8 +109,8 @@ class SchedulerClient:
             too much queued, 400 if a request of a rid is open, and 413 if it is larger than what
             the scheduler reads. None of them is submitted then.
         """
-        self._check_can_submit()
         now = self._clock.now()
+        self._check_can_submit(now)
         handles = self._open.make(
             asked, samples, output_ids, now, is_streaming=is_streaming, is_measured=is_measured
         )
@@ -132,8 +132,8 @@ class SchedulerClient:
 
         Raises: RequestError, as `submit_samples`.
         """
-        self._check_can_submit()
         now = self._clock.now()
+        self._check_can_submit(now)
         handles = self._open.make(
             asked, samples, (), now, is_streaming=is_streaming, is_measured=True
         )
@@ -142,12 +142,13 @@ class SchedulerClient:
             self._open.add(handle)
         return handles
 
-    def _check_can_submit(self) -> None:
+    def _check_can_submit(self, now: float) -> None:
         if self.server_info is None:
             raise RequestError("the server is still starting", status=503)
         if self.is_draining:
             raise RequestError(STOPPING, status=503)
-        trouble = self.trouble()
+        is_heard = now < self._heard_at + JUST_HEARD_S
+        trouble = self._liveness.trouble(now, is_started=True) if is_heard else self.trouble()
         if trouble:
             raise RequestError(trouble, status=503)
 
@@ -328,10 +329,9 @@ class SchedulerClient:
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_transfer(trace)
-            case State():
-                self._liveness.hear_state(message, self._clock.now())
-                self.late_message_count += not self._calls.answer(message)
-            case FlushDone():
+            case State() | FlushDone():
+                if isinstance(message, State):
+                    self._liveness.hear_state(message, self._heard_at)
                 self.late_message_count += not self._calls.answer(message)
             case ServerInfo():
                 known, self.server_info = self.server_info, message
