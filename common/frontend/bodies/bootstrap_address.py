@@ -143,6 +143,8 @@ def _read_held(
 
     Raises: RequestError.
     """
+    if not params:
+        return None
     count = prompt_count * n
     wish, given = read(TransferWish, params, KEY), read(TransferAddress, params, KEY)
     if not wish.do_remote_decode and not wish.do_remote_prefill:
