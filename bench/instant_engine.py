@@ -11,6 +11,7 @@ a single token is answered at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ INFO = ServerInfo(
     eos_token_ids=[],
     fingerprint={},
     workers=[],
+    pid=os.getpid(),
 )
 
 

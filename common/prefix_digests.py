@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 DIGEST_NBYTES = 16
 # Every page size below divides it, and it divides every larger one.
 DIGEST_TOKENS = 16
+SEED_COUNT_MAX = 256  # that are kept: one for each salt that clients have used lately
 
 
 def prefix_seed(fingerprint: Mapping[str, str], salt: str = "") -> bytes:
@@ -25,8 +27,13 @@ def prefix_seed(fingerprint: Mapping[str, str], salt: str = "") -> bytes:
 
     salt: prompts under different salts have no common beginning.
     """
+    return _seed(tuple(sorted(fingerprint.items())), salt)
+
+
+@lru_cache(SEED_COUNT_MAX)
+def _seed(fingerprint: tuple[tuple[str, str], ...], salt: str) -> bytes:
     state = blake2b(digest_size=DIGEST_NBYTES, person=b"baton-prefix")
-    for text in (*(part for item in sorted(fingerprint.items()) for part in item), salt):
+    for text in (*(part for item in fingerprint for part in item), salt):
         encoded = text.encode("utf-8", "surrogatepass")
         state.update(len(encoded).to_bytes(8, "little") + encoded)
     return state.digest()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +18,9 @@ from common.errors import RequestError
 from common.frontend.apis.openapi import PATH, DescribedApp
 from common.frontend.context import FrontendContext
 from common.frontend.http.api_keys import ApiKeys, KeyCheck
+from common.frontend.http.direct_routes import DirectRoutes
 from common.frontend.http.errors import error_response
+from common.frontend.http.headers import GivenHeaders, headers_of
 from common.frontend.http.origins import OriginCheck, Origins
 
 HEADERS_NBYTES_MAX = 1 << 16  # request line and headers of one request
@@ -42,6 +43,7 @@ def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI
     for router in routers:
         app.include_router(router)
     add_error_answers(app)
+    app.add_middleware(DirectRoutes, routers=routers)
     app.add_middleware(SizeLimits, body_nbytes_max=context.config.max_body_nbytes)
     app.add_middleware(OriginCheck, origins=Origins(context.config))
     app.add_middleware(KeyCheck, keys=ApiKeys(context.config))
@@ -93,7 +95,7 @@ class SizeLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = _check_headers(scope) or self._check_said(Headers(scope=scope))
+        error = _check_headers(scope) or self._check_said(headers_of(scope))
         if error is not None:
             response = error_response(scope["path"], error)
             response.headers["Connection"] = "close"
@@ -111,7 +113,7 @@ class SizeLimits:
 
         await self._app(scope, receive_counted, send)
 
-    def _check_said(self, headers: Headers) -> RequestError | None:
+    def _check_said(self, headers: GivenHeaders) -> RequestError | None:
         said = headers.get("content-length", "0")
         if "content-length" in headers and "transfer-encoding" in headers:
             # Proxies differ in which of them counts, and so in where the next request begins.

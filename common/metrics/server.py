@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import repeat
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -78,18 +79,23 @@ class ServerMetrics:
     # ---- what happened -----------------------------------------------------------------------
 
     def observe_tokens(
-        self, token_count: int, interval_s: float | None, *, is_streaming: bool
+        self,
+        token_count: int,
+        interval_s: float | None,
+        *,
+        is_streaming: bool,
+        request_count: int = 1,
     ) -> None:
-        """New output tokens, `interval_s` after the tokens before them; None for a request's
-        first."""
-        self._generated_count += token_count
-        self._counters["output_tokens"].inc(token_count, _flag(is_streaming))
+        """New output tokens of each of so many requests, `interval_s` after the tokens before them;
+        None for a request's first."""
+        all_count = token_count * request_count
+        self._generated_count += all_count
+        self._counters["output_tokens"].inc(all_count, _flag(is_streaming))
         if interval_s is None or self._is_prefill:
             return
         interval_s /= token_count
-        self._histograms["inter_token"].observe(interval_s, count=token_count)
-        for _ in range(token_count):
-            self._intervals_s.append(interval_s)
+        self._histograms["inter_token"].observe(interval_s, count=all_count)
+        self._intervals_s.extend(repeat(interval_s, all_count))
 
     def observe_end(
         self, trace: RequestTrace, *, is_streaming: bool, finish: FinishKind | None = None

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from common.clock import ManualClock
 from common.errors import RequestError
 from common.frontend.requests.request_handle import RequestHandle
 from common.frontend.requests.scheduler_health import (
     GONE_AFTER_S,
+    JUST_HEARD_S,
     SILENCE_MAX_S,
     STALL_MAX_S,
     SchedulerHealth,
@@ -239,6 +246,35 @@ def test_a_frontend_that_was_stopped_itself_blames_nobody(
         assert isinstance((await read(handle))[-1], Tokens)
 
     run_with_rig(tmp_path, story, prepare=hold, clock=clock)
+
+
+@contextmanager
+def stopped_process() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # kill does not wait
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_a_scheduler_that_is_stopped_gets_nothing_new_once_it_is_silent(tmp_path: Path) -> None:
+    clock = ManualClock(50.0)
+
+    async def story(rig: Rig) -> None:
+        client = rig.context.scheduler
+        with stopped_process() as pid:
+            client.handle(structs.replace(INFO, pid=pid))
+            assert client.trouble() == "the scheduler's process is stopped", "health checks look"
+            with submit(rig) as handle:  # what has just been said was said by a process that runs
+                await read(handle)
+            clock.advance(JUST_HEARD_S)
+            with pytest.raises(RequestError, match="process is stopped") as refused:
+                submit(rig)
+            assert refused.value.status == 503
+
+    run_with_rig(tmp_path, story, clock=clock)
 
 
 def test_a_frozen_scheduler_is_unhealthy_then_given_up_and_stopped_when_it_thaws(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,3 +91,27 @@ def test_what_can_not_be_read_fails_its_body_and_nobody_else(tmp_path: Path) -> 
             assert [one.token_ids for one in ended] == [[10]]
 
     run_with_rig(tmp_path, story)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_samples_are_freed_with_their_last_reader_and_need_no_collector(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        async with await submit(rig, sample(0)) as group:
+            say(rig, "r0", [10], END)
+            async for _ in group.changes():
+                pass
+        is_alive = weakref.ref(group)
+        assert is_alive() is group
+        del group
+        assert is_alive() is None
+
+    with without_collector():
+        run_with_rig(tmp_path, story)

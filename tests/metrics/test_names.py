@@ -257,3 +257,17 @@ def test_the_reference_is_what_the_table_says() -> None:
     ).stdout
     told = (root / "deploy" / "METRICS.md").read_text()
     assert told == printed, "python -m common.metrics.reference > deploy/METRICS.md"
+
+
+def test_requests_of_one_pace_count_together_as_they_do_one_by_one() -> None:
+    together = ServerMetrics("tiny", EngineType.DECODE, MetricsNames.SGLANG)
+    apart = ServerMetrics("tiny", EngineType.DECODE, MetricsNames.SGLANG)
+    for interval_s in (None, 0.25):
+        together.observe_tokens(2, interval_s, is_streaming=True, request_count=3)
+        for _ in range(3):
+            apart.observe_tokens(2, interval_s, is_streaming=True)
+    assert exposed(together) == exposed(apart)
+    assert together.intervals_s == apart.intervals_s == [0.125] * 6
+    for metrics in (together, apart):
+        metrics.measure_rate(1.0)
+    assert together.throughput == apart.throughput == 12.0

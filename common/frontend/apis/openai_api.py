@@ -36,6 +36,7 @@ from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
 from common.frontend.context import FrontendContext
 from common.frontend.http.api_keys import client_of
+from common.frontend.http.headers import headers_of
 from common.frontend.http.streaming import answer
 from common.frontend.requests.generation import Continuation, request_limits
 from common.frontend.text.tokenizer import Tokenizer
@@ -89,8 +90,8 @@ def _add_route(
 ) -> None:
     @router.post(path, name=parse.__name__)
     async def complete(request: Request) -> Response:
-        client = client_of(request.headers, context.config)
-        limits = request_limits(context, request.url.hostname, client)
+        client = client_of(headers_of(request.scope), context.config)
+        limits = request_limits(context, lambda: request.url.hostname, client)
         name = request_name(request, name_prefix)
         call, shape = await context.bodies.read(
             request, lambda body: parse(body, limits_of(body, limits), name)

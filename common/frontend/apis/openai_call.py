@@ -6,7 +6,6 @@ are let through; those known to change the answer in ways this server can't foll
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -51,8 +50,7 @@ UNSUPPORTED = refused(
 OPENAI = (UNSUPPORTED, RequestFields, Sampling, OpenAiGrammars, OpenAiFields)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAiCall:
+class OpenAiCall(msgspec.Struct, frozen=True):
     """One body. name: its id in every reply. n: samples per prompt, in order of prompts.
 
     includes_usage: a stream ends with a chunk of its own for usage. has_running_usage: every chunk
@@ -104,10 +102,10 @@ def read_choice(
             top_logprobs_num=top_count,
             logprob_start_len=0 if has_prompt else -1,
         )
-    return replace(
+    return msgspec.structs.replace(
         choice,
         params=params,
-        text=replace(choice.text, keeps_stop=keeps_stop),
+        text=msgspec.structs.replace(choice.text, keeps_stop=keeps_stop),
         constraint=read_openai_constraint(body),
     )
 

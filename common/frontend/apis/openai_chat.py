@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from common.errors import RequestError
 from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
@@ -121,7 +120,7 @@ def parse_chat(
     wanted = [one for one in (choice.constraint, tools.constraint) if one is not None]
     # A format for the answer leaves no room for calls that are not required.
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
-    choice = replace(choice, constraint=constraint)
+    choice = structs.replace(choice, constraint=constraint)
     text = render(template, tokenizer, tools.shown)
     prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
     return make_call(body, [prompt], choice, limits, name), tools

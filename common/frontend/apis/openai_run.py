@@ -6,9 +6,9 @@ Knows nothing of bodies.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import orjson
 
 from common.frontend.apis.openai_call import OpenAiCall
@@ -18,8 +18,7 @@ from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START
 from common.frontend.requests.generation import Continuation, SampleGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True):
     """The new part of a sample: text, and tokens [start, stop) that begin to show with it."""
 
     text: str

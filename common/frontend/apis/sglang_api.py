@@ -16,6 +16,7 @@ from common.frontend.bodies.validation import GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
 from common.frontend.http.api_keys import client_of
 from common.frontend.http.errors import raise_failed
+from common.frontend.http.headers import headers_of
 from common.frontend.http.streaming import DONE, answer, event
 from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
 from common.frontend.requests.stages import trace_fields
@@ -35,8 +36,8 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     @router.api_route(PATH, methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        client = client_of(request.headers, context.config)
-        limits = request_limits(context, request.url.hostname, client)
+        client = client_of(headers_of(request.scope), context.config)
+        limits = request_limits(context, lambda: request.url.hostname, client)
         rid = request_name(request)
         call = await context.bodies.read(
             request,

@@ -61,15 +61,22 @@ def read(kind: type[B], value: JsonValue, where: str = "") -> B:
     """
     if not isinstance(value, dict):
         raise refusal(where, value, "an object")
-    given: JsonObject = {key: item for key, item in value.items() if item is not None}
-    for key in _refused_names(kind):
-        if is_given(given.get(key)):
-            name = path(where, key)
-            raise RequestError(f"{name}={shown(given[key])}: {NOT_SUPPORTED}", field=name)
+    given = value
+    if None in value.values():
+        given = {key: item for key, item in value.items() if item is not None}
+    if not _refused_names(kind).isdisjoint(given):
+        _check_refused(kind, given, where)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as exc:
         raise _first_wrong(kind, given, where) from exc
+
+
+def _check_refused(kind: type[Body], given: JsonObject, where: str) -> None:
+    for key in fields_of(kind):
+        if key in _refused_names(kind) and is_given(given.get(key)):
+            name = path(where, key)
+            raise RequestError(f"{name}={shown(given[key])}: {NOT_SUPPORTED}", field=name)
 
 
 def _first_wrong(kind: type[Body], given: JsonObject, where: str) -> RequestError:
@@ -91,8 +98,8 @@ def fields_of(kind: type[Body]) -> dict[str, msgspec.structs.FieldInfo]:
 
 
 @cache
-def _refused_names(kind: type[Body]) -> list[str]:
-    return [key for key, field in fields_of(kind).items() if field.type == Refused]
+def _refused_names(kind: type[Body]) -> frozenset[str]:
+    return frozenset(key for key, field in fields_of(kind).items() if field.type == Refused)
 
 
 def check_known(kinds: Sequence[type[Body]], values: JsonObject, where: str) -> None:

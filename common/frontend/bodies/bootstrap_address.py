@@ -91,7 +91,7 @@ def read_bootstraps(
                 "router with a room; send this one to the decode server",
                 field="bootstrap_room",
             )
-        if any(place["bootstrap_host"] is not None for place in places):
+        if any(place.get("bootstrap_host") is not None for place in places):
             raise refusal("bootstrap_room", room, "given, since bootstrap_host is")
         return [None] * count
     steps = _room_steps(room, prompt_count, n)
@@ -105,7 +105,9 @@ def read_bootstraps(
             raise refusal("bootstrap_room", room, f"at most {ROOM_MAX - step} for {count} samples")
         host = meeting.bootstrap_host or limits.default_host
         if not host:
-            raise refusal("bootstrap_host", place["bootstrap_host"], "the prefill server's host")
+            raise refusal(
+                "bootstrap_host", place.get("bootstrap_host"), "the prefill server's host"
+            )
         port = limits.default_port if meeting.bootstrap_port is None else meeting.bootstrap_port
         if limits.dial_rules is not None:
             host = limits.dial_rules.check(host, port).bracketed_host
@@ -141,6 +143,8 @@ def _read_held(
 
     Raises: RequestError.
     """
+    if not params:
+        return None
     count = prompt_count * n
     wish, given = read(TransferWish, params, KEY), read(TransferAddress, params, KEY)
     if not wish.do_remote_decode and not wish.do_remote_prefill:
@@ -188,12 +192,15 @@ def _read_room(text: str, count: int) -> int:
 
 
 def spread(kind: type[Body], body: JsonObject, prompt_count: int, n: int = 1) -> list[JsonObject]:
-    """The fields of `kind` for each of `n` samples of each prompt. A field has one value for all of
-    them, or a list with one per sample or per prompt. Raises: RequestError if it has another."""
+    """The given fields of `kind` for each of `n` samples of each prompt. A field has one value for
+    all of them, or a list with one per sample or per prompt. Raises: RequestError if it has
+    another."""
     count = prompt_count * n
     samples: list[JsonObject] = [{} for _ in range(count)]
     for key in fields_of(kind):
-        value = body.get(key)
+        if key not in body:
+            continue
+        value = body[key]
         values = value if isinstance(value, list) else [value] * count
         if len(values) == prompt_count:
             values = [item for item in values for _ in range(n)]

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from common.frontend.bodies.body import Body, read
+from common.frontend.bodies.body import Body, fields_of, read
 from common.frontend.bodies.bootstrap_address import spread
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.sample import Limits
@@ -53,7 +53,9 @@ def read_prefix_digests(
     prompts: their token ids. A salt is one for all prompts, or a list with one per prompt.
     Raises: RequestError if a salt is none, also where it is not used.
     """
-    salts = [read(SaltFields, fields).salt for fields in spread(SaltFields, body, len(prompts))]
+    salts = [""] * len(prompts)
+    if not fields_of(SaltFields).keys().isdisjoint(body):
+        salts = [read(SaltFields, fields).salt for fields in spread(SaltFields, body, len(prompts))]
     fingerprint = limits.prefix_fingerprint
     if fingerprint is None:
         if n == 1:

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from common.errors import RequestError
 from common.frontend.bodies.fields import JsonObject, parse_object
 from common.frontend.bodies.long_texts import first_long_text
+from common.frontend.http.headers import headers_of
 from common.frontend.requests.spans import trace_parent_of
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ HELD_BODY_COUNT = 4
 # client that sends one byte a second must not keep the others out.
 ROOM_TIMEOUT_S = 30.0
 ARRIVAL_TIMEOUT_S = 60.0
+GONE = "the client went away while it sent the body"
 M_MMAP_THRESHOLD = -3  # malloc.h
 NAME_PATTERN = re.compile(r"[!-~]{1,128}")  # printable, short enough to show in every reply
 
@@ -72,8 +74,12 @@ class BodyReader:
             raise error.with_traceback(None) from None
 
     async def _read(self, request: Request, check: Callable[[JsonObject], T]) -> T:
+        # `SizeLimits` has checked it, and the HTTP server takes no byte more.
+        said_nbytes = int(headers_of(request.scope).get("content-length", "-1"))
+        if 0 <= said_nbytes < SMALL_BODY_NBYTES:
+            return check(parse_object(await _receive_small(request)))
         async with AsyncExitStack() as room:
-            body = await self._receive(request, room)
+            body = await self._receive(request, said_nbytes, room)
             if len(body) < SMALL_BODY_NBYTES:
                 return check(parse_object(body))
             if len(body) < LARGE_BODY_NBYTES:
@@ -98,10 +104,11 @@ class BodyReader:
                 f"{length_max}, whatever their tokens"
             )
 
-    async def _receive(self, request: Request, room: AsyncExitStack) -> bytes | bytearray:
-        """The whole body, which the request does not keep, unlike with `request.body()`. room:
-        keeps the place of a large one."""
-        nbytes = int(request.headers.get("content-length", "0"))  # `SizeLimits` has checked it
+    async def _receive(
+        self, request: Request, nbytes: int, room: AsyncExitStack
+    ) -> bytes | bytearray:
+        """The whole body, which the request does not keep, unlike with `request.body()`. nbytes: as
+        far as said. room: keeps the place of a large one."""
         body = bytearray()
         received_nbytes, is_large = 0, False
         try:
@@ -115,7 +122,7 @@ class BodyReader:
                         # Its length was not said.
                         is_large = await self._begin_large(self._body_nbytes_max, room, arrival)
         except ClientDisconnect as exc:
-            raise RequestError("the client went away while it sent the body") from exc
+            raise RequestError(GONE) from exc
         except TimeoutError as exc:
             text = f"the body did not arrive in {ARRIVAL_TIMEOUT_S:g} s"
             raise RequestError(text, status=408) from exc
@@ -172,6 +179,18 @@ class BodyReader:
             admitted.set_result(None)
 
 
+async def _receive_small(request: Request) -> bytes:
+    """The whole body, of which mostly all has come. Raises: RequestError."""
+    body, has_more = b"", True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError(GONE)
+        body += message.get("body", b"")
+        has_more = message.get("more_body", False)
+    return body
+
+
 def keep_no_large_blocks() -> None:
     """Have the C library return blocks of a megabyte and more as soon as they are freed. It does so
     at first, but raises that size with the blocks it sees, to 32 MiB (mallopt(3))."""
@@ -189,7 +208,7 @@ def _give_memory_back() -> None:
 
 def trace_parent(request: Request) -> str:
     """The span that a request belongs to, as its client says in `traceparent`; "" for none."""
-    return trace_parent_of(request.headers.getlist("traceparent"))
+    return trace_parent_of(headers_of(request.scope).all("traceparent"))
 
 
 def request_name(request: Request, prefix: str = "") -> str:
@@ -197,7 +216,7 @@ def request_name(request: Request, prefix: str = "") -> str:
 
     Never the header alone: clients send it again when they retry, and proxies send it twice.
     """
-    name = request.headers.get("x-request-id", "").strip()
+    name = headers_of(request.scope).get("x-request-id").strip()
     if NAME_PATTERN.fullmatch(name):
         return f"{prefix}{name}-{secrets.token_hex(4)}"
     return f"{prefix}{secrets.token_hex(16)}"

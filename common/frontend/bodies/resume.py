@@ -8,10 +8,9 @@ tokens, and no stop strings. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from common.errors import RequestError
 from common.frontend.bodies.body import TOKEN_IDS, Body, Json, nested, read, refusal, schema_of
@@ -181,4 +180,4 @@ def _read_choice(given: ResumeFields, body: JsonObject, limits: Limits) -> Sampl
     if given.grammar is not None:
         asked = read(GrammarFields, given.grammar, "grammar")
         found.append(Constraint("grammar", Grammar(GrammarKind(asked.kind), asked.text)))
-    return replace(choice, constraint=only_one(found))
+    return structs.replace(choice, constraint=only_one(found))

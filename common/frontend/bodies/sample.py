@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from common.frontend.bodies.dial_rules import DialRules
 from common.request import NO_CLAIM, Bootstrap, Claim, SamplingParams
 
@@ -45,8 +47,7 @@ class Limits:
     is_low_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
+class TextOptions(msgspec.Struct, frozen=True):
     """How output tokens become text. keeps_stop: the stop string stays in the text.
 
     min_new_tokens: stop strings are looked for after that many tokens.
@@ -58,8 +59,7 @@ class TextOptions:
     min_new_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """One request for the scheduler. index: its place in the reply.
 
     prompt_text: "" if the client sent token ids.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from dataclasses import dataclass, replace
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -109,8 +108,7 @@ SGLANG_SAMPLING = (SglangSampling, Grammars, Sampling)
 # ---- readers -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OutputBounds:
+class OutputBounds(msgspec.Struct, frozen=True):
     """How long an output may be, and the names under which a dialect asks for it.
 
     max_new_tokens: None means as many as fit. is_max_given: the client insisted, so a number
@@ -124,8 +122,7 @@ class OutputBounds:
     min_new_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingChoice:
+class SamplingChoice(msgspec.Struct, frozen=True):
     """The options of one prompt, not yet fitted to it.
 
     seed: None means a random one. params: all else; its max_new_tokens, seed and grammar are not
@@ -158,7 +155,7 @@ def read_sglang_sampling(values: JsonValue, where: str, limits: Limits) -> Sampl
     )
     seed = given.seed if given.sampling_seed is None else given.sampling_seed
     choice = read_sampling(read(Sampling, values, where), where, output, seed, limits)
-    return replace(choice, constraint=read_sglang_constraint(values, where))
+    return msgspec.structs.replace(choice, constraint=read_sglang_constraint(values, where))
 
 
 def read_sampling(

@@ -7,7 +7,6 @@ known to change the answer in ways that this server can't follow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -122,8 +121,7 @@ GENERATE = schema_of(
 # ---- readers -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
+class GenerateCall(msgspec.Struct, frozen=True):
     """One body of /generate. is_list: the reply is a list, also of one.
 
     transfer_params: for the decode server, if the samples are held here.
@@ -136,8 +134,7 @@ class GenerateCall:
     transfer_params: JsonObject | None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """text: "" if the client sent token ids."""
 
     text: str
@@ -383,4 +380,4 @@ def with_logprobs(
         top_logprobs_num=given.top_logprobs_num,
         token_ids_logprob=tuple(dict.fromkeys(token_ids)),
     )
-    return replace(choice, params=params)
+    return msgspec.structs.replace(choice, params=params)

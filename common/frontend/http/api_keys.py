@@ -9,11 +9,11 @@ import hmac
 from collections.abc import Iterable
 from hashlib import sha256
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import ServerConfig
 from common.frontend.http.errors import json_response
+from common.frontend.http.headers import GivenHeaders, headers_of
 from common.frontend.page.files import PAGE_PATHS
 
 # What load balancers, probes and scrapers ask for, as SGLang leaves it open, and the page's files,
@@ -58,7 +58,7 @@ def _is_among(shown: str, digests: Iterable[bytes]) -> bool:
     return sum(hmac.compare_digest(digest, known) for known in digests) > 0
 
 
-def client_of(headers: Headers, config: ServerConfig) -> str:
+def client_of(headers: GivenHeaders, config: ServerConfig) -> str:
     """The name of a client among those that wait: of the key that it shows, a digest, which says
     nothing of the key; "" where no keys are asked for. Equal on all servers."""
     shown = bearer_key(headers) if config.api_keys else ""
@@ -66,9 +66,9 @@ def client_of(headers: Headers, config: ServerConfig) -> str:
     return sha256(named).hexdigest()[:CLIENT_DIGITS] if shown else ""
 
 
-def bearer_key(headers: Headers) -> str:
+def bearer_key(headers: GivenHeaders) -> str:
     """The key in `Authorization: Bearer KEY`; "" without one. Two headers are none."""
-    given = headers.getlist("authorization")
+    given = headers.all("authorization")
     scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -82,7 +82,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            shown = bearer_key(Headers(scope=scope))
+            shown = bearer_key(headers_of(scope))
             method, path = scope["method"], scope["path"]
             if not self._keys.allows(method, path, shown):
                 await _refusal(method, path, shown)(scope, receive, send)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import ipaddress
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import ServerConfig
 from common.errors import RequestError
 from common.frontend.http.api_keys import bearer_key
 from common.frontend.http.errors import error_response
+from common.frontend.http.headers import GivenHeaders, headers_of
 
 ANY_ORIGIN = "*"
 SHOWN_MAX = 128  # characters of a client's header that are repeated in an error
@@ -38,14 +38,14 @@ class Origins:
         self._origins = frozenset(origin.lower() for origin in config.allowed_origins)
         self._is_loopback = _is_loopback(config.host)
 
-    def why_refused(self, scope: Scope, headers: Headers) -> RequestError | None:
+    def why_refused(self, scope: Scope, headers: GivenHeaders) -> RequestError | None:
         """Why a request is not answered; None if it is."""
         return (
             self._check_host(headers) or self._check_origin(scope, headers) or _check_type(headers)
         )
 
-    def _check_host(self, headers: Headers) -> RequestError | None:
-        host = headers.get("host", "")
+    def _check_host(self, headers: GivenHeaders) -> RequestError | None:
+        host = headers.get("host")
         name = _name_of(host)
         if not name or not (self._is_loopback or self._hosts):
             return None
@@ -57,13 +57,13 @@ class Origins:
             status=421,
         )
 
-    def _check_origin(self, scope: Scope, headers: Headers) -> RequestError | None:
-        site, origin = headers.get("sec-fetch-site", ""), headers.get("origin", "")
+    def _check_origin(self, scope: Scope, headers: GivenHeaders) -> RequestError | None:
+        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if bearer_key(headers) or site in ("same-origin", "none"):
             return None
         if ANY_ORIGIN in self._origins or origin.lower() in self._origins:
             return None
-        is_foreign = bool(origin) and _authority(origin) != headers.get("host", "").lower()
+        is_foreign = bool(origin) and _authority(origin) != headers.get("host").lower()
         if not is_foreign and (site != "cross-site" or _is_link(scope, headers)):
             return None
         return RequestError(
@@ -73,9 +73,9 @@ class Origins:
         )
 
 
-def _check_type(headers: Headers) -> RequestError | None:
+def _check_type(headers: GivenHeaders) -> RequestError | None:
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    said = headers.get("content-type", "")
+    said = headers.get("content-type")
     kind = said.partition(";")[0].strip().lower()
     if not has_body or kind == "application/json" or kind.endswith("+json"):
         return None
@@ -85,10 +85,10 @@ def _check_type(headers: Headers) -> RequestError | None:
     )
 
 
-def _is_link(scope: Scope, headers: Headers) -> bool:
+def _is_link(scope: Scope, headers: GivenHeaders) -> bool:
     """Whether a browser follows a link to a page here. Reading changes nothing."""
-    is_navigation = headers.get("sec-fetch-mode", "") == "navigate"
-    is_whole_page = headers.get("sec-fetch-dest", "") == "document"
+    is_navigation = headers.get("sec-fetch-mode") == "navigate"
+    is_whole_page = headers.get("sec-fetch-dest") == "document"
     return scope["method"] in ("GET", "HEAD") and is_navigation and is_whole_page
 
 
@@ -133,7 +133,7 @@ class OriginCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._origins.why_refused(scope, Headers(scope=scope))
+            error = self._origins.why_refused(scope, headers_of(scope))
             if error is not None:
                 response = error_response(scope["path"], error)
                 # The body was not read, so nothing else can come over this connection.

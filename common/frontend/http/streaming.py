@@ -22,6 +22,7 @@ T = TypeVar("T")
 EVENT_START, EVENT_END = b"data: ", b"\n\n"
 DONE = EVENT_START + b"[DONE]" + EVENT_END
 PULSE = b":" + EVENT_END  # a comment: says that the server is there
+BODY = "http.response.body"
 CLIENT_GONE_STATUS = 499  # for access logs; the client is gone
 
 
@@ -33,28 +34,37 @@ def event(content: object) -> bytes:
 async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive) -> T | None:
     """The result of `work`; None if the client went away first, and `work` was cancelled.
 
+    The task of the request, with a dozen frames of the HTTP server below it, watches the client.
+    The work has a task of its own, so that each token wakes a few frames only.
     receive: the connection's, after the body has been read.
     """
-    working = asyncio.current_task()
-    assert working is not None
-    is_gone = False
+    watching = asyncio.current_task()
+    assert watching is not None
+    working = asyncio.create_task(work)
+    is_watching, is_woken = True, False
 
-    async def watch() -> None:
-        nonlocal is_gone
+    def wake(_: object) -> None:
+        nonlocal is_woken
+        if is_watching:
+            is_woken = True
+            watching.cancel()
+
+    working.add_done_callback(wake)
+    try:
         while (await receive())["type"] != "http.disconnect":
             pass
-        is_gone = True
-        working.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        return await work
     except asyncio.CancelledError:
-        if is_gone and not working.uncancel():
-            return None
-        raise
+        if not is_woken or watching.uncancel():  # whoever else ends the request
+            raise
     finally:
-        watching.cancel()
+        is_watching = False
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working])
+    try:
+        return None if working.cancelled() else working.result()
+    finally:
+        del working  # an error's traceback has this frame, and would keep itself
 
 
 class Run(Protocol):
@@ -107,12 +117,13 @@ class EventStream(Response):
                     if not is_started:
                         is_started = True
                         await self._send_start(send)
-                    await _send_body(send, chunk)
+                    await send({"type": BODY, "body": chunk, "more_body": True})
             except RequestError as error:
                 if not is_started:
                     raise
-                await _send_body(send, event(self._describe_error(error)) + DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                last = event(self._describe_error(error)) + DONE
+                await send({"type": BODY, "body": last, "more_body": True})
+        await send({"type": BODY, "body": b"", "more_body": False})
 
     async def _send_start(self, send: Send) -> None:
         await send(
@@ -122,7 +133,3 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-
-
-async def _send_body(send: Send, chunk: bytes) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -6,7 +6,7 @@ Between the APIs, which know bodies and replies, and the scheduler client, which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,8 +106,11 @@ class Continuation:
             else:
                 self.failure = message
             return
-        self.cached = max(self.cached, message.cached, key=lambda cached: cached.count)
-        if not self._is_prefill:  # a router joins both servers' lists: one of them is empty
+        if message.cached.count > self.cached.count:
+            self.cached = message.cached
+        if (
+            message.prompt_logprobs and not self._is_prefill
+        ):  # a router joins both servers' lists: one of them is empty
             self.prompt_logprobs += _read_logprobs(message.prompt_logprobs)
         if not self.sample.hides_output:
             self._take_tokens(message)
@@ -282,15 +285,18 @@ class SampleGroup:
             if self._broken is not None:
                 raise self._broken
             changed, self._changed = list(self._changed.values()), {}
-            self._open_count -= sum(one.is_ended for one in changed)
+            for one in changed:
+                self._open_count -= one.is_ended
             yield changed
 
 
 def request_limits(
-    context: FrontendContext, named_host: str | None = None, client: str = ""
+    context: FrontendContext,
+    find_host: Callable[[], str | None] = lambda: None,
+    client: str = "",
 ) -> Limits:
-    """What bodies are checked against. named_host: of the request's own URL. client: who asks, see
-    `Claim`.
+    """What bodies are checked against. find_host: the one that the request's own URL names.
+    client: who asks, see `Claim`.
 
     Raises: RequestError 503 while the server starts.
     """
@@ -312,7 +318,7 @@ def request_limits(
         default_host=host,
         default_port=port,
         engine=known.incarnation if is_prefill else "",
-        named_host=(named_host or "") if config.host in ANY_HOST else config.host,
+        named_host=_named_host(config.host, find_host) if is_prefill else "",
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
@@ -323,3 +329,7 @@ def request_limits(
         return limits
     token_max = context.fleet.request_token_max
     return replace(limits, plain=replace(limits, is_prefill=False, request_token_max=token_max))
+
+
+def _named_host(own: str, find_host: Callable[[], str | None]) -> str:
+    return (find_host() or "") if own in ANY_HOST else own

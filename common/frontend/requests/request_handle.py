@@ -124,6 +124,8 @@ class RequestHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.cancel("the client went away")
+        # Who was told keeps this handle: neither would be freed without the collector.
+        self._on_delivery = self._wake.set
 
     def deliver(self, message: Tokens | Failed) -> None:
         """Called by the client, in order; nothing comes after the end."""

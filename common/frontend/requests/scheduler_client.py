@@ -25,8 +25,9 @@ from common.frontend.requests.open_requests import OpenRequests, ask_again
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_calls import SchedulerCalls
-from common.frontend.requests.scheduler_health import GONE_AFTER_S, SchedulerHealth
+from common.frontend.requests.scheduler_health import GONE_AFTER_S, JUST_HEARD_S, SchedulerHealth
 from common.frontend.requests.scheduler_line import SchedulerLine
+from common.frontend.requests.token_pace import TokenPace
 from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend
@@ -77,8 +78,10 @@ class SchedulerClient:
         self.late_message_count = 0
         self._channel = channel
         self._metrics = metrics
+        self._pace = TokenPace(metrics)
         self._clock = clock
-        self._liveness = SchedulerHealth(clock.now())
+        self._heard_at = clock.now()
+        self._liveness = SchedulerHealth(self._heard_at)
         self._ready = asyncio.Event()
         self._look_now = asyncio.Event()
         self._line = SchedulerLine(channel)
@@ -106,8 +109,8 @@ class SchedulerClient:
             too much queued, 400 if a request of a rid is open, and 413 if it is larger than what
             the scheduler reads. None of them is submitted then.
         """
-        self._check_can_submit()
         now = self._clock.now()
+        self._check_can_submit(now)
         handles = self._open.make(
             asked, samples, output_ids, now, is_streaming=is_streaming, is_measured=is_measured
         )
@@ -129,8 +132,8 @@ class SchedulerClient:
 
         Raises: RequestError, as `submit_samples`.
         """
-        self._check_can_submit()
         now = self._clock.now()
+        self._check_can_submit(now)
         handles = self._open.make(
             asked, samples, (), now, is_streaming=is_streaming, is_measured=True
         )
@@ -139,12 +142,13 @@ class SchedulerClient:
             self._open.add(handle)
         return handles
 
-    def _check_can_submit(self) -> None:
+    def _check_can_submit(self, now: float) -> None:
         if self.server_info is None:
             raise RequestError("the server is still starting", status=503)
         if self.is_draining:
             raise RequestError(STOPPING, status=503)
-        trouble = self.trouble()
+        is_heard = now < self._heard_at + JUST_HEARD_S
+        trouble = self._liveness.trouble(now, is_started=True) if is_heard else self.trouble()
         if trouble:
             raise RequestError(trouble, status=503)
 
@@ -315,18 +319,19 @@ class SchedulerClient:
 
     def handle(self, message: SchedulerToFrontend) -> None:
         """Take one message of the scheduler. One without a request is counted, not an error."""
-        self._liveness.hear(self._clock.now())
+        self._heard_at = self._clock.now()
+        self._liveness.hear(self._heard_at)
         match message:
             case Outputs(items):
                 for item in items:
                     self.deliver(item)
+                self._pace.tell()
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_transfer(trace)
-            case State():
-                self._liveness.hear_state(message, self._clock.now())
-                self.late_message_count += not self._calls.answer(message)
-            case FlushDone():
+            case State() | FlushDone():
+                if isinstance(message, State):
+                    self._liveness.hear_state(message, self._heard_at)
                 self.late_message_count += not self._calls.answer(message)
             case ServerInfo():
                 known, self.server_info = self.server_info, message
@@ -349,13 +354,8 @@ class SchedulerClient:
                 f"{message.offset}, {len(handle.output_ids)} have come",
             )
             return
-        now = self._clock.now()
         if message.token_ids and handle.is_measured and not handle.is_relayed:
-            interval_s = None if handle.tokens_at is None else now - handle.tokens_at
-            self._metrics.observe_tokens(
-                len(message.token_ids), interval_s, is_streaming=handle.is_streaming
-            )
-            handle.tokens_at = now
+            self._pace.note(handle, len(message.token_ids), self._heard_at)
         if message.finish is not None:
             self._close(handle, message.trace, "", message.finish)
         handle.deliver(message)

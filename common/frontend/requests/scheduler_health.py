@@ -12,6 +12,9 @@ from common.scheduling.worker_health import SilenceTimer
 # what the scheduler said meanwhile has not been read yet.
 LOOK_GAP_MAX_S = 2.5
 SILENCE_MAX_S = 5.0  # several watch intervals; a scheduler step takes milliseconds
+# A process that spoke so short a time ago is not looked at for each request: it ran then, and one
+# that is taken just before a stop waits all the same.
+JUST_HEARD_S = 0.05
 GONE_AFTER_S = 10.0  # silent this long, its open requests are answered for it
 STALL_MAX_S = 30.0  # far above one chunk of any model that is served, below a client's patience
 
