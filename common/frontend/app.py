@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.config import ServerConfig
 from common.errors import RequestError
 from common.frontend.apis.openapi import PATH, DescribedApp
 from common.frontend.context import FrontendContext
@@ -43,20 +44,22 @@ def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI
     for router in routers:
         app.include_router(router)
     add_error_answers(app)
-    app.add_middleware(DirectRoutes, routers=routers)
-    app.add_middleware(SizeLimits, body_nbytes_max=context.config.max_body_nbytes)
-    app.add_middleware(OriginCheck, origins=Origins(context.config))
-    app.add_middleware(KeyCheck, keys=ApiKeys(context.config))
-    if context.config.allowed_origins:
-        # Outside the check of keys: a browser asks first (OPTIONS), and shows none with that.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=context.config.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
-    app.add_middleware(LastResort)
+    app.add_middleware(LastResort)  # before FastAPI answers an exception in its own way
+    app.put_in_front(lambda behind: _in_front(context.config, DirectRoutes(behind, routers)))
     return app
+
+
+def _in_front(config: ServerConfig, app: ASGIApp) -> ASGIApp:
+    """What a request passes before it is answered."""
+    app = SizeLimits(app, config.max_body_nbytes)
+    app = OriginCheck(app, Origins(config))
+    app = KeyCheck(app, ApiKeys(config))
+    if config.allowed_origins:
+        # Outside the check of keys: a browser asks first (OPTIONS), and shows none with that.
+        app = CORSMiddleware(
+            app, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return LastResort(app)
 
 
 def add_error_answers(app: FastAPI) -> None:

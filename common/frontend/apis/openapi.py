@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.frontend.apis import (
     fleet_api,
@@ -81,7 +83,17 @@ PEER_ADDRESS: JsonObject = {
 
 
 class DescribedApp(FastAPI):
-    """An application whose document tells bodies and errors too."""
+    """An application whose document tells bodies and errors too. Requests come to it through what
+    `put_in_front` made, so that those answered there do not pass FastAPI's own layers."""
+
+    _front: ASGIApp | None = None
+
+    def put_in_front(self, make: Callable[[ASGIApp], ASGIApp]) -> None:
+        """make: builds what requests pass around this application."""
+        self._front = make(super().__call__)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._front or super().__call__)(scope, receive, send)
 
     def openapi(self) -> JsonObject:
         if self.openapi_schema is None:
