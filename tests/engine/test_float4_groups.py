@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.engine.checkpoint.files import TensorEntry
 from common.engine.checkpoint.float4_groups import widen_groups
-from common.engine.checkpoint.scaled_tensors import Role, check_parts, read_wide
+from common.engine.checkpoint.scaled_tensors import Role, check_parts, read_stored
 from common.engine.config.weight_format import Float4Groups
 from common.errors import ConfigError
 
@@ -75,7 +75,8 @@ def test_a_slice_is_that_of_the_whole_tensor(take: tuple[slice, ...]) -> None:
         for name, tensor in stored.items()
     )
     parts = {Role.VALUES: values, Role.SCALES: scales}
-    found = read_wide(read, parts, shape, take, Float4Groups(), torch.device("cpu"))
+    found = read_stored(read, parts, shape, take, Float4Groups(), torch.device("cpu"))
+    assert isinstance(found, Tensor)
     assert torch.equal(found, widen_groups(stored["values"], stored["scales"])[take])
     group_count = -(-(take[2].stop or 128) // 32) - (take[2].start or 0) // 32
     assert read_count == found[..., 0].numel() * group_count * 17, "only what is needed is read"

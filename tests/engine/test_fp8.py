@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.engine.checkpoint.codes import Codes
 from common.engine.checkpoint.files import TensorEntry
-from common.engine.checkpoint.scaled_tensors import Role, read_wide
+from common.engine.checkpoint.scaled_tensors import Role, read_stored
 from common.engine.config.weight_format import Float8Blocks
 from common.engine.distributed import ParallelContext
 from common.engine.loader import load_model
@@ -127,7 +128,10 @@ def widened(
         return stored[entry.name][part]
 
     shape = tuple(values.shape)
-    return read_wide(read, parts, shape, take, Float8Blocks(*block), torch.device("cpu"))
+    device = torch.device("cpu")
+    codes = read_stored(read, parts, shape, take, Float8Blocks(*block), device)
+    assert isinstance(codes, Codes)
+    return codes.widen()
 
 
 @pytest.mark.parametrize(

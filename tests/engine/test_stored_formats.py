@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.engine.checkpoint.codes import Codes
 from common.engine.checkpoint.files import TensorEntry
 from common.engine.checkpoint.fingerprint import model_fingerprint
-from common.engine.checkpoint.scaled_tensors import Parts, check_parts, find_format, read_wide
+from common.engine.checkpoint.scaled_tensors import Parts, check_parts, find_format, read_stored
 from common.engine.config.json_fields import JsonFields
 from common.engine.config.weight_format import METHODS, read_weight_format
 from common.engine.distributed import ParallelContext
@@ -106,8 +107,9 @@ def test_any_slice_is_that_of_the_whole_weight(name: str) -> None:
         check_parts(parts, shape, found[0])
         for _ in range(8):
             take = tuple(slice(*sorted(rng.sample(range(size + 1), 2))) for size in shape)
-            wide = read_wide(read, parts, shape, take, found[0], torch.device("cpu"))
-            assert torch.equal(wide, meant[take]), (shape, take)
+            codes = read_stored(read, parts, shape, take, found[0], torch.device("cpu"))
+            assert isinstance(codes, Codes)
+            assert torch.equal(codes.widen(), meant[take]), (shape, take)
 
 
 def test_a_stored_zero_of_gptq_wraps_around() -> None:

@@ -57,9 +57,10 @@ class Codes:
 def group_columns(
     scales: Tensor, columns: slice, column_count: int, group_size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """(scales of the groups that hold `columns`, the group of each if a group is cut in front)."""
+    """(scales of the groups that hold `columns`, the group of each if one of several is cut in
+    front)."""
     start, stop, _ = columns.indices(column_count)
     held = scales[..., start // group_size : -(-stop // group_size)]
-    if start % group_size == 0:
+    if start % group_size == 0 or held.shape[-1] == 1:
         return held, None
     return held, torch.arange(start, stop) // group_size - start // group_size

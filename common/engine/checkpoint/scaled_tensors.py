@@ -174,15 +174,15 @@ def check_parts(parts: Parts, shape: tuple[int, ...], stored: StoredFormat) -> N
             assert_never(stored)
 
 
-def read_wide(
+def read_stored(
     read: ReadSlice,
     parts: Parts,
     shape: tuple[int, ...],
     take: tuple[slice, ...],
     stored: StoredFormat,
     device: torch.device,
-) -> Tensor:
-    """fp32 values of the slice `take` of a weight of `shape`, on `device`."""
+) -> Codes | Tensor:
+    """The slice `take` of a weight of `shape`, on `device`; fp32 values of 4-bit floats."""
     values, scales = parts[Role.VALUES], parts[Role.SCALES]
     *outer, last = take
     match stored:
@@ -202,17 +202,16 @@ def read_wide(
             )
             return wide[..., cut]
         case _:
-            return read_codes(read, parts, shape, take, stored).to(device).widen()
+            return _read_codes(read, parts, shape, take, stored).to(device)
 
 
-def read_codes(
+def _read_codes(
     read: ReadSlice,
     parts: Parts,
     shape: tuple[int, ...],
     take: tuple[slice, ...],
     stored: Float8Blocks | Float8Rows | Integers,
 ) -> Codes:
-    """The slice `take` of a weight of `shape`, as it is stored."""
     columns, column_count = take[-1], shape[-1]
     scales = _read_all(read, parts[Role.SCALES]).float()
     zeros: Tensor | None = None

@@ -6,15 +6,17 @@ A layer declares its tensors as `Weight`s; what a model is made of is not known 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.engine.checkpoint.codes import Codes
 from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
 from common.engine.checkpoint.scaled_tensors import (
     FLOAT_DTYPES,
@@ -25,7 +27,7 @@ from common.engine.checkpoint.scaled_tensors import (
     Role,
     check_parts,
     find_format,
-    read_wide,
+    read_stored,
     weight_name,
 )
 from common.engine.config.weight_format import Integers, Packing, StoredFormat, WeightFormat
@@ -35,12 +37,20 @@ INTEGER_DTYPES = ("I64", "I32")
 NAMES_SHOWN_MAX = 8
 
 
+class CodesKeeper(Protocol):
+    """What may multiply by a weight as it is stored."""
+
+    def keep(self, parts: Sequence[Codes]) -> bool:
+        """Take a weight's parts, rows below rows; False if they must be made wide."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """One tensor of a checkpoint and the part of it that goes into a view of a layer's tensor.
 
     shape: of the whole tensor in the checkpoint. take: one slice per dimension.
     target: what the taken part is copied to; it may be broadcast to it.
+    keeper: what may keep a quantised weight that this is some rows of as it is stored.
     index_count: of a tensor of integers, which are in 0..index_count - 1; 0 for one of numbers.
     """
 
@@ -49,6 +59,7 @@ class TensorSlice:
     take: tuple[slice, ...]
     target: Tensor
     index_count: int = 0
+    keeper: CodesKeeper | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +168,9 @@ def load_weights(
     sources = [_find_source(piece, entries, found[piece.name]) for piece in pieces]
     for source in sources:
         _check_source(source)
-    for path in sorted({source.values.path for source in sources}):
-        _copy_file([source for source in sources if source.values.path == path])
+    groups = _by_keeper(sources)
+    for path in sorted({group[0].values.path for group in groups}):
+        _copy_file([group for group in groups if group[0].values.path == path])
 
 
 def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
@@ -264,19 +276,41 @@ def _check_source(source: _Source) -> None:
         )
 
 
-def _copy_file(sources: list[_Source]) -> None:
-    """Copy the pieces whose values lie in one file; their scales may lie in others."""
-    with _open_files({part.path for source in sources for part in source.parts.values()}) as read:
-        for source in sources:
-            piece, stored = source.piece, source.stored
-            if stored is None:
-                part = read(source.values, piece.take)
-            else:
-                device = piece.target.device
-                part = read_wide(read, source.parts, piece.shape, piece.take, stored, device)
-            if piece.index_count:
-                _check_indexes(source.values, part, piece.index_count)
-            piece.target.copy_(part)
+def _by_keeper(sources: list[_Source]) -> list[list[_Source]]:
+    """Sources in their order, those of one keeper together."""
+    groups: dict[int, list[_Source]] = {}
+    for source in sources:
+        groups.setdefault(id(source.piece.keeper or source.piece), []).append(source)
+    return list(groups.values())
+
+
+def _copy_file(groups: list[list[_Source]]) -> None:
+    """Copy the pieces whose first values lie in one file; the rest may lie in others."""
+    parts = (part for group in groups for source in group for part in source.parts.values())
+    with _open_files({part.path for part in parts}) as read:
+        for group in groups:
+            _copy(read, group)
+
+
+def _copy(read: ReadSlice, group: list[_Source]) -> None:
+    """Copy the pieces of one weight, or leave them to its keeper as they are stored."""
+    parts = [_read(read, source) for source in group]
+    keeper, codes = group[0].piece.keeper, [part for part in parts if isinstance(part, Codes)]
+    if keeper is not None and len(codes) == len(parts) and keeper.keep(codes):
+        return
+    for source, part in zip(group, parts, strict=True):
+        wide = part.widen() if isinstance(part, Codes) else part
+        if source.piece.index_count:
+            _check_indexes(source.values, wide, source.piece.index_count)
+        source.piece.target.copy_(wide)
+
+
+def _read(read: ReadSlice, source: _Source) -> Codes | Tensor:
+    piece, stored = source.piece, source.stored
+    if stored is None:
+        return read(source.values, piece.take)
+    device = piece.target.device
+    return read_stored(read, source.parts, piece.shape, piece.take, stored, device)
 
 
 @contextmanager
