@@ -204,6 +204,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_cache_gb: float = 0.0
     context_length: int | None = None
     load_format: str = "auto"
+    quantized_weights: str = "auto"
     log_level: str = "info"
     log_requests: bool = False
     metrics_names: MetricsNames = MetricsNames.SGLANG

@@ -131,6 +131,13 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "load_format", ("load-format",), choice("auto", "dummy"), "auto or dummy (random weights)"
     ),
     Flag(
+        "quantized_weights",
+        ("quantized-weights",),
+        choice("auto", "narrow", "wide"),
+        "which stay as they are stored, on a CPU in bf16: auto (where that is as fast), "
+        "narrow (wherever a kernel multiplies by them) or wide (none)",
+    ),
+    Flag(
         "log_level",
         ("log-level",),
         choice("debug", "info", "warning", "error"),

@@ -19,6 +19,7 @@ from common.engine.distributed import ParallelContext
 from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.fused import ROTATED_HEAD_DIMS, RotationShape
 from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.narrow import NarrowWeights
 from common.engine.layers.rotary import score_scale
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import FAMILIES, cache_components, read_model_config
@@ -51,13 +52,15 @@ def load_model(
     page_size: int = 16,
     attention: Attention | None = None,
     packs: bool = False,
+    narrow: NarrowWeights = NarrowWeights.WIDE,
 ) -> CausalLm:
     """Build this rank's part of a model and fill its tensors.
 
     dtype: "auto" for the checkpoint's own. load_format: "auto" reads safetensors; "dummy" draws
     weights from `seed` and needs only config.json. page_size: of the pool it will run over, in
     tokens. attention: chosen by device, and checked, if None. packs: whether weights are arranged
-    for the library that multiplies, after which `weights()` can't be read any more.
+    for the library that multiplies, after which `weights()` can't be read any more; nor with
+    other quantised weights than wide ones. narrow: which of them stay as they are stored.
     Raises: ConfigError naming what is wrong with the checkpoint or an argument.
     """
     if load_format not in LOAD_FORMATS:
@@ -67,7 +70,7 @@ def load_model(
     check_parallel(config, parallel.tp_size, parallel.pp_size)
     device = torch.device(device)
     fused = choose_fused(fused_shape(config, parallel, device)).kernels
-    context = LayerContext(parallel, device, DTYPES[config.dtype], fused)
+    context = LayerContext(parallel, device, DTYPES[config.dtype], fused, narrow)
     if attention is None:
         choice = choose_attention(attention_shape(config, parallel, context.device, page_size))
     else:

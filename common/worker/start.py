@@ -22,6 +22,7 @@ from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
+from common.engine.layers.narrow import NarrowWeights
 from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
@@ -165,6 +166,7 @@ def _load_model(
             seed=config.random_seed,
             attention=choice.attention,
             packs=True,
+            narrow=NarrowWeights(config.quantized_weights),
         )
 
 

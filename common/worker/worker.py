@@ -68,12 +68,13 @@ def run_worker(config: ServerConfig, rank: int) -> int:
         log.error("worker %d can't start", rank, exc_info=True)
         return EXIT_FAILED
     log.info(
-        "rank %d is ready after %.1f s: %s, %s, %s",
+        "rank %d is ready after %.1f s: %s, %s, %s; weights: %s",
         rank,
         clock.now() - started_at,
         started.ready.describe["device"],
         started.ready.describe["attention"],
         started.ready.describe["pages"],
+        started.ready.describe["weights"],
     )
     # Model and pools stay for good: the collector must not traverse them while a step waits.
     gc.collect()

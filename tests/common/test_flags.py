@@ -94,6 +94,8 @@ VALID = [
     (("--host-cache-gb", "0.5"), "host_cache_gb", 0.5),
     (("--host-cache-gb", "0", "--disable-radix-cache"), "host_cache_gb", 0.0),
     (("--load-format", "dummy"), "load_format", "dummy"),
+    ((), "quantized_weights", "auto"),
+    (("--quantized-weights", "narrow"), "quantized_weights", "narrow"),
     (("--tp", "2"), "tp_size", 2),
     (("--tensor-parallel-size=4",), "tp_size", 4),
     (("--random-seed", str(2**63 - 1)), "random_seed", 2**63 - 1),
@@ -175,6 +177,7 @@ BAD = [
     ("--host-cache-gb", "nan", "must be a number in 0..65536"),
     ("--context-length", "none", "1..16777216"),
     ("--load-format", "pt", "auto, dummy"),
+    ("--quantized-weights", "int4", "auto, narrow, wide"),
     ("--log-level", "loud", "debug, info, warning, error"),
     ("--random-seed", str(2**63), "0..9223372036854775807"),
     ("--tp-size", "0", "1..1024"),
@@ -335,6 +338,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         "kv-cache-dtype": "auto",
         "attention-backend": "sdpa",
         "load-format": "auto",
+        "quantized-weights": "wide",
     }
     switches = ("log-requests", "disable-radix-cache", "disable-cuda-graph")
     switches += ("enable-role-switch", "standby")

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.engine.checkpoint.files import TensorEntry
 from common.engine.checkpoint.float4_groups import widen_groups
-from common.engine.checkpoint.scaled_tensors import check_scaled, read_scaled
+from common.engine.checkpoint.scaled_tensors import Role, check_parts, read_stored
 from common.engine.config.weight_format import Float4Groups
 from common.errors import ConfigError
 
@@ -74,9 +74,9 @@ def test_a_slice_is_that_of_the_whole_tensor(take: tuple[slice, ...]) -> None:
         TensorEntry(name, Path("file"), "U8", tuple(tensor.shape), 0, 0)
         for name, tensor in stored.items()
     )
-    found = read_scaled(
-        read, values, scales, shape, take, Float4Groups(), torch.device("cpu")
-    )  # fmt: skip
+    parts = {Role.VALUES: values, Role.SCALES: scales}
+    found = read_stored(read, parts, shape, take, Float4Groups(), torch.device("cpu"))
+    assert isinstance(found, Tensor)
     assert torch.equal(found, widen_groups(stored["values"], stored["scales"])[take])
     group_count = -(-(take[2].stop or 128) // 32) - (take[2].start or 0) // 32
     assert read_count == found[..., 0].numel() * group_count * 17, "only what is needed is read"
@@ -85,4 +85,4 @@ def test_a_slice_is_that_of_the_whole_tensor(take: tuple[slice, ...]) -> None:
 def test_rows_that_groups_do_not_fill_are_named() -> None:
     values, scales = (TensorEntry(n, Path("file"), "U8", (4, 2), 0, 0) for n in ("v", "s"))
     with pytest.raises(ConfigError, match=r"file: tensor v has rows of 80 elements: .* of 32"):
-        check_scaled(values, scales, (4, 80), Float4Groups())
+        check_parts({Role.VALUES: values, Role.SCALES: scales}, (4, 80), Float4Groups())

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.engine.checkpoint.block_scales import scale_blocks
+from common.engine.checkpoint.codes import Codes
+from common.engine.checkpoint.files import TensorEntry
+from common.engine.checkpoint.scaled_tensors import Role, read_stored
+from common.engine.config.weight_format import Float8Blocks
 from common.engine.distributed import ParallelContext
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
@@ -111,6 +114,26 @@ def test_half_precision_gets_the_product_rounded_once(twins: tuple[Path, Path]) 
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def widened(
+    values: Tensor, scales: Tensor, take: tuple[slice, ...], block: tuple[int, int]
+) -> Tensor:
+    """`take` of values and scales as files hold them."""
+    stored = {"values": values, "scales": scales}
+    parts = {
+        role: TensorEntry(role, Path(), "F32", tuple(stored[role].shape), 0, 0)
+        for role in (Role.VALUES, Role.SCALES)
+    }
+
+    def read(entry: TensorEntry, part: tuple[slice, ...]) -> Tensor:
+        return stored[entry.name][part]
+
+    shape = tuple(values.shape)
+    device = torch.device("cpu")
+    codes = read_stored(read, parts, shape, take, Float8Blocks(*block), device)
+    assert isinstance(codes, Codes)
+    return codes.widen()
+
+
 @pytest.mark.parametrize(
     "take",
     [
@@ -126,14 +149,13 @@ def test_every_element_finds_the_factor_of_its_block(take: tuple[slice, slice]) 
     expected = torch.stack(
         [torch.stack([values[i, j] * scales[i // 4, j // 3] for j in range(11)]) for i in range(10)]
     )
-    actual = scale_blocks(values[take], scales, (10, 11), take, (4, 3))
-    assert torch.equal(actual, expected[take])
+    assert torch.equal(widened(values, scales, take, (4, 3)), expected[take])
 
 
 def test_stacked_experts_have_factors_each() -> None:
     values, scales = torch.ones(3, 4, 4), torch.arange(12.0).view(3, 2, 2)
     take = (slice(1, 3), slice(None), slice(2, 4))
-    actual = scale_blocks(values[take], scales, (3, 4, 4), take, (2, 2))
+    actual = widened(values, scales, take, (2, 2))
     expected = scales.repeat_interleave(2, 1).repeat_interleave(2, 2)[take]
     assert torch.equal(actual, expected)
 

@@ -226,8 +226,14 @@ def test_wrong_tensors_are_named(
         ({"topk_method": "greedy"}, 'topk_method = "greedy": must be one of noaux_tc'),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2: must be 1"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
-        ({"quantization_config": {"quant_method": "awq"}}, 'quant_method = "awq": must be "fp8"'),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is missing"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            'quant_method = "hqq": must be "fp8" or "compressed-tensors" or "awq" or "gptq"',
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            r"weight_block_size = \[128\]: must be two integers",
+        ),
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, 'fmt = "e5m2"'),
     ],
 )

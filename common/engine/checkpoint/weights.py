@@ -6,28 +6,42 @@ A layer declares its tensors as `Weight`s; what a model is made of is not known 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.engine.checkpoint.codes import Codes
 from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
 from common.engine.checkpoint.scaled_tensors import (
     FLOAT_DTYPES,
-    check_scaled,
-    is_scaled,
-    read_scaled,
-    scales_name,
+    UNREAD_SUFFIXES,
+    Entries,
+    Parts,
+    ReadSlice,
+    Role,
+    check_parts,
+    find_format,
+    read_stored,
+    weight_name,
 )
-from common.engine.config.weight_format import WeightFormat
+from common.engine.config.weight_format import Integers, Packing, StoredFormat, WeightFormat
 from common.errors import ConfigError, config_error
 
 INTEGER_DTYPES = ("I64", "I32")
 NAMES_SHOWN_MAX = 8
+
+
+class CodesKeeper(Protocol):
+    """What may multiply by a weight as it is stored."""
+
+    def keep(self, parts: Sequence[Codes]) -> bool:
+        """Take a weight's parts, rows below rows; False if they must be made wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,7 @@ class TensorSlice:
 
     shape: of the whole tensor in the checkpoint. take: one slice per dimension.
     target: what the taken part is copied to; it may be broadcast to it.
+    keeper: what may keep a quantised weight that this is some rows of as it is stored.
     index_count: of a tensor of integers, which are in 0..index_count - 1; 0 for one of numbers.
     """
 
@@ -44,6 +59,7 @@ class TensorSlice:
     take: tuple[slice, ...]
     target: Tensor
     index_count: int = 0
+    keeper: CodesKeeper | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +88,19 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a piece is found. scales: of a quantised tensor, which then are multiplied out."""
+    """Where a piece is found. stored: how, if it is quantised."""
 
     piece: TensorSlice
-    values: TensorEntry
-    scales: TensorEntry | None = None
+    parts: Parts
+    stored: StoredFormat | None = None
+
+    @property
+    def values(self) -> TensorEntry:
+        return self.parts[Role.VALUES]
+
+
+Found = tuple[StoredFormat, dict[Role, str]] | None
+"""How a quantised weight is stored, and what its tensors are called."""
 
 
 def same_name(name: str) -> str:
@@ -113,31 +137,40 @@ def load_weights(
     Raises: ConfigError naming missing, unexpected, wrongly shaped or non-float tensors.
     """
     entries = _rename_entries(read_tensor_entries(model_path), rename)
-    pieces = [piece for weight in weights for piece in _choose_way(weight, entries)]
-    scales: dict[str, str] = {}
-    if weight_format is not None:
-        scales = {
-            piece.name: scales_name(piece.name, weight_format)
-            for piece in pieces
-            if piece.name in entries and is_scaled(piece.name, entries[piece.name], weight_format)
-        }
+
+    def find(name: str) -> Found:
+        return find_format(name, entries, weight_format) if weight_format is not None else None
+
+    def is_there(name: str) -> bool:
+        found = find(name)
+        return (name if found is None else found[1][Role.VALUES]) in entries
+
+    pieces = [piece for weight in weights for piece in _choose_way(weight, is_there)]
+    found = {piece.name: find(piece.name) for piece in pieces}
     # First, because a tensor that is not announced as quantised may have scales all the same.
-    allowed = {p.name: INTEGER_DTYPES if p.index_count else FLOAT_DTYPES for p in pieces}
-    for name in sorted(allowed.keys() & entries.keys() - scales.keys()):
-        _check_dtype(entries[name], allowed[name])
-    wanted = allowed.keys() | set(scales.values())
-    _check_names(model_path, wanted, entries, is_ignored)
-    sources = [
-        _Source(piece, entries[piece.name], entries[scales[piece.name]])
-        if piece.name in scales
-        else _Source(piece, entries[piece.name])
-        for piece in pieces
-    ]
+    for piece in sorted(pieces, key=lambda piece: piece.name):
+        if found[piece.name] is None and piece.name in entries:
+            allowed = INTEGER_DTYPES if piece.index_count else FLOAT_DTYPES
+            _check_dtype(entries[piece.name], allowed)
+    wanted = {
+        part
+        for name, stored in found.items()
+        for part in ([name] if stored is None else stored[1].values())
+    }
+
+    def is_in_order(name: str) -> bool:
+        weight = weight_name(name)
+        if weight != name and name.endswith(UNREAD_SUFFIXES) and found.get(weight) is not None:
+            return True
+        return is_ignored(name) or is_ignored(weight) or _is_zero_bias(name, entries, found)
+
+    _check_names(model_path, wanted, entries, is_in_order)
+    sources = [_find_source(piece, entries, found[piece.name]) for piece in pieces]
     for source in sources:
-        _check_source(source, weight_format)
-    for path in sorted({source.values.path for source in sources}):
-        found = [source for source in sources if source.values.path == path]
-        _copy_file(path, found, weight_format)
+        _check_source(source)
+    groups = _by_keeper(sources)
+    for path in sorted({group[0].values.path for group in groups}):
+        _copy_file([group for group in groups if group[0].values.path == path])
 
 
 def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
@@ -180,12 +213,29 @@ def _rename_entries(
     return renamed
 
 
-def _choose_way(weight: Weight, entries: dict[str, TensorEntry]) -> tuple[TensorSlice, ...]:
+def _choose_way(weight: Weight, is_there: Callable[[str], bool]) -> tuple[TensorSlice, ...]:
     """The first way that the checkpoint has a tensor of; the first of all if it has none."""
     for way in weight.ways:
-        if any(piece.name in entries for piece in way):
+        if any(is_there(piece.name) for piece in way):
             return way
     return weight.ways[0]
+
+
+def _find_source(piece: TensorSlice, entries: Entries, found: Found) -> _Source:
+    if found is None:
+        return _Source(piece, {Role.VALUES: entries[piece.name]})
+    stored, names = found
+    return _Source(piece, {role: entries[name] for role, name in names.items()}, stored)
+
+
+def _is_zero_bias(name: str, entries: Entries, found: dict[str, Found]) -> bool:
+    """Whether it is one of the biases of zeros that GPTQ gives to layers that have none."""
+    stored = found.get(name.removesuffix(".bias") + ".weight") if name.endswith(".bias") else None
+    if stored is None or not isinstance(stored[0], Integers) or stored[0].packing != Packing.GPTQ:
+        return False
+    entry = entries[name]
+    with _open_files({entry.path}) as read:
+        return not read(entry, (slice(None),)).any()
 
 
 def _check_names(
@@ -214,10 +264,10 @@ def _check_dtype(entry: TensorEntry, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _check_source(source: _Source, weight_format: WeightFormat | None) -> None:
+def _check_source(source: _Source) -> None:
     piece, entry = source.piece, source.values
-    if source.scales is not None and weight_format is not None:
-        check_scaled(entry, source.scales, piece.shape, weight_format)
+    if source.stored is not None:
+        check_parts(source.parts, piece.shape, source.stored)
         return
     if entry.shape != piece.shape:
         raise ConfigError(
@@ -226,9 +276,49 @@ def _check_source(source: _Source, weight_format: WeightFormat | None) -> None:
         )
 
 
-def _copy_file(path: Path, sources: list[_Source], weight_format: WeightFormat | None) -> None:
-    """Copy the pieces whose values lie in one file; their scales may lie in others."""
-    paths = {path} | {source.scales.path for source in sources if source.scales is not None}
+def _by_keeper(sources: list[_Source]) -> list[list[_Source]]:
+    """Sources in their order, those of one keeper together."""
+    groups: dict[int, list[_Source]] = {}
+    for source in sources:
+        groups.setdefault(id(source.piece.keeper or source.piece), []).append(source)
+    return list(groups.values())
+
+
+def _copy_file(groups: list[list[_Source]]) -> None:
+    """Copy the pieces whose first values lie in one file; the rest may lie in others."""
+    parts = (part for group in groups for source in group for part in source.parts.values())
+    with _open_files({part.path for part in parts}) as read:
+        for group in groups:
+            _copy(read, group)
+
+
+def _copy(read: ReadSlice, group: list[_Source]) -> None:
+    """Copy the pieces of one weight, or leave them to its keeper as they are stored."""
+    parts = [_read(read, source) for source in group]
+    keeper, codes = group[0].piece.keeper, [part for part in parts if isinstance(part, Codes)]
+    if keeper is not None and len(codes) == len(parts) and keeper.keep(codes):
+        return
+    for source, part in zip(group, parts, strict=True):
+        wide = part.widen() if isinstance(part, Codes) else part
+        if source.piece.index_count:
+            _check_indexes(source.values, wide, source.piece.index_count)
+        source.piece.target.copy_(wide)
+
+
+def _read(read: ReadSlice, source: _Source) -> Codes | Tensor:
+    piece, stored = source.piece, source.stored
+    if stored is None:
+        return read(source.values, piece.take)
+    device = piece.target.device
+    return read_stored(read, source.parts, piece.shape, piece.take, stored, device)
+
+
+@contextmanager
+def _open_files(paths: set[Path]) -> Iterator[ReadSlice]:
+    """What reads slices of the tensors in some files.
+
+    Raises: ConfigError if a file can't be read.
+    """
     try:
         with ExitStack() as stack:
             files = {
@@ -239,27 +329,11 @@ def _copy_file(path: Path, sources: list[_Source], weight_format: WeightFormat |
                 part: Tensor = files[entry.path].get_slice(entry.name)[take]
                 return part
 
-            for source in sources:
-                piece = source.piece
-                if source.scales is None or weight_format is None:
-                    part = read(source.values, piece.take)
-                else:
-                    part = read_scaled(
-                        read,
-                        source.values,
-                        source.scales,
-                        piece.shape,
-                        piece.take,
-                        weight_format,
-                        piece.target.device,
-                    )
-                if piece.index_count:
-                    _check_indexes(source.values, part, piece.index_count)
-                piece.target.copy_(part)
+            yield read
     except OSError as exc:
-        raise config_error(f"{path}: can't be read: {exc}", exc) from exc
+        raise config_error(f"{sorted(paths)[0]}: can't be read: {exc}", exc) from exc
     except SafetensorError as exc:
-        raise ConfigError(f"{path}: can't be read: {exc}") from exc
+        raise ConfigError(f"{sorted(paths)[0]}: can't be read: {exc}") from exc
 
 
 def _check_indexes(entry: TensorEntry, part: Tensor, count: int) -> None:

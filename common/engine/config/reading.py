@@ -13,7 +13,7 @@ from pathlib import Path
 from common.engine.config.json_fields import JsonFields, JsonValue
 from common.engine.config.model import ModelConfig
 from common.engine.config.rope import RopeConfig
-from common.engine.config.weight_format import WeightMethod, read_weight_format
+from common.engine.config.weight_format import METHODS, WeightMethod, read_weight_format
 from common.errors import ConfigError
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -86,7 +86,7 @@ def read_decoder(
     is_tied_default: bool = False,
     intermediate_key: str = "intermediate_size",
     dtype_default: str = "float32",
-    weight_methods: tuple[WeightMethod, ...] = (WeightMethod.FLOAT8,),
+    weight_methods: tuple[WeightMethod, ...] = METHODS,
 ) -> ModelConfig:
     """The fields that every decoder's config.json has; the rest keeps its default.
 

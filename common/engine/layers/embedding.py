@@ -25,13 +25,14 @@ class VocabTable:
         rows_per_rank = -(-vocab_size // context.parallel.tp_size)
         first = context.parallel.tp_rank * rows_per_rank
         self.rows = range(min(first, vocab_size), min(first + rows_per_rank, vocab_size))
-        self.matrix = Matrix(context.zeros(rows_per_rank, hidden_size))
+        self.matrix = Matrix(context.zeros(rows_per_rank, hidden_size), context.narrow)
 
     def weights(self) -> Iterator[Weight]:
         rows = self.matrix.rows
         shape = (self.vocab_size, rows.shape[1])
         take = (slice(self.rows.start, self.rows.stop), slice(None))
-        piece = TensorSlice(f"{self.name}.weight", shape, take, rows[: len(self.rows)])
+        target = rows[: len(self.rows)]
+        piece = TensorSlice(f"{self.name}.weight", shape, take, target, keeper=self.matrix)
         yield Weight(((piece,),))
 
 

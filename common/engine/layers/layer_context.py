@@ -10,19 +10,25 @@ from torch import Tensor
 from common.engine.distributed import ParallelContext
 from common.engine.layers.fused import FusedKernels
 from common.engine.layers.matrix import Matrix
+from common.engine.layers.narrow import NarrowWeights
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Shared by all layers of a model. fused: kernels for their small functions, None if they are
-    spelled out. matrices: those that are packed once all are filled."""
+    """Shared by all layers of a model.
+
+    fused: kernels for their small functions, None if they are spelled out. narrow: quantised
+    weights that stay as they are stored. matrices: those that products are made with; they are
+    packed once all are filled.
+    """
 
     parallel: ParallelContext
     device: torch.device
     dtype: torch.dtype
     fused: FusedKernels | None = None
+    narrow: NarrowWeights = NarrowWeights.WIDE
     matrices: list[Matrix] = field(default_factory=list)
 
     def empty(self, *shape: int) -> Tensor:
@@ -39,7 +45,8 @@ class LayerContext:
 
     def matrix(self, output_size: int, input_size: int, *, is_read: bool = False) -> Matrix:
         """A weight to be filled by the loader. is_read: by rows, and no product is made with it."""
-        matrix = Matrix(self.empty(output_size, input_size))
+        matrix = Matrix(self.empty(output_size, input_size), self.narrow)
+        matrix.keeps_rows = is_read
         if not is_read:
             self.matrices.append(matrix)
         return matrix

@@ -79,6 +79,7 @@ class ColumnLinear:
                             (block.size, self.input_size),
                             (rows, slice(None)),
                             self.rows[target],
+                            keeper=self._matrix,
                         ),
                     ),
                 )
@@ -122,7 +123,8 @@ class RowLinear:
         columns = slice(self.columns.start, self.columns.stop)
         rows = self._matrix.rows
         shape = (len(rows), self.input_size)
-        piece = TensorSlice(f"{self.name}.weight", shape, (slice(None), columns), rows)
+        take = (slice(None), columns)
+        piece = TensorSlice(f"{self.name}.weight", shape, take, rows, keeper=self._matrix)
         yield Weight(((piece,),))
         if self.bias is not None:
             yield Weight.whole(f"{self.name}.bias", self.bias)

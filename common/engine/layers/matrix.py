@@ -1,14 +1,22 @@
-"""Products with one weight, which is packed once it is loaded, if a library has a better order.
+"""Products with one weight, in whichever form it is fastest to multiply by.
 
-oneDNN arranges a weight anew for every product, unless it is given one that it has arranged before:
-for few tokens that is most of the time. The products are the same, bit for bit.
+A weight's rows are packed once they are filled, if a library has a better order: oneDNN arranges a
+weight anew for every product, unless it is given one that it has arranged before; for few tokens
+that is most of the time. The products are the same, bit for bit. A quantised weight may stay as
+small as it is stored instead, if a kernel multiplies by that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from common.engine.checkpoint.codes import Codes
+from common.engine.layers.narrow import Int4Product, Int8Product, NarrowWeights, choose_narrow
 
 PACKED_DTYPES = (torch.bfloat16,)
 
@@ -17,30 +25,63 @@ class Matrix:
     """y = x W^T + b. rows: W [outputs, inputs], to be filled by the loader.
 
     keeps_rows: whether somebody reads the rows after that, who then pays for both orders.
+    narrow: what may stay as it is stored.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, narrow: NarrowWeights = NarrowWeights.WIDE) -> None:
         self.keeps_rows = False
+        self._narrow = narrow
         self._rows: Tensor | None = rows
-        self._packed: Tensor | None = None
+        self._product: PackedProduct | Int8Product | Int4Product | None = None
 
     @property
     def rows(self) -> Tensor:
-        assert self._rows is not None, "the rows were given up when they were packed"
+        assert self._rows is not None, "the rows were given up for another form"
         return self._rows
+
+    def keep(self, parts: Sequence[Codes]) -> bool:
+        """Take the weight as it is stored, part below part; False if it must be made wide."""
+        rows = self.rows
+        codes = _joined(parts)
+        is_whole = sum(len(part.values) for part in parts) == len(rows)
+        if codes is None or not is_whole or self.keeps_rows or rows.dtype != torch.bfloat16:
+            return False
+        self._product = choose_narrow(codes, self._narrow)
+        if self._product is not None:
+            self._rows = None
+        return self._product is not None
 
     def pack(self) -> None:
         """The rows are filled, and are not written any more."""
-        rows = self.rows
-        if not is_packable(rows):
+        if self._product is not None or not is_packable(self.rows):
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(rows)
+        self._product = PackedProduct(self.rows)
         if not self.keeps_rows:
             self._rows = None
 
     def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._packed is None:
+        if self._product is None:
             return F.linear(inputs, self.rows, bias)
+        return self._product(inputs, bias)
+
+    @property
+    def form(self) -> tuple[str, int]:
+        """(elements and kernel, bytes) of what is multiplied by."""
+        if self._product is not None:
+            return self._product.name, self._product.nbytes
+        return f"{str(self.rows.dtype).removeprefix('torch.')}, aten::linear", self.rows.nbytes
+
+
+class PackedProduct:
+    """oneDNN's own order of a weight."""
+
+    name = "bfloat16, mkldnn::_linear_pointwise"
+
+    def __init__(self, rows: Tensor) -> None:
+        self.nbytes = rows.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(rows)
+
+    def __call__(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             inputs, self._packed, bias, "none", [], ""
         )
@@ -54,4 +95,42 @@ def is_packable(rows: Tensor) -> bool:
         and rows.dtype in PACKED_DTYPES
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and rows.numel() > 0
+    )
+
+
+def describe_matrices(matrices: Iterable[Matrix]) -> str:
+    """How many weights, and how large, are multiplied in which form, by which kernel."""
+    forms: dict[str, tuple[int, int]] = {}
+    for matrix in matrices:
+        name, nbytes = matrix.form
+        count, sum_nbytes = forms.get(name, (0, 0))
+        forms[name] = (count + 1, sum_nbytes + nbytes)
+    lines = [f"{name}: {count} weights, {size} bytes" for name, (count, size) in forms.items()]
+    return "; ".join(sorted(lines))
+
+
+def _joined(parts: Sequence[Codes]) -> Codes | None:
+    """Rows of one weight below each other; None if they don't share a form."""
+    first = parts[0]
+    if len({_form_of(part) for part in parts}) > 1 or first.groups is not None:
+        return None
+    return replace(
+        first,
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=None
+        if first.zeros is None
+        else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+    )
+
+
+def _form_of(part: Codes) -> tuple[object, ...]:
+    return (
+        part.bits,
+        part.values.dtype,
+        part.zeros is None,
+        part.groups is None,
+        part.group_size,
+        part.scales.shape[-1],
+        part.rounds_inputs,
     )

@@ -21,6 +21,7 @@ from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.embedding import Embedding, Head, VocabTable
 from common.engine.layers.fused_rotation import AnyRotation, FusedRotation
 from common.engine.layers.layer_context import LayerContext
+from common.engine.layers.matrix import describe_matrices
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.layers.sequence_rows import SequenceRows
@@ -202,6 +203,7 @@ class CausalLm:
             "dtype": self.config.dtype,
             "device": str(self.context.device),
             "attention": f"{self.attention.name}: {self.attention_reason}",
+            "weights": describe_matrices(self.context.matrices),
             "layers": f"{self.layer_ids.start}..{self.layer_ids.stop - 1}",
             "tp": f"{parallel.tp_rank} of {parallel.tp_size}",
             "pp": f"{parallel.pp_rank} of {parallel.pp_size}",

@@ -1,0 +1,66 @@
+"""A slice of a weight as small numbers whose neighbours in a row share a factor.
+
+What every format of quantised weights becomes once it is out of its files. Knows none of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """W[r, c] = (values[r, c] - zeros[r, g]) * scales[r, g], where g is the group of c.
+
+    values: int8 or float8 [.., r, c]. scales, zeros: fp32[.., r, g]; zeros is None if all are 0.
+    bits: of a value. group_size: neighbours in a row that share a group, the first one included;
+    0 if `groups`, int64[c], says which group each column has.
+    rounds_inputs: whether a product's inputs are meant to be rounded as well, token by token.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+    groups: Tensor | None = None
+    rounds_inputs: bool = False
+
+    def to(self, device: torch.device) -> Codes:
+        return replace(
+            self,
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            groups=None if self.groups is None else self.groups.to(device),
+        )
+
+    def widen(self) -> Tensor:
+        """fp32[.., r, c]: exact, but for one rounding of each product."""
+        wide = self.values.float()
+        if self.zeros is not None:
+            wide.sub_(self._by_column(self.zeros))
+        return wide.mul_(self._by_column(self.scales))
+
+    def _by_column(self, of_groups: Tensor) -> Tensor:
+        if self.groups is not None:
+            return of_groups.index_select(-1, self.groups)
+        if of_groups.shape[-1] == 1:
+            return of_groups
+        spread = of_groups[..., None].expand(*of_groups.shape, self.group_size).flatten(-2)
+        return spread[..., : self.values.shape[-1]]
+
+
+def group_columns(
+    scales: Tensor, columns: slice, column_count: int, group_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """(scales of the groups that hold `columns`, the group of each if one of several is cut in
+    front)."""
+    start, stop, _ = columns.indices(column_count)
+    held = scales[..., start // group_size : -(-stop // group_size)]
+    if start % group_size == 0 or held.shape[-1] == 1:
+        return held, None
+    return held, torch.arange(start, stop) // group_size - start // group_size
