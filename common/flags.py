@@ -134,7 +134,7 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "quantized_weights",
         ("quantized-weights",),
         choice("auto", "narrow", "wide"),
-        "which stay as they are stored, on a CPU in bf16: auto (where that is as fast), "
+        "which stay as they are stored, in bf16: auto (where that is as fast), "
         "narrow (wherever a kernel multiplies by them) or wide (none)",
     ),
     Flag(

@@ -148,6 +148,21 @@ def test_what_stays_narrow_is_what_a_kernel_multiplies_by() -> None:
     assert not head.keep([small]), "a row of padding"
 
 
+@has_int8
+@torch.inference_mode()
+def test_a_weight_that_stays_narrow_never_has_wide_memory() -> None:
+    codes = draw_int8(64, 64)
+    rows = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    kept, wide = (Matrix(rows, NarrowWeights.NARROW, torch.device("cpu")) for _ in range(2))
+    assert kept.keep([codes])
+    with pytest.raises(AssertionError, match="given up"):
+        kept.room(rows)
+    target = wide.room(rows[16:32])
+    target.fill_(3.0)
+    assert wide.rows.device.type == "cpu" and (wide.rows[16:32] == 3.0).all()
+    assert wide.room(wide.rows[:4]).data_ptr() == wide.rows.data_ptr()
+
+
 def load(path: Path, narrow: NarrowWeights, rank: tuple[int, int] = (0, 1)) -> CausalLm:
     parallel = ParallelContext(*rank)
     return load_model(path, dtype="bfloat16", packs=True, narrow=narrow, parallel=parallel)

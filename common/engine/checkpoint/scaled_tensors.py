@@ -241,7 +241,7 @@ def _read_codes(
     if zeros is not None:
         zeros, _ = group_columns(zeros, columns, column_count, group_size)
     scales, index = group_columns(scales, columns, column_count, group_size)
-    rounds = isinstance(stored, Integers) and stored.rounds_inputs
+    rounds = isinstance(stored, Float8Blocks) or stored.rounds_inputs
     return Codes(values, scales, zeros, bits, 0 if index is not None else group_size, index, rounds)
 
 

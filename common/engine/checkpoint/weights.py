@@ -43,6 +43,13 @@ class CodesKeeper(Protocol):
     def keep(self, parts: Sequence[Codes]) -> bool:
         """Take a weight's parts, rows below rows; False if they must be made wide."""
 
+    def room(self, view: Tensor) -> Tensor:
+        """The memory of a piece's target, to be written."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is multiplied by."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
@@ -181,14 +188,18 @@ def fill_with_noise(weights: Iterable[Weight], *, seed: int) -> None:
     """
     for weight in weights:
         for piece in weight.ways[0]:
-            piece.target.copy_(_noise(piece, seed)[piece.take])
+            _room(piece).copy_(_noise(piece, seed)[piece.take])
+
+
+def _room(piece: TensorSlice) -> Tensor:
+    return piece.target if piece.keeper is None else piece.keeper.room(piece.target)
 
 
 def _noise(piece: TensorSlice, seed: int) -> Tensor:
     if len(piece.shape) == 1 and not piece.name.endswith(".bias"):
         return torch.ones(piece.shape)
     digest = hashlib.sha256(f"{seed}:{piece.name}".encode()).digest()
-    device = piece.target.device
+    device = _room(piece).device
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if piece.index_count:
         return torch.randint(piece.index_count, piece.shape, generator=generator, device=device)
@@ -302,14 +313,14 @@ def _copy(read: ReadSlice, group: list[_Source]) -> None:
         wide = part.widen() if isinstance(part, Codes) else part
         if source.piece.index_count:
             _check_indexes(source.values, wide, source.piece.index_count)
-        source.piece.target.copy_(wide)
+        _room(source.piece).copy_(wide)
 
 
 def _read(read: ReadSlice, source: _Source) -> Codes | Tensor:
     piece, stored = source.piece, source.stored
     if stored is None:
         return read(source.values, piece.take)
-    device = piece.target.device
+    device = piece.target.device if piece.keeper is None else piece.keeper.device
     return read_stored(read, source.parts, piece.shape, piece.take, stored, device)
 
 

@@ -58,7 +58,12 @@ class Float8Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Float8Rows:
-    """float8, of which each row shares a factor, or the whole tensor."""
+    """float8, of which each row shares a factor, or the whole tensor.
+
+    rounds_inputs: whether what is multiplied is meant to be rounded to float8 as well.
+    """
+
+    rounds_inputs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +233,9 @@ def _read_scheme(group: JsonFields, stored: str) -> StoredFormat:
             raise weights.error("num_bits", "8, of floats that are not packed")
         if strategy not in ("tensor", "channel", "block"):
             raise weights.error("strategy", '"tensor", "channel" or "block" of floats')
-        return _read_blocks(weights, "block_structure") if strategy == "block" else Float8Rows()
+        if strategy == "block":
+            return _read_blocks(weights, "block_structure")
+        return Float8Rows(rounds_inputs=group.object("input_activations") is not None)
     is_packed = stored == "pack-quantized"
     if bits not in ((4, 8) if is_packed else (8,)):
         raise weights.error("num_bits", "4 or 8" if is_packed else "8")

@@ -45,7 +45,10 @@ class LayerContext:
 
     def matrix(self, output_size: int, input_size: int, *, is_read: bool = False) -> Matrix:
         """A weight to be filled by the loader. is_read: by rows, and no product is made with it."""
-        matrix = Matrix(self.empty(output_size, input_size), self.narrow)
+        may_stay = self.narrow != NarrowWeights.WIDE and not is_read
+        device = torch.device("meta") if may_stay else self.device
+        rows = torch.empty(output_size, input_size, dtype=self.dtype, device=device)
+        matrix = Matrix(rows, self.narrow, self.device)
         matrix.keeps_rows = is_read
         if not is_read:
             self.matrices.append(matrix)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes
-from common.engine.layers.narrow import Int4Product, Int8Product, NarrowWeights, choose_narrow
+from common.engine.layers.narrow import NarrowProduct, NarrowWeights, choose_narrow
 
 PACKED_DTYPES = (torch.bfloat16,)
 
@@ -25,14 +25,21 @@ class Matrix:
     """y = x W^T + b. rows: W [outputs, inputs], to be filled by the loader.
 
     keeps_rows: whether somebody reads the rows after that, who then pays for both orders.
-    narrow: what may stay as it is stored.
+    narrow: what may stay as it is stored. Rows on the meta device have no memory on `device` until
+    they are written: those of a weight that stays narrow never are.
     """
 
-    def __init__(self, rows: Tensor, narrow: NarrowWeights = NarrowWeights.WIDE) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        narrow: NarrowWeights = NarrowWeights.WIDE,
+        device: torch.device | None = None,
+    ) -> None:
         self.keeps_rows = False
+        self.device = device or rows.device
         self._narrow = narrow
         self._rows: Tensor | None = rows
-        self._product: PackedProduct | Int8Product | Int4Product | None = None
+        self._product: PackedProduct | NarrowProduct | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -50,6 +57,14 @@ class Matrix:
         if self._product is not None:
             self._rows = None
         return self._product is not None
+
+    def room(self, view: Tensor) -> Tensor:
+        """The memory of a view of the rows, to be written."""
+        if self.rows.is_meta:
+            self._rows = torch.empty_like(self.rows, device=self.device)
+        if not view.is_meta:
+            return view
+        return self.rows.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def pack(self) -> None:
         """The rows are filled, and are not written any more."""

@@ -1,7 +1,8 @@
-"""Products with weights that stay as small as a checkpoint stores them, where a CPU has kernels.
+"""Products with weights that stay as small as a checkpoint stores them, where there are kernels.
 
-Both kernels are torch's. Measured with one thread on an AMD EPYC with AVX-512 VNNI, 4096 x 4096 out
-of cache, speed over packed bf16 for 1, 2, 4, 8, 16, 128 and 512 rows of inputs:
+float8 is in `float8.py`. Both kernels of a CPU are torch's. Measured with one thread on an AMD EPYC
+with AVX-512 VNNI, 4096 x 4096 out of cache, speed over packed bf16 for 1, 2, 4, 8, 16, 128 and 512
+rows of inputs:
 int8: 1.7, 1.5, 1.5, 1.5, 1.6, 1.7, 1.7 (1024 x 1024: 0.9 to 1.2);
 int4: 2.2, 2.0, 1.0, 0.7, 0.5, 0.4, 0.4; made wide for one product, 512 to 2048 rows: 0.6 to 0.8.
 So int8 is as fast for any number of rows, and int4 is not: it is for those who want its memory.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes
+from common.engine.layers.float8 import Float8Product, choose_float8
 
 INT8_ELEMENTS_MIN = 1 << 20
 """Of smaller weights, rounding the inputs costs more than the product saves."""
@@ -141,11 +143,16 @@ class Int4Product:
         return sizes[0] if is_fitting and sizes else 0
 
 
-def choose_narrow(codes: Codes, narrow: NarrowWeights) -> Int8Product | Int4Product | None:
+NarrowProduct = Int8Product | Int4Product | Float8Product
+
+
+def choose_narrow(codes: Codes, narrow: NarrowWeights) -> NarrowProduct | None:
     """The product with a weight of a model in bf16 that stays as it is stored; None if it is
     better wide, or has no kernel here."""
     if narrow == NarrowWeights.WIDE or codes.values.dim() != 2 or codes.values.numel() == 0:
         return None
+    if codes.values.dtype == torch.float8_e4m3fn:
+        return choose_float8(codes)
     if Int8Product.fits(codes, narrow):
         return Int8Product(codes)
     group_size = Int4Product.group_for(codes, narrow)
