@@ -10,9 +10,10 @@ UCX_SHARED_MEMORY_VARIABLE = "UCX_POSIX_DIR"
 OMP_WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """What says how long a thread of libgomp, that torch computes with, polls for the others."""
 OMP_SPIN_COUNT = 2000
-"""Some tens of microseconds: about the time to the next loop of a pass. By default it is
-milliseconds, and while other processes want the cores too, the thread that is waited for gets
-none: a prompt of 128 tokens on two threads took 2,800 ms beside one busy process, and 270 so."""
+"""Some tens of microseconds. By default it is milliseconds, and while other processes want the
+cores too, the thread that is waited for gets none: a prompt of 128 tokens on two threads took
+2,800 ms beside one busy process, and 270 so. On quiet cores decode passes take a tenth to a third
+longer so (more sleeps), which is the smaller harm."""
 
 
 def shared_memory_dir() -> Path:
