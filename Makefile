@@ -51,7 +51,7 @@ demo: $(STAMP) ## start a pair, ask it 32 questions, show where the time went
 # One thread for each test process. What starts servers waits now and then, so that there is one
 # process more than cores, and comes first: the short rest keeps all of them busy to the end.
 # tests/test_tidy.py is part of `make check`.
-test: $(STAMP) ## all tests that run on any machine (under 10 minutes on 2 cores)
+test: $(STAMP) ## all tests that run on any machine (about 14 minutes on 2 quiet cores)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(LONG_TESTS) $(OTHER_TESTS) -m "not soak and not gpu" \
 		--numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
