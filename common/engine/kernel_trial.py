@@ -33,6 +33,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
+T = TypeVar("T")
 KernelsT = TypeVar("KernelsT", bound=Named)
 
 
@@ -42,7 +43,18 @@ def try_kernels(
     tolerance: float,
     plain: KernelsT,
 ) -> tuple[KernelsT, str]:
-    """(the kernels to use, and why).
+    """(the kernels to use, and why). As `try_or_torch`, where the plain ones are an object too."""
+    found, reason = try_or_torch(name, build_and_check, tolerance, plain.name)
+    return plain if found is None else found, reason
+
+
+def try_or_torch(
+    name: str,
+    build_and_check: Callable[[], tuple[T, float]],
+    tolerance: float,
+    plain_name: str = "torch",
+) -> tuple[T | None, str]:
+    """(the faster kernels, None to do without, and why).
 
     build_and_check: makes the faster ones, and returns with them their largest difference to the
         plain ones, NaN if anything is not finite.
@@ -50,12 +62,12 @@ def try_kernels(
     try:
         candidate, difference = build_and_check()
     except ImportError as exc:
-        return plain, f"{name} can't be imported ({exc}); install {gpu_extra()}"[:300]
+        return None, f"{name} can't be imported ({exc}); install {gpu_extra()}"[:300]
     except _failures() as exc:
-        return plain, f"{name} can't be used: {type(exc).__name__}: {exc}"[:300]
+        return None, f"{name} can't be used: {type(exc).__name__}: {exc}"[:300]
     if not difference <= tolerance:
-        return plain, f"{name} differs from {plain.name} by {difference:.3g}"
-    return candidate, f"differs from {plain.name} by {difference:.3g} at most"
+        return None, f"{name} differs from {plain_name} by {difference:.3g}"
+    return candidate, f"differs from {plain_name} by {difference:.3g} at most"
 
 
 def _failures() -> tuple[type[Exception], ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -105,8 +106,13 @@ class DecodeKernel:
         self._wrapper = wrapper
 
     def plan(self, runs: PageRuns, shapes: Shapes) -> None:
+        self._plan_by(self._wrapper.plan, runs, shapes)
+
+    def _plan_by(
+        self, plan: Callable[..., None], runs: PageRuns, shapes: Shapes, **more: Tensor
+    ) -> None:
         kind = self._kind
-        self._wrapper.plan(
+        plan(
             runs.starts,
             runs.page_ids,
             runs.last_page_lengths,
@@ -119,6 +125,7 @@ class DecodeKernel:
             logits_soft_cap=kind.softcap,
             q_data_type=shapes.dtype,
             kv_data_type=shapes.cache_dtype,
+            **more,
         )
 
     def run(self, query: Tensor, planes: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
@@ -146,23 +153,8 @@ class RecordedDecodeKernel(DecodeKernel):
             super().plan(runs, shapes)
             self._is_planned = True
             return
-        kind = self._kind
-        self._plan_again(
-            self._wrapper,
-            runs.starts,
-            runs.page_ids,
-            runs.last_page_lengths,
-            kind.head_count,
-            kind.kv_head_count,
-            kind.head_dim,
-            shapes.page_items,
-            sm_scale=kind.score_scale,
-            window_left=window_left(kind),
-            logits_soft_cap=kind.softcap,
-            q_data_type=shapes.dtype,
-            kv_data_type=shapes.cache_dtype,
-            global_override_indptr_cpu=runs.starts,
-        )
+        plan = partial(self._plan_again, self._wrapper)
+        self._plan_by(plan, runs, shapes, global_override_indptr_cpu=runs.starts)
 
 
 class PrefillKernel:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.engine.config.rope import RopeConfig
 from common.engine.distributed import ParallelContext
-from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
+from common.engine.kernel_trial import give_memory_back, largest_difference, try_or_torch
 from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
 from common.engine.layers.fused_rotation import FusedRotation
 from common.engine.layers.layer_context import LayerContext
@@ -54,11 +54,6 @@ class FusedChoice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    name: str = "torch"
-
-
 @cache
 def choose_fused(shape: FusedShape) -> FusedChoice:
     """FlashInfer's on CUDA if it is there and agrees with the plain spelling.
@@ -69,38 +64,34 @@ def choose_fused(shape: FusedShape) -> FusedChoice:
         return FusedChoice(None, f"the path of {shape.device.type}")
     if shape.dtype not in TOLERANCE:
         return FusedChoice(None, f"flashinfer has no kernels for {shape.dtype}")
-    made: list[FusedKernels] = []
 
-    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
-        made.append(FusedKernels())
-        return made[0], check_fused(made[0], shape)
+    def build_and_check() -> tuple[FusedKernels, float]:
+        kernels = FusedKernels()
+        return kernels, check_fused(kernels, shape)
 
-    plain: FusedKernels | _Plain = _Plain()
-    chosen, reason = try_kernels("flashinfer", build_and_check, TOLERANCE[shape.dtype], plain)
+    kernels, reason = try_or_torch("flashinfer", build_and_check, TOLERANCE[shape.dtype])
     give_memory_back(shape.device)
-    if chosen is plain:
+    if kernels is None:
         log.warning("norms and activations: %s; they take several kernels each", reason)
         return FusedChoice(None, reason)
     for rotation in shape.rotations:
-        reason = f"{reason}; {_try_rotation(made[0], rotation, shape)}"
+        reason = f"{reason}; {_try_rotation(kernels, rotation, shape)}"
         for is_offset in (False, True) if shape.has_qk_norm else ():
             normed = NormedRotation(rotation, is_offset)
-            reason = f"{reason}; {_try_normed_rotation(made[0], normed, shape)}"
+            reason = f"{reason}; {_try_normed_rotation(kernels, normed, shape)}"
     give_memory_back(shape.device)
-    return FusedChoice(made[0], reason)
+    return FusedChoice(kernels, reason)
 
 
 def _try_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedShape) -> str:
     """Let the kernels turn such heads if they are right; why, or why not."""
-    plain: FusedKernels | _Plain = _Plain()
 
-    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
+    def build_and_check() -> tuple[FusedKernels, float]:
         return kernels, check_rotation(kernels, rotation, shape)
 
-    tolerance = TOLERANCE[shape.dtype]
-    chosen, reason = try_kernels("flashinfer", build_and_check, tolerance, plain)
+    right, reason = try_or_torch("flashinfer", build_and_check, TOLERANCE[shape.dtype])
     found = f"rotation of {rotation.rotated_dim} of {rotation.head_dim} channels: {reason}"
-    if chosen is plain:
+    if right is None:
         kernels.rotations.discard(rotation)
         log.warning("%s; it takes several kernels", found)
     return found
@@ -108,14 +99,13 @@ def _try_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedSh
 
 def _try_normed_rotation(kernels: FusedKernels, normed: NormedRotation, shape: FusedShape) -> str:
     """As `_try_rotation`, of the kernel that norms as well."""
-    plain: FusedKernels | _Plain = _Plain()
 
-    def build_and_check() -> tuple[FusedKernels | _Plain, float]:
+    def build_and_check() -> tuple[FusedKernels, float]:
         return kernels, check_normed_rotation(kernels, normed, shape)
 
-    chosen, reason = try_kernels("triton", build_and_check, TOLERANCE[shape.dtype], plain)
+    right, reason = try_or_torch("triton", build_and_check, TOLERANCE[shape.dtype])
     found = f"norm and rotation of heads{' by offsets' if normed.is_offset else ''}: {reason}"
-    if chosen is plain:
+    if right is None:
         kernels.normed_rotations.discard(normed)
         log.warning("%s; they take a kernel more each", found)
     return found

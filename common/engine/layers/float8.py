@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes
-from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
+from common.engine.kernel_trial import give_memory_back, largest_difference, try_or_torch
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,8 @@ def works(device: torch.device, is_by_block: bool) -> bool:
     """Whether the kernel runs on a device and agrees with what it stands for."""
 
     def build_and_check() -> tuple[Float8Product, float]:
-        return product(is_plain=False), check(product(is_plain=False), product(is_plain=True))
+        kernel = product(is_plain=False)
+        return kernel, check(kernel, product(is_plain=True))
 
     def product(*, is_plain: bool) -> Float8Product:
         generator = torch.Generator().manual_seed(1)
@@ -142,12 +143,12 @@ def works(device: torch.device, is_by_block: bool) -> bool:
         scales = torch.rand(shape, generator=generator).to(device) * 0.05
         return Float8Product(values, scales, is_plain=is_plain)
 
-    plain = product(is_plain=True)
-    chosen, reason = try_kernels(name_of(is_by_block), build_and_check, TOLERANCE, plain)
+    name = name_of(is_by_block)
+    kernel, reason = try_or_torch(name, build_and_check, TOLERANCE)
     give_memory_back(device)
-    if chosen is plain:
-        log.warning("weights of %s are made wide: %s", name_of(is_by_block), reason)
-    return chosen is not plain
+    if kernel is None:
+        log.warning("weights of %s are made wide: %s", name, reason)
+    return kernel is not None
 
 
 @torch.inference_mode()

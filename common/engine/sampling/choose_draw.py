@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from common.engine.kernel_trial import give_memory_back, try_kernels
+from common.engine.kernel_trial import give_memory_back, try_or_torch
 from common.engine.sampling.noise import gumbel, row_keys
 
 log = logging.getLogger(__name__)
@@ -56,29 +56,21 @@ class DrawChoice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    name: str = "torch"
-
-
 @cache
 def choose_draw(vocab_size: int, device: torch.device) -> DrawChoice:
     """Triton's on CUDA if it is there and draws what torch draws."""
     if device.type != "cuda":
         return DrawChoice(None, f"the path of {device.type}")
-    made: list[DrawKernel] = []
 
-    def build_and_check() -> tuple[DrawKernel | _Plain, float]:
-        made.append(DrawKernel())
-        return made[0], check_draw(made[0], vocab_size, device)
+    def build_and_check() -> tuple[DrawKernel, float]:
+        kernel = DrawKernel()
+        return kernel, check_draw(kernel, vocab_size, device)
 
-    plain: DrawKernel | _Plain = _Plain()
-    chosen, reason = try_kernels("triton", build_and_check, TOLERANCE, plain)
+    kernel, reason = try_or_torch("triton", build_and_check, TOLERANCE)
     give_memory_back(device)
-    if chosen is plain:
+    if kernel is None:
         log.warning("sampling: %s; it takes many kernels", reason)
-        return DrawChoice(None, reason)
-    return DrawChoice(made[0], reason)
+    return DrawChoice(kernel, reason)
 
 
 @torch.inference_mode()
