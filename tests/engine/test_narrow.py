@@ -143,7 +143,7 @@ def test_what_stays_narrow_is_what_a_kernel_multiplies_by() -> None:
     assert not is_kept([draw_int4(24, 64, 32)], narrow), "outputs that it does not take"
     embedding = Matrix(torch.empty(64, 64).bfloat16(), narrow)
     embedding.keeps_rows = True
-    assert not embedding.keep([small]), "rows that somebody reads"
+    assert not embedding.keep([small]), "rows that an embedding reads"
     head = Matrix(torch.empty(65, 64).bfloat16(), narrow)
     assert not head.keep([small]), "a row of padding"
 

@@ -79,7 +79,7 @@ def test_work_is_cancelled_and_cleaned_up_when_its_client_leaves() -> None:
 def test_a_client_that_leaves_with_the_answer_changes_nothing() -> None:
     async def story(connection: Connection, work: Work, running: asyncio.Task[str | None]) -> None:
         work.end.set()
-        for _ in range(3):  # the work has just ended, and has waked nobody yet
+        for _ in range(3):  # the work has just ended, and no waiting task has run yet
             await asyncio.sleep(0)
         connection.leave()
         assert await running in ("done", None) and not running.cancelling()

@@ -24,7 +24,7 @@ PACKED_DTYPES = (torch.bfloat16,)
 class Matrix:
     """y = x W^T + b. rows: W [outputs, inputs], to be filled by the loader.
 
-    keeps_rows: whether somebody reads the rows after that, who then pays for both orders.
+    keeps_rows: whether another layer reads the rows after that; then both orders stay in memory.
     narrow: what may stay as it is stored. Rows on the meta device have no memory on `device` until
     they are written: those of a weight that stays narrow never are.
     """

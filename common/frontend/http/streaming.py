@@ -54,7 +54,7 @@ async def run_until_disconnect(work: Coroutine[None, None, T], receive: Receive)
         while (await receive())["type"] != "http.disconnect":
             pass
     except asyncio.CancelledError:
-        if not is_woken or watching.uncancel():  # whoever else ends the request
+        if not is_woken or watching.uncancel():  # another task ends the request
             raise
     finally:
         is_watching = False
