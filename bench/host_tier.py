@@ -40,7 +40,7 @@ CONCURRENCY = 2
 
 # A gap of the 99th percentile is one for each prompt that passes, and up to a third longer from
 # round to round on two cores.
-STREAM_ROUNDS = 8
+STREAM_ROUNDS = 20
 STREAM_COUNT, STREAM_PROMPT, STREAM_OUTPUT = 3, 32, 400
 PASSING_COUNT, PASSING_PROMPT, PASSING_OUTPUT, PASSING_EVERY_S = 16, 1200, 2, 0.3
 
