@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from common.engine.sampling.choose_draw import (
     check_draw,
     choose_draw,
 )
-from common.engine.sampling.draw import Sampled
 from common.engine.sampling.noise import gumbel, row_keys
 from common.engine.sampling.sampler import Sampler
 from common.request import SamplingParams
+from tests.engine.sampled_steps import draws
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 300
@@ -122,7 +121,7 @@ def test_a_sampler_with_a_kernel_draws_the_same(monkeypatch: pytest.MonkeyPatch)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, len(KINDS), VOCAB_SIZE, generator=generator) * 3.0
     logits[2, 1, 5], logits[2, 6, 5], logits[4, 0] = math.inf, math.nan, -math.inf
-    plain = draws(logits)
+    plain = draws(KINDS, logits)
     assert any(sampled.failed for sampled in plain)
     called: list[bool] = []
 
@@ -131,7 +130,7 @@ def test_a_sampler_with_a_kernel_draws_the_same(monkeypatch: pytest.MonkeyPatch)
         return drawn(of_step, steering)
 
     monkeypatch.setattr(sampler, "choose_draw", lambda size, device: DrawChoice(kernel, ""))
-    assert draws(logits) == plain
+    assert draws(KINDS, logits) == plain
     assert called == [True] * len(logits)
 
 
@@ -147,20 +146,3 @@ def test_greedy_rows_cost_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     drawing.add(0, KINDS[0], torch.tensor([5, 6]), 2)
     drawing.sample(torch.randn(1, VOCAB_SIZE), np.array([0]), np.array([2]))
     assert found == [None]
-
-
-def draws(logits: Tensor) -> list[Sampled]:
-    drawing = Sampler(VOCAB_SIZE, [2], CPU)
-    for slot, of_slot in enumerate(KINDS):
-        drawing.add(slot, of_slot, torch.tensor([5, 6, 7 + slot]), 2)
-    slots = np.arange(len(KINDS))
-    found = [
-        drawing.sample(of_step.clone(), slots, np.full(len(KINDS), 3 + step))
-        for step, of_step in enumerate(logits)
-    ]
-    # The token of a failed row means nothing.
-    return [
-        replace(of_step, token_ids=[-1 if i in of_step.failed else t for i, t in enumerate(ids)])
-        for of_step in found
-        for ids in (of_step.token_ids,)
-    ]

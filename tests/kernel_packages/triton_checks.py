@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 
 from common.engine.config.rope import RopeConfig, RopeKind
@@ -14,8 +13,8 @@ from common.engine.layers.fused import FusedKernels, NormedRotation, RotationSha
 from common.engine.sampling import sampler, triton_draw
 from common.engine.sampling.choose_draw import TOLERANCE, DrawChoice, DrawKernel, check_draw
 from common.engine.sampling.noise import gumbel, row_keys
-from common.engine.sampling.sampler import Sampler
 from common.request import SamplingParams
+from tests.engine.sampled_steps import draws
 from tests.kernel_packages.packages import report_checks
 
 CPU = torch.device("cpu")
@@ -52,24 +51,9 @@ def a_sampler_draws_the_same_by_the_kernel() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, len(KINDS), VOCAB_SIZE, generator=generator) * 3.0
     logits[2, 1, 5] = float("inf")
-    plain = draws(logits)
+    plain = draws(KINDS, logits)
     sampler.choose_draw = lambda vocab_size, device: DrawChoice(DrawKernel(), "")  # type: ignore[assignment]
-    assert draws(logits) == plain
-
-
-def draws(logits: torch.Tensor) -> list[object]:
-    drawing = Sampler(VOCAB_SIZE, [2], CPU)
-    for slot, params in enumerate(KINDS):
-        drawing.add(slot, params, torch.tensor([5, 6, 7 + slot]), 2)
-    slots = np.arange(len(KINDS))
-    found = [
-        drawing.sample(of_step.clone(), slots, np.full(len(KINDS), 3 + step))
-        for step, of_step in enumerate(logits)
-    ]
-    return [
-        (of_step.failed, [t for i, t in enumerate(of_step.token_ids) if i not in of_step.failed])
-        for of_step in found
-    ]
+    assert draws(KINDS, logits) == plain
 
 
 def heads_are_normed_and_rotated(*, is_offset: bool, is_interleaved: bool) -> None:
