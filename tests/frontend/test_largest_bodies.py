@@ -15,6 +15,8 @@ from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.formats import HERMES
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
 from common.protocol.frontend import Submit
@@ -26,6 +28,7 @@ from tests.frontend.largest import OUTPUT_COUNT, PATHS, RESUME, Case, Server, ca
 from tests.frontend.tiny_tokenizers import CHATML, write_tokenizer
 
 SERVER = Server(vocab_size=1 << 14, prompt_max=4094)
+PARSERS = Parsers(calls=HERMES)
 LIMITS = Limits(
     vocab_size=SERVER.vocab_size,
     request_token_max=SERVER.prompt_max + OUTPUT_COUNT,
@@ -58,7 +61,7 @@ def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
         case "/v1/completions":
             return parse_completion(case.body, tokenizer, LIMITS, "name")[0].samples
         case _:
-            return parse_chat(case.body, tokenizer, LIMITS, "name", "hermes")[0].samples
+            return parse_chat(case.body, tokenizer, LIMITS, "name", PARSERS)[0].samples
 
 
 def is_refused(case: Case) -> bool:
