@@ -56,6 +56,9 @@ class Parsers:
         return LISTED if self.calls is None else replace(LISTED, ids=self.calls.ids)
 
 
+NO_PARSERS = Parsers()
+
+
 @dataclass(frozen=True, slots=True)
 class Parsing:
     """How to read the outputs of one body.
@@ -73,9 +76,14 @@ class Parsing:
     holds_reasoning: bool = False
     drops_reasoning: bool = False
 
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether outputs are text and nothing else."""
+        return self.reasoning is None and self.calls is None
+
     def parser(self) -> OutputParser:
         """For one output."""
-        if self.reasoning is None and self.calls is None:
+        if self.is_verbatim:
             return Verbatim()
         return OutputReader(
             self.reasoning,

@@ -70,6 +70,7 @@ class OutputReader:
         self._is_in_reasoning = False
         self._held_reasoning = ""
         self._list = self._new_list()
+        self._is_all_text = False  # from here on
         self._state = _State.TEXT
         self._set_markers()
         if is_inside:
@@ -77,8 +78,16 @@ class OutputReader:
 
     def push(self, piece: str) -> Said:
         """What is certain now, in order."""
+        if self._is_all_text:
+            return [piece] if piece else []
         self._buffer += piece
-        return self._advance(is_last=False)
+        said = self._advance(is_last=False)
+        if self._has_only_text_left():
+            self._is_all_text = True
+            if self._space:
+                said = joined([*said, self._space])
+                self._space = ""
+        return said
 
     def flush(self) -> Said:
         """The rest, once no text follows."""
@@ -92,11 +101,16 @@ class OutputReader:
         last, self._said = self._said, []
         return joined([*said, *last])
 
+    def _has_only_text_left(self) -> bool:
+        """Whether nothing is looked for any more."""
+        is_text = self._state is _State.TEXT and self._list is None
+        return is_text and not self._in_text and not self._buffer and not self._is_after_mark
+
     def _advance(self, *, is_last: bool) -> Said:
         while self._step(is_last=is_last):
             pass
         said, self._said = self._said, []
-        return joined(said)
+        return joined(said) if len(said) > 1 else said
 
     def _step(self, *, is_last: bool) -> bool:
         """Take the text up to the next marker; whether there was one."""
