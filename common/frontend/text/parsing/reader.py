@@ -60,6 +60,7 @@ class OutputReader:
         self._said: Said = []
         self._buffer = ""
         self._offset = 0  # of the buffer in the output
+        self._at = 0  # in the buffer: what is before has been taken
         self._searched = 0  # in the buffer
         self._may_reason = reasoning is not None
         self._space = ""  # of text or reasoning; may turn out to stand before a marker
@@ -93,7 +94,7 @@ class OutputReader:
         """The rest, once no text follows."""
         said = self._advance(is_last=True)
         if self._is_in_reasoning:
-            self._end_reasoning(self._offset)
+            self._end_reasoning()
         elif self._space and not self._is_after_mark:
             self._show(self._space)
         if self._list is not None:
@@ -109,6 +110,7 @@ class OutputReader:
     def _advance(self, *, is_last: bool) -> Said:
         while self._step(is_last=is_last):
             pass
+        self._drop_taken()
         said, self._said = self._said, []
         return joined(said) if len(said) > 1 else said
 
@@ -123,16 +125,16 @@ class OutputReader:
     # ---- text ----
 
     def _step_in_text(self, *, is_last: bool) -> bool:
-        place, marker = self._in_text.find(self._buffer, 0, is_last=is_last)
-        self._text(self._cut(place))
+        place, marker = self._in_text.find(self._buffer, self._at, is_last=is_last)
+        self._text(self._take_to(place))
         if not marker:
             return False
         if self._reasoning is not None and marker == self._reasoning.opening:
             if self._may_reason:  # else there is text before it, and this is text too
                 self._begin_reasoning()
-                self._cut(len(marker))
+                self._at += len(marker)
             return True
-        self._cut(len(marker))
+        self._at += len(marker)
         if marker in self._calls.openings:
             self._begin_call(marker)
         return True
@@ -166,21 +168,21 @@ class OutputReader:
         self._is_in_reasoning = True
         self._space = ""
         self._is_after_mark = True
-        self.spans.append((self._offset, -1))
+        self.spans.append((self._offset + self._at, -1))
 
     def _step_in_reasoning(self, *, is_last: bool) -> bool:
         assert self._reasoning is not None
-        place, marker = self._marks.in_reasoning.find(self._buffer, 0, is_last=is_last)
-        self._reason(self._cut(place))
+        place, marker = self._marks.in_reasoning.find(self._buffer, self._at, is_last=is_last)
+        self._reason(self._take_to(place))
         if not marker:
             return False
         if marker in self._reasoning.ends:
-            self._end_reasoning(self._offset)
+            self._end_reasoning()
             self._state = _State.TEXT
             return True
-        self._cut(len(marker))
+        self._at += len(marker)
         if marker == self._reasoning.closing:
-            self._end_reasoning(self._offset)
+            self._end_reasoning()
             self._state = _State.TEXT
         elif marker in self._calls.openings:
             self._begin_call(marker)
@@ -204,9 +206,10 @@ class OutputReader:
         else:
             self._said.append(Reasoning(shown))
 
-    def _end_reasoning(self, end: int) -> None:
+    def _end_reasoning(self, back: int = 0) -> None:
+        """back: so many characters ago."""
         assert self._reasoning is not None
-        self.spans[-1] = (self.spans[-1][0], end)
+        self.spans[-1] = (self.spans[-1][0], self._offset + self._at - back)
         if self._held_reasoning:
             self._said.append(Reasoning(self._held_reasoning))
         self._held_reasoning = self._space = ""
@@ -226,7 +229,7 @@ class OutputReader:
             return
         self._state = _State.CALL
         self._opening = opening
-        self._searched = 0
+        self._searched = self._at
         self._first_closing = (-1, "")
         self._closing_count = 0
 
@@ -239,9 +242,9 @@ class OutputReader:
             self._searched = place
             return is_last and self._end_call_at_last()
         if self._reasoning and self._is_in_reasoning and marker == self._reasoning.closing:
-            self._give_up(0)
+            self._give_up(self._at)
             return True
-        is_open = self._calls.body.is_open(self._buffer[:place])
+        is_open = self._calls.body.is_open(self._buffer[self._at : place])
         if self._first_closing[0] < 0:
             self._first_closing = (place, marker)
         self._closing_count += 1
@@ -259,7 +262,7 @@ class OutputReader:
         place, marker = self._first_closing
         if place >= 0:
             self._end_call(place, marker)
-        elif self._calls.body.is_open(self._buffer):
+        elif self._calls.body.is_open(self._buffer[self._at :]):
             self._give_up(len(self._buffer))
         else:
             self._end_call(len(self._buffer), "")
@@ -268,13 +271,13 @@ class OutputReader:
     def _end_call(self, place: int, marker: str) -> None:
         assert self._calls.body is not None
         length = len(marker) if marker in self._calls.closings else 0
-        calls = self._calls.body.read(self._buffer[:place], self._tools)
+        calls = self._calls.body.read(self._buffer[self._at : place], self._tools)
         if calls is None:
             self._give_up(place + length)
             return
         if self._is_in_reasoning:
-            self._end_reasoning(self._offset - len(self._opening))
-        self._cut(place + length)
+            self._end_reasoning(back=len(self._opening))
+        self._at = place + length
         self._state = _State.TEXT
         self._space = ""
         self._is_after_mark = True
@@ -282,9 +285,9 @@ class OutputReader:
         self._set_markers()
         self._add(calls)
 
-    def _give_up(self, length: int) -> None:
-        """What was taken for a call is no call, with so much of what follows its opening."""
-        raw = self._opening + self._cut(length)
+    def _give_up(self, end: int) -> None:
+        """What was taken for a call is no call, up to `end` in the buffer."""
+        raw = self._opening + self._take_to(end)
         if self._is_in_reasoning:
             self._state = _State.REASONING
             self._is_after_mark = False
@@ -294,11 +297,20 @@ class OutputReader:
             self._is_after_mark = False
             self._text(raw)
 
-    def _cut(self, length: int) -> str:
-        """Take so much from the front of the buffer."""
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        self._offset += length
+    def _take_to(self, place: int) -> str:
+        """The text before `place` that has not been taken yet."""
+        taken = self._buffer[self._at : place]
+        self._at = place
         return taken
+
+    def _drop_taken(self) -> None:
+        """Once a piece, not once a marker: a whole output may come as one and be full of them."""
+        at, (place, marker) = self._at, self._first_closing
+        self._buffer = self._buffer[at:]
+        self._offset += at
+        self._searched -= at
+        self._first_closing = (place - at if place >= 0 else -1, marker)
+        self._at = 0
 
     def _new_list(self) -> ListedCalls | None:
         form = self._calls.listed
