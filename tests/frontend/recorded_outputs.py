@@ -74,6 +74,11 @@ RECORDED: tuple[Recorded, ...] = (
         ("<tool_call>{not json</tool_call>", NOW),
     ),
     Recorded(
+        "hermes, a string without end, then a call", "hermes", "",
+        'I look. <tool_call>{"name": "now</tool_call> <tool_call>{"name": "now"}</tool_call>',
+        ('I look. <tool_call>{"name": "now</tool_call>', NOW),
+    ),
+    Recorded(
         "hermes, thoughts never closed", "hermes", "qwen3",
         'Oslo, so\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n'
         "</tool_call>",
