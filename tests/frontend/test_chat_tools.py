@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import GrammarError
-from common.frontend.bodies.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.text.tokenizer import load_tokenizer
 from common.grammar import GrammarCompiler
 from common.request import FinishKind, FinishReason, Grammar, GrammarKind
@@ -76,6 +76,54 @@ def test_streamed_calls_come_whole_and_once(tmp_path: Path) -> None:
             assert sum(len(e) for e in entries if isinstance(e, list)) == len(
                 TOKENIZER.encode(TAGGED)
             )
+
+    run_generate(tmp_path, story, tool_call_parser="hermes")
+
+
+def test_no_second_call_is_told_where_they_may_not_be_parallel(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text(f"{TAGGED}\n{TAGGED}", STOP)
+        asked: JsonObject = {"messages": [HELLO], "tools": [TOOL]}
+        for is_parallel, count in ((True, 2), (False, 1)):
+            body = {**asked, "parallel_tool_calls": is_parallel}
+            reply = await post_object(rig, PATH, body)
+            calls = at(reply, "choices", 0, "message", "tool_calls")
+            assert isinstance(calls, list) and len(calls) == count
+            events = await post_stream(rig, PATH, body)
+            deltas = [at(event, "choices", 0, "delta") for event in events]
+            assert sum("tool_calls" in d for d in deltas if isinstance(d, dict)) == count
+
+    run_generate(tmp_path, story, tool_call_parser="hermes")
+
+
+def test_allowed_tools_are_the_only_ones_that_are_shown_and_called(tmp_path: Path) -> None:
+    other: JsonObject = {"type": "function", "function": {"name": "rm"}}
+
+    async def story(rig: Rig) -> None:
+        def asked(mode: str, *names: str) -> JsonObject:
+            tools: list[JsonValue] = [
+                {"type": "function", "function": {"name": name}} for name in names
+            ]
+            choice: JsonObject = {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": tools},
+            }
+            return {"messages": [HELLO], "tools": [TOOL, other], "tool_choice": choice}
+
+        rig.scheduler.answer = say_text(TAGGED, STOP)
+        reply = await post_object(rig, PATH, asked("auto", "get_weather"))
+        assert at(reply, "choices", 0, "finish_reason") == "tool_calls"
+        prompt = TOKENIZER.decode(rig.scheduler.submits[-1].token_ids)
+        assert "get_weather" in prompt and "rm" not in prompt
+        reply = await post_object(rig, PATH, asked("auto", "rm"))
+        assert at(reply, "choices", 0, "message", "content") == TAGGED
+        await post_object(rig, PATH, asked("required", "rm"))
+        grammar = rig.scheduler.submits[-1].sampling.grammar
+        assert grammar is not None and "get_weather" not in grammar.text
+        refused = await post_object(rig, PATH, asked("auto", "ls"), 400)
+        assert "ls" in str(refused) and "allowed_tools" in str(refused)
+        nothing = await post_object(rig, PATH, asked("required"), 400)
+        assert "tool_choice" in str(nothing)
 
     run_generate(tmp_path, story, tool_call_parser="hermes")
 

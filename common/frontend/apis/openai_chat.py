@@ -166,6 +166,7 @@ def _read_parsing(
         call_count=_count_calls(template.messages),
         holds_reasoning=not given.stream_reasoning,
         drops_reasoning=not given.include_reasoning,
+        is_single=not template.parallel_tool_calls,
     )
 
 

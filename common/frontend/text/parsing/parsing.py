@@ -65,7 +65,7 @@ class Parsing:
 
     reasoning: None if none is looked for. is_inside: outputs begin inside it. tools: that may be
     called. call_count: calls of earlier messages. holds_reasoning: reasoning is told when it is
-    complete; drops_reasoning: it is not told.
+    complete; drops_reasoning: it is not told. is_single: the first call is the only one that is.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -75,6 +75,7 @@ class Parsing:
     call_count: int = 0
     holds_reasoning: bool = False
     drops_reasoning: bool = False
+    is_single: bool = False
 
     @property
     def is_verbatim(self) -> bool:
