@@ -166,6 +166,11 @@ RECORDED: tuple[Recorded, ...] = (
         "It is 4.", (Thought("Easy."), "It is 4."),
     ),
     Recorded(
+        "harmony, thoughts that are not ended", "gpt-oss", "gpt-oss",
+        "<|channel|>analysis<|message|>A.<|channel|>analysis<|message|>B.<|channel|>final<|message|>"
+        "4.", (Thought("A.B."), "4."),
+    ),
+    Recorded(
         "harmony, words before a call", "gpt-oss", "gpt-oss",
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',

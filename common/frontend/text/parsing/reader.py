@@ -186,8 +186,8 @@ class OutputReader:
             self._state = _State.TEXT
         elif marker in self._calls.openings:
             self._begin_call(marker)
-        elif not self._is_after_mark:  # a model may repeat what the prompt has opened
-            self._reason(marker)
+        elif not (self._is_after_mark or self._reasoning.is_anywhere):
+            self._reason(marker)  # else the model repeats what is open already
         return True
 
     def _reason(self, text: str) -> None:
