@@ -82,6 +82,20 @@ def test_streamed_calls_come_whole_and_once(tmp_path: Path) -> None:
     run_generate(tmp_path, story, tool_call_parser="hermes")
 
 
+def test_a_grammar_of_messages_says_itself_where_reasoning_stands(tmp_path: Path) -> None:
+    strict: JsonObject = {"type": "function", "function": {"name": "now", "strict": True}}
+    schema: JsonObject = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+
+    async def story(rig: Rig) -> None:
+        for changes, is_behind in (({}, False), ({"response_format": schema}, True)):
+            asked: JsonObject = {"messages": [HELLO], "tools": [strict], **changes}
+            await post_object(rig, PATH, asked)
+            grammar = rig.scheduler.submits[-1].sampling.grammar
+            assert grammar is not None and ("thought" in grammar.text) == is_behind
+
+    run_generate(tmp_path, story, tool_call_parser="gpt-oss", reasoning_parser="gpt-oss")
+
+
 SPECIAL = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
            "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|other|>")  # fmt: skip
 

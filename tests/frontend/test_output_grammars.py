@@ -175,8 +175,28 @@ def test_strict_tools_are_held_where_arguments_are_json(name: str, checker: Chec
         assert not checker.allows(grammar, text), text
 
 
+def test_strict_tools_of_a_channel_are_held_behind_other_messages(checker: Checker) -> None:
+    form = CALL_FORMATS["gpt-oss"][0]
+    tokens = checker.tokens("gpt-oss", "gpt-oss")
+    grammar = lark_grammar(tagged_calls([("find", CITY)], form, tokens), "tools")
+    thought = "<|channel|>analysis<|message|>Oslo {.<|end|><|start|>assistant"
+    words = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+    good = call.format("find", '{"city": "Oslo"}')
+    for text in (good, f"{thought}{words}{good}", f"{thought}<|channel|>final<|message|>It is 4."):
+        assert checker.allows(grammar, text), text
+    for bad in (
+        call.format("find", '{"city": "Rome"}'),
+        call.format("rm", "{}"),
+        f"{thought}It is 4.",
+        thought,
+    ):
+        assert not checker.allows(grammar, bad), bad
+
+
 def test_formats_that_can_be_held_are_those_that_are_tested() -> None:
-    assert {name for name, (form, _) in CALL_FORMATS.items() if form.written} == set(CALLED)
+    held = {name for name, (form, _) in CALL_FORMATS.items() if form.written}
+    assert held == {*CALLED, "gpt-oss"}
 
 
 @pytest.mark.parametrize("name", CALLED)

@@ -137,7 +137,8 @@ def parse_chat(
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
     text = render(template, tokenizer, tools.shown)
     begins = beginning(parsers.reasoning, text, _continued_text(template))
-    if parsers.reasoning and constraint and begins is not Beginning.BEHIND:
+    is_whole = constraint is tools.constraint and tools.has_reasoning
+    if parsers.reasoning and constraint and begins is not Beginning.BEHIND and not is_whole:
         constraint = behind_reasoning(
             constraint, parsers.reasoning, parsers.tokens, is_inside=begins is Beginning.INSIDE
         )

@@ -66,16 +66,28 @@ def tagged_calls(
     """Text with calls of `tools`, (name, schema of the parameters), in it, or text alone."""
     assert form.written is not None, "only such a format can be held"
     markup = Markup(tokens)
-    opening = form.openings[0]
+    opening, written = form.openings[0], form.written
     calls = [f"call_{index}" for index in range(len(tools))]
-    rules = [
-        f"start: ({' | '.join(calls)})* {markup.free(opening, form.passed)}",
-        *(ANY, TEXT, INDEX),
-        markup.up_to("opened", opening, passed=form.passed),
-    ]
+    if written.messages:
+        messages = [f"message_{index}" for index in range(len(written.messages))]
+        introduction = markup.lark(written.introduction)
+        rules = [
+            f"start: ({' | '.join(messages)})* ({' | '.join(calls)} | {introduction} TEXT?)",
+            *(
+                markup.up_to(rule, written.message_end, markup.lark(message))
+                for rule, message in zip(messages, written.messages, strict=True)
+            ),
+            f"opened: {markup.lark(opening)}",
+        ]
+    else:
+        rules = [
+            f"start: ({' | '.join(calls)})* {markup.free(opening, form.passed)}",
+            markup.up_to("opened", opening, passed=form.passed),
+        ]
+    rules += [ANY, TEXT, INDEX]
     for call, (name, schema) in zip(calls, tools, strict=True):
-        begin = markup.lark(form.written.begin.replace("{name}", name))
-        end = markup.lark(form.written.end)
+        begin = markup.lark(written.begin.replace("{name}", name))
+        end = markup.lark(written.end)
         rules.append(f"{call}: opened {begin} %json {_styled(schema)} {end}")
     return "\n".join(rules)
 

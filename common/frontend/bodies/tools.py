@@ -99,6 +99,12 @@ class ToolUse:
     constraint: Constraint | None = None
     is_forced: bool = False
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the constraint says itself where reasoning stands."""
+        written = None if self.form is None else self.form.written
+        return written is not None and bool(written.messages)
+
 
 def read_tools(given: ToolFields, parsers: Parsers) -> ToolUse:
     """parsers: the server's. Raises: RequestError."""

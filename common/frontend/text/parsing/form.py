@@ -46,11 +46,16 @@ class WrittenCall:
     """How a call with one JSON object as its arguments is written, for grammars.
 
     begin: behind the first opening, with the function as {name} and a number as {index}. end:
-    behind the object.
+    behind the object. messages: what begins each of the messages that may stand before a call;
+    message_end: what ends it. introduction: of an answer. Without them, text may stand around
+    calls.
     """
 
     begin: str
     end: str
+    messages: tuple[str, ...] = ()
+    message_end: str = ""
+    introduction: str = ""
 
 
 @dataclass(frozen=True, slots=True)

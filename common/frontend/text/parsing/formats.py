@@ -181,12 +181,18 @@ PYTHONIC = CallFormat(
 # A header names channel and recipient, in either order, and the type of what follows.
 HARMONY = CallFormat(
     openings=(
-        "<|start|>assistant to=", "<|channel|>commentary to=", "<|channel|>analysis to=",
+        "<|channel|>commentary to=", "<|start|>assistant to=", "<|channel|>analysis to=",
         " to=functions.",
     ),
     closings=("<|call|>", "<|end|>", "<|return|>"),
     body=Named(re.compile(rf"(?:functions\.)?{NAME}[^{{]*?<\|message\|>\s*")),
     inner=("<|channel|>", "<|constrain|>", "<|message|>"),
+    written=WrittenCall(
+        "functions.{name} <|constrain|>json<|message|>", "",
+        messages=("<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>"),
+        message_end="<|end|><|start|>assistant",
+        introduction="<|channel|>final<|message|>",
+    ),
 )  # fmt: skip
 
 CALL_FORMATS: dict[str, tuple[CallFormat, Signs]] = {

@@ -69,7 +69,7 @@ class OutputReader:
         self._first_closing = (-1, "")
         self._closing_count = 0
         self._is_in_reasoning = False
-        self._held_reasoning = ""
+        self._held_reasoning: list[str] = []
         self._list = self._new_list()
         self._is_all_text = False  # from here on
         self._state = _State.TEXT
@@ -202,7 +202,7 @@ class OutputReader:
         if not shown:
             return
         if self._holds_reasoning:
-            self._held_reasoning += shown
+            self._held_reasoning.append(shown)
         else:
             self._said.append(Reasoning(shown))
 
@@ -211,8 +211,9 @@ class OutputReader:
         assert self._reasoning is not None
         self.spans[-1] = (self.spans[-1][0], self._offset + self._at - back)
         if self._held_reasoning:
-            self._said.append(Reasoning(self._held_reasoning))
-        self._held_reasoning = self._space = ""
+            self._said.append(Reasoning("".join(self._held_reasoning)))
+        self._held_reasoning = []
+        self._space = ""
         self._is_in_reasoning = False
         self._is_after_mark = True
         self._may_reason = self._reasoning.is_anywhere
