@@ -116,6 +116,25 @@ def test_an_output_may_begin_inside_reasoning_and_end_in_a_call(tmp_path: Path) 
     run_generate(tmp_path, story, reasoning_parser="deepseek-r1", tool_call_parser="hermes")
 
 
+def test_a_call_that_must_come_comes_behind_reasoning(tmp_path: Path) -> None:
+    named: JsonObject = {"type": "function", "function": {"name": "get_weather"}}
+
+    async def story(rig: Rig) -> None:
+        listed = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]'
+        rig.scheduler.answer = say_text(f"Oslo.</think>\n{listed}", STOP)
+        asked: JsonObject = {"messages": [HELLO], "tools": [TOOL]}
+        for choice in ("required", named):
+            reply = await post_object(rig, PATH, {**asked, "tool_choice": choice})
+            message = at(reply, "choices", 0, "message")
+            assert at(message, "reasoning_content") == "Oslo." and at(message, "content") is None
+            call = at(message, "tool_calls", 0, "function")
+            assert call == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+            grammar = rig.scheduler.submits[-1].sampling.grammar
+            assert grammar is not None and "thought" in grammar.text
+
+    run_generate(tmp_path, story, reasoning_parser="deepseek-r1")
+
+
 def test_what_an_earlier_answer_thought_reaches_the_template(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         shown: list[str] = []
