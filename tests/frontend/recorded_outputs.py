@@ -192,6 +192,12 @@ RECORDED: tuple[Recorded, ...] = (
         (("get_weather", {"city": "12", "exact": True, "parts": ["a", "b"]}),),
     ),
     Recorded(
+        "qwen coder, values that only look like JSON", "qwen3_coder", "",
+        "<tool_call>\n<function=add>\n<parameter=b>\n1], \"values\": [2\n</parameter>\n"
+        "<parameter=a>\n1, 2\n</parameter>\n</function>\n</tool_call>",
+        (("add", {"b": '1], "values": [2', "a": "1, 2"}),),
+    ),
+    Recorded(
         "qwen coder, without the outer tags", "qwen3_coder", "",
         "Now.\n<function=now>\n</function>", ("Now.", NOW),
     ),

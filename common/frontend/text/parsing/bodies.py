@@ -9,8 +9,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from common.errors import RequestError
 from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object
@@ -44,8 +47,10 @@ class Objects:
         return text.lstrip()[:1] in ("{", "[") and is_in_string(text)
 
     def read(self, text: str, tools: Tools) -> list[Call] | None:
-        value = _parsed(f'{{"calls": {text}}}')
-        items = value.get("calls") if value is not None else None
+        try:
+            items = _parsed_value(text)
+        except ValueError:
+            return None
         several = items if isinstance(items, list) else [items]
         return _all_of(_read_object(item, tools) for item in several)
 
@@ -197,6 +202,18 @@ def _parsed(text: str) -> JsonObject | None:
         return None
 
 
+def _parsed_value(text: str) -> JsonValue:
+    """Raises: ValueError if `text` is no JSON, or nested more deeply than bodies may be."""
+    try:
+        msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ValueError("no JSON") from exc
+    wrapped = _parsed(f'{{"value": {text}}}')
+    if wrapped is None:
+        raise ValueError("nested too deeply")
+    return wrapped["value"]
+
+
 def _read_object(value: JsonValue, tools: Tools) -> Call | None:
     if not isinstance(value, dict):
         return None
@@ -296,9 +313,8 @@ def _typed(text: str, types: frozenset[str] | None) -> JsonValue:
 
 def _value_of(text: str) -> JsonValue:
     """JSON or a Python literal; the text itself if it is neither."""
-    wrapped = _parsed(f'{{"value": {text}}}')
-    if wrapped is not None and wrapped.keys() == {"value"}:
-        return wrapped["value"]
+    with suppress(ValueError):
+        return _parsed_value(text)
     try:
         value = read_literal(text)
     except ValueError:
