@@ -83,11 +83,9 @@ class TemplateFields(ToolFields, frozen=True, kw_only=True):
 
 
 class ReasoningFields(Body, frozen=True):
-    """SGLang's; vLLM calls the first one include_reasoning, and drops what it leaves out."""
-
-    separate_reasoning: bool = True
-    stream_reasoning: bool = True
-    include_reasoning: bool = True
+    separate_reasoning: bool = True  # SGLang's: or it stays in the text
+    stream_reasoning: bool = True  # SGLang's: or it is sent when it is complete
+    include_reasoning: bool = True  # vLLM's: or it is not sent
 
 
 class ChatFields(Body, frozen=True):
