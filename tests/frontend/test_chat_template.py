@@ -95,6 +95,11 @@ STYLES: dict[str, str] = {
         + SHOWN_CALL
         + "{% endfor %}{% endif %}{% if m['content'] is not none %}A:{{ m['content'] }}{% endif %}"
     ),
+    "calls only where content equals none": (
+        "{% if m['content'] == None %}A:{% for c in m['tool_calls'] %}"
+        + SHOWN_CALL
+        + "{% endfor %}{% else %}A:{{ m['content'] }}{% endif %}"
+    ),
     "none told apart by name": (
         "{% set content = m.content %}A:{% if content is not none %}{{ content }}{% endif %}"
         "{% if m.tool_calls is defined and m.tool_calls is not none %}{% for c in m.tool_calls %}"

@@ -150,9 +150,14 @@ def iterates_content(template: nodes.Template) -> bool:
 def asks_for_no_content(template: nodes.Template) -> bool:
     """Whether the template looks by itself if a message's content is none."""
     names = _names_of_content(template)
-    return any(
+    is_tested = any(
         test.name == "none" and _is_content(test.node, names)
         for test in template.find_all(nodes.Test)
+    )
+    return is_tested or any(
+        _is_content(compared.expr, names) and operand.expr == nodes.Const(None)
+        for compared in template.find_all(nodes.Compare)
+        for operand in compared.ops
     )
 
 
