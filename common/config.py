@@ -108,6 +108,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
         them; empty: the server serves alone.
     bootstrap_allow: hosts, patterns and networks that a request's bootstrap_host may name.
+    device: "auto" is CUDA where torch sees a GPU, else the CPU; workers decide it at start.
+    base_gpu_id: the GPU of this machine's first rank; the others take those after it.
     dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
     nnodes, node_rank: machines that the ranks are spread over evenly, and which of them this is;
         machine 0 has the frontend and the scheduler. dist_init_addr: "host:port" of machine 0,
@@ -190,7 +192,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     prefill: tuple[str, ...] = ()
     bootstrap_allow: tuple[str, ...] = ("any",)
-    device: str = "cpu"
+    device: str = "auto"
+    base_gpu_id: int = 0
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
@@ -258,12 +261,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     standby: bool = False
     runtime_dir: str = ""
 
-    @property
-    def stall_s(self) -> float:
-        """stall_timeout_s, or what fits the device."""
+    def stall_s(self, device: str) -> float:
+        """stall_timeout_s, or what fits the device that the workers compute on."""
         if self.stall_timeout_s is not None:
             return self.stall_timeout_s
-        return DEFAULT_CPU_STALL_S if self.device == "cpu" else DEFAULT_GPU_STALL_S
+        return DEFAULT_CPU_STALL_S if device == "cpu" else DEFAULT_GPU_STALL_S
 
     @property
     def trace_endpoint(self) -> str:

@@ -20,11 +20,7 @@ def check_config(config: ServerConfig) -> None:
             f"--chunked-prefill-size {config.chunked_prefill_size}: must be a multiple of "
             f"--page-size {config.page_size}"
         )
-    if config.device == "cuda" and config.transport not in ("auto", "ucx-tcp"):
-        raise ConfigError(
-            f"--transport {config.transport}: must be auto or ucx-tcp with --device cuda: neither "
-            "shared memory nor streams can carry what is in a GPU's memory"
-        )
+    check_device(config)
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens}: must be at least one page, "
@@ -70,6 +66,15 @@ def check_config(config: ServerConfig) -> None:
     if not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(
             f"--tokenizer-path {config.tokenizer_path}: must be a directory with a tokenizer.json"
+        )
+
+
+def check_device(config: ServerConfig) -> None:
+    """Called again once `auto` is decided. Raises: ConfigError."""
+    if config.device == "cuda" and config.transport not in ("auto", "ucx-tcp"):
+        raise ConfigError(
+            f"--transport {config.transport}: must be auto or ucx-tcp with --device cuda: neither "
+            "shared memory nor streams can carry what is in a GPU's memory"
         )
 
 

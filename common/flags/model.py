@@ -81,7 +81,18 @@ MODEL: tuple[Flag, ...] = (
 
 DEVICE: tuple[Flag, ...] = (
     Flag(
-        "device", ("device",), "DEVICE", choice("cpu", "cuda"), "where the model runs: cpu or cuda"
+        "device",
+        ("device",),
+        "{auto,cpu,cuda}",
+        choice("auto", "cpu", "cuda"),
+        "where the model runs; auto: on GPUs if torch sees any, else on the CPU",
+    ),
+    Flag(
+        "base_gpu_id",
+        ("base-gpu-id",),
+        "N",
+        integer(0, 1023),
+        "the GPU of the first rank on this machine; the others take those after it",
     ),
     Flag(
         "attention_backend",

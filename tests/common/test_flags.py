@@ -77,7 +77,9 @@ VALID = [
     (("--page-size", "1"), "page_size", 1),
     (("--page-size", "256"), "page_size", 256),
     (("--chunked-prefill-size", "512"), "chunked_prefill_size", 512),
+    ((), "device", "auto"),
     (("--device", "cuda"), "device", "cuda"),
+    (("--base-gpu-id", "4"), "base_gpu_id", 4),
     (("--dtype", "bfloat16"), "dtype", "bfloat16"),
     (("--kv-cache-dtype", "float16"), "kv_cache_dtype", "float16"),
     (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype", "float8_e4m3fn"),
@@ -157,7 +159,7 @@ BAD = [
     ("--port", "1_000", "1..65535"),
     ("--host", "http://x", "without scheme"),
     ("--host", "a b", "without scheme"),
-    ("--device", "tpu", "cpu, cuda"),
+    ("--device", "tpu", "auto, cpu, cuda"),
     ("--dtype", "fp32", "auto, float32, bfloat16, float16"),
     ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16, fp8_e4m3"),
     ("--attention-backend", "fa3", "must be one of auto, sdpa, flashinfer"),
@@ -286,6 +288,11 @@ def test_heartbeats_may_be_as_rare_as_the_timeouts_allow(model: Path) -> None:
     assert decode(model, *slow).heartbeat_interval_s == 5.0
     with pytest.raises(ConfigError, match="--peer-timeout 9: must be at least two heartbeats"):
         decode(model, *slow, "--peer-timeout", "9")
+
+
+def test_an_engine_may_stand_still_as_long_as_fits_its_device(model: Path) -> None:
+    assert [decode(model).stall_s(device) for device in ("cpu", "cuda")] == [2.0, 10.0]
+    assert decode(model, "--stall-timeout", "3").stall_s("cuda") == 3.0
 
 
 def test_a_checkpoint_that_can_not_be_used_is_named(model: Path, tmp_path: Path) -> None:
