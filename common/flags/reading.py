@@ -15,8 +15,9 @@ from typing import NoReturn
 import msgspec
 import yaml
 
-from common.config import ServerConfig, with_api_keys
+from common.config import ServerConfig
 from common.config_checks import check_config
+from common.config_keys import with_api_keys
 from common.errors import ConfigError
 from common.flags.flag import Flag
 from common.flags.table import GROUPS
