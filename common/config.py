@@ -100,6 +100,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The settings of one server, checked by `to_config`; None means: decided at start.
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
+    chat_template: file of a Jinja template in place of the checkpoint's; "": that one.
     name: what its peers call it; "": its HTTP address.
     prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
         them; empty: the server serves alone.
@@ -174,6 +175,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         have taken over; 0: none are moved. drain_to: URLs of those servers; empty: the decode
         servers that its prefill servers know.
     serve_plain: a prefill server has its decode servers answer requests that name no room.
+    remarks: lines for the log, on flags of other servers that change nothing here.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
         supervisor; "" until then.
     """
@@ -252,9 +254,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allowed_origins: tuple[str, ...] = ()
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
+    chat_template: str = ""
     tool_call_parser: str = ""
     enable_role_switch: bool = False
     standby: bool = False
+    remarks: tuple[str, ...] = ()
     runtime_dir: str = ""
 
     def stall_s(self, device: str) -> float:

@@ -96,6 +96,8 @@ def _check_model(directory: Path) -> None:
         document = msgspec.json.decode(path.read_bytes())
     except OSError as exc:
         text = f"--model-path {directory}: must be a local directory with a readable config.json"
+        if not directory.exists():
+            text += "; names of models are not looked up, `hf download NAME --local-dir DIR` does"
         raise config_error(f"{text} ({exc.strerror})", exc) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--model-path {directory}: config.json is not JSON: {exc}") from exc
