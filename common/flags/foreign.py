@@ -13,7 +13,9 @@ from enum import StrEnum
 
 from common.config import Role
 
-ANY, OFF = ".*", "false|False|0|none|None|null"
+ANY, OFF = ".*", "false|False|0|none|None"
+# Of vLLM's connectors, those that keep caches somewhere instead of sending them to a server.
+OTHER_CONNECTORS = "Multi|Offloading|LMCache|Storage|Example"
 
 
 class Takes(StrEnum):
@@ -83,14 +85,14 @@ ROLES = (
         "this is the prefill server, where vLLM's kv_consumer is `python -m decode_server`, which "
         "finds this one by --prefill; caches are kept in host memory by --host-cache-gb",
         valued="kv-transfer-config",
-        harmless="(?!.*(kv_consumer|Multi|Offloading|LMCache|Storage|Example)).*",
+        harmless=f"(?!.*(kv_consumer|{OTHER_CONNECTORS})).*",
         role=Role.PREFILL,
     ),
     ForeignFlags(
         "this is the decode server, which finds vLLM's kv_producer, `python -m prefill_server`, by "
         "--prefill; caches are kept in host memory by --host-cache-gb",
         valued="kv-transfer-config",
-        harmless="(?!.*(kv_producer|Multi|Offloading|LMCache|Storage|Example)).*",
+        harmless=f"(?!.*(kv_producer|{OTHER_CONNECTORS})).*",
         role=Role.DECODE,
     ),
 )
@@ -231,7 +233,7 @@ REFUSED = (
         harmless=f"1|{OFF}",
     ),
     ForeignFlags(
-        "only tokens' heads and layers are shared among ranks: leave it out, or raise --tp-size or "
+        "only heads and layers are shared among ranks: leave it out, or raise --tp-size or "
         "--pp-size",
         valued="attn-cp-size attention-context-parallel-size dcp-size moe-dp-size "
         "moe-data-parallel-size decode-context-parallel-size prefill-context-parallel-size",
@@ -269,7 +271,7 @@ REFUSED = (
     ForeignFlags(
         "weights stay on the device: raise --tp-size or --pp-size instead",
         valued="cpu-offload-gb",
-        harmless="0|0[.]0*",
+        harmless="0|0.0",
     ),
     ForeignFlags(
         "write --verify-transfer full instead",
@@ -285,7 +287,7 @@ REFUSED = (
     ForeignFlags(
         "the checkpoint says how its weights are stored, and none are quantised while they are "
         "loaded: leave it out",
-        valued="quantization q torchao-config quantization-param-path modelopt-quant",
+        valued="quantization torchao-config quantization-param-path modelopt-quant",
         harmless=OFF,
     ),
     ForeignFlags(
@@ -354,7 +356,7 @@ REFUSED = (
         harmless=OFF,
     ),
     ForeignFlags(
-        "is not offered: leave it out",
+        "this is not offered: leave it out",
         switches="enable-return-hidden-states enable-return-routed-experts enable-memory-saver "
         "enable-custom-logit-processor enable-deterministic-inference enable-sleep-mode "
         "skip-tokenizer-init allow-auto-truncate disable-sliding-window",
