@@ -48,8 +48,10 @@ class MoeMlp:
         self.activation = fastest(activation, context, inner_size)
         self.has_grouped_kernel = has_grouped_kernel(context.device, context.dtype)
         self.router = context.empty(moe.expert_count, hidden_size)
-        self.gate_up = context.empty(moe.expert_count, len(self.parts) * inner_size, hidden_size)
-        self.down = context.empty(moe.expert_count, hidden_size, inner_size)
+        self.gate_up = context.expert_matrix(
+            moe.expert_count, len(self.parts) * inner_size, hidden_size
+        )
+        self.down = context.expert_matrix(moe.expert_count, hidden_size, inner_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.mix_experts(hidden, *self.route(hidden))
@@ -72,7 +74,7 @@ class MoeMlp:
             has_kernel=self.has_grouped_kernel,
         )
         given = hidden[order // self.experts_per_token]
-        outputs = groups.multiply(self.activation(self.expand(given, groups)), self.down)
+        outputs = self.down.multiply(groups, self.activation(self.expand(given, groups)))
         by_token = torch.empty_like(outputs)
         by_token[order] = outputs
         by_token = by_token.view(*experts.shape, -1)
@@ -81,7 +83,7 @@ class MoeMlp:
 
     def expand(self, hidden: Tensor, groups: ExpertGroups) -> Tensor:
         """Gates and ups [n, 2 inner] of rows in expert order."""
-        return groups.multiply(hidden, self.gate_up)
+        return self.gate_up.multiply(groups, hidden)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(shares [T, k] in the model's dtype or fp32, expert ids int64[T, k]) of every token."""
@@ -108,7 +110,8 @@ class MoeMlp:
                 f"{self.name}.experts.{expert}.{part}.weight",
                 shape,
                 (rows, slice(None)),
-                self.gate_up[expert, place * width : (place + 1) * width],
+                self.gate_up.rows[expert, place * width : (place + 1) * width],
+                keeper=self.gate_up.experts[expert],
             )
             for expert in range(self.expert_count)
             for place, part in enumerate(self.parts)
@@ -129,7 +132,8 @@ class MoeMlp:
                     slice(place * size + self.inner.start, place * size + self.inner.stop),
                     slice(None),
                 ),
-                self.gate_up[:, place * width : (place + 1) * width],
+                self.gate_up.rows[:, place * width : (place + 1) * width],
+                keeper=self.gate_up.stack,
             )
             for place in range(len(self.parts))
         )
@@ -141,7 +145,8 @@ class MoeMlp:
                 f"{self.name}.experts.{expert}.down_proj.weight",
                 (self.hidden_size, self.intermediate_size),
                 (slice(None), columns),
-                self.down[expert],
+                self.down.rows[expert],
+                keeper=self.down.experts[expert],
             )
             for expert in range(self.expert_count)
         )
@@ -150,4 +155,5 @@ class MoeMlp:
         shape = (self.expert_count, self.hidden_size, self.intermediate_size)
         columns = slice(self.inner.start, self.inner.stop)
         take = (slice(None), slice(None), columns)
-        return (TensorSlice(f"{self.name}.experts.down_proj", shape, take, self.down),)
+        name, rows = f"{self.name}.experts.down_proj", self.down.rows
+        return (TensorSlice(name, shape, take, rows, keeper=self.down.stack),)
