@@ -50,8 +50,8 @@ MODEL: tuple[Flag, ...] = (
         ("quantized-weights",),
         "{auto,narrow,wide}",
         choice("auto", "narrow", "wide"),
-        "which stay as they are stored, in bf16: auto (where that is as fast), "
-        "narrow (wherever a kernel multiplies by them) or wide (none)",
+        "which stay as they are stored: auto (where that is as fast, and experts on CUDA), "
+        "narrow (wherever a kernel multiplies by them, and experts) or wide (none)",
     ),
     Flag(
         "dtype",
