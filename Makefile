@@ -28,7 +28,7 @@ ifeq ($(shell grep -ls '"editable": *true' $(VENV)/lib/python3*/site-packages/ba
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard common/transport/native/* common/transport/native/stream/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard $(addsuffix /*,common/transport/native common/transport/native/stream common/engine/native))
 	@command -v c++ >/dev/null || { echo "a C++ compiler is needed (Debian: apt-get install g++)"; exit 1; }
 	@echo '#include <openssl/ssl.h>' | c++ -E -x c++ - >/dev/null 2>&1 || { echo "OpenSSL 3 is needed (Debian: apt-get install libssl-dev)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }

@@ -23,11 +23,12 @@ from common.admin.answers import NotUnderstood
 from common.admin.calls import Caller, Refused, Unreachable
 from common.admin.commands import EXIT_DONE, complain
 from common.clock import SystemClock
-from common.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, Role, gather_keys
+from common.config import Role
+from common.config_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, gather_keys
 from common.errors import ConfigError
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
-from common.flag_reading import OneLineParser
-from common.flag_values import address, api_keys, number
+from common.flags.reading import OneLineParser
+from common.flags.values import address, api_keys, number
 from common.frontend.http.client import ServerUrl, parse_url
 
 # A server whose scheduler is silent says so after two seconds.

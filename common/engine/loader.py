@@ -18,6 +18,12 @@ from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.fused import ROTATED_HEAD_DIMS, RotationShape
+from common.engine.layers.fused_experts import (
+    ExpertCounts,
+    GroupedRouter,
+    Router,
+    SoftmaxRouter,
+)
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.narrow import NarrowWeights
 from common.engine.layers.rotary import score_scale
@@ -123,7 +129,26 @@ def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.de
         rope=config.rope,
         rotations=_rotations(config),
         has_qk_norm=config.has_qk_norm,
+        expert_counts=_expert_counts(config),
+        router=_router(config),
     )
+
+
+def _expert_counts(config: ModelConfig) -> ExpertCounts | None:
+    moe = config.moe
+    return None if moe is None else ExpertCounts(moe.expert_count, moe.experts_per_token)
+
+
+def _router(config: ModelConfig) -> Router | None:
+    """That kernels may know: a softmax, or groups of sigmoids whose shares are normalised."""
+    moe = config.moe
+    if moe is None:
+        return None
+    counts = (moe.expert_count, moe.experts_per_token, moe.is_normalized)
+    if moe.router is None:
+        return SoftmaxRouter(*counts)
+    is_known = moe.router.is_sigmoid and moe.is_normalized
+    return GroupedRouter(*counts, moe.router) if is_known else None
 
 
 def _rotations(config: ModelConfig) -> tuple[RotationShape, ...]:

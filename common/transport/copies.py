@@ -39,3 +39,43 @@ def convert_float8(
     _copies.convert_float8(
         target, source, target_offsets, source_offsets, counts, wide, is_narrowing
     )
+
+
+Digests = NDArray[np.uint64]
+
+
+def digest_pages(
+    buffer: NDArray[np.uint8], page_ids: NDArray[np.int64], page_nbytes: int
+) -> Digests:
+    """One digest for each page of a buffer of whole pages, without the interpreter lock.
+
+    Another value of any one word of 8 bytes gives another digest.
+    Raises: ValueError if a page lies outside the buffer.
+    """
+    digests = np.empty(len(page_ids), dtype=np.uint64)
+    _copies.digest_pages(digests, buffer, page_ids, page_nbytes)
+    return digests
+
+
+def save_pages(
+    target: NDArray[np.uint8],
+    source: NDArray[np.uint8],
+    target_ids: NDArray[np.int64],
+    source_ids: NDArray[np.int64],
+    page_nbytes: int,
+    *,
+    piece_nbytes: int,
+    pause_ratio: float,
+) -> Digests:
+    """Copies whole pages between two buffers, and digests what arrived, as `digest_pages` does.
+
+    After every `piece_nbytes` nothing is copied for `pause_ratio` times as long as they took. The
+    interpreter lock is not taken once in between: a thread that asks for it page by page holds up
+    one that computes, which gives it up with every operation and then has to wait for it.
+    Raises: ValueError if a page lies outside its buffer.
+    """
+    digests = np.empty(len(target_ids), dtype=np.uint64)
+    _copies.save_pages(
+        digests, target, source, target_ids, source_ids, page_nbytes, piece_nbytes, pause_ratio
+    )
+    return digests

@@ -17,31 +17,24 @@ nothing of prefixes, nor of why a page moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from queue import SimpleQueue
-from threading import Event
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
 
-from common.clock import SystemClock
 from common.config import ServerConfig
 from common.engine.cache.kv_pool import KvPool
 from common.errors import NotNow
 from common.planner.copy_plan import Int64Array
 from common.protocol.worker import MovePages, PageCopies, PagesMoved
-from common.transport.copies import copy_runs
+from common.transport.copies import Digests, copy_runs, digest_pages, save_pages
 from common.worker.host_page_counts import GIB, check_host_memory, decide_host_page_counts
 from common.worker.start_device import enough_memory
 
 PageMoves = SimpleQueue[MovePages | None]
 """From the I/O thread; None ends it. Every move holds pages of the pool, so there are never more
 moves than pages."""
-
-Digests = NDArray[np.uint64]
 
 Runs = tuple[Int64Array, Int64Array, Int64Array]
 """Target offsets, source offsets and sizes, in bytes."""
@@ -111,23 +104,26 @@ class HostPages:
         return PagesMoved(move.move_id, rank)
 
     def _spill(self, moved: list[PageCopies]) -> None:
-        pieces = [moved] if self._stream is not None else [[one] for one in self._pieces(moved)]
-        clock = SystemClock()
-        for piece in pieces:
-            began_at = clock.now()
-            self._copy(piece, is_spill=True)
-            for copies in piece:
-                found = self._digest(copies.group, copies.target_ids)
-                self._digests[copies.group][copies.target_ids] = found
-            if piece is not pieces[-1]:
-                Event().wait(PAUSE_RATIO * (clock.now() - began_at))
-
-    def _pieces(self, moved: list[PageCopies]) -> Iterator[PageCopies]:
+        """On a CPU each page is digested where it is copied; else once all have arrived."""
+        if self._stream is not None:
+            self._copy(moved, is_spill=True)
         for copies in moved:
-            count = max(1, PIECE_NBYTES // self._groups[copies.group].page_nbytes)
-            for start in range(0, len(copies.target_ids), count):
-                pages = slice(start, start + count)
-                yield PageCopies(copies.group, copies.source_ids[pages], copies.target_ids[pages])
+            if self._stream is not None:
+                found = self._digest_pages(copies.group, copies.target_ids)
+            else:
+                found = self._save(copies)
+            self._digests[copies.group][copies.target_ids] = found
+
+    def _save(self, copies: PageCopies) -> Digests:
+        return save_pages(
+            self.buffers[copies.group].numpy(),
+            self._pool.buffers[copies.group].numpy(),
+            np.array(copies.target_ids, dtype=np.int64),
+            np.array(copies.source_ids, dtype=np.int64),
+            self._groups[copies.group].page_nbytes,
+            piece_nbytes=PIECE_NBYTES,
+            pause_ratio=PAUSE_RATIO,
+        )
 
     def _check(self, copies: PageCopies, *, is_spill: bool) -> None:
         assert self.page_counts, "pages move only where there is a tier"
@@ -141,16 +137,16 @@ class HostPages:
     def _find_change(self, copies: PageCopies) -> str:
         """An error that names the first page whose bytes are not those that were spilled, or ""."""
         kept = self._digests[copies.group][copies.source_ids]
-        changed = np.flatnonzero(kept != self._digest(copies.group, copies.source_ids))
+        changed = np.flatnonzero(kept != self._digest_pages(copies.group, copies.source_ids))
         if len(changed) == 0:
             return ""
         name = self._groups[copies.group].group.name
         return f"host memory has changed: page {copies.source_ids[changed[0]]} of group {name}"
 
-    def _digest(self, group: int, page_ids: list[int]) -> Digests:
-        """uint64[page]. Computed without the interpreter lock, as xxhash does since 3.0."""
-        rows = self.buffers[group].numpy().reshape(-1, self._groups[group].page_nbytes)
-        return np.array([xxh3_64_intdigest(rows[page]) for page in page_ids], dtype=np.uint64)
+    def _digest_pages(self, group: int, page_ids: list[int]) -> Digests:
+        """uint64[page], of pages in host memory."""
+        ids = np.array(page_ids, dtype=np.int64)
+        return digest_pages(self.buffers[group].numpy(), ids, self._groups[group].page_nbytes)
 
     def _copy(self, moved: list[PageCopies], *, is_spill: bool) -> None:
         for copies in moved:

@@ -241,6 +241,23 @@ def fused_add_rmsnorm(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon:
     hidden.copy_(rmsnorm(residual, weight, epsilon))
 
 
+def gemma_rmsnorm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    assert len(hidden) and hidden.is_contiguous() and hidden.dtype == weight.dtype
+    wide = hidden.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * (1.0 + weight.float())).to(hidden.dtype)
+
+
+def gemma_fused_add_rmsnorm(
+    hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> None:
+    residual += hidden
+    hidden.copy_(gemma_rmsnorm(residual, weight, epsilon))
+
+
+NORMS = (rmsnorm, fused_add_rmsnorm, gemma_rmsnorm, gemma_fused_add_rmsnorm)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
@@ -331,7 +348,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     parts = {
         "mla": {"BatchMLAPagedAttentionWrapper": Mla},
-        "norm": {kernel.__name__: kernel for kernel in (rmsnorm, fused_add_rmsnorm)},
+        "norm": {kernel.__name__: kernel for kernel in NORMS},
         "page": {"append_paged_kv_cache": append_paged_kv_cache},
         "rope": {"apply_rope_with_cos_sin_cache": apply_rope_with_cos_sin_cache},
         "activation": {kernel.__name__: kernel for kernel in (silu_and_mul, gelu_tanh_and_mul)},

@@ -265,11 +265,6 @@ def test_sdpa_that_is_asked_for_is_no_shortfall(caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
-def test_cpu_uses_sdpa() -> None:
-    choice = choose_attention(SHAPE)
-    assert choice.attention.name == "sdpa" and "cpu" in choice.reason
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "allowed"),
     [

@@ -16,9 +16,12 @@ from common.engine.checkpoint.files import TensorEntry
 from common.engine.checkpoint.scaled_tensors import Role, read_stored
 from common.engine.config.weight_format import Float8Blocks
 from common.engine.distributed import ParallelContext
+from common.engine.layers import expert_matrix
+from common.engine.layers.narrow import NarrowWeights
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
 from common.errors import ConfigError
+from tests.engine.paged_decoding import Sequence, forward, make_pool
 from tests.engine.tiny_checkpoints import (
     Change,
     Recipe,
@@ -112,6 +115,37 @@ def test_half_precision_gets_the_product_rounded_once(twins: tuple[Path, Path]) 
     float8, plain = (load_model(path, dtype="bfloat16") for path in twins)
     pairs = zip(targets(float8), targets(plain), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("rank", [(0, 1), (1, 2)])
+@torch.inference_mode()
+def test_experts_that_stay_narrow_give_the_same_logits(
+    rank: tuple[int, int], asks: bool, twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others are made wide by a CPU. A rank of two has 72 of 144 columns."""
+    monkeypatch.setattr(expert_matrix, "HOST_ASKS", ("cpu",) if asks else ())
+    wide, narrow = (
+        load_model(
+            twins[0], dtype="bfloat16", packs=True, narrow=narrow, parallel=ParallelContext(*rank)
+        )
+        for narrow in (NarrowWeights.WIDE, NarrowWeights.NARROW)
+    )
+    said = narrow.describe()["weights"].split("; ")
+    sizes = ["128"] if rank == (0, 1) else ["128", "some columns"]
+    for size in sizes:
+        form = f"experts of float8_e4m3fn by groups of {size}, made wide for each product"
+        assert any(line.startswith(f"{form}: {2 // len(sizes)} weights, ") for line in said), said
+    for name in ("all_reduce", "gather_last_dim"):
+        monkeypatch.setattr(ParallelContext, name, lambda self, part: part)
+    expected, found = (logits_of(model) for model in (wide, narrow))
+    torch.testing.assert_close(found, expected)
+
+
+def logits_of(model: CausalLm) -> Tensor:
+    sequence = Sequence(list(range(3, 23)), [2, 4, 1])
+    pool = make_pool(model, 4)
+    return torch.cat([forward(model, pool, [sequence.chunk(size)]) for size in (12, 7, 1)])
 
 
 def widened(

@@ -17,12 +17,14 @@ from torch import Tensor
 from common.engine import loader
 from common.engine.config.rope import RopeConfig, RopeKind
 from common.engine.distributed import ParallelContext
+from common.engine.layers import choose_fused as choose_fused_module
 from common.engine.layers.choose_fused import (
     TOLERANCE,
     FusedChoice,
     FusedShape,
     check_fused,
     check_normed_rotation,
+    check_offset_norms,
     check_rotation,
     choose_fused,
 )
@@ -34,6 +36,7 @@ from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.loader import load_model
 from tests.engine.flashinfer_by_definition import (
     apply_rope_with_cos_sin_cache,
+    gemma_rmsnorm,
     install,
     rmsnorm,
     silu_and_mul,
@@ -92,6 +95,31 @@ def test_a_wrong_kernel_is_found_out_at_start(
     monkeypatch.setattr(sys.modules[f"flashinfer.{part}"], name, mistake)
     difference = check_fused(FusedKernels(), FusedShape(128, 96, torch.bfloat16, CPU))
     assert not difference <= TOLERANCE[torch.bfloat16]
+
+
+def not_offset(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rmsnorm(hidden, weight, epsilon)
+
+
+def not_added_by_offset(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    hidden.copy_(gemma_rmsnorm(residual, weight, epsilon))
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [("gemma_rmsnorm", not_offset), ("gemma_fused_add_rmsnorm", not_added_by_offset)],
+)
+def test_a_wrong_norm_by_offsets_costs_such_norms_only(
+    monkeypatch: pytest.MonkeyPatch, name: str, mistake: Callable[..., Tensor]
+) -> None:
+    install(monkeypatch)
+    shape = FusedShape(128, 96, BF16, CPU)
+    assert check_offset_norms(FusedKernels(), shape) <= TOLERANCE[BF16]
+    monkeypatch.setattr(sys.modules["flashinfer.norm"], name, mistake)
+    assert not check_offset_norms(FusedKernels(), shape) <= TOLERANCE[BF16]
+    kernels = FusedKernels()
+    (said,) = choose_fused_module._try_parts(kernels, shape)
+    assert said.startswith("norms by offsets: flashinfer differs") and not kernels.has_offset_norms
 
 
 ROPE = RopeConfig(RopeKind.DEFAULT, 10000.0)
@@ -246,6 +274,7 @@ def test_models_compute_the_same_by_kernels(
     install(monkeypatch)
     plain = load_model(tiny_checkpoint(recipe))
     kernels = FusedKernels()
+    kernels.has_offset_norms = True
     rope = plain.config.rope
     kernels.rotations |= {
         RotationShape(head_dim, plain.config.rotary_dim, rope.is_interleaved)

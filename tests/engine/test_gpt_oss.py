@@ -17,6 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from common.engine.config.model import ModelConfig, ScoreConfig
 from common.engine.config.weight_format import Float4Groups
 from common.engine.distributed import ParallelContext
+from common.engine.layers import expert_matrix
+from common.engine.layers.narrow import NarrowWeights
 from common.engine.layers.rotary import rotary_frequencies
 from common.engine.loader import load_model
 from common.engine.models.causal_lm import CausalLm
@@ -281,6 +283,22 @@ def test_packed_experts_give_the_logits_of_transformers(twins: tuple[Path, Path]
     expected = Reference.load(twins[1]).logits(prompt)
     found = logits_of(load_model(twins[0]), prompt)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+
+
+NARROW = (NarrowWeights.WIDE, NarrowWeights.NARROW)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@torch.inference_mode()
+def test_packed_experts_may_stay_as_they_are_stored(
+    asks: bool, twins: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_matrix, "HOST_ASKS", ("cpu",) if asks else ())
+    wide, narrow = (load_model(twins[0], packs=True, narrow=narrow) for narrow in NARROW)
+    assert "experts of float4 by groups of 32" in narrow.describe()["weights"]
+    prompt = random_prompt(20, 1)
+    expected, found = (logits_of(model, prompt) for model in (wide, narrow))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 NAME = "model.layers.1.mlp.experts.down_proj"

@@ -25,7 +25,7 @@ from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.config.mla import RouterConfig
 from common.engine.distributed import ParallelContext
 from common.engine.forward_batch import ForwardBatch, SequenceChunk
-from common.engine.layers.grouped_moe import choose_experts
+from common.engine.layers.routing import choose_experts
 from common.engine.loader import load_model
 from common.engine.models.registry import cache_components
 from common.layout.cache_layout import ServerLayout

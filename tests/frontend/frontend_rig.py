@@ -136,7 +136,7 @@ async def open_rig(
         clock,
     )
     fleet = Fleet(config, client, clock)
-    tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
+    tokenizer = load_tokenizer(config.tokenizer_path, clock.wall, config.chat_template)
     context = FrontendContext(
         config=config,
         scheduler=client,

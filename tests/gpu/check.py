@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 SECTIONS = (
     "attention",
     "kinds",
+    "experts",
     "engine",
     "launch",
     "transfer",
@@ -171,6 +172,10 @@ def section_of(args: argparse.Namespace) -> Callable[[Section, torch.device], No
             from tests.gpu.attention_section import check_kinds_section
 
             return check_kinds_section
+        case "experts":
+            from tests.gpu.experts_section import check_experts_section
+
+            return check_experts_section
         case "transfer":
             from tests.gpu.transfer_section import check_transfer_section
 

@@ -19,6 +19,7 @@ from common.transport.ucx import UcxSettings, UcxTransport
 from common.worker.digester import Digester
 from common.worker.pools import allocate_region
 from tests.gpu.attention_section import check_attention_section
+from tests.gpu.experts_section import check_experts_section
 from tests.gpu.native_build import build_native
 from tests.gpu.recurrence_section import check_recurrence_section
 from tests.gpu.report import Section
@@ -42,6 +43,12 @@ def test_attention_and_sampling_agree_with_the_reference() -> None:
 def test_recurrences_agree_with_the_reference() -> None:
     section = Section("recurrence")
     check_recurrence_section(section, torch.device("cuda", 0))
+    assert section.checks and not section.has_failed, section.checks
+
+
+def test_experts_agree_with_the_reference() -> None:
+    section = Section("experts")
+    check_experts_section(section, torch.device("cuda", 0))
     assert section.checks and not section.has_failed, section.checks
 
 

@@ -87,10 +87,13 @@ def build_and_load(spec: object) -> CompiledModule:
     return CompiledModule(
         rmsnorm=rmsnorm,
         fused_add_rmsnorm=fused_add_rmsnorm,
+        gemma_rmsnorm=functools.partial(rmsnorm, offset=1.0),
+        gemma_fused_add_rmsnorm=functools.partial(fused_add_rmsnorm, offset=1.0),
         silu_and_mul=gated(F.silu),
         gelu_tanh_and_mul=gated(functools.partial(F.gelu, approximate="tanh")),
         append_paged_kv_cache=append_paged_kv_cache,
         apply_rope_pos_ids_cos_sin_cache=apply_rope,
+        NoAuxTc=route_to_experts,
     )
 
 
@@ -397,18 +400,30 @@ def apply_rope(
 
 
 def rmsnorm(
-    out: Tensor, hidden: Tensor, weight: Tensor, epsilon: float, is_dependent: bool
+    out: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    is_dependent: bool,
+    *,
+    offset: float = 0.0,
 ) -> None:
     wide = hidden.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    out.copy_((wide * scale * weight.float()).to(out.dtype))
+    out.copy_((wide * scale * (offset + weight.float())).to(out.dtype))
 
 
 def fused_add_rmsnorm(
-    hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, is_dependent: bool
+    hidden: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    is_dependent: bool,
+    *,
+    offset: float = 0.0,
 ) -> None:
     residual += hidden
-    rmsnorm(hidden, residual, weight, epsilon, is_dependent)
+    rmsnorm(hidden, residual, weight, epsilon, is_dependent, offset=offset)
 
 
 def gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, bool], None]:
@@ -435,3 +450,32 @@ def _check_int32(*indexes: Tensor) -> None:
 def _check_host(*tables: Tensor) -> None:
     for table in tables:
         assert table.dtype == torch.int32 and table.device.type == "cpu"
+
+
+# Routing ------------------------------------------------------------------------------------------
+
+
+def route_to_experts(
+    logits: Tensor,
+    bias: Tensor,
+    group_count: int,
+    groups_per_token: int,
+    count: int,
+    scaling: float,
+    shares: Tensor,
+    experts: Tensor,
+    is_dependent: bool,
+    replay: None,
+) -> None:
+    assert logits.is_contiguous() and logits.dtype == shares.dtype and experts.dtype == torch.int32
+    assert shares.shape == experts.shape == (len(logits), count)
+    scores = logits.float().sigmoid()
+    for token, wanted in enumerate((scores + bias).tolist()):
+        size = len(wanted) // group_count
+        groups = [wanted[i * size : (i + 1) * size] for i in range(group_count)]
+        best = sorted(range(group_count), key=lambda g: -sum(sorted(groups[g])[-2:]))
+        allowed = [e for g in best[:groups_per_token] for e in range(g * size, (g + 1) * size)]
+        chosen = torch.tensor(sorted(allowed, key=lambda e: -wanted[e])[:count])
+        of_chosen = scores[token, chosen]
+        shares[token] = of_chosen * scaling / (of_chosen.sum() + 1e-20)
+        experts[token] = chosen

@@ -25,10 +25,18 @@ from common.engine.attention.trial import (
     check_recorded,
     check_recorded_latent,
 )
+from common.engine.config.mla import RouterConfig
 from common.engine.config.rope import RopeConfig, RopeKind
 from common.engine.layers.choose_fused import TOLERANCE as FUSED_TOLERANCE
-from common.engine.layers.choose_fused import FusedShape, check_fused, check_rotation
+from common.engine.layers.choose_fused import (
+    FusedShape,
+    check_fused,
+    check_offset_norms,
+    check_rotation,
+)
+from common.engine.layers.expert_trial import check_router
 from common.engine.layers.fused import FusedKernels, RotationShape
+from common.engine.layers.fused_experts import ExpertKernels, GroupedRouter
 from tests.engine.flashinfer_by_definition import Kept, Rerun
 from tests.kernel_packages import compiled_flashinfer
 from tests.kernel_packages.compiled_flashinfer import COMPILED
@@ -95,6 +103,26 @@ def heads_are_rotated() -> None:
                 assert rotation in kernels.rotations
 
 
+def norms_by_offsets_are_fused() -> None:
+    for dtype in (BF16, torch.float16):
+        difference = check_offset_norms(FusedKernels(), FusedShape(256, 512, dtype, CPU))
+        assert difference <= FUSED_TOLERANCE[dtype]
+
+
+def tokens_are_routed_in_groups() -> None:
+    """As a released model of 256 experts does; what the kernel refuses is a ValueError."""
+    rule = RouterConfig(True, 8, 4, 2.5)
+    router, kernels = GroupedRouter(256, 8, True, rule), ExpertKernels()
+    assert check_router(kernels, router, BF16, CPU) < 1e-5
+    assert router in kernels.routers
+    for counts in ((512, 8), (256, 9)):
+        try:
+            check_router(ExpertKernels(), GroupedRouter(*counts, True, rule), BF16, CPU)
+        except ValueError:
+            continue
+        raise AssertionError(f"{counts} should have been refused")
+
+
 def what_is_compiled_is_of_the_kind() -> None:
     """By the names under which its sources were generated."""
     expected = {
@@ -127,6 +155,7 @@ def options_are_those_of_the_wrappers() -> None:
         flashinfer.fast_decode_plan,
         flashinfer.page.append_paged_kv_cache,
         flashinfer.rope.apply_rope_with_cos_sin_cache,
+        flashinfer.fused_moe.fused_topk_deepseek,
     ):
         kinds = {p.kind for p in inspect.signature(function).parameters.values()}
         assert no_rest not in kinds, function
@@ -148,6 +177,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "latent_rows_are_attended": latent_rows_are_attended,
     "small_functions_are_fused": small_functions_are_fused,
     "heads_are_rotated": heads_are_rotated,
+    "norms_by_offsets_are_fused": norms_by_offsets_are_fused,
+    "tokens_are_routed_in_groups": tokens_are_routed_in_groups,
     "what_is_compiled_is_of_the_kind": what_is_compiled_is_of_the_kind,
     "options_are_those_of_the_wrappers": options_are_those_of_the_wrappers,
 }

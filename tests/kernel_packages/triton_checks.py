@@ -7,9 +7,18 @@ from functools import partial
 
 import torch
 
+from common.engine.config.mla import RouterConfig
 from common.engine.config.rope import RopeConfig, RopeKind
+from common.engine.layers import expert_trial, triton_experts
 from common.engine.layers.choose_fused import FusedShape, check_normed_rotation
+from common.engine.layers.expert_trial import check_order, check_router
 from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.fused_experts import (
+    ExpertCounts,
+    ExpertKernels,
+    GroupedRouter,
+    SoftmaxRouter,
+)
 from common.engine.sampling import sampler, triton_draw
 from common.engine.sampling.choose_draw import TOLERANCE, DrawChoice, DrawKernel, check_draw
 from common.engine.sampling.noise import gumbel, row_keys
@@ -19,6 +28,8 @@ from tests.kernel_packages.packages import report_checks
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 700
+# The interpreter cuts to bfloat16; torch rounds each product, and what stands beside them.
+TWO_ROUNDINGS = 2**-5
 KINDS = (
     SamplingParams(max_new_tokens=9, seed=1, temperature=0.0),
     SamplingParams(max_new_tokens=9, seed=2, temperature=1.0),
@@ -69,6 +80,36 @@ def heads_are_normed_and_rotated(*, is_offset: bool, is_interleaved: bool) -> No
             assert 0.0 < found <= rounding, (normed, dtype, found)
 
 
+def tokens_are_routed(*, expert_count: int, per_token: int, is_normalized: bool) -> None:
+    router = SoftmaxRouter(expert_count, per_token, is_normalized)
+    for dtype, rounding in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+        kernels = ExpertKernels()
+        assert check_router(kernels, router, dtype, CPU) <= rounding
+        assert router in kernels.routers
+
+
+def tokens_are_routed_by_sigmoids(*, expert_count: int, per_token: int) -> None:
+    router = GroupedRouter(expert_count, per_token, True, RouterConfig(True, 1, 1, 2.5))
+    kernels = ExpertKernels()
+    assert check_router(kernels, router, torch.bfloat16, CPU) <= 1e-6
+    assert router in kernels.routers
+
+
+def the_first_of_equal_experts_is_chosen() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [float("-inf")] * 4 + [0.0]])
+    shares, experts = triton_experts.route(logits, 3, is_normalized=True)
+    assert experts.tolist() == [[1, 2, 3], [4, 0, 1]]
+    assert torch.allclose(shares, torch.tensor([[1 / 3] * 3, [1.0, 0.0, 0.0]]))
+
+
+def experts_are_ordered(*, expert_count: int, per_token: int) -> None:
+    counts = ExpertCounts(expert_count, per_token)
+    for dtype, rounding in ((torch.float32, 1e-6), (torch.bfloat16, TWO_ROUNDINGS)):
+        kernels = ExpertKernels()
+        assert check_order(kernels, counts, dtype, CPU) <= rounding
+        assert counts in kernels.counts
+
+
 def kernels_without_flashinfer() -> FusedKernels:
     kernels = FusedKernels.__new__(FusedKernels)
     kernels.normed_rotations = set()
@@ -76,6 +117,21 @@ def kernels_without_flashinfer() -> FusedKernels:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        f"{per_token} of {expert_count} experts, {check.func.__name__}": check
+        for expert_count, per_token in ((5, 1), (60, 4), (512, 10))
+        for check in (
+            partial(
+                tokens_are_routed,
+                expert_count=expert_count,
+                per_token=per_token,
+                is_normalized=expert_count > 60,
+            ),
+            partial(tokens_are_routed_by_sigmoids, expert_count=expert_count, per_token=per_token),
+            partial(experts_are_ordered, expert_count=expert_count, per_token=per_token),
+        )
+    },
+    "the_first_of_equal_experts_is_chosen": the_first_of_equal_experts_is_chosen,
     **{f"{size} tokens": partial(tokens_are_torch_s, vocab_size=size) for size in (9, 512, 1300)},
     **{
         f"heads, offset {is_offset}, interleaved {is_interleaved}": partial(
@@ -90,4 +146,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     triton_draw.BLOCK = 512
+    expert_trial.TOKEN_COUNTS = (1, 3, 30)
     report_checks(CHECKS)

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.engine.layers import triton_rotation
+from common.engine.layers import triton_experts, triton_rotation
 from common.engine.sampling import triton_draw
 from tests.kernel_packages.packages import report_checks
 
@@ -67,19 +67,115 @@ def heads_are_compiled(*, is_interleaved: bool, capability: int) -> None:
     assert not any(word in compiled.asm["ptx"] for word in (".approx", "div.full"))
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    f"{'drawn' if is_any_drawn else 'greedy'} rows, sm_{capability}": partial(
-        rows_are_compiled, is_any_drawn=is_any_drawn, capability=capability
-    )
-    for is_any_drawn in (False, True)
-    for capability in (80, 90, 100)
-} | {
-    f"heads, interleaved {is_interleaved}, sm_{capability}": partial(
-        heads_are_compiled, is_interleaved=is_interleaved, capability=capability
-    )
-    for is_interleaved in (False, True)
-    for capability in (80, 90, 100)
+ROUTE = {
+    "logits": "*bf16",
+    "bias": "*fp32",
+    "shares": "*bf16",
+    "experts": "*i32",
+    "expert_count": "i32",
+    "scaling": "fp32",
+    "count": "constexpr",
+    "is_sigmoid": "constexpr",
+    "is_normalized": "constexpr",
+    "block": "constexpr",
+    "width": "constexpr",
 }
+ARRANGE = {
+    "hidden": "*bf16",
+    "experts": "*i32",
+    "given": "*bf16",
+    "places": "*i32",
+    "ordered": "*i64",
+    "ends": "*i32",
+    "token_stride": "i32",
+    "choice_count": "i32",
+    "expert_count": "i32",
+    "size": "i32",
+    "per_token": "constexpr",
+    "choice_block": "constexpr",
+    "expert_block": "constexpr",
+    "column_block": "constexpr",
+}
+COMBINE = {
+    "outputs": "*bf16",
+    "shares": "*fp32",
+    "places": "*i32",
+    "beside": "*bf16",
+    "beside_gate": "*bf16",
+    "out": "*bf16",
+    "size": "i32",
+    "per_token": "constexpr",
+    "has_beside": "constexpr",
+    "has_gate": "constexpr",
+    "column_block": "constexpr",
+}
+EXPERT_KERNELS = {
+    "route": (
+        triton_experts._route,
+        ROUTE,
+        {"count": 10, "is_sigmoid": False, "is_normalized": True, "block": 512, "width": 16},
+    ),
+    "route by sigmoids": (
+        triton_experts._route,
+        ROUTE | {"logits": "*fp32", "shares": "*fp32"},
+        {"count": 8, "is_sigmoid": True, "is_normalized": True, "block": 512, "width": 8},
+    ),
+    "arrange": (
+        triton_experts._arrange,
+        ARRANGE,
+        {
+            "per_token": 10,
+            "choice_block": triton_experts.CHOICE_BLOCK,
+            "expert_block": triton_experts.EXPERT_BLOCK,
+            "column_block": triton_experts.COLUMN_BLOCK,
+        },
+    ),
+    "combine": (
+        triton_experts._combine,
+        COMBINE,
+        {
+            "per_token": 10,
+            "has_beside": True,
+            "has_gate": True,
+            "column_block": triton_experts.COLUMN_BLOCK,
+        },
+    ),
+}
+
+
+def experts_are_compiled(*, name: str, capability: int) -> None:
+    kernel, arguments, constants = EXPERT_KERNELS[name]
+    compiled = triton.compile(
+        ASTSource(kernel, arguments, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 4},
+    )
+    assert compiled.asm["cubin"]
+
+
+CHECKS: dict[str, Callable[[], None]] = (
+    {
+        f"{name} of experts, sm_{capability}": partial(
+            experts_are_compiled, name=name, capability=capability
+        )
+        for name in EXPERT_KERNELS
+        for capability in (80, 90, 100)
+    }
+    | {
+        f"{'drawn' if is_any_drawn else 'greedy'} rows, sm_{capability}": partial(
+            rows_are_compiled, is_any_drawn=is_any_drawn, capability=capability
+        )
+        for is_any_drawn in (False, True)
+        for capability in (80, 90, 100)
+    }
+    | {
+        f"heads, interleaved {is_interleaved}, sm_{capability}": partial(
+            heads_are_compiled, is_interleaved=is_interleaved, capability=capability
+        )
+        for is_interleaved in (False, True)
+        for capability in (80, 90, 100)
+    }
+)
 
 if __name__ == "__main__":
     report_checks(CHECKS)

@@ -122,9 +122,35 @@ def _install_triton(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> 
         counter.note("triton norm_and_rotate")
         return heads.new_empty(heads.shape)
 
-    module = ModuleType("common.engine.layers.triton_rotation")
-    vars(module)["norm_and_rotate"] = norm_and_rotate
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    def route(logits: Tensor, count: int, **options: object) -> tuple[Tensor, Tensor]:
+        counter.note("triton route")
+        shape = (len(logits), count)
+        return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
+
+    def arrange(
+        hidden: Tensor, experts: Tensor, expert_count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        counter.note("triton arrange")
+        count = experts.numel()
+        return (
+            hidden.new_empty(count, hidden.shape[1]),
+            experts.new_empty(count, dtype=torch.int64),
+            experts.new_empty(expert_count, dtype=torch.int32),
+            experts.new_empty(count, dtype=torch.int32),
+        )
+
+    def combine(outputs: Tensor, shares: Tensor, *args: object) -> Tensor:
+        counter.note("triton combine")
+        return outputs.new_empty(len(shares), outputs.shape[1])
+
+    modules: dict[str, dict[str, object]] = {
+        "triton_rotation": {"norm_and_rotate": norm_and_rotate},
+        "triton_experts": {"route": route, "arrange": arrange, "combine": combine},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(f"common.engine.layers.{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     choice = SimpleNamespace(kernel=draw_rows)
     monkeypatch.setattr(sampler, "choose_draw", lambda vocab_size, device: choice)
 
@@ -155,6 +181,9 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
         counter.note("flashinfer apply_rope_with_cos_sin_cache")
         return query.new_empty(query.shape), key.new_empty(key.shape)
 
+    def route(*args: object) -> None:
+        counter.note("flashinfer fused_topk")
+
     parts: dict[str, dict[str, object]] = {
         "": {
             "BatchDecodeWithPagedKVCacheWrapper": _Paged,
@@ -163,7 +192,16 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
             "BatchAttentionWithAttentionSinkWrapper": _Paged,
         },
         ".mla": {"BatchMLAPagedAttentionWrapper": _Latent},
-        ".norm": {name: first(name) for name in ("rmsnorm", "fused_add_rmsnorm")},
+        ".norm": {
+            name: first(name)
+            for name in (
+                "rmsnorm",
+                "fused_add_rmsnorm",
+                "gemma_rmsnorm",
+                "gemma_fused_add_rmsnorm",
+            )
+        },
+        ".fused_moe": {"fused_topk_deepseek": route},
         ".page": {"append_paged_kv_cache": append},
         ".rope": {"apply_rope_with_cos_sin_cache": rotate},
         ".activation": {name: first(name, 2) for name in ("silu_and_mul", "gelu_tanh_and_mul")},

@@ -110,8 +110,12 @@ def build(name: str) -> tuple[CausalLm, RecordableAttention]:
         attention = FlashInferLatentAttention(shape.latent, dtype=shape.dtype, device=DEVICE)
     else:
         attention = FlashInferAttention(shape.kinds, dtype=shape.dtype, device=DEVICE)
-    fused = FusedKernels()
-    for rotation in fused_shape(config, parallel, DEVICE).rotations:
+    fused, known = FusedKernels(), fused_shape(config, parallel, DEVICE)
+    fused.has_offset_norms = True
+    if known.router is not None and known.expert_counts is not None:
+        fused.experts.routers.add(known.router)
+        fused.experts.counts.add(known.expert_counts)
+    for rotation in known.rotations:
         fused.rotations.add(rotation)
         fused.normed_rotations |= {
             NormedRotation(rotation, is_offset) for is_offset in (False, True)

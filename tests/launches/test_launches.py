@@ -15,14 +15,14 @@ from tests.launches.step import AROUND, DRAWN, GREEDY, INSIDE, count_step
 LAYERS = {
     "llama": {"GqaAttention, GatedMlp": 10},
     "qwen3": {"GqaAttention, GatedMlp": 10},
-    "deepseek_v3": {"MlaAttention, GatedMlp": 22, "MlaAttention, GroupedMoeMlp": 55},
-    "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 88, "GatedAttention, SharedMoeMlp": 51},
+    "deepseek_v3": {"MlaAttention, GatedMlp": 22, "MlaAttention, GroupedMoeMlp": 30},
+    "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 58, "GatedAttention, SharedMoeMlp": 21},
 }
 OUTSIDE = {
     "llama": (16, 17),
     "qwen3": (16, 17),
     "deepseek_v3": (26, 27),
-    "qwen3_next": (22, 23),
+    "qwen3_next": (17, 18),
 }
 """Of all else in a step: of greedy rows, and of rows that are drawn."""
 

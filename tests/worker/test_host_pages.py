@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from common.errors import ConfigError, NotNow
 from common.layout.cache_layout import RankLayout, ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.protocol.worker import MovePages, PageCopies, PagesMoved
-from common.transport.copies import copy_runs
+from common.transport.copies import copy_runs, digest_pages, save_pages
 from common.worker import host_page_counts
 from common.worker.device_thread import JobThread
 from common.worker.host_page_counts import (
@@ -422,3 +423,32 @@ def test_a_tier_is_described_by_its_bytes_and_pages() -> None:
     assert host.page_counts == [60, 40, 30, 50]
     assert host.describe() == f"{host.nbytes / GIB:.3g} GiB: 60, 40, 30, 50 pages"
     assert [len(buffer) for buffer in host.buffers] == [61 * 28, 41 * 12, 31 * 4099, 0]
+
+
+# ---- digests -------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_any_bit_that_differs_gives_another_digest(content: bytes, data: st.DataObject) -> None:
+    page = np.frombuffer(content, dtype=np.uint8)
+    both = np.concatenate((page, page))
+    place = data.draw(st.integers(0, len(page) - 1))
+    first = np.arange(2, dtype=np.int64)
+    same = digest_pages(both, first, len(page))
+    assert same[0] == same[1]
+    both[len(page) + place] ^= np.uint8(1 << data.draw(st.integers(0, 7)))
+    other = digest_pages(both, first, len(page))
+    assert other[0] == same[0] != other[1]
+
+
+@pytest.mark.parametrize("pages", [[3], [-1]])
+def test_a_page_outside_its_buffer_is_neither_saved_nor_digested(pages: list[int]) -> None:
+    buffer, wrong = np.zeros(12, dtype=np.uint8), np.array(pages, dtype=np.int64)
+    with pytest.raises(ValueError, match="is outside its buffer"):
+        digest_pages(buffer, wrong, 4)
+    for target_ids, source_ids in ((wrong, np.array([0])), (np.array([0]), wrong)):
+        with pytest.raises(ValueError, match="is outside its buffer"):
+            save_pages(
+                buffer, buffer.copy(), target_ids, source_ids, 4, piece_nbytes=8, pause_ratio=0.0
+            )

@@ -20,6 +20,7 @@ from common.engine.attention.flashinfer_latent import SUPPORTED_DIMS as LATENT_D
 from common.engine.attention.flashinfer_latent import FlashInferLatentAttention
 from common.engine.attention.kinds import AttentionKind, LatentKind
 from common.engine.attention.latent import LatentAttention
+from common.engine.attention.paged_cpu import PagedCpuAttention, why_not_paged
 from common.engine.attention.sdpa import SdpaAttention
 from common.engine.attention.trial import (
     TOLERANCE,
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "sdpa", "flashinfer")
 IN_RECORDING = "flashinfer in a recording"
+_SDPA: Attention = SdpaAttention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,14 @@ def choose_attention(
 def _choose(shape: AttentionShape, may_record: bool) -> AttentionChoice:
     if shape.is_compressed:
         return _torch_choice(shape, "the path of windows beside blocks on every device")
-    if shape.device.type != "cuda":
+    if shape.device.type != "cuda" and (shape.latent is not None or not shape.kinds):
         return _torch_choice(shape, f"the path of {shape.device.type}")
     if shape.latent is not None:
         return _choose_latent(shape.latent, shape, may_record)
     if not shape.kinds:
         return _torch_choice(shape, "no layer attends")
+    if shape.device.type != "cuda":
+        return _choose_on_cpu(shape)
     return _choose_by_kind(shape, may_record)
 
 
@@ -95,6 +99,29 @@ def _torch_choice(shape: AttentionShape, reason: str) -> AttentionChoice:
     if shape.is_compressed:
         return AttentionChoice(CompressedAttention(), reason)
     return AttentionChoice(SdpaAttention(), reason)
+
+
+def _choose_on_cpu(shape: AttentionShape) -> AttentionChoice:
+    """Each kind of layer is tried on its own; what fails is SDPA's."""
+    trusted: list[AttentionKind] = []
+    found: list[str] = []
+    for kind in shape.kinds:
+        reason = why_not_paged(kind, shape.dtype, shape.cache_dtype)
+        if not reason:
+
+            def build_and_check(kind: AttentionKind = kind) -> tuple[Attention, float]:
+                candidate = PagedCpuAttention([kind])
+                return candidate, check_attention(candidate, kind, shape)
+
+            chosen, reason = try_kernels(
+                PagedCpuAttention.name, build_and_check, TOLERANCE[shape.dtype], _SDPA
+            )
+            trusted += [kind] if chosen is not _SDPA else []
+        found.append(f"{kind}: {reason}")
+    reason = f"the path of {shape.device.type}; {'; '.join(found)}"
+    if not trusted:
+        return AttentionChoice(_SDPA, reason)
+    return AttentionChoice(PagedCpuAttention(trusted), reason)
 
 
 def _choose_by_kind(shape: AttentionShape, may_record: bool) -> AttentionChoice:

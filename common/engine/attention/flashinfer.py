@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.attention import KEY, VALUE
+from common.engine.attention.cache_kinds import kind_of, kinds_of_pool
 from common.engine.attention.flashinfer_kernels import (
     Append,
     FixedMemory,
@@ -29,7 +30,7 @@ from common.engine.attention.page_runs import HostRuns, PageRuns, page_runs
 from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaPass
 from common.engine.cache.cast import cast
-from common.engine.cache.kv_pool import KvPool, Plane, Scratch
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch, HostRows
 
 # Scratch for the partial outputs of split keys. A plan that does not fit raises: FA2 may ask for
@@ -175,34 +176,6 @@ class FlashInferPass(SdpaPass):
         # without gaps.
         assert query.stride(-1) == 1, query.stride()
         return kernel.run(query, (keys.view, values.view), rule.sinks)
-
-
-def kind_of(keys: Plane, pool: KvPool, head_count: int, rule: ScoreRule) -> AttentionKind:
-    """The kind of a layer, by its cache and what is done to its scores."""
-    return AttentionKind(
-        head_count=head_count,
-        kv_head_count=keys.geometry.unit_count,
-        head_dim=keys.view.shape[-1],
-        window=pool.groups[keys.geometry.group].live.size,
-        scale=rule.scale,
-        softcap=rule.softcap,
-        has_sinks=rule.sinks is not None,
-    )
-
-
-def kinds_of_pool(kinds: Collection[AttentionKind], pool: KvPool) -> dict[AttentionKind, int]:
-    """Those that layers of a pool may be of, and their page group."""
-    groups = {
-        (keys.geometry.unit_count, keys.view.shape[-1], pool.groups[group].live.size): group
-        for keys in pool.planes(KEY)
-        for group in (keys.geometry.group,)
-    }
-    return {
-        kind: groups[key]
-        for kind in kinds
-        for key in ((kind.kv_head_count, kind.head_dim, kind.window),)
-        if key in groups
-    }
 
 
 class _PassPlanner:

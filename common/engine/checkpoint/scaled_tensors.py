@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes, group_columns
 from common.engine.checkpoint.files import TensorEntry
-from common.engine.checkpoint.float4_groups import widen_groups
+from common.engine.checkpoint.float4_groups import unpack_groups
 from common.engine.checkpoint.packed_integers import (
     AWQ_PLACES,
     WORD_BITS,
@@ -181,8 +181,8 @@ def read_stored(
     take: tuple[slice, ...],
     stored: StoredFormat,
     device: torch.device,
-) -> Codes | Tensor:
-    """The slice `take` of a weight of `shape`, on `device`; fp32 values of 4-bit floats."""
+) -> Codes:
+    """The slice `take` of a weight of `shape`, on `device`."""
     values, scales = parts[Role.VALUES], parts[Role.SCALES]
     *outer, last = take
     match stored:
@@ -193,16 +193,25 @@ def read_stored(
             )
             exponents = read(scales, (*outer, groups)).view(torch.uint8)
             packed = packed.view(torch.uint8).view(*packed.shape[:-1], -1, size // 2)
-            return widen_groups(packed.to(device), exponents.to(device))[..., cut]
+            return _float4_codes(packed.to(device), exponents.to(device), cut, size)
         case Float4Groups(size):
             groups, cut = cut_whole(last, shape[-1], size)
-            wide = widen_groups(
-                read(values, (*outer, groups, slice(None))).to(device),
-                read(scales, (*outer, groups)).to(device),
-            )
-            return wide[..., cut]
+            packed = read(values, (*outer, groups, slice(None)))
+            exponents = read(scales, (*outer, groups))
+            return _float4_codes(packed.to(device), exponents.to(device), cut, size)
         case _:
             return _read_codes(read, parts, shape, take, stored).to(device)
+
+
+def _float4_codes(packed: Tensor, exponents: Tensor, cut: slice, size: int) -> Codes:
+    """Of whole groups; `cut`: the columns of them that are wanted."""
+    values, scales = unpack_groups(packed, exponents)
+    column_count = values.shape[-1]
+    scales, groups = group_columns(scales, cut, column_count, size)
+    if groups is not None:
+        groups = groups.to(values.device)
+    group_size = 0 if groups is not None else size
+    return Codes(values[..., cut], scales, None, 4, group_size, groups, is_float4=True)
 
 
 def _read_codes(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from torch import Tensor
 from common.engine.config.rope import RopeConfig
 from common.engine.distributed import ParallelContext
 from common.engine.kernel_trial import give_memory_back, largest_difference, try_or_torch
+from common.engine.layers.expert_trial import check_order, check_router
 from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.fused_experts import ExpertCounts, Router
 from common.engine.layers.fused_rotation import FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import fastest, gated_gelu, gated_silu
-from common.engine.layers.norm import OffsetQkNorm, QkNorm, RmsNorm, normalize
+from common.engine.layers.norm import OffsetNorm, OffsetQkNorm, QkNorm, RmsNorm, normalize
 from common.engine.layers.rotary import RotaryEmbedding
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ POSITION_STEP = 331
 @dataclass(frozen=True, slots=True)
 class FusedShape:
     """Shape of a rank's rows. size: of a hidden state; inner_size: of a gate; rope: how heads are
-    turned; rotations: which heads, if kernels know such; has_qk_norm: whether they are normed."""
+    turned; rotations: which heads, if kernels know such; has_qk_norm: whether they are normed.
+    expert_counts, router: of experts, None if there are none, or none that kernels know."""
 
     size: int
     inner_size: int
@@ -44,6 +47,8 @@ class FusedShape:
     rope: RopeConfig | None = None
     rotations: tuple[RotationShape, ...] = ()
     has_qk_norm: bool = False
+    expert_counts: ExpertCounts | None = None
+    router: Router | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,41 +79,69 @@ def choose_fused(shape: FusedShape) -> FusedChoice:
     if kernels is None:
         log.warning("norms and activations: %s; they take several kernels each", reason)
         return FusedChoice(None, reason)
-    for rotation in shape.rotations:
-        reason = f"{reason}; {_try_rotation(kernels, rotation, shape)}"
-        for is_offset in (False, True) if shape.has_qk_norm else ():
-            normed = NormedRotation(rotation, is_offset)
-            reason = f"{reason}; {_try_normed_rotation(kernels, normed, shape)}"
+    reason = "; ".join((reason, *_try_parts(kernels, shape)))
     give_memory_back(shape.device)
     return FusedChoice(kernels, reason)
 
 
-def _try_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedShape) -> str:
-    """Let the kernels turn such heads if they are right; why, or why not."""
+def _try_parts(kernels: FusedKernels, shape: FusedShape) -> Iterator[str]:
+    """Let the kernels do what they are right about; of each part, why or why not."""
+    yield _try_part(
+        shape,
+        "flashinfer",
+        "norms by offsets",
+        partial(check_offset_norms, kernels, shape),
+        kernels.forget_offset_norms,
+    )
+    for rotation in shape.rotations:
+        yield _try_part(
+            shape,
+            "flashinfer",
+            f"rotation of {rotation.rotated_dim} of {rotation.head_dim} channels",
+            partial(check_rotation, kernels, rotation, shape),
+            partial(kernels.rotations.discard, rotation),
+        )
+        for is_offset in (False, True) if shape.has_qk_norm else ():
+            normed = NormedRotation(rotation, is_offset)
+            yield _try_part(
+                shape,
+                "triton",
+                f"norm and rotation of heads{' by offsets' if is_offset else ''}",
+                partial(check_normed_rotation, kernels, normed, shape),
+                partial(kernels.normed_rotations.discard, normed),
+            )
+    dtype, device, experts = shape.dtype, shape.device, kernels.experts
+    if shape.router is not None:
+        yield _try_part(
+            shape,
+            "flashinfer and triton",
+            "routing to experts",
+            partial(check_router, experts, shape.router, dtype, device),
+            partial(experts.routers.discard, shape.router),
+        )
+    if shape.expert_counts is not None:
+        yield _try_part(
+            shape,
+            "triton",
+            "order of experts",
+            partial(check_order, experts, shape.expert_counts, dtype, device),
+            partial(experts.counts.discard, shape.expert_counts),
+        )
 
-    def build_and_check() -> tuple[FusedKernels, float]:
-        return kernels, check_rotation(kernels, rotation, shape)
 
-    right, reason = try_or_torch("flashinfer", build_and_check, TOLERANCE[shape.dtype])
-    found = f"rotation of {rotation.rotated_dim} of {rotation.head_dim} channels: {reason}"
+def _try_part(
+    shape: FusedShape,
+    library: str,
+    name: str,
+    check: Callable[[], float],
+    forget: Callable[[], None],
+) -> str:
+    """check: as it says, the kernels take that part from its beginning on. forget: no more."""
+    right, reason = try_or_torch(library, lambda: (True, check()), TOLERANCE[shape.dtype])
     if right is None:
-        kernels.rotations.discard(rotation)
-        log.warning("%s; it takes several kernels", found)
-    return found
-
-
-def _try_normed_rotation(kernels: FusedKernels, normed: NormedRotation, shape: FusedShape) -> str:
-    """As `_try_rotation`, of the kernel that norms as well."""
-
-    def build_and_check() -> tuple[FusedKernels, float]:
-        return kernels, check_normed_rotation(kernels, normed, shape)
-
-    right, reason = try_or_torch("triton", build_and_check, TOLERANCE[shape.dtype])
-    found = f"norm and rotation of heads{' by offsets' if normed.is_offset else ''}: {reason}"
-    if right is None:
-        kernels.normed_rotations.discard(normed)
-        log.warning("%s; they take a kernel more each", found)
-    return found
+        forget()
+        log.warning("%s: %s; it takes several kernels", name, reason)
+    return f"{name}: {reason}"
 
 
 @torch.inference_mode()
@@ -176,14 +209,27 @@ def check_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedS
     return worst
 
 
-@torch.inference_mode()
 def check_fused(kernels: FusedKernels, shape: FusedShape) -> float:
     """The largest difference to the plain spelling; NaN if anything is not finite."""
+    return _compare(kernels, shape, (_norms, _activations))
+
+
+def check_offset_norms(kernels: FusedKernels, shape: FusedShape) -> float:
+    """As `check_fused`, of norms by offsets. From here on the kernels take them."""
+    kernels.has_offset_norms = True
+    return _compare(kernels, shape, (partial(_norms, kind=OffsetNorm),))
+
+
+Compute = Callable[[LayerContext, FusedShape, int, torch.Generator], list[Tensor]]
+
+
+@torch.inference_mode()
+def _compare(kernels: FusedKernels, shape: FusedShape, parts: Sequence[Compute]) -> float:
     plain = LayerContext(ParallelContext(), shape.device, shape.dtype)
     contexts = (plain, replace(plain, fused=kernels))
     worst = 0.0
     for row_count in _ROW_COUNTS:
-        for compute in (_norms, _sums, _activations):
+        for compute in parts:
             generators = (torch.Generator().manual_seed(row_count) for _ in contexts)
             results = [
                 compute(context, shape, row_count, generator)
@@ -202,25 +248,21 @@ def check_fused(kernels: FusedKernels, shape: FusedShape) -> float:
 
 
 def _norms(
-    context: LayerContext, shape: FusedShape, row_count: int, generator: torch.Generator
+    context: LayerContext,
+    shape: FusedShape,
+    row_count: int,
+    generator: torch.Generator,
+    kind: type[RmsNorm] = RmsNorm,
 ) -> list[Tensor]:
-    """Also of the first part of wider rows, which lie apart."""
+    """Also of the first part of wider rows, which lie apart, and of sums."""
     draw = _drawing(shape, generator)
     found: list[Tensor] = []
-    norm = RmsNorm(context, "norm", shape.size, _EPSILON)
+    norm = kind(context, "norm", shape.size, _EPSILON)
     norm.weight.copy_(draw(shape.size))
     found.append(norm(draw(row_count, shape.size)))
     found.append(norm(draw(row_count, shape.size + 64)[:, : shape.size]))
+    found += norm.after_add(draw(row_count, shape.size), draw(row_count, shape.size))
     return found
-
-
-def _sums(
-    context: LayerContext, shape: FusedShape, row_count: int, generator: torch.Generator
-) -> list[Tensor]:
-    draw = _drawing(shape, generator)
-    norm = RmsNorm(context, "norm", shape.size, _EPSILON)
-    norm.weight.copy_(draw(shape.size))
-    return list(norm.after_add(draw(row_count, shape.size), draw(row_count, shape.size)))
 
 
 def _activations(

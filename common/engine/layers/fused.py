@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ascending import Ascending
+from common.engine.layers.fused_experts import ExpertKernels
 
 ROTATED_HEAD_DIMS = (64, 128, 256, 512)
 """Of other heads, the library takes another kernel."""
@@ -42,7 +43,7 @@ class FusedKernels:
 
     Kernels can't be launched for nothing, so no rows are answered without one. rotations: shapes of
     heads that are known to be turned rightly; normed_rotations: those that a kernel of Triton is
-    known to norm as well.
+    known to norm as well. has_offset_norms: whether norms by offsets are known to be right.
     """
 
     name = "flashinfer"
@@ -52,6 +53,10 @@ class FusedKernels:
 
         self._rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rmsnorm
         self._add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = norm.fused_add_rmsnorm
+        self._offset_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.gemma_rmsnorm
+        self._add_offset_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = (
+            norm.gemma_fused_add_rmsnorm
+        )
         self._gated_silu: Callable[[Tensor], Tensor] = activation.silu_and_mul
         self._gated_gelu: Callable[[Tensor], Tensor] = activation.gelu_tanh_and_mul
 
@@ -59,21 +64,36 @@ class FusedKernels:
         self._ascending: dict[torch.device, Ascending] = {}
         self.rotations: set[RotationShape] = set()
         self.normed_rotations: set[NormedRotation] = set()
+        self.has_offset_norms = False
+        self.experts = ExpertKernels()
 
-    def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x / rms(x) * w over the last of two dimensions."""
+    def forget_offset_norms(self) -> None:
+        self.has_offset_norms = False
+
+    def rms_norm(
+        self, hidden: Tensor, weight: Tensor, epsilon: float, *, is_offset: bool = False
+    ) -> Tensor:
+        """x / rms(x) * w over the last of two dimensions. is_offset: times 1 + w."""
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
-        return self._rms_norm(hidden.contiguous(), weight, epsilon)
+        norm = self._offset_rms_norm if is_offset else self._rms_norm
+        return norm(hidden.contiguous(), weight, epsilon)
 
     def add_rms_norm(
-        self, hidden: Tensor, added: Tensor, weight: Tensor, epsilon: float
+        self,
+        hidden: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        *,
+        is_offset: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(sum, norm of the sum), in the memory of `hidden` and `added` if that has no gaps."""
         if hidden.shape[0] == 0:
             return hidden, added
         hidden, added = hidden.contiguous(), added.contiguous()
-        self._add_rms_norm(added, hidden, weight, epsilon)
+        add_norm = self._add_offset_rms_norm if is_offset else self._add_rms_norm
+        add_norm(added, hidden, weight, epsilon)
         return hidden, added
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:

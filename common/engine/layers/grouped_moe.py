@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import Weight
-from common.engine.config.mla import RouterConfig
 from common.engine.config.model import MoeConfig
+from common.engine.layers.expert_order import Beside
+from common.engine.layers.fused_experts import GroupedRouter
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, GatedMlp, gated_silu
 from common.engine.layers.moe import MoeMlp
-
-# Added to a sum of shares before dividing, as the published code does.
-SUM_EPSILON = 1e-20
+from common.engine.layers.routing import route_grouped
 
 
 class GroupedMoeMlp(MoeMlp):
@@ -49,7 +47,9 @@ class GroupedMoeMlp(MoeMlp):
             activation=activation,
             is_gated=is_gated,
         )
-        self.router_config = moe.router
+        self.grouped = GroupedRouter(
+            moe.expert_count, moe.experts_per_token, moe.is_normalized, moe.router
+        )
         self.router = context.empty_fp32(moe.expert_count, hidden_size)
         self.bias: Tensor | None = None
         if moe.router.is_sigmoid:
@@ -63,19 +63,17 @@ class GroupedMoeMlp(MoeMlp):
                 intermediate_size=moe.shared_size,
             )
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        routed = super().__call__(hidden)
-        return routed if self.shared is None else routed + self.shared(hidden)
+    def beside(self, hidden: Tensor) -> Beside | None:
+        return None if self.shared is None else Beside(self.shared(hidden))
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(shares fp32[T, k], expert ids int64[T, k]) of every token."""
+        """(shares fp32[T, k], expert ids [T, k]) of every token."""
         logits = F.linear(hidden.float(), self.router)
-        scores = logits.sigmoid() if self.router_config.is_sigmoid else logits.softmax(dim=-1)
-        experts = choose_experts(scores, self.bias, self.router_config, self.experts_per_token)
-        shares = scores.gather(1, experts)
-        if self.is_normalized:
-            shares = shares / (shares.sum(dim=-1, keepdim=True) + SUM_EPSILON)
-        return shares * self.router_config.scaling, experts
+        kernels = self.kernels
+        if kernels is not None and self.grouped in kernels.routers and len(hidden):
+            assert self.bias is not None
+            return kernels.route_grouped(self.grouped, logits, self.bias)
+        return route_grouped(self.grouped, logits, self.bias)
 
     def weights(self) -> Iterator[Weight]:
         yield from super().weights()
@@ -83,19 +81,3 @@ class GroupedMoeMlp(MoeMlp):
             yield Weight.whole(f"{self.name}.gate.e_score_correction_bias", self.bias)
         if self.shared is not None:
             yield from self.shared.weights()
-
-
-def choose_experts(scores: Tensor, bias: Tensor | None, config: RouterConfig, count: int) -> Tensor:
-    """int64[T, count] of the experts with the best scores fp32[T, experts] in the best groups.
-
-    bias: fp32[experts], takes part in the choice; a group then counts its two best experts, and
-    its single best one without a bias.
-    """
-    wanted = scores if bias is None else scores + bias
-    if config.group_count > 1:
-        groups = wanted.view(len(wanted), config.group_count, -1)
-        group_scores = groups.topk(1 if bias is None else 2, dim=-1).values.sum(dim=-1)
-        best = group_scores.topk(config.groups_per_token, dim=-1).indices
-        is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
-        wanted = groups.masked_fill(is_out[:, :, None], float("-inf")).flatten(-2)
-    return wanted.topk(count, dim=-1).indices

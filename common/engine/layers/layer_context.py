@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from common.engine.distributed import ParallelContext
+from common.engine.layers.expert_matrix import ExpertMatrix
 from common.engine.layers.fused import FusedKernels
-from common.engine.layers.matrix import Matrix
+from common.engine.layers.matrix import Matrix, Multiplied
 from common.engine.layers.narrow import NarrowWeights
+from common.engine.layers.stored_experts import Scratch
 from common.layout.component import Shard
 from common.layout.parallel import units_of_rank
 
@@ -21,7 +23,7 @@ class LayerContext:
 
     fused: kernels for their small functions, None if they are spelled out. narrow: quantised
     weights that stay as they are stored. matrices: those that products are made with; they are
-    packed once all are filled.
+    packed once all are filled. scratch: where experts' weights are made wide.
     """
 
     parallel: ParallelContext
@@ -29,7 +31,8 @@ class LayerContext:
     dtype: torch.dtype
     fused: FusedKernels | None = None
     narrow: NarrowWeights = NarrowWeights.WIDE
-    matrices: list[Matrix] = field(default_factory=list)
+    matrices: list[Multiplied] = field(default_factory=list)
+    scratch: Scratch = field(default_factory=Scratch)
 
     def empty(self, *shape: int) -> Tensor:
         """A tensor to be filled by the loader."""
@@ -52,6 +55,15 @@ class LayerContext:
         matrix.keeps_rows = is_read
         if not is_read:
             self.matrices.append(matrix)
+        return matrix
+
+    def expert_matrix(self, count: int, output_size: int, input_size: int) -> ExpertMatrix:
+        """The weights of all experts of a layer, to be filled by the loader."""
+        may_stay = self.narrow != NarrowWeights.WIDE
+        device = torch.device("meta") if may_stay else self.device
+        rows = torch.empty(count, output_size, input_size, dtype=self.dtype, device=device)
+        matrix = ExpertMatrix(rows, self.narrow, self.device, self.scratch)
+        self.matrices.append(matrix)
         return matrix
 
     def cut(self, size: int) -> range:

@@ -9,13 +9,13 @@ small as it is stored instead, if a kernel multiplies by that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.checkpoint.codes import Codes
+from common.engine.checkpoint.codes import Codes, join_rows
 from common.engine.layers.narrow import NarrowProduct, NarrowWeights, choose_narrow
 
 PACKED_DTYPES = (torch.bfloat16,)
@@ -49,7 +49,7 @@ class Matrix:
     def keep(self, parts: Sequence[Codes]) -> bool:
         """Take the weight as it is stored, part below part; False if it must be made wide."""
         rows = self.rows
-        codes = _joined(parts)
+        codes = join_rows(parts)
         is_whole = sum(len(part.values) for part in parts) == len(rows)
         if codes is None or not is_whole or self.keeps_rows or rows.dtype != torch.bfloat16:
             return False
@@ -80,11 +80,11 @@ class Matrix:
         return self._product(inputs, bias)
 
     @property
-    def form(self) -> tuple[str, int]:
+    def forms(self) -> list[tuple[str, int]]:
         """(elements and kernel, bytes) of what is multiplied by."""
         if self._product is not None:
-            return self._product.name, self._product.nbytes
-        return f"{str(self.rows.dtype).removeprefix('torch.')}, aten::linear", self.rows.nbytes
+            return [(self._product.name, self._product.nbytes)]
+        return [(f"{str(self.rows.dtype).removeprefix('torch.')}, aten::linear", self.rows.nbytes)]
 
 
 class PackedProduct:
@@ -113,39 +113,21 @@ def is_packable(rows: Tensor) -> bool:
     )
 
 
-def describe_matrices(matrices: Iterable[Matrix]) -> str:
+class Multiplied(Protocol):
+    """A weight, or a stack of them."""
+
+    def pack(self) -> None:
+        """It is filled, and is not written any more."""
+
+    @property
+    def forms(self) -> list[tuple[str, int]]: ...
+
+
+def describe_matrices(matrices: Iterable[Multiplied]) -> str:
     """How many weights, and how large, are multiplied in which form, by which kernel."""
     forms: dict[str, tuple[int, int]] = {}
-    for matrix in matrices:
-        name, nbytes = matrix.form
+    for name, nbytes in (form for matrix in matrices for form in matrix.forms):
         count, sum_nbytes = forms.get(name, (0, 0))
         forms[name] = (count + 1, sum_nbytes + nbytes)
     lines = [f"{name}: {count} weights, {size} bytes" for name, (count, size) in forms.items()]
     return "; ".join(sorted(lines))
-
-
-def _joined(parts: Sequence[Codes]) -> Codes | None:
-    """Rows of one weight below each other; None if they don't share a form."""
-    first = parts[0]
-    if len({_form_of(part) for part in parts}) > 1 or first.groups is not None:
-        return None
-    return replace(
-        first,
-        values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-        zeros=None
-        if first.zeros is None
-        else torch.cat([part.zeros for part in parts if part.zeros is not None]),
-    )
-
-
-def _form_of(part: Codes) -> tuple[object, ...]:
-    return (
-        part.bits,
-        part.values.dtype,
-        part.zeros is None,
-        part.groups is None,
-        part.group_size,
-        part.scales.shape[-1],
-        part.rounds_inputs,
-    )

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import MoeConfig
 from common.engine.layers.expert_groups import ExpertGroups, has_grouped_kernel
+from common.engine.layers.expert_order import Beside, ExpertOrder, FusedOrder, PlainOrder
+from common.engine.layers.fused_experts import SoftmaxRouter
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation, fastest, gated_silu
+from common.engine.layers.routing import route_softmax
 
 
 class MoeMlp:
@@ -47,49 +49,63 @@ class MoeMlp:
         inner_size = len(self.inner)
         self.activation = fastest(activation, context, inner_size)
         self.has_grouped_kernel = has_grouped_kernel(context.device, context.dtype)
+        self.kernels = None if context.fused is None else context.fused.experts
+        self.softmax = SoftmaxRouter(moe.expert_count, moe.experts_per_token, moe.is_normalized)
         self.router = context.empty(moe.expert_count, hidden_size)
-        self.gate_up = context.empty(moe.expert_count, len(self.parts) * inner_size, hidden_size)
-        self.down = context.empty(moe.expert_count, hidden_size, inner_size)
+        self.gate_up = context.expert_matrix(
+            moe.expert_count, len(self.parts) * inner_size, hidden_size
+        )
+        self.down = context.expert_matrix(moe.expert_count, hidden_size, inner_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.mix_experts(hidden, *self.route(hidden))
+        shares, experts = self.route(hidden)
+        return self.mix_experts(hidden, shares, experts, beside=self.beside(hidden))
+
+    def beside(self, hidden: Tensor) -> Beside | None:
+        """What every token takes beside its experts."""
+        return None
 
     def mix_experts(
-        self, hidden: Tensor, shares: Tensor, experts: Tensor, *, is_distinct: bool = True
+        self,
+        hidden: Tensor,
+        shares: Tensor,
+        experts: Tensor,
+        *,
+        is_distinct: bool = True,
+        beside: Beside | None = None,
     ) -> Tensor:
         """Outputs of each token's experts, summed by their shares; both [T, k].
 
-        is_distinct: whether no token has an expert twice.
+        is_distinct: whether no token has an expert twice. beside: of all ranks.
         """
-        # Tokens are brought into expert order, so that each expert is one product; the way back
-        # sums a token's experts in the order of its own top-k, whatever else is in the batch.
-        by_choice = experts.flatten()
-        order = by_choice.argsort(stable=True)
-        groups = ExpertGroups.of(
-            by_choice[order],
-            self.expert_count,
-            row_max=len(hidden) if is_distinct else len(order),
-            has_kernel=self.has_grouped_kernel,
-        )
-        given = hidden[order // self.experts_per_token]
-        outputs = groups.multiply(self.activation(self.expand(given, groups)), self.down)
-        by_token = torch.empty_like(outputs)
-        by_token[order] = outputs
-        by_token = by_token.view(*experts.shape, -1)
-        summed = (by_token * shares[:, :, None]).sum(dim=1).to(hidden.dtype)
-        return self.parallel.all_reduce(summed)
+        order = self.order(hidden, experts, is_distinct=is_distinct)
+        groups = order.groups
+        outputs = self.down.multiply(groups, self.activation(self.expand(order.rows, groups)))
+        if self.parallel.tp_size == 1:
+            return order.combine(outputs, shares, beside)
+        mixed = self.parallel.all_reduce(order.combine(outputs, shares, None))
+        return mixed if beside is None else mixed + beside.value()
+
+    def order(self, hidden: Tensor, experts: Tensor, *, is_distinct: bool) -> ExpertOrder:
+        """Tokens brought into the order of their experts [T, k]."""
+        row_max = len(hidden) if is_distinct else experts.numel()
+        count, has_kernel = self.expert_count, self.has_grouped_kernel
+        if self.kernels is not None and self.kernels.takes(experts, count):
+            return FusedOrder(
+                self.kernels, hidden, experts, count, row_max=row_max, has_kernel=has_kernel
+            )
+        return PlainOrder(hidden, experts, count, row_max=row_max, has_kernel=has_kernel)
 
     def expand(self, hidden: Tensor, groups: ExpertGroups) -> Tensor:
         """Gates and ups [n, 2 inner] of rows in expert order."""
-        return groups.multiply(hidden, self.gate_up)
+        return self.gate_up.multiply(groups, hidden)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(shares [T, k] in the model's dtype or fp32, expert ids int64[T, k]) of every token."""
-        scores = torch.softmax(F.linear(hidden, self.router), dim=-1, dtype=torch.float32)
-        shares, experts = scores.topk(self.experts_per_token, dim=-1)
-        if self.is_normalized:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        return shares.to(hidden.dtype), experts
+        """(shares [T, k] in the model's dtype or fp32, expert ids [T, k]) of every token."""
+        logits = F.linear(hidden, self.router)
+        if self.kernels is not None and self.softmax in self.kernels.routers and len(hidden):
+            return self.kernels.route_softmax(self.softmax, logits)
+        return route_softmax(self.softmax, logits)
 
     def weights(self) -> Iterator[Weight]:
         yield Weight.whole(f"{self.name}.gate.weight", self.router)
@@ -108,7 +124,8 @@ class MoeMlp:
                 f"{self.name}.experts.{expert}.{part}.weight",
                 shape,
                 (rows, slice(None)),
-                self.gate_up[expert, place * width : (place + 1) * width],
+                self.gate_up.rows[expert, place * width : (place + 1) * width],
+                keeper=self.gate_up.experts[expert],
             )
             for expert in range(self.expert_count)
             for place, part in enumerate(self.parts)
@@ -129,7 +146,8 @@ class MoeMlp:
                     slice(place * size + self.inner.start, place * size + self.inner.stop),
                     slice(None),
                 ),
-                self.gate_up[:, place * width : (place + 1) * width],
+                self.gate_up.rows[:, place * width : (place + 1) * width],
+                keeper=self.gate_up.stack,
             )
             for place in range(len(self.parts))
         )
@@ -141,7 +159,8 @@ class MoeMlp:
                 f"{self.name}.experts.{expert}.down_proj.weight",
                 (self.hidden_size, self.intermediate_size),
                 (slice(None), columns),
-                self.down[expert],
+                self.down.rows[expert],
+                keeper=self.down.experts[expert],
             )
             for expert in range(self.expert_count)
         )
@@ -150,4 +169,5 @@ class MoeMlp:
         shape = (self.expert_count, self.hidden_size, self.intermediate_size)
         columns = slice(self.inner.start, self.inner.stop)
         take = (slice(None), slice(None), columns)
-        return (TensorSlice(f"{self.name}.experts.down_proj", shape, take, self.down),)
+        name, rows = f"{self.name}.experts.down_proj", self.down.rows
+        return (TensorSlice(name, shape, take, rows, keeper=self.down.stack),)

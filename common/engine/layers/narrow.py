@@ -38,7 +38,8 @@ INT4_BLOCKS = (64, 32)
 class NarrowWeights(StrEnum):
     """Which quantised weights stay narrow.
 
-    AUTO: those whose products are as fast as wide ones. NARROW: all that a kernel multiplies by.
+    AUTO: those whose products are as fast as wide ones, and experts on CUDA. NARROW: all that a
+    kernel multiplies by, and experts.
     """
 
     AUTO = "auto"
@@ -134,6 +135,7 @@ class Int4Product:
         is_fitting = (
             narrow == NarrowWeights.NARROW
             and codes.bits == 4
+            and not codes.is_float4
             and codes.groups is None
             and rows % INT4_ROWS == 0
             and codes.values.device.type == "cpu"

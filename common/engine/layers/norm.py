@@ -25,9 +25,11 @@ def normalize(hidden: Tensor, epsilon: float) -> Tensor:
 
 
 class RmsNorm:
-    """x / rms(x) * w. has_kernel: whether a spelling computes just that, and may be fused."""
+    """x / rms(x) * w. has_kernel: whether a spelling computes just that, and may be fused.
+    is_offset: whether weights are offsets from one."""
 
     has_kernel: ClassVar[bool] = True
+    is_offset: ClassVar[bool] = False
 
     def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
         self.name = name
@@ -37,7 +39,7 @@ class RmsNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if (fused := self.fused_for(hidden)) is not None:
-            return fused.rms_norm(hidden, self.weight, self.epsilon)
+            return fused.rms_norm(hidden, self.weight, self.epsilon, is_offset=self.is_offset)
         if hidden.dtype == torch.float32:
             return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.epsilon)
         return self.weight * normalize(hidden, self.epsilon)
@@ -45,13 +47,15 @@ class RmsNorm:
     def after_add(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """(the sum of both [T, size], its norm); neither may be used afterwards."""
         if (fused := self.fused_for(hidden, added)) is not None:
-            return fused.add_rms_norm(hidden, added, self.weight, self.epsilon)
+            return fused.add_rms_norm(
+                hidden, added, self.weight, self.epsilon, is_offset=self.is_offset
+            )
         total = hidden + added
         return total, self(total)
 
     def fused_for(self, *rows: Tensor) -> FusedKernels | None:
         """The kernels if they take such rows: of two dimensions and in the weight's dtype."""
-        if self.fused is None:
+        if self.fused is None or (self.is_offset and not self.fused.has_offset_norms):
             return None
         is_taken = all(part.dim() == 2 and part.dtype == self.weight.dtype for part in rows)
         return self.fused if is_taken else None
@@ -77,9 +81,11 @@ class WideNorm(RmsNorm):
 class OffsetNorm(RmsNorm):
     """x / rms(x) * (1 + w), all of it in fp32, cast last."""
 
-    has_kernel = False
+    is_offset = True
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.fused_for(hidden) is not None:
+            return super().__call__(hidden)
         return (normalize(hidden.float(), self.epsilon) * (1.0 + self.weight.float())).to(
             hidden.dtype
         )

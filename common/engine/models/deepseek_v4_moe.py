@@ -11,10 +11,10 @@ from torch import Tensor
 
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
-from common.engine.layers.grouped_moe import SUM_EPSILON
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
+from common.engine.layers.routing import SUM_EPSILON
 from common.engine.models.deepseek_v4_config import v4_config
 
 

@@ -16,6 +16,7 @@ from common.engine.attention.scores import ScoreRule
 from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.expert_groups import ExpertGroups
+from common.engine.layers.expert_matrix import ExpertMatrix
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import Activation
 from common.engine.layers.moe import MoeMlp
@@ -102,9 +103,9 @@ class BiasedMoeMlp(MoeMlp):
 
 
 def _expert_weight(
-    name: str, shape: tuple[int, int, int], take: tuple[slice, slice], target: Tensor
+    name: str, shape: tuple[int, int, int], take: tuple[slice, slice], matrix: ExpertMatrix
 ) -> Weight:
-    """shape: [expert, output, input], as `target` is and as a checkpoint holds packed values; plain
+    """shape: [expert, output, input], as `matrix` is and as a checkpoint holds packed values; plain
     ones it holds as [expert, input, output]. take: of the last two.
 
     Packed values come expert by expert, as they take eight times their room while they are made
@@ -112,10 +113,20 @@ def _expert_weight(
     """
     count, rows, columns = shape
     plain = TensorSlice(
-        name, (count, columns, rows), (slice(None), take[1], take[0]), target.transpose(1, 2)
+        name,
+        (count, columns, rows),
+        (slice(None), take[1], take[0]),
+        matrix.rows.transpose(1, 2),
+        keeper=matrix.stack,
     )
     packed = tuple(
-        TensorSlice(f"{name}_blocks", shape, (slice(e, e + 1), *take), target[e : e + 1])
+        TensorSlice(
+            f"{name}_blocks",
+            shape,
+            (slice(e, e + 1), *take),
+            matrix.rows[e : e + 1],
+            keeper=matrix.experts[e],
+        )
         for e in range(count)
     )
     return Weight(((plain,), packed))

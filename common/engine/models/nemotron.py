@@ -78,7 +78,7 @@ class LatentExperts(GroupedMoeMlp):
             activation=squared_relu,
             is_gated=False,
         )
-        self.beside = SquaredMlp(
+        self.squared = SquaredMlp(
             context,
             f"{name}.shared_experts",
             hidden_size=hidden_size,
@@ -96,11 +96,11 @@ class LatentExperts(GroupedMoeMlp):
         routed = self.mix_experts(given, shares, experts)
         if self.back is not None:
             routed = self.back(routed)
-        return routed + self.beside(hidden)
+        return routed + self.squared(hidden)
 
     def weights(self) -> Iterator[Weight]:
         yield from super().weights()
-        yield from self.beside.weights()
+        yield from self.squared.weights()
         if self.into is not None and self.back is not None:
             yield from self.into.weights()
             yield from self.back.weights()

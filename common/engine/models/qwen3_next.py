@@ -16,6 +16,7 @@ from torch import Tensor
 from common.engine.checkpoint.weights import Weight, text_name
 from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.choose_delta import choose_delta_kernels
+from common.engine.layers.expert_order import Beside
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
@@ -64,9 +65,8 @@ class SharedMoeMlp(MoeMlp):
         )
         self.shared_gate = context.empty(1, hidden_size)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        share = F.linear(hidden, self.shared_gate).sigmoid()
-        return super().__call__(hidden) + share * self.shared(hidden)
+    def beside(self, hidden: Tensor) -> Beside:
+        return Beside(self.shared(hidden), F.linear(hidden, self.shared_gate))
 
     def weights(self) -> Iterator[Weight]:
         yield from super().weights()

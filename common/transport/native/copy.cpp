@@ -3,12 +3,15 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <bit>
 #include <cerrno>
+#include <chrono>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <thread>
 
 namespace baton {
 
@@ -81,6 +84,49 @@ void copy_runs(char* target, const char* source, const int64_t* target_offsets,
     for (size_t run = 0; run < run_count; ++run) {
         std::memcpy(target + target_offsets[run], source + source_offsets[run],
                     static_cast<size_t>(nbytes[run]));
+    }
+}
+
+// Each step is one to one in the word and in the lane, so a word that differs alone is never lost. Eight lanes, for
+// one waits for its product.
+uint64_t digest_bytes(const char* from, size_t nbytes) {
+    constexpr size_t lane_count = 8;
+    constexpr size_t stripe_nbytes = lane_count * sizeof(uint64_t);
+    constexpr uint64_t factor = 0x9e3779b97f4a7c15;  // odd, of the golden ratio
+    uint64_t lanes[lane_count];
+    for (size_t lane = 0; lane < lane_count; ++lane) {
+        lanes[lane] = factor * (lane + 1);
+    }
+    auto mix = [factor](uint64_t state, uint64_t word) { return std::rotl((state ^ word) * factor, 29); };
+    for (size_t place = 0; place < nbytes; place += stripe_nbytes) {
+        uint64_t words[lane_count] = {};
+        std::memcpy(words, from + place, nbytes - place < stripe_nbytes ? nbytes - place : stripe_nbytes);
+        for (size_t lane = 0; lane < lane_count; ++lane) {
+            lanes[lane] = mix(lanes[lane], words[lane]);
+        }
+    }
+    uint64_t digest = nbytes;
+    for (uint64_t lane : lanes) {
+        digest = mix(digest, lane);
+    }
+    return digest;
+}
+
+void save_pages(char* target, const char* source, const int64_t* target_ids, const int64_t* source_ids,
+                size_t page_count, size_t page_nbytes, size_t piece_nbytes, double pause_ratio, uint64_t* digests) {
+    using Clock = std::chrono::steady_clock;
+    auto began = Clock::now();
+    size_t copied_nbytes = 0;
+    for (size_t page = 0; page < page_count; ++page) {
+        char* to = target + target_ids[page] * page_nbytes;
+        std::memcpy(to, source + source_ids[page] * page_nbytes, page_nbytes);
+        digests[page] = digest_bytes(to, page_nbytes);
+        copied_nbytes += page_nbytes;
+        if (copied_nbytes >= piece_nbytes && page + 1 < page_count) {
+            std::this_thread::sleep_for((Clock::now() - began) * pause_ratio);
+            began = Clock::now();
+            copied_nbytes = 0;
+        }
     }
 }
 
