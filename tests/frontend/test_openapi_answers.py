@@ -159,6 +159,18 @@ def test_answers_have_the_types_that_are_told(tmp_path: Path) -> None:
     run_generate(tmp_path, story)
 
 
+def test_a_method_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        operations = await operations_of(rig)
+        for path in {path for path, _ in operations}:
+            reply = await rig.http.request("TRACE", path.format(model="tiny", rid="x"))
+            told = {method.upper() for other, method in operations if other == path}
+            assert reply.status_code == 405
+            assert set(reply.headers["allow"].split(", ")) == told, path
+
+    run_generate(tmp_path, story)
+
+
 def test_failures_that_are_meant_are_told(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         operations = await operations_of(rig)
