@@ -9,7 +9,7 @@ import torch
 
 from common.engine.config.mla import RouterConfig
 from common.engine.config.rope import RopeConfig, RopeKind
-from common.engine.layers import expert_trial, triton_experts
+from common.engine.layers import choose_fused, expert_trial, triton_experts
 from common.engine.layers.choose_fused import FusedShape, check_normed_rotation
 from common.engine.layers.conv_step import ConvShape, check_conv, step_fused
 from common.engine.layers.expert_trial import check_order, check_router
@@ -160,4 +160,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     triton_draw.BLOCK = 512
     expert_trial.TOKEN_COUNTS = (1, 3, 30)
+    choose_fused._ROW_COUNTS = (1, 2, 17)
     report_checks(CHECKS)
