@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 SHAPE = ConvShape(4, False, torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("recipe", ["qwen3_next", "qwen3_5", "kimi_linear", "ling_3"])
 @torch.inference_mode()
 def test_a_model_computes_the_same_by_steps_in_one_go(
     recipe: str, tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from common.engine.cache.cast import raw
 from common.engine.cache.slots import SlotPlaces
 from common.engine.kernel_trial import give_memory_back, largest_difference, try_or_torch
+from common.engine.layers.linear import ColumnLinear
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,12 @@ class ConvParts:
         count = len(flat) // sum(self.sizes)
         cuts = torch.split(flat, [count * size for size in self.sizes])
         return [cut.view(count, size) for cut, size in zip(cuts, self.sizes, strict=True)]
+
+
+def columns_of(linear: ColumnLinear) -> list[list[int]]:
+    """Where the features of each block of a projection lie in a row."""
+    ends = list(accumulate(len(block.rows) for block in linear.blocks))
+    return [list(range(*bounds)) for bounds in pairwise([0, *ends])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
-from common.engine.layers.conv_step import ConvParts
+from common.engine.layers.conv_step import ConvParts, columns_of
 from common.engine.layers.delta_rule import STATE, DeltaGates, apply_delta_rule
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
@@ -260,8 +259,7 @@ class SplitProjection:
         self.linear = ColumnLinear(context, hidden_size, blocks)
 
     def columns(self) -> list[list[int]]:
-        ends = list(accumulate(len(block.rows) for block in self.linear.blocks))
-        return [list(range(*bounds)) for bounds in pairwise([0, *ends])]
+        return columns_of(self.linear)
 
     def split(self, projected: Tensor) -> Projected:
         return Projected(*torch.split(projected, self.sizes, dim=-1))
