@@ -150,13 +150,18 @@ def test_nothing_new_lies_at_the_top() -> None:
     assert {name.partition("/")[0] for name in listed} - TOP_LEVEL == set()
 
 
+LIBRARY_NAMES = (
+    "fused_topk_deepseek|use_deepseek_fp8_block_scale|gemma_rmsnorm|gemma_fused_add_rmsnorm"
+)
+
+
 def families_named(text: str) -> list[str]:
     """Families that a text names, in any spelling: a word in a sentence, a class, a model type.
 
     "llama3" is not one: it is how every config.json spells a way of scaling positions. Neither are
-    names that a kernel library gives to its functions.
+    names that a kernel library gives to its functions and options.
     """
-    text = re.sub("llama3|fused_topk_deepseek|gemma_(fused_add_)?rmsnorm", "", text.lower())
+    text = re.sub(f"llama3|{LIBRARY_NAMES}", "", text.lower())
     return [family for family in FAMILIES if family in text] + re.findall(r"\bling\b", text)
 
 

@@ -184,6 +184,7 @@ def test_a_card_is_not_asked_which_experts_have_rows(
     each = [float8(seed, by_block=True) for seed in range(COUNT)]
     narrow = matrix(NarrowWeights.AUTO)
     assert all(narrow.experts[expert].keep([codes]) for expert, codes in enumerate(each))
+    narrow.pack()
     wide = torch.stack([codes.widen().bfloat16() for codes in each])
     experts = torch.randint(0, COUNT, (row_count,), generator=draw(3)).sort().values
     groups = ExpertGroups.of(experts, COUNT, row_max=row_count, has_kernel=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes
 from common.engine.config.mla import RouterConfig
+from common.engine.layers.block_moe import choose_block_moe
 from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.expert_groups import ExpertGroups, has_grouped_kernel
 from common.engine.layers.expert_matrix import ExpertMatrix
@@ -53,6 +54,12 @@ def _check_kernels(section: Section, device: torch.device) -> None:
         section.check(f"routing to {name} as a single kernel", is_routed, fused.reason)
         is_ordered = kernels is not None and counts in kernels.experts.counts
         section.check(f"order of {name} as single kernels", is_ordered, fused.reason)
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        mix, reason = choose_block_moe(device)
+        section.check("experts of float8 blocks in one call", mix is not None, reason)
+        section.figure("experts of float8 blocks in one call, difference", reason)
+    else:
+        section.skip("experts of float8 blocks in one call", "is for compute capability 9.0")
     has_offsets = kernels is not None and kernels.has_offset_norms
     section.check("norms by offsets as single kernels", has_offsets, fused.reason)
 
@@ -73,6 +80,7 @@ def _check_stored(section: Section, device: torch.device) -> None:
         wide.rows[expert].copy_(codes.widen())
         is_kept &= narrow.experts[expert].keep([codes])
     section.check("stored experts are kept", is_kept)
+    narrow.pack()
     (name, nbytes), (_, wide_nbytes) = *narrow.forms, *wide.forms
     section.figure("bytes as stored", nbytes)
     section.figure("bytes wide", wide_nbytes)

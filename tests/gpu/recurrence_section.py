@@ -12,7 +12,9 @@ from common.engine.layers.choose_delta import (
     choose_delta_kernels,
     random_inputs,
 )
+from common.engine.layers.conv_step import ConvShape, choose_conv
 from common.engine.layers.delta_rule import DeltaInputs, TorchDelta, apply_delta_rule
+from common.engine.layers.gated_norm_fla import GatedNormShape, choose_gated_norm
 from common.engine.layers.sequence_rows import SequenceRows
 from tests.gpu.report import Section
 
@@ -22,6 +24,8 @@ CPU = torch.device("cpu")
 SHAPES = ((16, 32, 128, False), (2, 4, 128, False), (8, 8, 128, True))
 LENGTHS = (1, 130, 64, 1)
 TORCH_TOLERANCE = 1e-3
+CONVOLUTIONS = ((4, False), (4, True))
+GATED_SIZE = 128
 
 
 def check_recurrence_section(section: Section, device: torch.device) -> None:
@@ -36,6 +40,10 @@ def check_recurrence_section(section: Section, device: torch.device) -> None:
     if device.type != "cuda":
         section.skip("fla", f"runs on CUDA only, this is {device}")
         return
+    for kernel_size, has_bias in CONVOLUTIONS:
+        conv = choose_conv(ConvShape(kernel_size, has_bias, torch.bfloat16, device))
+        name = f"convolution of {kernel_size}, bias {has_bias}, as a single kernel"
+        section.check(name, conv.step is not None, conv.reason)
     if importlib.util.find_spec("fla") is None:
         section.skip("fla", "is not installed; models that recur use plain torch here")
         return
@@ -46,6 +54,9 @@ def check_recurrence_section(section: Section, device: torch.device) -> None:
         section.check(name, choice.kernels.name == "fla", choice.reason)
         if choice.kernels.name == "fla":
             section.figure(f"{name} difference", check_delta_kernels(choice.kernels, shape))
+
+    gated = choose_gated_norm(GatedNormShape(GATED_SIZE, torch.bfloat16, device))
+    section.check("a norm and its gate as a single kernel", gated.kernel is not None, gated.reason)
 
 
 def _difference_to_cpu(shape: DeltaShape) -> float:

@@ -84,6 +84,12 @@ def build_and_load(spec: object) -> CompiledModule:
         return CompiledModule(plan=plan_decode, run=run_decode)
     if name.startswith("batch_mla_attention"):
         return CompiledModule(plan=plan_mla, run=run_mla)
+    if name.startswith("fused_moe_90"):
+        return CompiledModule(
+            set_deepgemm_jit_include_dirs=lambda paths: None,
+            interleave_moe_weights_for_sm90_mixed_gemm=refuse,
+            init=block_moe_runner,
+        )
     return CompiledModule(
         rmsnorm=rmsnorm,
         fused_add_rmsnorm=fused_add_rmsnorm,
@@ -479,3 +485,51 @@ def route_to_experts(
         of_chosen = scores[token, chosen]
         shares[token] = of_chosen * scaling / (of_chosen.sum() + 1e-20)
         experts[token] = chosen
+
+
+# Experts of float8 blocks -------------------------------------------------------------------------
+
+
+def block_moe_runner(
+    inputs: torch.dtype,
+    weights: torch.dtype,
+    outputs: torch.dtype,
+    has_blocks: bool,
+    *flags: bool,
+) -> CompiledModule:
+    assert inputs == outputs == torch.bfloat16 and weights == torch.float8_e4m3fn and has_blocks
+    assert not any(flags), "no other scaling, and sums in one order"
+    return CompiledModule(run_moe=run_block_moe)
+
+
+def run_block_moe(
+    output: Tensor,
+    hidden: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    up_gate: Tensor,
+    up_gate_bias: None,
+    down: Tensor,
+    down_bias: None,
+    scales: list[Tensor],
+    *more: object,
+) -> None:
+    assert experts.dtype == torch.int32 and shares.dtype == torch.float32
+    assert all(scale.dtype == torch.float32 and scale.is_contiguous() for scale in scales)
+    wide = [
+        part.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        for part, scale in zip((up_gate, down), scales, strict=True)
+    ]
+    for token, row in enumerate(_rounded_to_float8(hidden)):
+        total = torch.zeros(output.shape[1])
+        for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
+            up, gate = (wide[0][expert] @ row).bfloat16().float().chunk(2)
+            inner = _rounded_to_float8((F.silu(gate) * up).bfloat16()[None])[0]
+            total += share * (wide[1][expert] @ inner).bfloat16().float()
+        output[token] = total.bfloat16()
+
+
+def _rounded_to_float8(rows: Tensor) -> Tensor:
+    runs = rows.float().unflatten(-1, (-1, 128))
+    steps = runs.abs().amax(-1, keepdim=True) / 448.0
+    return ((runs / steps).to(torch.float8_e4m3fn).float() * steps).flatten(-2)

@@ -14,8 +14,9 @@ from types import ModuleType
 
 import torch
 
-from common.engine.layers.choose_delta import DeltaShape, random_inputs
+from common.engine.layers.choose_delta import DeltaShape, random_gates, random_inputs
 from common.engine.layers.delta_fla import FlaDelta
+from common.engine.layers.gated_norm_fla import make_gated_norm
 from common.engine.layers.sequence_rows import SequenceRows
 from tests.kernel_packages import interpreted_triton
 from tests.kernel_packages.interpreted_triton import LAUNCHES
@@ -70,6 +71,10 @@ def calls_fit(*, is_per_channel: bool, dtype: torch.dtype) -> None:
         LAUNCHES.names.clear()
         if max(lengths) == 1:
             outputs, after = kernels.step(inputs, states)
+            if not is_per_channel:
+                heads = (inputs.query, inputs.key, inputs.value)
+                gates = random_gates(shape, len(lengths))
+                outputs, after = kernels.step_gated(*heads, gates, states)
         else:
             rows = SequenceRows(lengths, CPU)
             outputs, after = kernels.run(inputs, rows, states)
@@ -80,13 +85,21 @@ def calls_fit(*, is_per_channel: bool, dtype: torch.dtype) -> None:
         assert after.shape == states.shape and after.dtype == torch.float32
 
 
+def norms_are_gated_in_one_launch() -> None:
+    hidden, gate = torch.zeros(2, 3, 4, 128, dtype=torch.bfloat16)
+    LAUNCHES.names.clear()
+    found = make_gated_norm()(hidden, gate, torch.ones(128, dtype=torch.bfloat16), 1e-6)
+    assert found.shape == hidden.shape and found.dtype == hidden.dtype
+    assert LAUNCHES.names == ["layer_norm_gated_fwd_kernel"]
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     f"{'per channel' if is_per_channel else 'per head'}, {dtype}".replace("torch.", ""): partial(
         calls_fit, is_per_channel=is_per_channel, dtype=dtype
     )
     for is_per_channel in (False, True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
-}
+} | {"norms_are_gated_in_one_launch": norms_are_gated_in_one_launch}
 
 if __name__ == "__main__":
     interpreted_triton.install()

@@ -27,6 +27,8 @@ from common.engine.attention.trial import (
 )
 from common.engine.config.mla import RouterConfig
 from common.engine.config.rope import RopeConfig, RopeKind
+from common.engine.layers.block_moe import TOLERANCE as BLOCK_TOLERANCE
+from common.engine.layers.block_moe import check_block_moe, mix_by_flashinfer
 from common.engine.layers.choose_fused import TOLERANCE as FUSED_TOLERANCE
 from common.engine.layers.choose_fused import (
     FusedShape,
@@ -123,6 +125,11 @@ def tokens_are_routed_in_groups() -> None:
         raise AssertionError(f"{counts} should have been refused")
 
 
+def experts_of_blocks_are_mixed() -> None:
+    assert check_block_moe(mix_by_flashinfer, CPU) < BLOCK_TOLERANCE
+    assert any(name.startswith("fused_moe_90") for name in COMPILED.names)
+
+
 def what_is_compiled_is_of_the_kind() -> None:
     """By the names under which its sources were generated."""
     expected = {
@@ -156,6 +163,7 @@ def options_are_those_of_the_wrappers() -> None:
         flashinfer.page.append_paged_kv_cache,
         flashinfer.rope.apply_rope_with_cos_sin_cache,
         flashinfer.fused_moe.fused_topk_deepseek,
+        flashinfer.fused_moe.cutlass_fused_moe,
     ):
         kinds = {p.kind for p in inspect.signature(function).parameters.values()}
         assert no_rest not in kinds, function
@@ -178,6 +186,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "small_functions_are_fused": small_functions_are_fused,
     "heads_are_rotated": heads_are_rotated,
     "norms_by_offsets_are_fused": norms_by_offsets_are_fused,
+    "experts_of_blocks_are_mixed": experts_of_blocks_are_mixed,
     "tokens_are_routed_in_groups": tokens_are_routed_in_groups,
     "what_is_compiled_is_of_the_kind": what_is_compiled_is_of_the_kind,
     "options_are_those_of_the_wrappers": options_are_those_of_the_wrappers,

@@ -13,7 +13,7 @@ pytestmark = [needs_packages, pytest.mark.slow]
 
 def test_every_launch_has_the_arguments_that_its_kernel_takes() -> None:
     found = run_checks("fla_checks")
-    assert len(found) == 6
+    assert len(found) == 7
     failed = [f"{name}\n{trace}" for name, trace in found.items() if trace]
     assert not failed, "\n".join(failed)
 

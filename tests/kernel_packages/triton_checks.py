@@ -9,8 +9,9 @@ import torch
 
 from common.engine.config.mla import RouterConfig
 from common.engine.config.rope import RopeConfig, RopeKind
-from common.engine.layers import expert_trial, triton_experts
+from common.engine.layers import choose_fused, expert_trial, triton_experts
 from common.engine.layers.choose_fused import FusedShape, check_normed_rotation
+from common.engine.layers.conv_step import ConvShape, check_conv, step_fused
 from common.engine.layers.expert_trial import check_order, check_router
 from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
 from common.engine.layers.fused_experts import (
@@ -95,6 +96,12 @@ def tokens_are_routed_by_sigmoids(*, expert_count: int, per_token: int) -> None:
     assert router in kernels.routers
 
 
+def channels_are_convolved(*, kernel_size: int, has_bias: bool) -> None:
+    for dtype, rounding in ((torch.float32, 1e-6), (torch.bfloat16, TWO_ROUNDINGS)):
+        shape = ConvShape(kernel_size, has_bias, dtype, CPU)
+        assert check_conv(step_fused, shape) <= rounding, dtype
+
+
 def the_first_of_equal_experts_is_chosen() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [float("-inf")] * 4 + [0.0]])
     shares, experts = triton_experts.route(logits, 3, is_normalized=True)
@@ -131,6 +138,12 @@ CHECKS: dict[str, Callable[[], None]] = {
             partial(experts_are_ordered, expert_count=expert_count, per_token=per_token),
         )
     },
+    **{
+        f"convolution of {size}, bias {has_bias}": partial(
+            channels_are_convolved, kernel_size=size, has_bias=has_bias
+        )
+        for size, has_bias in ((4, False), (2, True))
+    },
     "the_first_of_equal_experts_is_chosen": the_first_of_equal_experts_is_chosen,
     **{f"{size} tokens": partial(tokens_are_torch_s, vocab_size=size) for size in (9, 512, 1300)},
     **{
@@ -147,4 +160,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     triton_draw.BLOCK = 512
     expert_trial.TOKEN_COUNTS = (1, 3, 30)
+    choose_fused._ROW_COUNTS = (1, 2, 17)
     report_checks(CHECKS)

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.engine.layers import triton_experts, triton_rotation
+from common.engine.layers import triton_conv, triton_experts, triton_rotation
 from common.engine.sampling import triton_draw
 from tests.kernel_packages.packages import report_checks
 
@@ -109,18 +109,44 @@ COMBINE = {
     "has_gate": "constexpr",
     "column_block": "constexpr",
 }
-EXPERT_KERNELS = {
-    "route": (
+CONV = {
+    "projected": "*bf16",
+    "columns": "*i32",
+    "firsts": "*i32",
+    "sizes": "*i32",
+    "weight": "*bf16",
+    "bias": "*bf16",
+    "states": "*bf16",
+    "read": "*i64",
+    "write": "*i64",
+    "out": "*bf16",
+    **dict.fromkeys(("token_count", "token_stride", "column_count", "channel_count"), "i32"),
+    "page_stride": "i64",
+    **dict.fromkeys(("end_0", "end_1"), "i32"),
+    **dict.fromkeys(("offset_1", "offset_2"), "i64"),
+    **{f"unit_{segment}": "i32" for segment in range(3)},
+    **{f"unit_stride_{segment}": "i32" for segment in range(3)},
+    "has_bias": "constexpr",
+    "kernel_size": "constexpr",
+    "block": "constexpr",
+}
+KERNELS = {
+    "convolution": (
+        triton_conv._conv_step,
+        CONV,
+        {"has_bias": False, "kernel_size": 4, "block": triton_conv.COLUMN_BLOCK},
+    ),
+    "route to experts": (
         triton_experts._route,
         ROUTE,
         {"count": 10, "is_sigmoid": False, "is_normalized": True, "block": 512, "width": 16},
     ),
-    "route by sigmoids": (
+    "route to experts by sigmoids": (
         triton_experts._route,
         ROUTE | {"logits": "*fp32", "shares": "*fp32"},
         {"count": 8, "is_sigmoid": True, "is_normalized": True, "block": 512, "width": 8},
     ),
-    "arrange": (
+    "order of experts": (
         triton_experts._arrange,
         ARRANGE,
         {
@@ -130,7 +156,7 @@ EXPERT_KERNELS = {
             "column_block": triton_experts.COLUMN_BLOCK,
         },
     ),
-    "combine": (
+    "sum of experts": (
         triton_experts._combine,
         COMBINE,
         {
@@ -143,8 +169,8 @@ EXPERT_KERNELS = {
 }
 
 
-def experts_are_compiled(*, name: str, capability: int) -> None:
-    kernel, arguments, constants = EXPERT_KERNELS[name]
+def kernels_are_compiled(*, name: str, capability: int) -> None:
+    kernel, arguments, constants = KERNELS[name]
     compiled = triton.compile(
         ASTSource(kernel, arguments, constants),
         target=GPUTarget("cuda", capability, 32),
@@ -155,10 +181,8 @@ def experts_are_compiled(*, name: str, capability: int) -> None:
 
 CHECKS: dict[str, Callable[[], None]] = (
     {
-        f"{name} of experts, sm_{capability}": partial(
-            experts_are_compiled, name=name, capability=capability
-        )
-        for name in EXPERT_KERNELS
+        f"{name}, sm_{capability}": partial(kernels_are_compiled, name=name, capability=capability)
+        for name in KERNELS
         for capability in (80, 90, 100)
     }
     | {

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from common.engine import host_copy, pending_step
 from common.engine.attention import flashinfer, flashinfer_kernels, flashinfer_latent
-from common.engine.layers import moe
+from common.engine.layers import moe, norm, short_conv
 from common.engine.layers.choose_delta import DeltaChoice
+from common.engine.layers.conv_step import ConvChoice, step_fused
 from common.engine.layers.delta_fla import FlaDelta
+from common.engine.layers.gated_norm_fla import GatedNormChoice
 from common.engine.models import gated_delta_net, kimi_delta
 from common.engine.sampling import draw, sampler
 from tests.launches.counter import LaunchCounter
@@ -143,7 +145,13 @@ def _install_triton(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> 
         counter.note("triton combine")
         return outputs.new_empty(len(shares), outputs.shape[1])
 
+    def conv_step(projected: Tensor, columns: Tensor, *args: object) -> Tensor:
+        counter.note("triton conv_step")
+        return projected.new_empty(len(projected) * len(columns))
+
+    monkeypatch.setattr(short_conv, "choose_conv", lambda shape: ConvChoice(step_fused, "counted"))
     modules: dict[str, dict[str, object]] = {
+        "triton_conv": {"conv_step": conv_step},
         "triton_rotation": {"norm_and_rotate": norm_and_rotate},
         "triton_experts": {"route": route, "arrange": arrange, "combine": combine},
     }
@@ -215,7 +223,16 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
 
 
 def _install_fla(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        A_log: object = None,
+        dt_bias: object = None,
+        use_gate_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False,
+        **options: object,
+    ) -> tuple[Tensor, Tensor]:
         counter.note("fla")
         states = options["initial_state"]
         assert isinstance(states, Tensor)
@@ -226,6 +243,12 @@ def _install_fla(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter) -> Non
         for kind in ("chunk", "fused_recurrent"):
             setattr(module, f"{kind}_{name}", run)
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
+
+    def gated_norm(hidden: Tensor, *args: object) -> Tensor:
+        counter.note("fla rms_norm_gated")
+        return hidden.new_empty(hidden.shape)
+
+    monkeypatch.setattr(norm, "choose_gated_norm", lambda _: GatedNormChoice(gated_norm, "counted"))
     for package in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     for model in (gated_delta_net, kimi_delta):

@@ -16,7 +16,7 @@ LAYERS = {
     "llama": {"GqaAttention, GatedMlp": 10},
     "qwen3": {"GqaAttention, GatedMlp": 10},
     "deepseek_v3": {"MlaAttention, GatedMlp": 22, "MlaAttention, GroupedMoeMlp": 30},
-    "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 58, "GatedAttention, SharedMoeMlp": 21},
+    "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 20, "GatedAttention, SharedMoeMlp": 21},
 }
 OUTSIDE = {
     "llama": (16, 17),

@@ -13,6 +13,7 @@ sequence whose cache came from another server reads the transferred state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +25,19 @@ from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
 from common.engine.host_copy import upload
 from common.layout.component import LiveKind
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """Where states lie, for a kernel that reads and writes them in place.
+
+    states: [page, unit, element] of some segments. read, write: int64[B], the page that a sequence
+    reads, and the one that it leaves its state in.
+    """
+
+    states: tuple[Tensor, ...]
+    read: Tensor
+    write: Tensor
 
 
 class SlotPass:
@@ -64,6 +78,19 @@ class SlotPass:
             # Not a product with zero: what lies there may be NaN.
             raw(found).masked_fill_(self._is_new, 0)
         return found
+
+    def in_place(
+        self, component: str, layer: int, segments: Sequence[str | None]
+    ) -> SlotPlaces | None:
+        """None if a sequence starts in this pass, whose state is zeros, or if segments lie apart
+        from each other."""
+        found = [self._states(component, layer, segment) for segment in segments]
+        groups = {group for _, group in found}
+        if self._is_any_new or len(groups) > 1:
+            return None
+        (group,) = groups
+        states = tuple(states for states, _ in found)
+        return SlotPlaces(states, self._slots[group], self._targets[group])
 
     @cached_property
     def _is_new(self) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.engine.kernel_trial import give_memory_back, largest_difference, try_kernels
 from common.engine.layers.delta_fla import FlaDelta
 from common.engine.layers.delta_rule import (
+    DeltaGates,
     DeltaInputs,
     DeltaKernels,
     TorchDelta,
@@ -81,14 +82,34 @@ def check_delta_kernels(candidate: DeltaKernels, shape: DeltaShape) -> float:
     for lengths in _CHECK_LENGTHS:
         rows = SequenceRows(lengths, shape.device)
         inputs, states = random_inputs(shape, sum(lengths), len(lengths))
-        expected = apply_delta_rule(TorchDelta(), inputs, rows, states)
-        actual = apply_delta_rule(candidate, inputs, rows, states)
-        for wanted, found in zip(expected, actual, strict=True):
-            difference = largest_difference(wanted, found)
+        both: tuple[DeltaKernels, ...] = (TorchDelta(), candidate)
+        results = [[*apply_delta_rule(kernels, inputs, rows, states)] for kernels in both]
+        if rows.is_single and not shape.is_per_channel:
+            gates = random_gates(shape, sum(lengths))
+            heads = (inputs.query, inputs.key, inputs.value)
+            for found, kernels in zip(results, both, strict=True):
+                found += kernels.step_gated(*heads, gates, states)
+        for wanted, actual in zip(*results, strict=True):
+            difference = largest_difference(wanted, actual)
             if not math.isfinite(difference):
                 return math.nan
             worst = max(worst, difference)
     return worst
+
+
+def random_gates(shape: DeltaShape, token_count: int) -> DeltaGates:
+    """The same every time."""
+    generator = torch.Generator().manual_seed(token_count)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(shape.device)
+
+    return DeltaGates(
+        step=draw(token_count, shape.head_count).to(shape.dtype),
+        beta=draw(token_count, shape.head_count).to(shape.dtype),
+        decay_log=draw(shape.head_count),
+        step_bias=draw(shape.head_count),
+    )
 
 
 def random_inputs(

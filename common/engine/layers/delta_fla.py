@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from common.engine.layers.delta_rule import DeltaInputs
+from common.engine.layers.delta_rule import DeltaGates, DeltaInputs
 from common.engine.layers.sequence_rows import SequenceRows
 
 
@@ -29,10 +29,12 @@ class _Kernel(Protocol):
         output_final_state: bool,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: Tensor | None,
-        **host: Tensor,
+        **more: Tensor | bool,
     ) -> tuple[Tensor, Tensor]: ...
 
 
+GATE_OPTIONS = {"use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel"}
+"""Of a kernel that makes decays and betas itself."""
 HOST_STARTS = "cu_seqlens_cpu"
 """Where rows of sequences begin, as the host knows it: a kernel that has to ask waits for the
 device."""
@@ -58,11 +60,30 @@ class FlaDelta:
 
             self._chunk = chunk_gated_delta_rule
             self._recurrent = fused_recurrent_gated_delta_rule
+        self._takes_gates = inspect.signature(self._recurrent).parameters.keys() >= GATE_OPTIONS
         self._takes_host_starts = HOST_STARTS in inspect.signature(self._chunk).parameters
 
     def step(self, inputs: DeltaInputs, states: Tensor) -> tuple[Tensor, Tensor]:
         # [B, 1, ...]: every sequence is a batch entry of one token.
         outputs, after = self._call(self._recurrent, inputs, 1, states)
+        return outputs[:, 0], after
+
+    def step_gated(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: DeltaGates, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not self._takes_gates:
+            return self.step(gates.inputs(query, key, value), states)
+        inputs = DeltaInputs(query, key, value, gates.step[..., None], gates.beta)
+        outputs, after = self._call(
+            self._recurrent,
+            inputs,
+            1,
+            states,
+            use_gate_in_kernel=True,
+            A_log=gates.decay_log,
+            dt_bias=gates.step_bias,
+            use_beta_sigmoid_in_kernel=True,
+        )
         return outputs[:, 0], after
 
     def run(self, inputs: DeltaInputs, rows: SequenceRows, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +99,7 @@ class FlaDelta:
         dim: int,
         states: Tensor,
         starts: Tensor | None = None,
-        **host: Tensor,
+        **more: Tensor | bool,
     ) -> tuple[Tensor, Tensor]:
         log_decay = inputs.log_decay
         if log_decay.shape[-1] == 1:
@@ -93,5 +114,5 @@ class FlaDelta:
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=starts,
-            **host,
+            **more,
         )

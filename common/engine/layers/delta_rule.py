@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.layers.sequence_rows import SequencePart, SequenceRows, apply_by_length
@@ -55,14 +56,39 @@ class DeltaInputs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaGates:
+    """What the decay of a whole head and beta are made of: step, beta: [T, heads]; decay_log,
+    step_bias: fp32[heads]."""
+
+    step: Tensor
+    beta: Tensor
+    decay_log: Tensor
+    step_bias: Tensor
+
+    def log_decay(self) -> Tensor:
+        """fp32[T, heads, 1]."""
+        step = F.softplus(self.step.float() + self.step_bias)
+        return (-self.decay_log.exp() * step)[..., None]
+
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> DeltaInputs:
+        return DeltaInputs(query, key, value, self.log_decay(), self.beta.sigmoid())
+
+
 class DeltaKernels(Protocol):
-    """Computes the rule on a device. Both return (outputs [T, heads, value dim] in the dtype of
+    """Computes the rule on a device. All return (outputs [T, heads, value dim] in the dtype of
     the values, states after the last token fp32[B, heads, key dim, value dim])."""
 
     name: str
 
     def step(self, inputs: DeltaInputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """One token of every sequence."""
+        ...
+
+    def step_gated(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: DeltaGates, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `step`, with what the gates make of theirs."""
         ...
 
     def run(self, inputs: DeltaInputs, rows: SequenceRows, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +120,11 @@ class TorchDelta:
         states.addcmul_(key[..., None], update[..., None, :])
         outputs = (query[..., None, :] @ states)[..., 0, :]
         return outputs.to(inputs.value.dtype), states
+
+    def step_gated(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: DeltaGates, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.step(gates.inputs(query, key, value), states)
 
     def run(self, inputs: DeltaInputs, rows: SequenceRows, states: Tensor) -> tuple[Tensor, Tensor]:
         is_per_head = inputs.log_decay.shape[-1] == 1

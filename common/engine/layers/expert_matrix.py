@@ -40,6 +40,7 @@ class ExpertMatrix:
         self._dtype = rows.dtype
         self._products: dict[int, NarrowProduct] = {}
         self._stored: StoredExperts | None = None
+        self._is_taken = False
         self.stack = ExpertRows(self, range(self._shape[0]))
         self.experts = [ExpertRows(self, range(e, e + 1)) for e in range(self._shape[0])]
 
@@ -64,10 +65,17 @@ class ExpertMatrix:
             return False
         if stored.is_whole:
             self._rows = None
-            count = 1 if self._asks else self._shape[0]
-            element_count = count * self._shape[1] * self._shape[2]
-            self._scratch.reserve(element_count, self._dtype, self.device)
         return True
+
+    @property
+    def stored(self) -> StoredExperts | None:
+        """All weights, if they stay as they are stored."""
+        return None if self._rows is not None else self._stored
+
+    def take(self, way: str) -> None:
+        """Products are made by somebody else. way: how, in words."""
+        assert self._stored is not None
+        self._stored.way, self._is_taken = way, True
 
     def room(self, view: Tensor) -> Tensor:
         """The memory of a view of the rows, to be written."""
@@ -86,6 +94,10 @@ class ExpertMatrix:
         """All are filled, and are not written any more."""
         if len(self._products) == self._shape[0]:
             self._rows = None
+        if self.stored is not None and not self._is_taken:
+            count = 1 if self._asks else self._shape[0]
+            element_count = count * self._shape[1] * self._shape[2]
+            self._scratch.reserve(element_count, self._dtype, self.device)
 
     def multiply(self, groups: ExpertGroups, inputs: Tensor) -> Tensor:
         """inputs [n, in] in the order of their experts, times each one's weight: [n, out]."""

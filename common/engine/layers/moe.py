@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import MoeConfig
+from common.engine.layers.block_moe import WholeExperts
 from common.engine.layers.expert_groups import ExpertGroups, has_grouped_kernel
 from common.engine.layers.expert_order import Beside, ExpertOrder, FusedOrder, PlainOrder
 from common.engine.layers.fused_experts import SoftmaxRouter
@@ -56,6 +58,10 @@ class MoeMlp:
             moe.expert_count, len(self.parts) * inner_size, hidden_size
         )
         self.down = context.expert_matrix(moe.expert_count, hidden_size, inner_size)
+        self.whole: WholeExperts | None = None
+        if activation is gated_silu and is_gated and context.dtype == torch.bfloat16:
+            self.whole = WholeExperts(self.gate_up, self.down)
+            context.matrices.insert(len(context.matrices) - 2, self.whole)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         shares, experts = self.route(hidden)
@@ -78,6 +84,9 @@ class MoeMlp:
 
         is_distinct: whether no token has an expert twice. beside: of all ranks.
         """
+        if self.whole is not None and self.whole.is_taken:
+            mixed = self.parallel.all_reduce(self.whole(hidden, shares, experts))
+            return mixed if beside is None else mixed + beside.value()
         order = self.order(hidden, experts, is_distinct=is_distinct)
         groups = order.groups
         outputs = self.down.multiply(groups, self.activation(self.expand(order.rows, groups)))

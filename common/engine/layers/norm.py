@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.layers.fused import FusedKernels
+from common.engine.layers.gated_norm_fla import GatedNormShape, choose_gated_norm
 from common.engine.layers.layer_context import LayerContext
 
 
@@ -94,8 +95,14 @@ class OffsetNorm(RmsNorm):
 class GatedNorm(RmsNorm):
     """x / rms(x) * w, then times silu(gate), which is fp32."""
 
+    def __init__(self, context: LayerContext, name: str, size: int, epsilon: float) -> None:
+        super().__init__(context, name, size, epsilon)
+        self.kernel = choose_gated_norm(GatedNormShape(size, context.dtype, context.device)).kernel
+
     def gated(self, hidden: Tensor, gate: Tensor) -> Tensor:
         """Both [.., size]; the norm comes first."""
+        if self.kernel is not None:
+            return self.kernel(hidden, gate, self.weight, self.epsilon)
         return (self(hidden) * F.silu(gate.float())).to(hidden.dtype)
 
 

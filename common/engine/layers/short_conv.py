@@ -16,6 +16,14 @@ from torch import Tensor
 
 from common.engine.cache.slots import SlotPass
 from common.engine.checkpoint.weights import TensorSlice, Weight
+from common.engine.layers.conv_step import (
+    SEGMENTS_MAX,
+    ConvParts,
+    ConvShape,
+    ConvStep,
+    Step,
+    choose_conv,
+)
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.sequence_rows import SequenceRows
 
@@ -61,6 +69,23 @@ class ShortConv:
         self.sizes = [len(segment.channels) for segment in segments]
         self.weight = context.empty(sum(self.sizes), 1, kernel_size)
         self.bias = context.empty(sum(self.sizes)) if has_bias else None
+        self.in_one: Step | None = None
+        if len(segments) <= SEGMENTS_MAX:
+            shape = ConvShape(kernel_size, has_bias, context.dtype, context.device)
+            self.in_one = choose_conv(shape).step
+
+    def take(
+        self, projected: Tensor, parts: ConvParts, rows: SequenceRows, slots: SlotPass
+    ) -> list[Tensor] | None:
+        """The parts of `projected` [T, width], those of the segments through the convolution, in
+        one launch; None where that is not to be had."""
+        if self.in_one is None or not rows.is_single:
+            return None
+        places = slots.in_place(CONV, self.layer, [segment.name for segment in self.segments])
+        if places is None or any(state.dtype != projected.dtype for state in places.states):
+            return None
+        units = tuple(segment.unit_size for segment in self.segments)
+        return self.in_one(ConvStep(parts, self.weight, self.bias, units), projected, places)
 
     def __call__(self, inputs: Tensor, rows: SequenceRows, slots: SlotPass) -> Tensor:
         before = self._read(slots, inputs)

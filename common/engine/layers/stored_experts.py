@@ -61,6 +61,7 @@ class StoredExperts:
     def __init__(self, count: int, like: Codes) -> None:
         rows, columns = like.values.shape
         self.count, self.rows, self.columns = count, rows, columns
+        self.way = "made wide for each product"
         self.is_float4 = like.is_float4
         self.is_packed = like.bits == 4 and columns % 2 == 0
         self.group_size, self._groups = like.group_size, like.groups
@@ -90,6 +91,22 @@ class StoredExperts:
         zeros = 0 if self._zeros is None else self._zeros.nbytes
         return self._values.nbytes + self._scales.nbytes + zeros
 
+    def exchange_halves(self) -> None:
+        """The second half of each weight's rows comes first from here on."""
+        self._values, self._scales = (
+            torch.cat(raw(part).chunk(2, dim=1)[::-1], dim=1).view(part.dtype)
+            for part in (self._values, self._scales)
+        )
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor] | None:
+        """(values, fp32 factors of blocks of 128 x 128), all that there is of a weight of float8;
+        None of others, or of blocks that are cut."""
+        is_cut = self.columns % BLOCK_ROWS or self.rows // BLOCK_ROWS != self._scales.shape[1]
+        if self._values.dtype != torch.float8_e4m3fn or is_cut or self.group_size != BLOCK_ROWS:
+            return None
+        return self._values, self._scales.float()
+
     @property
     def name(self) -> str:
         """Of the elements, and how they share factors."""
@@ -102,7 +119,7 @@ class StoredExperts:
         else:
             size = self.group_size or "some columns"
             shared = f"groups of {size}" if rows == 1 else f"blocks of {rows} x {size}"
-        return f"{kind} by {shared}, made wide for each product"
+        return f"{kind} by {shared}, {self.way}"
 
     def put(self, expert: int, codes: Codes) -> bool:
         """Keep one expert's weight; False if it has another form."""

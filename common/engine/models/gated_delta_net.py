@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
-from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
+from common.engine.layers.conv_step import ConvParts, columns_of
+from common.engine.layers.delta_rule import STATE, DeltaGates, apply_delta_rule
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of, shifted
 from common.engine.layers.norm import GatedNorm
@@ -62,6 +62,10 @@ class GatedDeltaNet:
             conv_segments(f"{name}.conv1d", delta, heads),
             kernel_size=delta.kernel_size,
         )
+        self.parts: ConvParts | None = None
+        if self.conv.in_one is not None:
+            columns = self.projection.columns()
+            self.parts = ConvParts(columns, len(self.conv.sizes), context.device)
         self.decay_log = context.empty_fp32(self.head_count)
         self.step_bias = context.empty_fp32(self.head_count)
         self.norm = GatedNorm(context, f"{name}.norm", delta.value_dim, config.rms_norm_eps)
@@ -79,23 +83,35 @@ class GatedDeltaNet:
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
         delta, rows, slots = self.delta, layer_pass.rows, layer_pass.slots
-        projected = self.projection(hidden)
-        mixed = self.conv(projected.mixed, rows, slots)
-        query, key, value = torch.split(mixed, self.conv.sizes, dim=-1)
-        step = F.softplus(projected.step.float() + self.step_bias)
-        inputs = DeltaInputs(
-            query=_by_head(query, delta.key_dim),
-            key=_by_head(key, delta.key_dim),
-            value=_by_head(value, delta.value_dim),
-            log_decay=(-self.decay_log.exp() * step)[..., None],
-            beta=projected.beta.sigmoid(),
+        query, key, value, gate, beta, step = self._convolve(hidden, layer_pass)
+        heads = (
+            _by_head(query, delta.key_dim),
+            _by_head(key, delta.key_dim),
+            _by_head(value, delta.value_dim),
         )
+        gates = DeltaGates(step, beta, self.decay_log, self.step_bias)
         kept = slots.read(STATE, self.layer).float()
         states = kept.view(len(kept), self.head_count, delta.key_dim, delta.value_dim)
-        outputs, states = apply_delta_rule(self.kernels, inputs, rows, states)
+        if rows.is_single:
+            outputs, states = self.kernels.step_gated(*heads, gates, states)
+        else:
+            outputs, states = apply_delta_rule(self.kernels, gates.inputs(*heads), rows, states)
         slots.write(STATE, self.layer, None, states.flatten(2))
-        gated = self.norm.gated(outputs, _by_head(projected.gate, delta.value_dim))
+        gated = self.norm.gated(outputs, _by_head(gate, delta.value_dim))
         return self.output(gated.flatten(1))
+
+    def _convolve(self, hidden: Tensor, layer_pass: LayerPass) -> list[Tensor]:
+        """Queries, keys and values behind the convolution, gates, and what makes beta and the
+        decay."""
+        rows, slots = layer_pass.rows, layer_pass.slots
+        projected = self.projection.linear(hidden)
+        if self.parts is not None:
+            found = self.conv.take(projected, self.parts, rows, slots)
+            if found is not None:
+                return found
+        split = self.projection.split(projected)
+        mixed = self.conv(split.mixed, rows, slots)
+        return [*torch.split(mixed, self.conv.sizes, dim=-1), split.gate, split.beta, split.step]
 
     def weights(self) -> Iterator[Weight]:
         yield from self.projection.weights()
@@ -121,7 +137,15 @@ class Projected:
 
 
 class Projection(Protocol):
-    def __call__(self, hidden: Tensor) -> Projected: ...
+    linear: ColumnLinear
+
+    def split(self, projected: Tensor) -> Projected:
+        """The parts of what `linear` makes."""
+        ...
+
+    def columns(self) -> list[list[int]]:
+        """Where they lie in it: q, k, v, gate, beta and step."""
+        ...
 
     def weights(self) -> Iterator[Weight]: ...
 
@@ -167,10 +191,27 @@ class FusedProjection:
         ]
         self.linear = ColumnLinear(context, hidden_size, blocks)
 
-    def __call__(self, hidden: Tensor) -> Projected:
+    def columns(self) -> list[list[int]]:
         wide = self.shares * self.value_dim
         per_head = 2 * self.key_dim + 2 * wide
-        projected = self.linear(hidden)
+        behind = self.key_head_count * per_head
+
+        def of_heads(first: int, width: int, count: int) -> list[int]:
+            heads = range(self.key_head_count)
+            return [first + head * width + i for head in heads for i in range(count)]
+
+        return [
+            of_heads(0, per_head, self.key_dim),
+            of_heads(self.key_dim, per_head, self.key_dim),
+            of_heads(2 * self.key_dim, per_head, wide),
+            of_heads(2 * self.key_dim + wide, per_head, wide),
+            of_heads(behind, 2 * self.shares, self.shares),
+            of_heads(behind + self.shares, 2 * self.shares, self.shares),
+        ]
+
+    def split(self, projected: Tensor) -> Projected:
+        wide = self.shares * self.value_dim
+        per_head = 2 * self.key_dim + 2 * wide
         first, second = torch.split(
             projected,
             [self.key_head_count * per_head, self.key_head_count * 2 * self.shares],
@@ -217,8 +258,11 @@ class SplitProjection:
         self.sizes = [mixed_size, len(value_rows), len(heads.value), len(heads.value)]
         self.linear = ColumnLinear(context, hidden_size, blocks)
 
-    def __call__(self, hidden: Tensor) -> Projected:
-        return Projected(*torch.split(self.linear(hidden), self.sizes, dim=-1))
+    def columns(self) -> list[list[int]]:
+        return columns_of(self.linear)
+
+    def split(self, projected: Tensor) -> Projected:
+        return Projected(*torch.split(projected, self.sizes, dim=-1))
 
     def weights(self) -> Iterator[Weight]:
         return self.linear.weights()

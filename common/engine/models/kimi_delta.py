@@ -12,6 +12,7 @@ from torch import Tensor
 from common.engine.checkpoint.weights import TensorSlice, Weight
 from common.engine.config.model import ModelConfig
 from common.engine.layers.choose_delta import DeltaShape, choose_delta_kernels
+from common.engine.layers.conv_step import ConvParts, columns_of
 from common.engine.layers.delta_rule import STATE, DeltaInputs, apply_delta_rule
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, features_of
@@ -54,6 +55,10 @@ class KimiDelta:
             [ConvSegment(part, f"{name}.{part}_conv1d", size, features, dim) for part in "qkv"],
             kernel_size=kda.kernel_size,
         )
+        self.parts: ConvParts | None = None
+        if self.conv.in_one is not None:
+            columns = columns_of(self.projection)
+            self.parts = ConvParts(columns, len(self.conv.sizes), context.device)
         self.decay_log = context.empty_fp32(len(heads))
         self.step_bias = context.empty_fp32(len(heads), dim)
         self.norm = SigmoidGatedNorm(context, f"{name}.o_norm", dim, config.rms_norm_eps)
@@ -67,18 +72,27 @@ class KimiDelta:
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
         slots, rows = layer_pass.slots, layer_pass.rows
-        mixed, beta, decay, gate = torch.split(self.projection(hidden), self.sizes, dim=-1)
+        query, key, value, beta, decay, gate = self._convolve(hidden, layer_pass)
         if self.decay_up is not None and self.gate_up is not None:
             decay, gate = self.decay_up(decay), self.gate_up(gate)
-        query, key, value = (
-            self._by_head(part) for part in self.conv(mixed, rows, slots).chunk(3, dim=-1)
-        )
+        query, key, value = (self._by_head(part) for part in (query, key, value))
         inputs = DeltaInputs(query, key, value, self._log_decay(decay), beta.sigmoid())
         kept = slots.read(STATE, self.layer).float()
         states = kept.view(*kept.shape[:2], self.kda.head_dim, self.kda.head_dim)
         outputs, states = apply_delta_rule(self.kernels, inputs, rows, states)
         slots.write(STATE, self.layer, None, states.flatten(2))
         return self.output(self.norm.gated(outputs, self._by_head(gate)).flatten(1))
+
+    def _convolve(self, hidden: Tensor, layer_pass: LayerPass) -> list[Tensor]:
+        """Queries, keys and values behind the convolution, and what makes betas, decays, gates."""
+        rows, slots = layer_pass.rows, layer_pass.slots
+        projected = self.projection(hidden)
+        if self.parts is not None:
+            found = self.conv.take(projected, self.parts, rows, slots)
+            if found is not None:
+                return found
+        mixed, *others = torch.split(projected, self.sizes, dim=-1)
+        return [*self.conv(mixed, rows, slots).chunk(3, dim=-1), *others]
 
     def weights(self) -> Iterator[Weight]:
         kda = self.kda

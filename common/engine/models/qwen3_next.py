@@ -16,7 +16,9 @@ from torch import Tensor
 from common.engine.checkpoint.weights import Weight, text_name
 from common.engine.config.model import ModelConfig, MoeConfig
 from common.engine.layers.choose_delta import choose_delta_kernels
+from common.engine.layers.conv_step import ConvShape, choose_conv
 from common.engine.layers.expert_order import Beside
+from common.engine.layers.gated_norm_fla import GatedNormShape, choose_gated_norm
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
@@ -96,8 +98,15 @@ class Qwen3NextLm(CausalLm):
     norm_type = OffsetNorm
 
     def describe(self) -> dict[str, str]:
-        choice = choose_delta_kernels(delta_shape(self.config, self.context))
-        return super().describe() | {"delta rule": f"{choice.kernels.name}: {choice.reason}"}
+        delta, context = delta_config(self.config), self.context
+        rule = choose_delta_kernels(delta_shape(self.config, context))
+        conv = choose_conv(ConvShape(delta.kernel_size, False, context.dtype, context.device))
+        norm = choose_gated_norm(GatedNormShape(delta.value_dim, context.dtype, context.device))
+        return super().describe() | {
+            "delta rule": f"{rule.kernels.name}: {rule.reason}",
+            "short convolution": f"{'triton' if conv.step else 'torch'}: {conv.reason}",
+            "gated norm": f"{'fla' if norm.kernel else 'torch'}: {norm.reason}",
+        }
 
 
 def rename_qwen3_next(name: str) -> str | None:
