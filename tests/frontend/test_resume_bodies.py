@@ -16,9 +16,9 @@ from common.frontend.bodies.resume import parse_resume, resume_body
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.sampling import GREEDY_BELOW
 from common.prefix_digests import extend_digests, prefix_seed
-from common.protocol.bounds import check_sampling_params
 from common.protocol.codec import encode
 from common.protocol.frontend import Submit
+from common.protocol.sampling_bounds import check_sampling_params
 from common.request import Grammar, GrammarKind, SamplingParams
 from common.request_bounds import FLOAT32_MAX, SEED_MAX
 

@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import ProtocolError
 from common.protocol import peer
-from common.protocol.bounds import SAMPLING_CHECKS, check_peer_message
+from common.protocol.bounds import check_peer_message
+from common.protocol.sampling_bounds import SAMPLING_CHECKS
 from common.request import Grammar, GrammarKind, Origin, SamplingParams, TransferTrace
 from tests.protocol.examples import DECODE_TO_PREFILL, DESCRIPTOR, PREFILL_TO_DECODE, SAMPLING
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.engine.host_copy import upload
 from common.engine.sampling.noise import wrap_seed
 from common.errors import ProtocolError
-from common.protocol.bounds import check_sampling_params
+from common.protocol.sampling_bounds import check_sampling_params
 from common.request import SamplingParams
 
 Number = TypeVar("Number", np.float32, np.int64)
