@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+from common.errors import ProtocolError
 from common.protocol.value_checks import (
     Check,
+    check_count,
     check_int,
     check_ints,
     check_number,
@@ -19,7 +21,10 @@ from common.protocol.value_checks import (
 )
 from common.request import Grammar, SamplingParams
 from common.request_bounds import (
+    ALLOWED_TOKEN_COUNT_MAX,
     ASKED_LOGPROB_COUNT_MAX,
+    BAD_WORD_COUNT_MAX,
+    BAD_WORD_LENGTH_MAX,
     GRAMMAR_LENGTH_MAX,
     LOGIT_BIAS,
     LOGIT_BIAS_COUNT_MAX,
@@ -52,6 +57,15 @@ def _check_logit_bias(name: str, value: object) -> None:
         check_number(f"{name}[{token_id}]", bias, LOGIT_BIAS)
 
 
+def _check_bad_words(name: str, value: object) -> None:
+    assert isinstance(value, tuple), f"{name} is decoded as a tuple"
+    check_count(name, len(value), BAD_WORD_COUNT_MAX)
+    for word in value:
+        check_ints(name, word, 0, TOKEN_ID_MAX, BAD_WORD_LENGTH_MAX)
+        if not word:
+            raise ProtocolError(f"{name}: a word without tokens")
+
+
 def _check_grammar(name: str, value: object) -> None:
     if isinstance(value, Grammar):
         check_text(name, value.text, GRAMMAR_LENGTH_MAX)
@@ -75,5 +89,7 @@ SAMPLING_CHECKS: dict[str, Check] = {
     "token_ids_logprob": ints_in(0, TOKEN_ID_MAX, ASKED_LOGPROB_COUNT_MAX),
     "logprob_start_len": int_in(-1, TOKEN_COUNT_MAX),
     "grammar": _check_grammar,
+    "allowed_token_ids": ints_in(0, TOKEN_ID_MAX, ALLOWED_TOKEN_COUNT_MAX),
+    "bad_words": _check_bad_words,
 }
 """Every field of `SamplingParams`."""

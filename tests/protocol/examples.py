@@ -43,6 +43,8 @@ SAMPLING = SamplingParams(
     token_ids_logprob=(1, 4),
     logprob_start_len=0,
     grammar=Grammar(GrammarKind.REGEX, "[a-z]+"),
+    allowed_token_ids=(5, 6, 7),
+    bad_words=((5,), (6, 7)),
 )
 LOGPROBS = [
     TokenLogprobs(4, None),
