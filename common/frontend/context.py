@@ -19,6 +19,7 @@ from common.frontend.requests.relay import Relays
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer
 from common.metrics.server import ServerMetrics
 from common.request import Bootstrap, SamplingParams
@@ -41,6 +42,10 @@ class FrontendContext:
     fleet: Fleet
     relays: Relays
     drain_order: DrainOrder
+
+    @property
+    def parsers(self) -> Parsers:
+        return Parsers(tool_call=self.config.tool_call_parser)
 
     async def check_grammars(self, samples: Sequence[Sample]) -> None:
         """Raises: RequestError if one of them can't be followed."""

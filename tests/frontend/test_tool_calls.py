@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from common.frontend.text.tool_calls import ToolCall, ToolFormat, joined, tool_parser
+from common.frontend.text.parsing.items import ToolCall, joined
+from common.frontend.text.tool_calls import ToolFormat, tool_parser
 
 NAMES = {"get_weather", "add"}
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"]é"}]}}'

@@ -75,9 +75,10 @@ def build_router(context: FrontendContext) -> APIRouter:
         return call, CompletionShape(context.tokenizer, has_echo=has_echo)
 
     def chat(body: JsonObject, limits: Limits, name: str) -> tuple[OpenAiCall, Shape]:
-        parser = context.config.tool_call_parser
-        call, tools = openai_chat.parse_chat(body, context.tokenizer, limits, name, parser)
-        return call, ChatShape(context.tokenizer, tools)
+        call, parsing = openai_chat.parse_chat(
+            body, context.tokenizer, limits, name, context.parsers
+        )
+        return call, ChatShape(context.tokenizer, parsing)
 
     router = APIRouter()
     _add_route(router, context, PATH, NAME_PREFIX, completion)

@@ -26,8 +26,9 @@ from common.frontend.bodies.constraints import only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
 from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.sample import Limits
-from common.frontend.bodies.tools import ToolFields, ToolUse, read_tools
+from common.frontend.bodies.tools import ToolFields, read_tools
 from common.frontend.bodies.validation import encode_prompt
+from common.frontend.text.parsing.parsing import Parsers, Parsing
 from common.frontend.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -96,9 +97,12 @@ CHAT = schema_of(*OPENAI, UNSUPPORTED, TemplateFields, ChatFields, spread=(Meeti
 
 
 def parse_chat(
-    body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str, tool_call_parser: str
-) -> tuple[OpenAiCall, ToolUse]:
-    """Raises: RequestError; also if the template refuses the messages."""
+    body: JsonObject, tokenizer: Tokenizer, limits: Limits, name: str, parsers: Parsers
+) -> tuple[OpenAiCall, Parsing]:
+    """The call, and how its outputs are read.
+
+    Raises: RequestError; also if the template refuses the messages.
+    """
     key = "max_completion_tokens"
     if body.get(key) is not None:
         body = {**body, "max_tokens": None}  # the first one that is given counts
@@ -116,14 +120,14 @@ def parse_chat(
         top_count=given.top_logprobs if given.logprobs else None,
     )
     template = read(TemplateFields, body)
-    tools = read_tools(template, tool_call_parser)
+    tools = read_tools(template, parsers.tool_call)
     wanted = [one for one in (choice.constraint, tools.constraint) if one is not None]
     # A format for the answer leaves no room for calls that are not required.
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
     choice = structs.replace(choice, constraint=constraint)
     text = render(template, tokenizer, tools.shown)
     prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
-    return make_call(body, [prompt], choice, limits, name), tools
+    return make_call(body, [prompt], choice, limits, name), Parsing(tools.format, tools.names)
 
 
 def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:

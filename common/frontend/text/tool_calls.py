@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Set
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, assert_never
 
 from common.errors import RequestError
 from common.frontend.bodies.fields import parse_object
+from common.frontend.text.parsing.items import Said, ToolCall, joined
 
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
@@ -28,18 +28,6 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     LLAMA3 = "llama3"
     LIST = "list"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """arguments: JSON text."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-Said = list["str | ToolCall"]
 
 
 class ToolParser(Protocol):
@@ -217,15 +205,3 @@ def overlap(text: str, tag: str) -> int:
         if text.endswith(tag[:length]):
             return length
     return 0
-
-
-def joined(said: Said) -> Said:
-    """The same with neighbouring texts as one."""
-    result: Said = []
-    for item in said:
-        last = result[-1] if result else None
-        if isinstance(item, str) and isinstance(last, str):
-            result[-1] = last + item
-        else:
-            result.append(item)
-    return result
