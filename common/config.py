@@ -2,7 +2,7 @@
 
 Every process of a server gets the same `ServerConfig`, as a JSON file in the server's private
 runtime directory. How settings are written on a command line or in a file is the business of
-`flag_reading.py`; nothing here reads flags.
+`common/flags`; nothing here reads flags.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.flag_values import address
+from common.flags.values import address
 
 MUST = "must be host:port with a port in 1..65535, dns:NAME:PORT or file:PATH"
 _DNS, _FILE = "dns:", "file:"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config import Role, ServerConfig
-from common.role_flags import parse_role
+from common.flags.roles import parse_role
 
 
 def parse_args(argv: Sequence[str]) -> ServerConfig:

@@ -21,12 +21,10 @@ TOP_LEVEL = {
 
 # Lower layers first; a package may import itself and what stands before it.
 LAYERS = [
-    {"common.config", "common.flags", "common.flag_help", "common.errors", "common.metrics",
+    {"common.config", "common.flags", "common.errors", "common.metrics",
      "common.log", "common.clock", "common.request", "common.request_bounds",
      "common.environment", "common.failures", "common.exit_codes", "common.config_checks",
-     "common.flag_reading",
-     "common.flag_values", "common.grammar", "common.stopped",
-     "common.prefix_digests", "common.prefill_entries", "common.role_flags"},
+     "common.grammar", "common.stopped", "common.prefix_digests", "common.prefill_entries"},
     {"common.layout"},
     {"common.planner"},
     {"common.protocol"},

@@ -16,7 +16,7 @@ import msgspec
 
 from bench.serve.traces.read import FORMATS
 from common.errors import ConfigError
-from common.flag_values import number
+from common.flags.values import number
 
 API_KEY_VARIABLE = "BATON_API_KEY"
 BACKENDS = ("sglang", "openai", "openai-chat")

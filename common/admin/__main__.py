@@ -26,8 +26,8 @@ from common.clock import SystemClock
 from common.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, Role, gather_keys
 from common.errors import ConfigError
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
-from common.flag_reading import OneLineParser
-from common.flag_values import address, api_keys, number
+from common.flags.reading import OneLineParser
+from common.flags.values import address, api_keys, number
 from common.frontend.http.client import ServerUrl, parse_url
 
 # A server whose scheduler is silent says so after two seconds.

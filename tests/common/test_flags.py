@@ -12,15 +12,13 @@ import pytest
 
 from common.config import EngineType, LocalPrefill, Role, ServerConfig, read_config, write_config
 from common.errors import ConfigError
-from common.flag_help import GROUPS, PLACEHOLDERS
-from common.flags import COMMON_FLAGS
-from common.role_flags import DECODE_FLAGS as OWN_DECODE_FLAGS
-from common.role_flags import PREFILL_FLAGS as OWN_PREFILL_FLAGS
+from common.flags.table import ALL_FLAGS, GROUPS, flags_of
+from common.flags.values import switch
 from decode_server.config import parse_args as parse_decode
 from prefill_server.config import parse_args as parse_prefill
 
-PREFILL_FLAGS = (*COMMON_FLAGS, *OWN_PREFILL_FLAGS)
-DECODE_FLAGS = (*COMMON_FLAGS, *OWN_DECODE_FLAGS)
+PREFILL_FLAGS, DECODE_FLAGS = flags_of(Role.PREFILL), flags_of(Role.DECODE)
+COMMON_FLAGS = [flag for flag in ALL_FLAGS if flag.role is None]
 Parse = Callable[[Sequence[str]], ServerConfig]
 
 
@@ -455,10 +453,10 @@ def test_a_bad_start_is_one_line_and_exit_code_2(module: str) -> None:
 
 
 def test_every_flag_stands_in_one_group_of_the_help() -> None:
-    shown = [name for group in GROUPS.values() for name in group]
+    shown = [flag.name for group in GROUPS for flag in group.flags]
     assert sorted(shown) == sorted({flag.name for flag in (*PREFILL_FLAGS, *DECODE_FLAGS)})
-    for flag in (*PREFILL_FLAGS, *DECODE_FLAGS):
-        assert (PLACEHOLDERS[flag.name] == "") == flag.is_switch, flag.name
+    for flag in ALL_FLAGS:
+        assert flag.is_switch == (flag.parse is switch), flag.name
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ import pytest
 from bench.serve import settings as bench_settings
 from bench.simulator import __main__ as simulator
 from common.admin import __main__ as admin
+from common.flags.table import ALL_FLAGS
 from common.layout import families
 from common.layout.reference import EXAMPLES
 from common.layout.reference import reference as caches
 from common.metrics.reference import reference as metrics
 from common.protocol.peer import Hello
 from common.protocol.reference import reference as messages
-from common.role_flags import ALL_FLAGS
 from tests.docs.blocks import PAGES, ROOT, blocks_of
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from common.config import Role
 from common.errors import RequestError
-from common.flag_values import server_url
+from common.flags.values import server_url
 from common.frontend.bodies.body import Body, read, refusal, schema_of
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.reader import trace_parent

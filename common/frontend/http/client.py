@@ -18,7 +18,7 @@ import h11
 import msgspec
 
 from common.errors import BatonError
-from common.flag_values import server_url
+from common.flags.values import server_url
 
 READ_NBYTES = 1 << 16
 CONNECT_TIMEOUT_S = 3.0

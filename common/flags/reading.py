@@ -18,9 +18,9 @@ import yaml
 from common.config import ServerConfig, with_api_keys
 from common.config_checks import check_config
 from common.errors import ConfigError
-from common.flag_help import GROUPS, PLACEHOLDERS
-from common.flag_values import Value
-from common.flags import Flag
+from common.flags.flag import Flag
+from common.flags.table import GROUPS
+from common.flags.values import Value
 
 Settings = dict[str, Value]
 
@@ -67,12 +67,11 @@ def parse_settings(
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win")
     builtin = {field.name: field.default for field in msgspec.structs.fields(ServerConfig)}
-    by_name = {flag.name: flag for flag in flags}
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            if name in by_name:
-                _add(group, by_name[name], defaults.get(name, builtin[name]))
+    for group in GROUPS:
+        shown = parser.add_argument_group(group.title)
+        for flag in group.flags:
+            if flag in flags:
+                _add(shown, flag, defaults.get(flag.name, builtin[flag.name]))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown("flag", "--", unknown[0], flags))
@@ -144,8 +143,9 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, default: object) -> None:
     if flag.is_switch:
         group.add_argument(*names, dest=flag.name, action="append_const", const="true", help=shown)
     else:
-        placeholder = PLACEHOLDERS[flag.name]
-        group.add_argument(*names, dest=flag.name, action="append", metavar=placeholder, help=shown)
+        group.add_argument(
+            *names, dest=flag.name, action="append", metavar=flag.placeholder, help=shown
+        )
 
 
 def _parse(flag: Flag, where: str, value: str) -> Value:
