@@ -17,10 +17,13 @@ from common.frontend.bodies.constraints import CHOICE_COUNT_MAX
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.tools import TOOL_COUNT_MAX
 from common.request_bounds import (
+    BAD_WORD_COUNT_MAX,
+    BAD_WORD_LENGTH_MAX,
     GRAMMAR_LENGTH_MAX,
     NUMBERED_RID_LENGTH_MAX,
     RID_LENGTH_MAX,
     ROOM_MAX,
+    STOP_TOKEN_COUNT_MAX,
 )
 
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -33,6 +36,7 @@ FRONTEND_PATHS = (
 assert {*PATHS, RESUME, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"
 
 OUTPUT_COUNT = 2
+WORD_COUNT = BAD_WORD_COUNT_MAX // 2  # each may be two, with and without a space before it
 TEXT = "x" * 2048  # in place of one that has no bound
 FUNCTION = "f" * 64
 OBJECT: JsonObject = {"type": "object"}
@@ -145,6 +149,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
     schemas: list[JsonValue] = [SCHEMA, json.dumps(SCHEMA)]
     grammars: list[JsonValue] = [f'start: "{LITERAL}"']
     choices: list[JsonValue] = [LITERAL, [str(index) for index in range(CHOICE_COUNT_MAX)]]
+    words: list[JsonValue] = [f"{index:04}" for index in range(WORD_COUNT)]
     tools: list[JsonValue] = [{"function": {"name": f"f{i}"}} for i in range(TOOL_COUNT_MAX)]
     return {
         # What this server serves, and where the other one is.
@@ -168,6 +173,12 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "sampling_params.max_new_tokens": [OUTPUT_COUNT],
         "sampling_params.min_new_tokens": [OUTPUT_COUNT],
         "best_of": [1],  # as n
+        # What has to be tokens of the model.
+        "stop_token_ids": [server.token_ids(STOP_TOKEN_COUNT_MAX)],
+        "sampling_params.stop_token_ids": [server.token_ids(STOP_TOKEN_COUNT_MAX)],
+        "bad_words": [words],
+        "sampling_params.bad_words": [words],
+        "sampling_params.bad_word_ids": [[server.token_ids(BAD_WORD_LENGTH_MAX)] * WORD_COUNT],
         # Grammars.
         "json_schema": schemas,
         "sampling_params.json_schema": schemas,

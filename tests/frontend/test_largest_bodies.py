@@ -4,6 +4,7 @@ body at its largest value."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
 from common.protocol.frontend import Submit
@@ -40,7 +42,7 @@ TRACE_PARENT = f"00-{'f' * 32}-{'f' * 16}-ff"
 # What a decode server does not do.
 REFUSED = ("kv_transfer_params.do_remote_decode",)
 # What no other server asks for.
-NOT_RESUMED = ("sampling_params.n", "sampling_params.stop")
+NOT_RESUMED = ("sampling_params.n", "sampling_params.stop", "sampling_params.bad_words")
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +52,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
+    limits = replace(LIMITS, encode=tokenizer.encode)
     match case.path:
         case "/generate":
-            return parse_generate(case.body, tokenizer, LIMITS, "rid").samples
+            return parse_generate(case.body, tokenizer, limits, "rid").samples
         case "/resume":
-            return [parse_resume(case.body, LIMITS)]
+            return [parse_resume(case.body, limits)]
         case "/v1/completions":
-            return parse_completion(case.body, tokenizer, LIMITS, "name")[0].samples
+            return parse_completion(case.body, tokenizer, limits, "name")[0].samples
         case _:
-            return parse_chat(case.body, tokenizer, LIMITS, "name", "hermes")[0].samples
+            return parse_chat(case.body, tokenizer, limits, "name", Parsers("hermes"))[0].samples
 
 
 def is_refused(case: Case) -> bool:

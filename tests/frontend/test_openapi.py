@@ -23,6 +23,7 @@ from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate
@@ -59,7 +60,7 @@ def parse(path: str, body: JsonObject, tokenizer: Tokenizer) -> object:
         case "/v1/completions":
             return parse_completion(body, tokenizer, LIMITS, "name")
         case _:
-            return parse_chat(body, tokenizer, LIMITS, "name", "")
+            return parse_chat(body, tokenizer, LIMITS, "name", Parsers())
 
 
 def with_value(body: JsonValue, field: list[str], value: JsonValue) -> JsonValue:

@@ -43,7 +43,7 @@ class OpenAiFields(Body, frozen=True):
 UNSUPPORTED = refused(
     "lora_path", "session_params", "custom_logit_processor", "return_hidden_states",
     "return_routed_experts", "guided_decoding_backend", "logits_processors", "use_beam_search",
-    "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+    "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens",
     "images_config", "ngram_corpus_id",
 )  # fmt: skip
 # Each is read from the same object; with `Meeting` and `SaltFields`, which may have lists.

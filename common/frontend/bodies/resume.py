@@ -8,6 +8,7 @@ tokens, and no stop strings. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from msgspec import Meta, structs
@@ -103,6 +104,11 @@ def resume_body(
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
+    # A server that does not know a field refuses it.
+    if sampling.allowed_token_ids:
+        options["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.bad_words:
+        options["bad_word_ids"] = [[*word] for word in sampling.bad_words]
     body: JsonObject = {
         "rid": rid,
         "token_ids": list(token_ids),
@@ -132,6 +138,7 @@ def resume_body(
 def parse_resume(body: JsonObject, limits: Limits) -> Sample:
     """The one sample that a body asks for. Raises: RequestError."""
     given = read(ResumeFields, body)
+    limits = replace(limits, encode=None)
     prompt = check_prompt_ids(given.token_ids, "token_ids", limits)
     output_ids = check_token_ids(given.output_ids, "output_ids", limits.vocab_size)
     choice = _read_choice(given, body, limits)

@@ -5,7 +5,7 @@ Values only; knows no JSON, no HTTP and no scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,6 +29,7 @@ class Limits:
     plain: of requests without a room on a prefill server, where decode servers answer them; its
         request_token_max is 0 if none is connected.
     client: who asks, see `Claim`. is_low_first: smaller priorities are more urgent.
+    encode: a text as token ids, without special ones; None: no field of this server is text.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class Limits:
     plain: Limits | None = None
     client: str = ""
     is_low_first: bool = False
+    encode: Callable[[str], list[int]] | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True):

@@ -15,10 +15,8 @@ from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.bodies.body import (
-    TOKEN_IDS,
     Body,
     Count,
-    Json,
     Object,
     Positive,
     Refused,
@@ -30,8 +28,17 @@ from common.frontend.bodies.body import (
     within,
 )
 from common.frontend.bodies.constraints import Constraint, Grammars, read_sglang_constraint
-from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
+from common.frontend.bodies.fields import JsonObject, JsonValue, shown
 from common.frontend.bodies.sample import Limits, TextOptions
+from common.frontend.bodies.token_rules import (
+    BadWordIds,
+    TokenRules,
+    check_bad_word,
+    check_word_count,
+    read_allowed_token_ids,
+    read_bad_words,
+    read_stop_token_ids,
+)
 from common.request import SamplingParams, logprobs_nbytes
 from common.request_bounds import (
     LOGIT_BIAS,
@@ -40,7 +47,6 @@ from common.request_bounds import (
     PROMPT_LOGPROBS_NBYTES_MAX,
     SAMPLING_NUMBERS,
     SEED_MAX,
-    STOP_TOKEN_COUNT_MAX,
     TOP_K_ALL,
     TOP_K_MAX,
 )
@@ -64,7 +70,7 @@ Seed: TypeAlias = Annotated[int, Meta(ge=-SEED_MAX - 1, le=SEED_MAX)]
 """Any integer of 64 bits. Negative ones are folded into the engine's range."""
 
 
-class Sampling(Body, frozen=True):
+class Sampling(TokenRules, frozen=True):
     """The fields that all dialects call the same."""
 
     n: Annotated[int, Meta(ge=1, le=N_MAX)] = 1
@@ -81,9 +87,6 @@ class Sampling(Body, frozen=True):
         Object, Meta(max_length=LOGIT_BIAS_COUNT_MAX, extra_json_schema=BIAS)
     ] = {}
     stop: Stop | Annotated[list[Stop], Meta(max_length=STOP_COUNT_MAX)] = []
-    stop_token_ids: Annotated[
-        list[Json], Meta(max_length=STOP_TOKEN_COUNT_MAX, extra_json_schema=TOKEN_IDS)
-    ] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -101,6 +104,7 @@ class SglangSampling(Body, frozen=True):
     spaces_between_special_tokens: bool = True
     stream_interval: Positive = 1
     custom_params: Object = {}
+    bad_word_ids: BadWordIds = []
 
 
 SGLANG_SAMPLING = (SglangSampling, Grammars, Sampling)
@@ -155,6 +159,14 @@ def read_sglang_sampling(values: JsonValue, where: str, limits: Limits) -> Sampl
     )
     seed = given.seed if given.sampling_seed is None else given.sampling_seed
     choice = read_sampling(read(Sampling, values, where), where, output, seed, limits)
+    if given.bad_word_ids:
+        name = path(where, "bad_word_ids")
+        words = [*choice.params.bad_words]
+        for index, item in enumerate(given.bad_word_ids):
+            words.append(check_bad_word(item, f"{name}[{index}]", limits))
+        check_word_count(len(words), name)
+        params = msgspec.structs.replace(choice.params, bad_words=tuple(words))
+        choice = msgspec.structs.replace(choice, params=params)
     return msgspec.structs.replace(choice, constraint=read_sglang_constraint(values, where))
 
 
@@ -171,9 +183,6 @@ def read_sampling(
         raise refusal(output.min_name, min_new_tokens, f"an integer in 0..{max_new_tokens}")
     if given.top_k == 0:
         raise refusal(path(where, "top_k"), 0, TOP_K)
-    stop_token_ids = check_token_ids(
-        given.stop_token_ids, path(where, "stop_token_ids"), limits.vocab_size
-    )
     params = SamplingParams(
         max_new_tokens=1,
         seed=0,
@@ -186,8 +195,14 @@ def read_sampling(
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         logit_bias=_read_logit_bias(given.logit_bias, path(where, "logit_bias"), limits.vocab_size),
-        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        stop_token_ids=read_stop_token_ids(
+            given.stop_token_ids, path(where, "stop_token_ids"), limits.vocab_size
+        ),
         ignore_eos=given.ignore_eos,
+        allowed_token_ids=read_allowed_token_ids(
+            given.allowed_token_ids, path(where, "allowed_token_ids"), limits
+        ),
+        bad_words=read_bad_words(given.bad_words, path(where, "bad_words"), limits),
     )
     stops = [given.stop] if isinstance(given.stop, str) else given.stop
     return SamplingChoice(

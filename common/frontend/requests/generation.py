@@ -324,6 +324,7 @@ def request_limits(
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
         client=client,
         is_low_first=config.schedule_low_priority_values_first,
+        encode=partial(context.tokenizer.encode, add_special_tokens=False),
     )
     if not config.serve_plain:
         return limits
