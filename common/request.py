@@ -76,18 +76,20 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position: of the token itself, the top-k, and the asked-for ids.
 
-    logprob is None for the first token of a prompt, which nothing predicts.
+    logprob is None for the first token of a prompt, which nothing predicts. rank: of the token
+    among all, 1 for the likeliest; 0 where it is not told, as of outputs.
     """
 
     token_id: int
     logprob: float | None
     top: list[tuple[int, float]] = []
     asked: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 # What one reported position takes in a message at most, with the headers of a chunk that has no
 # other, and each likely or asked-for token there.
-POSITION_NBYTES = 31
+POSITION_NBYTES = 36
 ENTRY_NBYTES = 15
 
 

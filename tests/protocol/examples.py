@@ -48,7 +48,7 @@ SAMPLING = SamplingParams(
 )
 LOGPROBS = [
     TokenLogprobs(4, None),
-    TokenLogprobs(5, -0.25, top=[(5, -0.25), (6, -3.0)], asked=[(1, -9.5)]),
+    TokenLogprobs(5, -0.25, top=[(5, -0.25), (6, -3.0)], asked=[(1, -9.5)], rank=7),
 ]
 TOLD = encode_logprobs(LOGPROBS)
 TRACE = RequestTrace(

@@ -195,6 +195,7 @@ class Sampler:
             token_ids,
             np.full(row_count, top_count),
             {} if asked is None else dict.fromkeys(range(row_count), asked),
+            has_ranks=True,
         )
 
     def _follow(self) -> None:
