@@ -52,8 +52,8 @@ TOOL: JsonObject = {"function": {"name": FUNCTION}}
 
 BODY: dict[str, JsonObject] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": OUTPUT_COUNT}},
-    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT},
-    "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
+    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT, "logprobs": 1},
+    "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT, "logprobs": True},
     RESUME: {
         "rid": "r",
         "token_ids": [5, 6, 7],
@@ -80,7 +80,6 @@ BESIDE: dict[str, JsonObject] = {
     "bootstrap_host": {"bootstrap_room": 7},
     "bootstrap_port": {"bootstrap_room": 7},
     "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
     "top_logprobs_num": {"return_logprob": True},
     "token_ids_logprob": {"return_logprob": True},
     "logprob_start_len": {"return_logprob": True},
@@ -158,6 +157,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "rid": ["r" * RID_LENGTH_MAX, ["r" * RID_LENGTH_MAX]],
         "bootstrap_host": [server.host, [server.host]],
         "bootstrap_port": [server.port, [server.port]],
+        "kv_transfer_params.prompt_token_ids": [prompt],
         "kv_transfer_params.remote_host": [server.host],
         "kv_transfer_params.remote_port": [server.port],
         "kv_transfer_params.remote_engine_id": ["e" * 128],
@@ -168,6 +168,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "input_ids": [prompt, [prompt]],
         "logprob_start_len": [3, [3]],
         "max_tokens": [OUTPUT_COUNT],
+        "truncate_prompt_tokens": [server.prompt_max],
         "min_tokens": [OUTPUT_COUNT],
         "max_completion_tokens": [OUTPUT_COUNT],
         "sampling_params.max_new_tokens": [OUTPUT_COUNT],
@@ -281,6 +282,10 @@ def _largest(
             return []
         case {"type": "boolean" | ["boolean"]}:
             return [True]
+        case {"maximum": largest, "minimum": -1, "description": str() as described} if (
+            "for all tokens" in described
+        ):
+            return [largest]  # of the vocabulary of a test there are more
         case {"maximum": largest, "minimum": smallest}:
             return [largest, smallest]
         case {"maximum": largest}:

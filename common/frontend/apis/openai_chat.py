@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from msgspec import Meta, structs
 
 from common.errors import RequestError
-from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
+from common.frontend.apis.openai_call import (
+    OPENAI,
+    OpenAiCall,
+    make_call,
+    read_choice,
+    read_encoding,
+)
+from common.frontend.apis.openai_logprobs import ALL_TOKENS, read_told
 from common.frontend.bodies.body import (
     Body,
     Json,
@@ -25,15 +32,16 @@ from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.constraints import only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
 from common.frontend.bodies.prefixes import SaltFields
+from common.frontend.bodies.prompts import encode_prompt, read_computed_prompt
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.tools import ToolFields, read_tools
-from common.frontend.bodies.validation import encode_prompt
 from common.frontend.text.parsing.parsing import Parsers, Parsing
 from common.frontend.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 NAME_PREFIX = "chatcmpl-"
 CHAT_TOP_LOGPROBS_MAX = 20  # OpenAI's
+CHAT_LIKELY = f"{ALL_TOKENS} for all tokens, or an integer in 0..{CHAT_TOP_LOGPROBS_MAX}"
 PART: JsonObject = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -85,12 +93,15 @@ class ChatFields(Body, frozen=True):
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=CHAT_TOP_LOGPROBS_MAX)] = 0
+    echo: bool = False
+    top_logprobs: Annotated[
+        int, Meta(ge=ALL_TOKENS, le=CHAT_TOP_LOGPROBS_MAX, description=CHAT_LIKELY)
+    ] = 0
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] = []
 
 
 UNSUPPORTED = refused(
-    "chat_template", "documents", "echo", "functions", "function_call", "audio", "prediction",
+    "chat_template", "documents", "functions", "function_call", "audio", "prediction",
     "web_search_options", "mm_processor_kwargs",
 )  # fmt: skip
 CHAT = schema_of(*OPENAI, UNSUPPORTED, TemplateFields, ChatFields, spread=(Meeting, SaltFields))
@@ -111,13 +122,14 @@ def parse_chat(
     if given.top_logprobs and not given.logprobs:
         allowed = "absent, since logprobs is not true"
         raise refusal("top_logprobs", given.top_logprobs, allowed)
+    told = read_told(body, "top_logprobs", given.top_logprobs if given.logprobs else None, limits)
     choice = read_choice(
         body,
         limits,
         key if given.max_tokens is None else "max_tokens",
         given.max_completion_tokens or given.max_tokens,
         default=None,
-        top_count=given.top_logprobs if given.logprobs else None,
+        told=told,
     )
     template = read(TemplateFields, body)
     tools = read_tools(template, parsers.tool_call)
@@ -125,12 +137,43 @@ def parse_chat(
     # A format for the answer leaves no room for calls that are not required.
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
     choice = structs.replace(choice, constraint=constraint)
-    text = render(template, tokenizer, tools.shown)
-    prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
-    return make_call(body, [prompt], choice, limits, name), Parsing(tools.format, tools.names)
+    messages = read_messages(template)
+    prompt = read_computed_prompt(body, limits)
+    if prompt is None:
+        text = render(template, messages, tokenizer, tools.shown)
+        max_new_tokens = given.max_completion_tokens or given.max_tokens
+        encoding = read_encoding(body, max_new_tokens, limits, has_special=False)
+        prompt = encode_prompt(text, "messages", tokenizer, limits, encoding)
+    call = make_call(body, [prompt], choice, limits, name, told)
+    if given.echo:
+        call = structs.replace(call, echo=_echo_of(template, messages[-1]))
+    return call, Parsing(tools.format, tools.names)
 
 
-def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:
+def _echo_of(given: TemplateFields, last: JsonObject) -> str:
+    """The text of the last message if the answer is of the same role, as vLLM's `echo` has it."""
+    content = last.get("content")
+    begins = given.add_generation_prompt
+    if begins is None:
+        begins = not given.continue_final_message
+    if begins and last["role"] != "assistant":
+        return ""
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def read_messages(given: TemplateFields) -> list[JsonObject]:
+    """As templates take them. Raises: RequestError."""
+    return [_read_message(item, f"messages[{i}]") for i, item in enumerate(given.messages)]
+
+
+def render(
+    given: TemplateFields,
+    messages: list[JsonObject],
+    tokenizer: Tokenizer,
+    tools: list[JsonValue] | None,
+) -> str:
     """The prompt's text. Raises: RequestError."""
     continues, begins = given.continue_final_message, given.add_generation_prompt
     if continues and begins:
@@ -138,7 +181,7 @@ def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] |
         raise refusal("add_generation_prompt", True, allowed)
     kwargs, effort = given.chat_template_kwargs, given.reasoning_effort
     return tokenizer.render_chat(
-        [_read_message(item, f"messages[{i}]") for i, item in enumerate(given.messages)],
+        messages,
         tools=tools,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,

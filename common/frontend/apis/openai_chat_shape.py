@@ -5,13 +5,12 @@ Knows nothing of bodies.
 
 from __future__ import annotations
 
+from common.frontend.apis.openai_logprobs import LogprobWriter
 from common.frontend.apis.openai_run import Growth, finish_fields
 from common.frontend.apis.parsed_output import ParsedOutput
 from common.frontend.requests.generation import Continuation
 from common.frontend.text.parsing.items import Reasoning, ToolCall
 from common.frontend.text.parsing.parsing import Parsing
-from common.frontend.text.tokenizer import Tokenizer
-from common.request import TokenLogprobs
 
 
 class ChatShape:
@@ -21,15 +20,17 @@ class ChatShape:
     chunk_object_name = "chat.completion.chunk"
     has_prompt_in_choice = False
 
-    def __init__(self, tokenizer: Tokenizer, parsing: Parsing) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, parsing: Parsing, writer: LogprobWriter, echo: str = "") -> None:
+        """echo: what the message begins with before the model says anything."""
+        self._echo = echo
         self._parsing = parsing
+        self._writer = writer
         self._outputs: dict[int, ParsedOutput] = {}  # by index of the sample
 
     def choice(self, one: Continuation) -> dict[str, object]:
         output = ParsedOutput(one, self._parsing)
         said = output.push(one.text)
-        content = "".join(item for item in said if isinstance(item, str))
+        content = self._echo + "".join(item for item in said if isinstance(item, str))
         calls = [call_fields(item) for item in said if isinstance(item, ToolCall)]
         message: dict[str, object] = {"role": "assistant", "content": content}
         if calls:
@@ -50,10 +51,14 @@ class ChatShape:
             self._outputs[index] = ParsedOutput(one, self._parsing)
             begun = {"role": "assistant", "content": ""}
             told.append({"index": index, "delta": begun, "logprobs": None, **running})
+            if self._echo:
+                echo = {"content": self._echo}
+                told.append({"index": index, "delta": echo, "logprobs": None, **running})
         logprobs = self._logprobs(one, growth.start, growth.stop)
         output = self._outputs[index]
         deltas = self._deltas(output, growth.text)
-        if not deltas and logprobs is not None and growth.stop > growth.start:
+        has_logprobs = logprobs is not None and growth.stop > growth.start
+        if not deltas and (has_logprobs or growth.has_ids):
             deltas = [{"content": ""}]
         for delta in deltas:
             told.append({"index": index, "delta": delta, "logprobs": logprobs, **running})
@@ -78,21 +83,7 @@ class ChatShape:
         return deltas
 
     def _logprobs(self, one: Continuation, start: int, stop: int) -> dict[str, object] | None:
-        if not one.sample.sampling.return_logprob:
-            return None
-        return {"content": [self._entry(entry) for entry in one.logprobs[start:stop]]}
-
-    def _entry(self, entry: TokenLogprobs) -> dict[str, object]:
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, object]:
-        """bytes: the token's own, exact also where its text is a part of a character."""
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-            "logprob": logprob,
-        }
+        return self._writer.chat(one.logprobs[start:stop])
 
 
 def call_fields(call: ToolCall) -> dict[str, object]:

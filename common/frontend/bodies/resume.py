@@ -17,6 +17,7 @@ from common.errors import RequestError
 from common.frontend.bodies.body import TOKEN_IDS, Body, Json, nested, read, refusal, schema_of
 from common.frontend.bodies.constraints import Constraint, only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids
+from common.frontend.bodies.prompts import PROMPT_IDS, check_prompt_ids
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.sampling import (
     SGLANG_SAMPLING,
@@ -24,12 +25,7 @@ from common.frontend.bodies.sampling import (
     fit_to_prompt,
     read_sglang_sampling,
 )
-from common.frontend.bodies.validation import (
-    PROMPT_IDS,
-    LogprobFields,
-    check_prompt_ids,
-    with_logprobs,
-)
+from common.frontend.bodies.validation import LogprobFields, with_logprobs
 from common.frontend.http.api_keys import CLIENT_DIGITS
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.request import NO_CLAIM, Claim, Grammar, GrammarKind, SamplingParams

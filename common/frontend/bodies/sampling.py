@@ -130,7 +130,8 @@ class SamplingChoice(msgspec.Struct, frozen=True):
     """The options of one prompt, not yet fitted to it.
 
     seed: None means a random one. params: all else; its max_new_tokens, seed and grammar are not
-    set yet. constraint: the grammar that it gets.
+    set yet. constraint: the grammar that it gets. told_field: of the one that asks for
+    log-probabilities of the prompt.
     """
 
     n: int
@@ -139,6 +140,7 @@ class SamplingChoice(msgspec.Struct, frozen=True):
     params: SamplingParams
     text: TextOptions
     constraint: Constraint | None = None
+    told_field: str = "logprob_start_len"
 
 
 def read_sglang_sampling(values: JsonValue, where: str, limits: Limits) -> SamplingChoice:
@@ -267,10 +269,10 @@ def _check_told(choice: SamplingChoice, prompt_length: int) -> None:
     nbytes = choice.n * logprobs_nbytes(choice.params, prompt_length - start)
     if nbytes > PROMPT_LOGPROBS_NBYTES_MAX:
         raise RequestError(
-            f"logprob_start_len={start}: log-probabilities of {prompt_length - start} prompt "
-            f"tokens may take {nbytes} bytes, at most {PROMPT_LOGPROBS_NBYTES_MAX} are told; ask "
-            "for a later start, fewer likely tokens, fewer samples or fewer token ids",
-            field="logprob_start_len",
+            f"{choice.told_field}: log-probabilities of {prompt_length - start} prompt tokens may "
+            f"take {nbytes} bytes, at most {PROMPT_LOGPROBS_NBYTES_MAX} are told; ask for a later "
+            "start, fewer likely tokens, fewer samples or fewer token ids",
+            field=choice.told_field,
         )
 
 
