@@ -94,7 +94,9 @@ BAD_PARAMS: list[tuple[str, JsonValue]] = [
     ("regex", 5),
     ("ebnf", "root ::= 'a'"),
     ("structural_tag", "{}x"),
-    ("stop_regex", "a+"),
+    ("stop_regex", 5),
+    ("stop_regex", ""),
+    ("stop_regex", ["a"] * 9),
     ("temprature", 1.0),
     ("max_tokens", 5),
 ]

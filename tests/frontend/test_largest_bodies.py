@@ -42,7 +42,12 @@ TRACE_PARENT = f"00-{'f' * 32}-{'f' * 16}-ff"
 # What a decode server does not do.
 REFUSED = ("kv_transfer_params.do_remote_decode",)
 # What no other server asks for.
-NOT_RESUMED = ("sampling_params.n", "sampling_params.stop", "sampling_params.bad_words")
+NOT_RESUMED = (
+    "sampling_params.n",
+    "sampling_params.stop",
+    "sampling_params.bad_words",
+    "sampling_params.stop_regex",
+)
 
 
 @pytest.fixture(scope="module")

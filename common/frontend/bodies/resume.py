@@ -179,6 +179,9 @@ def _read_choice(given: ResumeFields, body: JsonObject, limits: Limits) -> Sampl
     if choice.text.stops:
         stops: list[JsonValue] = [*choice.text.stops]
         raise refusal("sampling_params.stop", stops, "absent: text stays where its client is")
+    if choice.text.regexes:
+        regexes: list[JsonValue] = [*choice.text.regexes]
+        raise refusal("sampling_params.stop_regex", regexes, "absent, as stop is")
     found = [] if choice.constraint is None else [choice.constraint]
     if given.grammar is not None:
         asked = read(GrammarFields, given.grammar, "grammar")

@@ -52,6 +52,8 @@ class Limits:
 class TextOptions(msgspec.Struct, frozen=True):
     """How output tokens become text. keeps_stop: the stop string stays in the text.
 
+    regexes: the text ends with the token that completes a match of one; regex_field asked for them.
+
     min_new_tokens: stop strings are looked for after that many tokens.
     """
 
@@ -59,6 +61,8 @@ class TextOptions(msgspec.Struct, frozen=True):
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
+    regexes: tuple[str, ...] = ()
+    regex_field: str = ""
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -53,6 +53,7 @@ from common.request_bounds import (
 
 STOP_COUNT_MAX = 64  # each costs a step per character of output
 STOP_LENGTH_MAX = 1024
+STOP_REGEX_COUNT_MAX = 8  # each costs some microseconds per character of output
 MAX_NEW_TOKENS_DEFAULT = 128  # SGLang's
 GREEDY_BELOW = 1e-6  # SGLang's: a smaller temperature overflows the logits
 
@@ -91,7 +92,7 @@ class Sampling(TokenRules, frozen=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     structural_tag: Refused = None
-    stop_regex: Refused = None
+    stop_regex: Stop | Annotated[list[Stop], Meta(max_length=STOP_REGEX_COUNT_MAX)] = []
 
 
 class SglangSampling(Body, frozen=True):
@@ -207,6 +208,7 @@ def read_sampling(
         bad_words=read_bad_words(given.bad_words, path(where, "bad_words"), limits),
     )
     stops = [given.stop] if isinstance(given.stop, str) else given.stop
+    regexes = [given.stop_regex] if isinstance(given.stop_regex, str) else given.stop_regex
     return SamplingChoice(
         n=given.n,
         output=output,
@@ -217,6 +219,8 @@ def read_sampling(
             keeps_stop=given.no_stop_trim,
             skip_special_tokens=given.skip_special_tokens,
             min_new_tokens=min_new_tokens,
+            regexes=tuple(dict.fromkeys(regexes)),
+            regex_field=path(where, "stop_regex"),
         ),
     )
 
