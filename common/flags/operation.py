@@ -92,7 +92,8 @@ TIME: tuple[Flag, ...] = (
         ("bootstrap-timeout",),
         "SECONDS",
         number(0.1, 86400),
-        "seconds that half of a routed request waits, or a cache that was computed first",
+        "seconds that either half of a routed request waits for the other one, or a cache that was "
+        "computed first",
         role=Role.PREFILL,
     ),
     Flag(

@@ -36,6 +36,7 @@ BUDGETS_S = (BUDGET_S, BUDGET_S, BUDGET_S, 4.0, 1.0)
 # some accidents happen before it gives that up, and some after.
 TWO_STEP_SHARE = 0.35
 HOLD_S = 6.0
+CALM_HOLD_S = 10.0  # halves that stay alone hold pages that others are to get in time
 
 # Stories in which no prefill server is there for more than ten seconds.
 OUTAGE_SHARE = 0.15
@@ -104,8 +105,7 @@ def run_story(
     world.log = log
     world.is_honest = True
     world.is_hurried = has_accidents
-    if has_accidents:
-        world.hold_s = HOLD_S
+    world.hold_s = HOLD_S if has_accidents else CALM_HOLD_S
     crowd = random.Random(seed ^ 0xC40D)
     is_crowded = has_accidents and crowd.random() < CROWDED_SHARE
     world.tally["crowded"] += is_crowded
