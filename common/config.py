@@ -7,8 +7,6 @@ runtime directory. How settings are written on a command line or in a file is th
 
 from __future__ import annotations
 
-import os
-import stat
 from enum import StrEnum
 from pathlib import Path
 from socket import gethostname
@@ -31,8 +29,6 @@ DEFAULT_BOOTSTRAP_TIMEOUT_S = 30.0
 """How long half of a routed request waits. Short: the other half may never come, as when a router
 tried again elsewhere. It may be early by the time in its decode server's queue."""
 DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
-API_KEY_VARIABLE = "BATON_API_KEY"
-ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 # What --host says to listen on every address.
 ANY_HOST = ("0.0.0.0", "::")
 # Settings that are shown to no client.
@@ -104,10 +100,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The settings of one server, checked by `to_config`; None means: decided at start.
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
+    chat_template: file of a Jinja template in place of the checkpoint's; "": that one.
     name: what its peers call it; "": its HTTP address.
     prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
         them; empty: the server serves alone.
     bootstrap_allow: hosts, patterns and networks that a request's bootstrap_host may name.
+    device: "auto" is CUDA where torch sees a GPU, else the CPU; workers decide it at start.
+    base_gpu_id: the GPU of this machine's first rank; the others take those after it.
     dtype, kv_cache_dtype: "auto" follows the checkpoint and the weights.
     nnodes, node_rank: machines that the ranks are spread over evenly, and which of them this is;
         machine 0 has the frontend and the scheduler. dist_init_addr: "host:port" of machine 0,
@@ -176,6 +175,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         have taken over; 0: none are moved. drain_to: URLs of those servers; empty: the decode
         servers that its prefill servers know.
     serve_plain: a prefill server has its decode servers answer requests that name no room.
+    remarks: lines for the log, on flags of other servers that change nothing here.
     runtime_dir: private directory (0700) of the local sockets and of this file, made by the
         supervisor; "" until then.
     """
@@ -190,7 +190,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
     prefill: tuple[str, ...] = ()
     bootstrap_allow: tuple[str, ...] = ("any",)
-    device: str = "cpu"
+    device: str = "auto"
+    base_gpu_id: int = 0
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
@@ -253,17 +254,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allowed_origins: tuple[str, ...] = ()
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
+    chat_template: str = ""
     tool_call_parser: str = ""
     enable_role_switch: bool = False
     standby: bool = False
+    remarks: tuple[str, ...] = ()
     runtime_dir: str = ""
 
-    @property
-    def stall_s(self) -> float:
-        """stall_timeout_s, or what fits the device."""
+    def stall_s(self, device: str) -> float:
+        """stall_timeout_s, or what fits the device that the workers compute on."""
         if self.stall_timeout_s is not None:
             return self.stall_timeout_s
-        return DEFAULT_CPU_STALL_S if self.device == "cpu" else DEFAULT_GPU_STALL_S
+        return DEFAULT_CPU_STALL_S if device == "cpu" else DEFAULT_GPU_STALL_S
 
     @property
     def trace_endpoint(self) -> str:
@@ -355,66 +357,6 @@ def shown_settings(config: ServerConfig) -> dict[str, object]:
     where = url._replace(netloc=url.netloc.rpartition("@")[2], query="", fragment="")
     counts = {name: f"{len(settings[name])} set" for name in SECRET_FIELDS}
     return {**settings, **counts, "otlp_traces_endpoint": where.geturl()}
-
-
-def with_api_keys(config: ServerConfig) -> ServerConfig:
-    """`config` with the HTTP keys of its files and of the environment among its own.
-
-    Raises: ConfigError naming the file or the variable.
-    """
-    keys = gather_keys(config.api_keys, "--api-key-file", config.api_key_file, API_KEY_VARIABLE)
-    admin_keys = gather_keys(
-        config.admin_api_keys,
-        "--admin-api-key-file",
-        config.admin_api_key_file,
-        ADMIN_API_KEY_VARIABLE,
-    )
-    return msgspec.structs.replace(config, api_keys=keys, admin_api_keys=admin_keys)
-
-
-def gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) -> tuple[str, ...]:
-    """Keys of a flag, a file and the environment. Raises: ConfigError naming one of the latter."""
-    found = [*given]
-    if path:
-        lines = (line.strip() for line in read_secret_text(flag, path).splitlines())
-        in_file = [line for line in lines if line and not line.startswith("#")]
-        if not in_file:
-            raise ConfigError(f"{flag} {path}: must have one key per line, and has none")
-        found += check_keys(f"{flag} {path}", in_file)
-    if os.environ.get(variable):
-        found += check_keys(variable, os.environ[variable].split(","))
-    return tuple(dict.fromkeys(found))
-
-
-def check_keys(where: str, keys: list[str]) -> list[str]:
-    """`keys`. Raises: ConfigError without showing any, if one can't stand in a header."""
-    for number, key in enumerate(keys, 1):
-        if not is_api_key(key):
-            raise ConfigError(f"{where}: key {number} {API_KEY_RULE}")
-    return keys
-
-
-def is_api_key(text: str) -> bool:
-    return 1 <= len(text) <= 512 and all("!" <= char <= "~" and char != "," for char in text)
-
-
-API_KEY_RULE = "must be 1..512 printable ASCII characters without spaces and commas"
-
-
-def read_secret_text(flag: str, path: str) -> str:
-    """A file that only its owner, and perhaps its group, can read. Raises: ConfigError."""
-    try:
-        mode = stat.S_IMODE(Path(path).stat().st_mode)
-        text = Path(path).read_text(encoding="ascii")
-    except OSError as exc:
-        raise ConfigError(f"{flag} {path}: can't be read: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{flag} {path}: must be ASCII text") from exc
-    if mode & 0o007:
-        raise ConfigError(
-            f"{flag} {path}: has mode {mode:04o}, others can read it; chmod 0600 and make new keys"
-        )
-    return text
 
 
 def write_config(config: ServerConfig) -> None:

@@ -20,11 +20,7 @@ def check_config(config: ServerConfig) -> None:
             f"--chunked-prefill-size {config.chunked_prefill_size}: must be a multiple of "
             f"--page-size {config.page_size}"
         )
-    if config.device == "cuda" and config.transport not in ("auto", "ucx-tcp"):
-        raise ConfigError(
-            f"--transport {config.transport}: must be auto or ucx-tcp with --device cuda: neither "
-            "shared memory nor streams can carry what is in a GPU's memory"
-        )
+    check_device(config)
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens}: must be at least one page, "
@@ -73,6 +69,15 @@ def check_config(config: ServerConfig) -> None:
         )
 
 
+def check_device(config: ServerConfig) -> None:
+    """Called again once `auto` is decided. Raises: ConfigError."""
+    if config.device == "cuda" and config.transport not in ("auto", "ucx-tcp"):
+        raise ConfigError(
+            f"--transport {config.transport}: must be auto or ucx-tcp with --device cuda: neither "
+            "shared memory nor streams can carry what is in a GPU's memory"
+        )
+
+
 def _check_nodes(config: ServerConfig) -> None:
     if config.rank_count % config.nnodes:
         raise ConfigError(
@@ -91,6 +96,8 @@ def _check_model(directory: Path) -> None:
         document = msgspec.json.decode(path.read_bytes())
     except OSError as exc:
         text = f"--model-path {directory}: must be a local directory with a readable config.json"
+        if not directory.exists():
+            text += "; names of models are not looked up, `hf download NAME --local-dir DIR` does"
         raise config_error(f"{text} ({exc.strerror})", exc) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--model-path {directory}: config.json is not JSON: {exc}") from exc

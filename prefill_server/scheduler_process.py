@@ -24,7 +24,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
         pace=Pace(
             config.heartbeat_interval_s,
             config.peer_timeout_s,
-            config.stall_s,
+            config.stall_s(facts.device),
             config.worker_timeout_s,
         ),
         bootstrap_timeout_s=config.bootstrap_timeout_s,

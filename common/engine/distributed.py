@@ -46,7 +46,7 @@ class ParallelContext:
         backend: "gloo" on CPU, "nccl" on CUDA. init_method: as torch.distributed's, for example
         "tcp://127.0.0.1:29500" or "file:///path". meet_timeout_s: until all have called it.
         pass_timeout_s: how long a rank may wait for another afterwards; NCCL ends the process then.
-        Raises: ConfigError if the ranks do not meet in time.
+        Raises: ConfigError if the ranks do not meet in time, or not on one kind of device.
         """
         world_size = tp_size * pp_size
         if not 0 <= rank < world_size:
@@ -55,7 +55,8 @@ class ParallelContext:
         if world_size == 1:
             return ParallelContext()
         try:
-            store = _meet(init_method, rank, world_size, timedelta(seconds=meet_timeout_s))
+            meeting = timedelta(seconds=meet_timeout_s)
+            store = _meet(init_method, rank, world_size, backend, meeting)
             pass_timeout = timedelta(seconds=pass_timeout_s)
             # NCCL asks it for the other ranks' addresses as late as in the first pass.
             store.set_timeout(pass_timeout)
@@ -130,15 +131,16 @@ class ParallelContext:
         return hidden
 
 
-def _meet(init_method: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A store that all ranks have come to. Raises: RuntimeError naming those that have not.
+def _meet(init_method: str, rank: int, world_size: int, backend: str, timeout: timedelta) -> Store:
+    """A store that all ranks have come to. Raises: RuntimeError naming those that have not,
+    ConfigError if they have come with several backends: those would wait for each other for long.
 
     NCCL makes its connections in the first pass, so forming a group waits for no rank.
     """
     store: Store
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     names = [f"rank {other} is here" for other in range(world_size)]
-    store.set(names[rank], "")
+    store.set(names[rank], backend)
     try:
         store.wait(names, timeout)
     except RuntimeError as exc:
@@ -146,4 +148,11 @@ def _meet(init_method: str, rank: int, world_size: int, timeout: timedelta) -> S
         raise RuntimeError(
             f"rank {', '.join(absent)} did not come within {timeout.total_seconds():g} s"
         ) from exc
+    backends = [store.get(name).decode() for name in names]
+    if len(set(backends)) > 1:
+        told = ", ".join(f"rank {other} {one}" for other, one in enumerate(backends))
+        raise ConfigError(
+            f"--device: must be the same for all ranks, of which these want: {told}; `auto` is "
+            "decided on each machine, so name one"
+        )
     return store

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from common.flags.flag import Flag
 from common.flags.values import (
-    DTYPES,
-    OR_DTYPES,
     TOOL_CALL_PARSERS,
     address,
     cache_dtype,
     choice,
     integer,
     switch,
+    template_file,
     text,
+    tokens,
     tool_call_parser,
+    weight_dtype,
 )
 from common.request_bounds import TOKEN_COUNT_MAX
 
+ATTENTION_BACKENDS = ("auto", "sdpa", "flashinfer")
+
 MODEL: tuple[Flag, ...] = (
-    Flag("model_path", ("model-path", "model"), "DIR", text, "directory of the checkpoint"),
+    Flag(
+        "model_path", ("model-path", "model"), "DIR", text, "directory of the checkpoint (required)"
+    ),
     Flag(
         "tokenizer_path",
-        ("tokenizer-path",),
+        ("tokenizer-path", "tokenizer"),
         "DIR",
         text,
         "directory of the tokenizer [model path]",
@@ -36,14 +41,14 @@ MODEL: tuple[Flag, ...] = (
     Flag(
         "load_format",
         ("load-format",),
-        "FORMAT",
-        choice("auto", "dummy"),
-        "auto or dummy (random weights)",
+        "{auto,dummy}",
+        choice("auto", "dummy", safetensors="auto", hf="auto"),
+        "auto: safetensors; dummy: random weights",
     ),
     Flag(
         "quantized_weights",
         ("quantized-weights",),
-        "FORM",
+        "{auto,narrow,wide}",
         choice("auto", "narrow", "wide"),
         "which stay as they are stored, in bf16: auto (where that is as fast), "
         "narrow (wherever a kernel multiplies by them) or wide (none)",
@@ -51,23 +56,30 @@ MODEL: tuple[Flag, ...] = (
     Flag(
         "dtype",
         ("dtype",),
-        "TYPE",
-        choice(*DTYPES),
-        f"of weights: {OR_DTYPES}; auto: the checkpoint's",
+        "{auto,float32,bfloat16,float16}",
+        weight_dtype,
+        "of weights; auto: the checkpoint's",
     ),
     Flag(
         "kv_cache_dtype",
         ("kv-cache-dtype",),
-        "TYPE",
+        "{auto,float32,bfloat16,float16,fp8_e4m3}",
         cache_dtype,
-        "of the cache: as --dtype, or fp8_e4m3 (scale 1.0); auto: the weights'",
+        "of the cache; auto: the weights'; fp8_e4m3 has the scale 1.0",
     ),
     Flag(
         "context_length",
-        ("context-length",),
+        ("context-length", "max-model-len"),
         "TOKENS",
-        integer(1, TOKEN_COUNT_MAX),
+        tokens(1, TOKEN_COUNT_MAX),
         "longest request in tokens [the checkpoint's]",
+    ),
+    Flag(
+        "chat_template",
+        ("chat-template",),
+        "FILE",
+        template_file,
+        "Jinja template for messages, on both servers alike [the checkpoint's]",
     ),
     Flag(
         "tool_call_parser",
@@ -81,13 +93,26 @@ MODEL: tuple[Flag, ...] = (
 
 DEVICE: tuple[Flag, ...] = (
     Flag(
-        "device", ("device",), "DEVICE", choice("cpu", "cuda"), "where the model runs: cpu or cuda"
+        "device",
+        ("device",),
+        "{auto,cpu,cuda}",
+        choice("auto", "cpu", "cuda"),
+        "where the model runs; auto: on GPUs if torch sees any, else on the CPU",
+    ),
+    Flag(
+        "base_gpu_id",
+        ("base-gpu-id",),
+        "N",
+        integer(0, 1023),
+        "the GPU of the first rank on this machine; the others take those after it",
     ),
     Flag(
         "attention_backend",
         ("attention-backend",),
-        "BACKEND",
-        choice("auto", "sdpa", "flashinfer"),
+        "{auto,sdpa,flashinfer}",
+        choice(
+            *ATTENTION_BACKENDS, torch_native="sdpa", TORCH_SDPA="sdpa", FLASHINFER="flashinfer"
+        ),
         "auto: flashinfer where it can; sdpa: torch's own; flashinfer: it or no start",
     ),
     Flag(
@@ -113,7 +138,8 @@ DEVICE: tuple[Flag, ...] = (
         ("dist-init-addr", "nccl-init-addr"),
         "HOST:PORT",
         address,
-        "host:port of node 0 where the ranks meet; the next port must be free as well",
+        "host:port of node 0 where the ranks meet; the next port must be free as well "
+        "[needed if there are more]",
     ),
     Flag(
         "cpu_thread_count",
@@ -124,16 +150,16 @@ DEVICE: tuple[Flag, ...] = (
     ),
     Flag(
         "disable_cuda_graph",
-        ("disable-cuda-graph",),
+        ("disable-cuda-graph", "enforce-eager"),
         "",
         switch,
         "on a GPU: do not record decode passes",
     ),
     Flag(
         "cuda_graph_max_bs",
-        ("cuda-graph-max-bs",),
+        ("cuda-graph-max-bs", "max-cudagraph-capture-size"),
         "N",
         integer(1, 4096),
-        "on a GPU: largest batch whose decode passes are recorded; all that may run by default",
+        "on a GPU: largest batch whose decode passes are recorded [all requests that may run]",
     ),
 )

@@ -24,9 +24,9 @@ TRANSFERS: tuple[Flag, ...] = (
     Flag(
         "transport",
         ("transport",),
-        "TRANSPORT",
+        "{auto,shm,stream,ucx-tcp}",
         choice("auto", "shm", "stream", "ucx-tcp"),
-        "what carries caches: auto, shm, stream, or ucx-tcp, which trusts all who reach its ports",
+        "what carries caches; ucx-tcp trusts all who reach its ports",
     ),
     Flag(
         "transfer_ports",
@@ -52,9 +52,9 @@ TRANSFERS: tuple[Flag, ...] = (
     Flag(
         "transfer_mode",
         ("transfer-mode",),
-        "MODE",
+        "{auto,direct,staged}",
         choice(*TransferMode),
-        "how caches travel: auto, direct (never staged), staged (the pool stays private)",
+        "how caches travel; direct: never staged; staged: the pool stays private",
     ),
     Flag(
         "staging_buffer_mb",
@@ -73,9 +73,9 @@ TRANSFERS: tuple[Flag, ...] = (
     Flag(
         "verify_transfer",
         ("verify-transfer",),
-        "LEVEL",
+        "{off,sample,full}",
         choice(*Verify),
-        "compare caches with what was sent: off, sample or full; the stricter side decides",
+        "compare caches with what was sent; the stricter side decides",
     ),
 )
 
@@ -157,10 +157,10 @@ SECURITY: tuple[Flag, ...] = (
         "KEY,...",
         api_keys,
         "keys that HTTP clients must show as `Authorization: Bearer KEY`; seen by every user of "
-        "this machine, so better in a file or in BATON_API_KEY",
+        "this machine, so better in a file or in BATON_API_KEY [none]",
         is_secret=True,
     ),
-    Flag("api_key_file", ("api-key-file",), "FILE", text, "file of such keys, one per line"),
+    Flag("api_key_file", ("api-key-file",), "FILE", text, "file of such keys, one per line [none]"),
     Flag(
         "admin_api_keys",
         ("admin-api-key",),
@@ -174,21 +174,21 @@ SECURITY: tuple[Flag, ...] = (
         ("admin-api-key-file",),
         "FILE",
         text,
-        "file of such keys, one per line",
+        "file of such keys, one per line [none]",
     ),
     Flag(
         "curve_secret_key_file",
         ("curve-secret-key-file",),
         "FILE",
         text,
-        "file of this server's key",
+        "file of this server's key [none]",
     ),
     Flag(
         "curve_peer_keys_file",
         ("curve-peer-keys-file",),
         "FILE",
         text,
-        "file of its peers' public keys",
+        "file of its peers' public keys [none]",
     ),
     Flag(
         "allowed_hosts",
@@ -218,17 +218,23 @@ LOGS: tuple[Flag, ...] = (
     Flag(
         "log_level",
         ("log-level",),
-        "LEVEL",
-        choice("debug", "info", "warning", "error"),
-        "debug, info, warning or error",
+        "{debug,info,warning,error}",
+        choice("debug", "info", "warning", "error", critical="error"),
+        "what is logged, from this level on",
     ),
-    Flag("log_requests", ("log-requests",), "", switch, "log every HTTP request"),
+    Flag(
+        "log_requests",
+        ("log-requests", "enable-log-requests"),
+        "",
+        switch,
+        "log every HTTP request",
+    ),
     Flag(
         "metrics_names",
         ("metrics-names",),
-        "WHOSE",
+        "{sglang,vllm,both}",
         choice(*MetricsNames),
-        "names in /metrics of what other servers measure too: sglang's, vllm's or both",
+        "whose names /metrics has for what other servers measure too",
     ),
     Flag(
         "request_history",

@@ -15,10 +15,12 @@ from typing import NoReturn
 import msgspec
 import yaml
 
-from common.config import ServerConfig, with_api_keys
+from common.config import ServerConfig
 from common.config_checks import check_config
+from common.config_keys import with_api_keys
 from common.errors import ConfigError
 from common.flags.flag import Flag
+from common.flags.foreign_reading import ForeignFlagsByName, answer, plain, take_foreign
 from common.flags.table import GROUPS
 from common.flags.values import Value
 
@@ -44,6 +46,21 @@ class _StrictLoader(yaml.SafeLoader):
         return mapping
 
 
+class _Given(argparse.Action):
+    """Keeps every value with the spelling that it was given under, that of a switch being true."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        earlier = vars(namespace)[self.dest] or []
+        value = "true" if self.nargs == 0 else values
+        vars(namespace)[self.dest] = [*earlier, (option_string, value)]
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse with our errors: one line, no usage."""
 
@@ -52,10 +69,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parse_settings(
-    program: str, description: str, flags: Sequence[Flag], argv: Sequence[str], **defaults: Value
+    program: str,
+    description: str,
+    flags: Sequence[Flag],
+    foreign: ForeignFlagsByName,
+    argv: Sequence[str],
+    **defaults: Value,
 ) -> Settings:
     """Settings by name from a command line and the file it names; `defaults` fill what neither has.
 
+    foreign: flags of other servers, each of which has a remark among the settings if it is given.
     Raises: ConfigError. Exits with 0 after --help.
     """
     parser = OneLineParser(
@@ -72,20 +95,30 @@ def parse_settings(
         for flag in group.flags:
             if flag in flags:
                 _add(shown, flag, defaults.get(flag.name, builtin[flag.name]))
-    given, unknown = parser.parse_known_args(argv)
+    own, remarks = take_foreign(plain(argv), foreign)
+    given, unknown = parser.parse_known_args(own)
+    if len(unknown) == 1 and given.model_path is None and not unknown[0].startswith("-"):
+        given.model_path = [("--model-path", unknown.pop())]  # as after `vllm serve`
     if unknown:
         raise ConfigError(_unknown("flag", "--", unknown[0], flags))
     settings = dict(defaults)
     if given.config is not None:
-        settings |= read_settings(given.config, flags)
+        in_file, more = read_settings(given.config, flags, foreign)
+        settings |= in_file
+        remarks += more
     for flag in flags:
-        for value in vars(given)[flag.name] or ():
-            settings[flag.name] = _parse(flag, f"--{flag.spellings[0]}", value)
-    return settings
+        for where, value in vars(given)[flag.name] or ():
+            settings[flag.name] = _parse(flag, where, value)
+    return settings | {"remarks": remarks}
 
 
-def read_settings(path: str, flags: Sequence[Flag]) -> Settings:
-    """Settings from a YAML file whose keys are flags without the dashes. Raises: ConfigError."""
+def read_settings(
+    path: str, flags: Sequence[Flag], foreign: ForeignFlagsByName
+) -> tuple[Settings, tuple[str, ...]]:
+    """Settings and remarks from a YAML file whose keys are flags without the dashes.
+
+    Raises: ConfigError.
+    """
     try:
         document = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     except OSError as exc:
@@ -94,20 +127,32 @@ def read_settings(path: str, flags: Sequence[Flag]) -> Settings:
         reason = " ".join(str(exc).split())
         raise ConfigError(f"--config {path}: is not a YAML file: {reason}") from exc
     if document is None:
-        return {}
+        return {}, ()
     if not isinstance(document, dict):
         raise ConfigError(f"--config {path}: must hold `flag: value` lines")
     by_spelling = {spelling: flag for flag in flags for spelling in flag.spellings}
     settings: Settings = {}
+    remarks: tuple[str, ...] = ()
     for key, value in document.items():
         spelling = str(key).replace("_", "-")
+        if spelling in foreign:
+            remarks += (_remark(path, spelling, foreign, _yaml_text(value)),)
+            continue
         flag = by_spelling.get(spelling)
         if flag is None:
             raise ConfigError(f"--config {path}: {_unknown('key', '', spelling, flags)}")
         if flag.name in settings:
             raise ConfigError(f"--config {path}: {spelling} is given twice")
         settings[flag.name] = _parse(flag, f"--config {path}: {spelling}", _yaml_text(value))
-    return settings
+    return settings, remarks
+
+
+def _remark(path: str, name: str, foreign: ForeignFlagsByName, value: str) -> str:
+    """Raises: ConfigError if the flag can't be followed."""
+    told = answer(f"--config {path}: {name}", foreign[name], value)
+    if not foreign[name].row.is_harmless(value):
+        raise ConfigError(told)
+    return told
 
 
 def to_config(settings: Settings) -> ServerConfig:
@@ -134,18 +179,25 @@ def to_config(settings: Settings) -> ServerConfig:
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag, default: object) -> None:
-    """`nargs` is a list in either case, so that an omitted flag is told from one given empty."""
     names = [f"--{spelling}" for spelling in flag.spellings]
-    is_shown = isinstance(default, str | int | float) and not isinstance(default, bool)
-    is_shown = is_shown and default != ""
-    shown = f"{flag.help} (default: {default})" if is_shown else flag.help
-    shown = shown.replace("%", "%%")
-    if flag.is_switch:
-        group.add_argument(*names, dest=flag.name, action="append_const", const="true", help=shown)
-    else:
-        group.add_argument(
-            *names, dest=flag.name, action="append", metavar=flag.placeholder, help=shown
-        )
+    shown = flag.help
+    match default:
+        case bool() | "" | ():
+            pass
+        case str() | int():
+            shown += f" (default: {default})"
+        case float():
+            shown += f" (default: {default:g})"
+        case tuple():
+            shown += f" (default: {','.join(default)})"
+    group.add_argument(
+        *names,
+        dest=flag.name,
+        action=_Given,
+        nargs=0 if flag.is_switch else None,
+        metavar=flag.placeholder or None,
+        help=shown.replace("%", "%%"),
+    )
 
 
 def _parse(flag: Flag, where: str, value: str) -> Value:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.config import Role, ServerConfig
+from common.config import DEFAULT_BOOTSTRAP_PORT, Role, ServerConfig
 from common.errors import ConfigError
 from common.flags.addresses import ALONE
+from common.flags.foreign import foreign_flags_of
 from common.flags.reading import parse_settings, to_config
 from common.flags.table import ALL_FLAGS, flags_of
 from common.flags.values import Value
@@ -24,22 +25,24 @@ def parse_role(
     """
     program = f"baton-{role}"
     defaults |= {"host": "127.0.0.1"}
-    flags = ALL_FLAGS if _may_switch(program, argv) else flags_of(role)
-    settings = parse_settings(program, description, flags, argv, **defaults)
+    flags = ALL_FLAGS if _may_switch(program, role, argv) else flags_of(role)
+    foreign = foreign_flags_of(role)
+    settings = parse_settings(program, description, flags, foreign, argv, **defaults)
     if role is Role.DECODE and "prefill" not in settings:
         raise ConfigError(
-            "--prefill is required: host:port, dns:NAME:PORT or file:PATH of prefill servers, "
-            f"comma separated, or `{ALONE}`"
+            "--prefill is required: host:port, dns:NAME:PORT or file:PATH of prefill servers' "
+            f"bootstrap ports ({DEFAULT_BOOTSTRAP_PORT} unless they say otherwise), comma "
+            f"separated, or `{ALONE}`"
         )
     return to_config(settings | {"role": role})
 
 
-def _may_switch(program: str, argv: Sequence[str]) -> bool:
+def _may_switch(program: str, role: Role, argv: Sequence[str]) -> bool:
     """Whether the flags of both roles are taken. One that is in neither is refused later on."""
     if {"-h", "--help"}.intersection(argv):
         return False
     try:
-        settings = parse_settings(program, "", ALL_FLAGS, argv)
+        settings = parse_settings(program, "", ALL_FLAGS, foreign_flags_of(role), argv)
     except ConfigError:
         return False
     return bool(settings.get("enable_role_switch"))

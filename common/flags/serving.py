@@ -15,6 +15,7 @@ from common.flags.values import (
     page_size,
     port,
     switch,
+    tokens,
 )
 
 ADDRESSES: tuple[Flag, ...] = (
@@ -37,7 +38,8 @@ ADDRESSES: tuple[Flag, ...] = (
         "SERVERS",
         prefill_entries,
         "prefill servers' bootstrap ports: host:port, dns:NAME:PORT for all addresses of a name, "
-        "file:PATH of a file that is watched, comma separated; or `none` to compute prompts here",
+        "file:PATH of a file that is watched, comma separated; or `none` to compute prompts "
+        "here (required)",
         role=Role.DECODE,
     ),
     Flag(
@@ -55,7 +57,7 @@ ADDRESSES: tuple[Flag, ...] = (
         "URL,...",
         drain_targets,
         "URLs of decode servers that take them over, comma separated, or `auto` for those that its "
-        "prefill servers know; an admin key is shown to them",
+        "prefill servers know; an admin key is shown to them [auto]",
         role=Role.DECODE,
     ),
     Flag(
@@ -72,7 +74,7 @@ ADDRESSES: tuple[Flag, ...] = (
 ROLES: tuple[Flag, ...] = (
     Flag(
         "enable_role_switch",
-        ("enable-role-switch",),
+        ("enable-role-switch", "enable-pd-role-switch"),
         "",
         switch,
         "POST /switch_role makes a prefill server of a decode server and the reverse, with weights "
@@ -90,7 +92,7 @@ ROLES: tuple[Flag, ...] = (
 CACHE: tuple[Flag, ...] = (
     Flag(
         "page_size",
-        ("page-size",),
+        ("page-size", "block-size"),
         "TOKENS",
         page_size,
         "tokens per page, a power of two in 1..256",
@@ -99,19 +101,19 @@ CACHE: tuple[Flag, ...] = (
         "max_total_tokens",
         ("max-total-tokens",),
         "TOKENS",
-        integer(1, 1 << 40),
+        tokens(1, 1 << 40),
         "tokens the KV pool holds [from the memory fraction]",
     ),
     Flag(
         "mem_fraction_static",
-        ("mem-fraction-static",),
+        ("mem-fraction-static", "gpu-memory-utilization"),
         "SHARE",
         number(0.01, 0.99),
         "share of free memory for weights and pool",
     ),
     Flag(
         "host_cache_gb",
-        ("host-cache-gb",),
+        ("host-cache-gb", "kv-offloading-size"),
         "GIB",
         number(0, 1 << 16),
         "GiB of host memory, of all ranks together, for cached prefixes that leave the pool; "
@@ -119,7 +121,7 @@ CACHE: tuple[Flag, ...] = (
     ),
     Flag(
         "disable_radix_cache",
-        ("disable-radix-cache",),
+        ("disable-radix-cache", "no-enable-prefix-caching"),
         "",
         switch,
         "do not keep prefixes for later requests",
@@ -127,7 +129,7 @@ CACHE: tuple[Flag, ...] = (
     Flag(
         "return_cache",
         ("return-cache",),
-        "WHEN",
+        "{off,auto}",
         choice(*ReturnCache),
         "whether caches of answers go back to the prefill server of their prompt: auto, if both "
         "servers say so",
@@ -141,14 +143,14 @@ CACHE: tuple[Flag, ...] = (
     ),
     Flag(
         "chunked_prefill_size",
-        ("chunked-prefill-size",),
+        ("chunked-prefill-size", "max-num-batched-tokens"),
         "TOKENS",
-        integer(1, 1 << 20),
+        tokens(1, 1 << 20),
         "prompt tokens per forward pass, a multiple of the page size",
     ),
     Flag(
         "max_running_requests",
-        ("max-running-requests",),
+        ("max-running-requests", "max-num-seqs"),
         "N",
         integer(1, 4096),
         "requests computed together [256, or as many as have room for their state]",
@@ -162,7 +164,7 @@ CACHE: tuple[Flag, ...] = (
     ),
     Flag(
         "disable_overlap_schedule",
-        ("disable-overlap-schedule",),
+        ("disable-overlap-schedule", "no-async-scheduling"),
         "",
         switch,
         "plan a step only when the last one has returned, as always with --pp-size above 1",
@@ -177,7 +179,7 @@ CACHE: tuple[Flag, ...] = (
     Flag(
         "local_prefill",
         ("local-prefill",),
-        "WHEN",
+        "{off,auto,fallback}",
         choice(*LocalPrefill),
         "what is computed here: off, nothing; auto, short rests of cached prompts where that is "
         "quicker; fallback, whole prompts too if no prefill server can be found",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.config import API_KEY_RULE, is_api_key
+from common.config_keys import API_KEY_RULE, is_api_key
 
 Value = str | int | float | bool | tuple[str, ...] | None
 SERVER_NAME_LENGTH_MAX = 64  # half of what peers take: it stands in log lines and labels
@@ -39,11 +39,36 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def choice(*allowed: str) -> Callable[[str], str]:
+def tokens(low: int, high: int) -> Callable[[str], int]:
+    """A count as vLLM reads it: 32k is 32000, 32K is 32768, and 25.6k is 25600."""
+    exact = integer(low, high)
+
+    def parse(text: str) -> int:
+        match = re.fullmatch(
+            r"(?P<whole>[0-9]{1,9})([.](?P<part>[0-9]{1,9}))?(?P<unit>[kKmM])", text
+        )
+        if match is None:
+            return exact(text)
+        part = match["part"] or ""
+        count, rest = divmod(int(match["whole"] + part) * _UNITS[match["unit"]], 10 ** len(part))
+        if rest:
+            raise ValueError("must be a whole number of tokens")
+        return exact(str(count))
+
+    return parse
+
+
+_UNITS = {"k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
+
+
+def choice(*allowed: str, **also: str) -> Callable[[str], str]:
+    """also: what other servers call a value -> ours."""
+
     def parse(text: str) -> str:
-        if text not in allowed:
+        value = also.get(text, text)
+        if value not in allowed:
             raise ValueError(f"must be one of {', '.join(allowed)}")
-        return text
+        return value
 
     return parse
 
@@ -123,6 +148,14 @@ def trace_endpoint(value: str) -> str:
     return parts._replace(path=parts.path.rstrip("/") or "/v1/traces").geturl()
 
 
+def template_file(value: str) -> str:
+    """The absolute path of a file, not of SGLang's conversation templates, which are JSON."""
+    path = Path(value).expanduser().absolute()
+    if not path.is_file() or path.suffix == ".json":
+        raise ValueError("must be a file that holds a Jinja template")
+    return str(path)
+
+
 def switch(value: str) -> bool:
     if value not in ("true", "false"):
         raise ValueError("must be true or false")
@@ -164,14 +197,15 @@ def port_range(value: str) -> str:
 
 port = integer(1, 65535)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OR_DTYPES = ", ".join(DTYPES)
+_SHORT_DTYPES = {"float": "float32", "bf16": "bfloat16", "half": "float16"}
 _FP8_SPELLINGS = ("fp8_e4m3", "float8_e4m3fn")
+weight_dtype = choice(*DTYPES, **_SHORT_DTYPES)
 
 
 def cache_dtype(value: str) -> str:
-    if value in _FP8_SPELLINGS:
+    if value in (*_FP8_SPELLINGS, "fp8"):
         return "float8_e4m3fn"
-    return choice(*DTYPES, *_FP8_SPELLINGS)(value)
+    return choice(*DTYPES, *_FP8_SPELLINGS, **_SHORT_DTYPES)(value)
 
 
 TOOL_CALL_PARSERS = ("hermes", "llama3")

@@ -77,7 +77,7 @@ def main() -> int:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         clock = SystemClock()
         with bind(config.host, config.port) as listener:
-            tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
+            tokenizer = load_tokenizer(config.tokenizer_path, clock.wall, config.chat_template)
             role = uvloop.run(serve(config, listener, tokenizer, clock))
     except ConfigError as exc:
         sys.stderr.write(f"baton frontend: {exc}\n")

@@ -279,6 +279,7 @@ class WorkerReady(_Message, frozen=True):
     host_page_counts: pages per group of the tier in host memory; none without one.
     session: of the `Begin` that it answers; "" before the first one.
     writers: peers of earlier schedulers that may still write here.
+    device: what it computes on, cpu or cuda.
     """
 
     rank: int
@@ -296,6 +297,7 @@ class WorkerReady(_Message, frozen=True):
     host_page_counts: list[int] = []
     session: str = ""
     writers: list[PeerWriter] = []
+    device: str = "cpu"
 
 
 class WorkerBeat(_Message, frozen=True):

@@ -41,6 +41,7 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         verify=config.verify_transfer,
         host_page_counts=host_counts,
         earlier_writers=_earlier_writers(ordered),
+        device=first.device,
         checkpoint_max=min(worker.checkpoint_max for worker in ordered),
         pass_times=PassTimes(
             max(worker.pass_times.prompt_token_s for worker in ordered),

@@ -236,6 +236,8 @@ def run(config: ServerConfig) -> int:
         own.remove()
         return EXIT_START_AGAIN
     try:
+        for remark in config.remarks:
+            log.info("%s", remark)
         for door in open_doors(config):
             log.warning("%s", door)
         with _own_shared_memory(shared, config) as environment:

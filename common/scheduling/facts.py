@@ -39,6 +39,7 @@ class ServerFacts:
     pass_times: what steps took at the start, of the slowest rank.
     digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
     host_page_counts: per page group, of the tier in host memory; () without one.
+    device: what the workers compute on, cpu or cuda.
     earlier_writers: peers of schedulers before this one, over the same workers, that may still
     write into their pages."""
 
@@ -57,6 +58,7 @@ class ServerFacts:
     transfer_mode: TransferMode = TransferMode.DIRECT
     verify: Verify = Verify.OFF
     checkpoint_max: int = 0
+    device: str = "cpu"
 
     pass_times: PassTimes = NOT_TIMED
     digest_tokens: int = DIGEST_TOKENS

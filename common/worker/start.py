@@ -48,7 +48,7 @@ from common.worker.pools import (
 from common.worker.staging.source import StagingSource
 from common.worker.staging.start import start_source, start_target
 from common.worker.staging.target import StagingTarget
-from common.worker.start_device import device_of, enough_memory
+from common.worker.start_device import device_of, enough_memory, with_device
 from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
 from common.worker.start_transport import PRIVATE_TRANSPORTS, start_transport
 
@@ -90,6 +90,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
 
     Raises: ConfigError that names the setting or file at fault.
     """
+    config = with_device(config, rank)
     device = device_of(config, rank)
     _set_up_process(config, device)
     model_config = read_served_config(config.model_path, dtype=config.dtype)
@@ -138,6 +139,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         checkpoint_max=size.checkpoint_max,
         pass_times=times,
         host_page_counts=host_pages.page_counts,
+        device=device.type,
     )
     return StartedRank(
         device,

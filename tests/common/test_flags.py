@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.config import EngineType, LocalPrefill, Role, ServerConfig, read_config, write_config
 from common.errors import ConfigError
+from common.flags.flag import Flag
 from common.flags.table import ALL_FLAGS, GROUPS, flags_of
 from common.flags.values import switch
 from decode_server.config import parse_args as parse_decode
@@ -61,7 +64,7 @@ def test_omitted_flags_follow_what_help_says(model: Path) -> None:
 
 
 def test_every_field_but_the_derived_ones_has_a_flag() -> None:
-    derived = {"role", "runtime_dir"}
+    derived = {"role", "runtime_dir", "remarks"}
     names = {flag.name for flag in (*DECODE_FLAGS, *PREFILL_FLAGS)}
     assert names == set(ServerConfig.__struct_fields__) - derived
 
@@ -77,7 +80,9 @@ VALID = [
     (("--page-size", "1"), "page_size", 1),
     (("--page-size", "256"), "page_size", 256),
     (("--chunked-prefill-size", "512"), "chunked_prefill_size", 512),
+    ((), "device", "auto"),
     (("--device", "cuda"), "device", "cuda"),
+    (("--base-gpu-id", "4"), "base_gpu_id", 4),
     (("--dtype", "bfloat16"), "dtype", "bfloat16"),
     (("--kv-cache-dtype", "float16"), "kv_cache_dtype", "float16"),
     (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype", "float8_e4m3fn"),
@@ -157,7 +162,7 @@ BAD = [
     ("--port", "1_000", "1..65535"),
     ("--host", "http://x", "without scheme"),
     ("--host", "a b", "without scheme"),
-    ("--device", "tpu", "cpu, cuda"),
+    ("--device", "tpu", "auto, cpu, cuda"),
     ("--dtype", "fp32", "auto, float32, bfloat16, float16"),
     ("--kv-cache-dtype", "fp8_e5m2", "auto, float32, bfloat16, float16, fp8_e4m3"),
     ("--attention-backend", "fa3", "must be one of auto, sdpa, flashinfer"),
@@ -288,6 +293,11 @@ def test_heartbeats_may_be_as_rare_as_the_timeouts_allow(model: Path) -> None:
         decode(model, *slow, "--peer-timeout", "9")
 
 
+def test_an_engine_may_stand_still_as_long_as_fits_its_device(model: Path) -> None:
+    assert [decode(model).stall_s(device) for device in ("cpu", "cuda")] == [2.0, 10.0]
+    assert decode(model, "--stall-timeout", "3").stall_s("cuda") == 3.0
+
+
 def test_a_checkpoint_that_can_not_be_used_is_named(model: Path, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
     with pytest.raises(ConfigError, match=rf"--model-path {missing}: .* config\.json"):
@@ -329,40 +339,36 @@ def test_a_file_may_hold_every_flag_and_flags_win(model: Path, tmp_path: Path) -
 
 
 def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path: Path) -> None:
-    values = {"host": "::1", "device": "cpu", "ucx": "auto", "transport": "auto"}
-    values |= {
-        "net-devices": "all",
-        "dtype": "auto",
-        "kv-cache-dtype": "auto",
-        "attention-backend": "sdpa",
-        "load-format": "auto",
-        "quantized-weights": "wide",
-    }
-    switches = ("log-requests", "disable-radix-cache", "disable-cuda-graph")
-    switches += ("enable-role-switch", "standby")
-    values |= {"log-level": "info"} | dict.fromkeys(switches, "true")
-    values |= {"mem-fraction-static": "0.5", "model-path": str(model), "model": str(model)}
-    values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
-    values |= {"max-body-bytes": "4096", "transfer-mode": "direct", "heartbeat-interval": "0.2"}
-    values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
-    values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
-    values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
-    values |= {"schedule-low-priority-values-first": "true"}
-    values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")
-    values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
-    values |= {"nccl-init-addr": "10.0.0.1:5000", "return-cache": "auto"}
-    keys = tmp_path / "keys"
+    keys, template = tmp_path / "keys", tmp_path / "chat.jinja"
     keys.touch(mode=0o600)
     keys.write_text("sk-1")
-    values |= {"api-key-file": str(keys), "admin-api-key-file": str(keys)}
+    template.write_text("{{ messages }}")
+    directories = ("model_path", "tokenizer_path")
+    values: dict[str, object] = dict.fromkeys(directories, str(model))
+    values |= dict.fromkeys(("api_key_file", "admin_api_key_file"), str(keys))
+    values |= {"chat_template": str(template), "served_model_name": "x", "host": "::1"}
+    values |= {"page_size": "16", "mem_fraction_static": "0.5", "tool_call_parser": "hermes"}
+    values |= {"net_devices": "all", "ucx": "auto", "transfer_ports": "40000-40031"}
+    values |= {"nnodes": "1", "node_rank": "0", "dist_init_addr": "10.0.0.1:5000"}
+    values |= {"heartbeat_interval_s": "0.2", "max_body_nbytes": "4096"}
+    values |= {"allowed_hosts": "chat.example", "allowed_origins": "https://chat.example"}
     pair = {"curve-secret-key-file", "curve-peer-keys-file"}
     for flag in COMMON_FLAGS:
+        default = "true" if flag.is_switch else _first_choice(flag) or "64"
         for spelling in flag.spellings:
             file = tmp_path / "one.yaml"
-            file.write_text(json.dumps({spelling: values.get(spelling, "64")}))
+            file.write_text(json.dumps({spelling: values.get(flag.name, default)}))
             argv = ["--model-path", str(model), "--config", str(file)]
             argv += [f"--{other}=x" for other in pair - {spelling} if spelling in pair]
             parse_prefill(argv[2:] if flag.name == "model_path" else argv)
+
+
+def _choices(flag: Flag) -> list[str]:
+    return flag.placeholder.strip("{}").split(",") if flag.placeholder.startswith("{") else []
+
+
+def _first_choice(flag: Flag) -> str:
+    return next(iter(_choices(flag)), "")
 
 
 @pytest.mark.parametrize(
@@ -459,6 +465,27 @@ def test_every_flag_stands_in_one_group_of_the_help() -> None:
         assert flag.is_switch == (flag.parse is switch), flag.name
 
 
+def test_a_placeholder_lists_what_may_be_chosen() -> None:
+    chosen = [flag for flag in ALL_FLAGS if _choices(flag)]
+    assert len(chosen) >= 12
+    for flag in chosen:
+        for value in _choices(flag):
+            flag.parse(value)
+        with pytest.raises(ValueError, match="must be one of") as caught:
+            flag.parse("nonsense")
+        allowed = str(caught.value).removeprefix("must be one of ").split(", ")
+        assert set(_choices(flag)) <= set(allowed) <= {*_choices(flag), "float8_e4m3fn"}
+
+
+def test_every_flag_that_takes_a_value_says_what_it_is_by_default() -> None:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(ServerConfig)}
+    for flag in ALL_FLAGS:
+        has_default = defaults[flag.name] not in (None, "", (), msgspec.NODEFAULT)
+        is_shown = has_default or flag.name == "port"  # each role has its own
+        says = re.search(r"\[.+\]|\(required\)", flag.help) is not None
+        assert flag.is_switch or is_shown != says, flag.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
 def test_help_names_every_flag_with_its_default_and_exits_0(module: str) -> None:
@@ -469,6 +496,9 @@ def test_help_names_every_flag_with_its_default_and_exits_0(module: str) -> None
     text = " ".join(done.stdout.split())
     for flag in PREFILL_FLAGS if module == "prefill_server" else DECODE_FLAGS:
         assert all(f"--{spelling}" in text for spelling in flag.spellings)
-    assert "--page-size TOKENS tokens per page, a power of two in 1..256 (default: 16)" in text
+    shown = "--page-size TOKENS, --block-size TOKENS tokens per page, a power of two in 1..256"
+    assert f"{shown} (default: 16)" in text
+    assert "--device {auto,cpu,cuda} where the model runs" in text
+    assert "may take, and does unless its `timeout` says less (default: 600)" in text
     assert "tensor parallel ranks (default: 1)" in text
     assert "(default: )" not in text and "(default: False)" not in text

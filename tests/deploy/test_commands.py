@@ -53,7 +53,10 @@ def test_the_servers_take_every_command_line(command: Command, tmp_path: Path) -
     has_keys = "keys" in command.where
     assert bool(config.curve_secret_key_file) == has_keys
     is_on_gpu = any(word in command.where for word in ("cuda", "multi-node"))
-    assert config.device == ("cuda" if is_on_gpu and "compose" not in command.where else "cpu")
+    if "compose" in command.where:
+        assert config.device == "cpu"
+    else:
+        assert config.device == ("cuda" if is_on_gpu else "auto")
 
 
 def test_a_kind_of_compose_is_the_device_of_its_servers() -> None:

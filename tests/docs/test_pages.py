@@ -13,6 +13,8 @@ import pytest
 from bench.serve import settings as bench_settings
 from bench.simulator import __main__ as simulator
 from common.admin import __main__ as admin
+from common.flags.reference import flags_of_others
+from common.flags.reference import reference as foreign_flags
 from common.flags.table import ALL_FLAGS
 from common.layout import families
 from common.layout.reference import EXAMPLES
@@ -23,7 +25,11 @@ from common.protocol.reference import reference as messages
 from tests.docs.blocks import PAGES, ROOT, blocks_of
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PRINTED = {"MESSAGES.md": messages, "CACHES.md": caches}
+PRINTED = {
+    "MESSAGES.md": ("common.protocol", messages),
+    "CACHES.md": ("common.layout", caches),
+    "FLAGS.md": ("common.flags", foreign_flags),
+}
 WRITTEN = [page for page in DOCS if page.name not in PRINTED]
 # Where messages come from; models and kernels say nothing that a page explains.
 CODE = (
@@ -39,8 +45,8 @@ PLACEHOLDER = "\0"
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_what_is_printed_from_the_code_is_current(name: str) -> None:
-    module = "common.protocol" if name == "MESSAGES.md" else "common.layout"
-    is_current = (ROOT / "docs" / name).read_text() == PRINTED[name]()
+    module, printed = PRINTED[name]
+    is_current = (ROOT / "docs" / name).read_text() == printed()
     assert is_current, f"python -m {module}.reference > docs/{name}"
 
 
@@ -69,7 +75,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_flags_that_pages_name_are_there() -> None:
-    known = {spelling for flag in ALL_FLAGS for spelling in flag.spellings}
+    known = {spelling for flag in ALL_FLAGS for spelling in flag.spellings} | flags_of_others()
     known |= {"help", "config"} | FOREIGN_FLAGS | bench_flags() | admin_flags()
     for page in WRITTEN:
         text = "".join(re.findall(r"`[^`\n]+`", page.read_text()))

@@ -28,7 +28,10 @@ WAIT_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
 POLL_INTERVAL_S = 0.02
 # Pools this small are warmed in no time.
-COMMON_FLAGS = ("--cpu-threads", "1", "--max-total-tokens", "8192", "--drain-timeout", "2")
+COMMON_FLAGS = (
+    *("--device", "cpu", "--cpu-threads", "1"),
+    *("--max-total-tokens", "8192", "--drain-timeout", "2"),
+)
 CLIENT_COUNT_MAX = 32
 
 Body = dict[str, object]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,25 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, backend: str) -> None:
             meet_timeout_s=0.05,
             pass_timeout_s=60.0,
         )
+    assert not torch.distributed.is_initialized()
+
+
+def test_ranks_on_different_devices_end_instead_of_waiting(tmp_path: Path) -> None:
+    def join(rank: int) -> None:
+        ParallelContext.join(
+            rank=rank,
+            tp_size=2,
+            pp_size=1,
+            backend=("gloo", "nccl")[rank],
+            init_method=f"file://{tmp_path / 'meeting'}",
+            meet_timeout_s=60.0,
+            pass_timeout_s=60.0,
+        )
+
+    with ThreadPoolExecutor() as threads:
+        for told in [threads.submit(join, rank) for rank in range(2)]:
+            with pytest.raises(ConfigError, match=r"--device: .* rank 0 gloo, rank 1 nccl"):
+                told.result()
     assert not torch.distributed.is_initialized()
 
 

@@ -140,7 +140,7 @@ async def open_rig(
         scheduler=client,
         peers=PeerSources(config.prefill, client, clock),
         metrics=metrics,
-        tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
+        tokenizer=load_tokenizer(config.tokenizer_path, clock.wall, config.chat_template),
         bodies=BodyReader(config.max_body_nbytes),
         grammars=GrammarCheck(config),
         clock=clock,

@@ -229,6 +229,23 @@ def test_the_template_for_tools_is_taken_when_there_are_tools(tmp_path: Path) ->
     assert tokenizer.render_chat([{"content": "x"}], tools=[TOOL]) == "tools"
 
 
+def test_a_template_that_is_named_is_used_instead_of_the_checkpoint_s(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    directory = write_tokenizer(tmp_path, bos_token="<|endoftext|>", chat_template=templates)
+    (directory / "chat_template.jinja").write_text("the checkpoint's file")
+    named = tmp_path / "mine.jinja"
+    named.write_text("{{ bos_token }}{% if tools %}mine with tools{% else %}mine{% endif %}")
+    tokenizer = load_tokenizer(str(directory), wall, str(named))
+    assert tokenizer.render_chat([{"content": "x"}]) == "<|endoftext|>mine"
+    assert tokenizer.render_chat([{"content": "x"}], tools=[TOOL]) == "<|endoftext|>mine with tools"
+    named.write_text("{% if %}")
+    with pytest.raises(ConfigError, match="is not valid Jinja"):
+        load_tokenizer(str(directory), wall, str(named))
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -52,3 +52,16 @@ def test_checkpoints_without_states_bound_no_number_of_requests() -> None:
     facts = facts_of([([100, 50], 256)], FULL, Live(LiveKind.WINDOW, 64))
     assert facts.checkpoint_max == 256
     assert (facts.running_max(None), facts.running_max(7)) == (256, 7)
+
+
+@pytest.mark.parametrize(("device", "stall_s"), [("cpu", 2.0), ("cuda", 10.0)])
+def test_what_the_workers_found_says_how_long_an_engine_may_stand_still(
+    device: str, stall_s: float
+) -> None:
+    component = CacheComponent(
+        "full", (0,), (Segment("head", 1, 8),), FULL, Shard.REPLICATE, "float32"
+    )
+    layout = encode_layout(ServerLayout((component,), 1, ((0, 1),), 16))
+    ready = WorkerReady(0, [100], layout, {}, 100, 4096, [], {}, device=device)
+    facts = gather_facts(config_of(), {0: ready})
+    assert config_of().stall_s(facts.device) == stall_s

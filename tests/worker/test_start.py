@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.protocol.codec import decode_layout
 from common.worker.staging.source import REGION as SOURCE_REGION
 from common.worker.start import host_id, start_rank
-from common.worker.start_device import enough_memory, why_no_cuda
+from common.worker.start_device import device_of, enough_memory, why_no_cuda, with_device
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def config_of(checkpoint: Path, **changes: object) -> ServerConfig:
         "tokenizer_path": str(checkpoint),
         "served_model_name": "tiny",
         "port": 1,
+        "device": "cpu",
         "max_total_tokens": 512,
         **changes,
     }
@@ -66,6 +67,40 @@ def test_a_setting_that_can_not_work_is_named(
 def test_cuda_without_a_device_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"--device cuda: torch .*(install|nvidia-smi)"):
         start_rank(config_of(checkpoint, device="cuda"), 0, ManualClock())
+
+
+@pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda")])
+def test_auto_is_a_gpu_where_torch_sees_one(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_gpu: bool,
+    device: str,
+) -> None:
+    """What torch says of GPUs is replaced."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    caplog.set_level("INFO")
+    config = config_of(checkpoint, device="auto", tp_size=2)
+    assert [with_device(config, rank).device for rank in range(2)] == [device] * 2
+    assert [line for line in caplog.messages if "--device auto is" in line] == caplog.messages
+    assert len(caplog.messages) == 1 and f"auto is {device}: torch" in caplog.text
+    if has_gpu:
+        with pytest.raises(ConfigError, match="--transport shm: must be auto or ucx-tcp"):
+            with_device(config_of(checkpoint, device="auto", transport="shm"), 0)
+
+
+def test_ranks_take_the_gpus_from_the_base_on(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch says of GPUs is replaced."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = config_of(checkpoint, device="cuda", tp_size=2, base_gpu_id=1)
+    assert [device_of(config, rank).index for rank in range(2)] == [1, 2]
+    with pytest.raises(ConfigError, match="from --base-gpu-id 2 on: must be at most 1"):
+        device_of(config_of(checkpoint, device="cuda", tp_size=2, base_gpu_id=2), 0)
 
 
 def test_each_lack_of_cuda_has_its_own_message() -> None:
@@ -126,7 +161,10 @@ def test_a_rank_that_started_says_what_its_scheduler_must_know(checkpoint: Path)
     assert {component.dtype for component in layout.components} == {"bfloat16"}
     assert (ready.vocab_size, ready.context_length, ready.eos_token_ids) == (512, 1024, [2])
     assert ready.fingerprint["weights"].startswith("dummy")
-    assert ready.describe["stream"] == "not encrypted" and ready.describe["device"] == "cpu"
+    assert (
+        ready.describe["stream"] == "not encrypted"
+        and ready.describe["device"] == ready.device == "cpu"
+    )
     assert ready.describe["attention"] == "sdpa (the path of cpu)"
     assert ready.describe["norms and activations"] == "torch (the path of cpu)"
     # What the model says of itself, as which kernels recur, is there too.

@@ -166,8 +166,9 @@ class Tokenizer:
         )
 
 
-def load_tokenizer(path: str, wall: Callable[[], float]) -> Tokenizer:
+def load_tokenizer(path: str, wall: Callable[[], float], chat_template: str = "") -> Tokenizer:
     """The tokenizer of the checkpoint directory `path`. wall: the clock that templates may ask.
+    chat_template: file of the template to use instead of the checkpoint's.
 
     Raises: ConfigError if a file is missing or can't be used.
     """
@@ -184,7 +185,8 @@ def load_tokenizer(path: str, wall: Callable[[], float]) -> Tokenizer:
     config = _read_object(directory / "tokenizer_config.json")
     named = _named_tokens({**_read_object(directory / "special_tokens_map.json"), **config})
     _add_tokens(backend, config, named)
-    source = _template_sources(directory, config)
+    of_file = Path(chat_template) if chat_template else None
+    source = _source_of(of_file) if of_file else _template_sources(directory, config)
     template = ChatTemplate(source, named, wall) if source else None
     return Tokenizer(backend, template)
 
@@ -290,9 +292,11 @@ def _template_sources(directory: Path, config: JsonObject) -> dict[str, str]:
             if isinstance(name, str) and isinstance(text, str):
                 sources[name] = text
     file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            sources = {"default": file.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"chat template {str(file)!r} can't be read: {exc}") from exc
-    return sources
+    return _source_of(file) if file.is_file() else sources
+
+
+def _source_of(file: Path) -> dict[str, str]:
+    try:
+        return {"default": file.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"chat template {str(file)!r} can't be read: {exc}") from exc
