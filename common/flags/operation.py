@@ -212,6 +212,14 @@ SECURITY: tuple[Flag, ...] = (
         integer(1024, 1 << 30),
         "largest HTTP request body, in bytes",
     ),
+    Flag(
+        "strict_fields",
+        ("strict-fields",),
+        "",
+        switch,
+        "refuse a body with a field that is unknown, misspelt for example [the answer's `warnings` "
+        "header names it]",
+    ),
 )
 
 LOGS: tuple[Flag, ...] = (

@@ -63,8 +63,24 @@ def test_omitted_flags_follow_what_help_says(model: Path) -> None:
     assert prefill(model).bootstrap_port == 8998
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--served-model-name", "one", "org/two"],
+        ["--served-model-name", "one,org/two"],
+        ["--served-model-name=one, org/two", "--port", "1"],
+        ["--served-model-name", "other", "--served-model-name", "one", "org/two"],
+    ],
+)
+def test_a_model_may_have_several_names_of_which_the_first_is_its_own(
+    model: Path, argv: list[str]
+) -> None:
+    config = decode(model, *argv)
+    assert (config.served_model_name, config.model_aliases) == ("one", ("org/two",))
+
+
 def test_every_field_but_the_derived_ones_has_a_flag() -> None:
-    derived = {"role", "runtime_dir", "remarks"}
+    derived = {"role", "runtime_dir", "remarks", "model_aliases"}
     names = {flag.name for flag in (*DECODE_FLAGS, *PREFILL_FLAGS)}
     assert names == set(ServerConfig.__struct_fields__) - derived
 
@@ -200,6 +216,7 @@ BAD = [
     ("--otlp-traces-endpoint", "c:99999", "http:// or https:// URL"),
     ("--otlp-traces-endpoint", "http://", "http:// or https:// URL"),
     ("--served-model-name", "", "printable"),
+    ("--served-model-name", "a,,b", "printable"),
     ("--served-model-name", "a\nb", "printable"),
     ("--prefill", "", "host:port"),
     ("--prefill", "8998", "host:port"),

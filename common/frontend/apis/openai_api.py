@@ -6,14 +6,14 @@ Beyond OpenAI's own fields it takes SGLang's (top_k, min_p, ignore_eos, ...) and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.apis import openai_chat
+from common.frontend.apis.call_route import add_call_route
 from common.frontend.apis.openai_call import (
     OPENAI,
     OpenAiCall,
@@ -35,7 +35,7 @@ from common.frontend.bodies.body import (
     refusal,
     schema_of,
 )
-from common.frontend.bodies.bootstrap_address import Meeting, limits_of
+from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.prompts import (
@@ -45,13 +45,10 @@ from common.frontend.bodies.prompts import (
     read_computed_prompt,
     read_prompts,
 )
-from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.sample import Limits, Sample
+from common.frontend.bodies.unknown_names import known_names
 from common.frontend.context import FrontendContext
-from common.frontend.http.api_keys import client_of
-from common.frontend.http.headers import headers_of
-from common.frontend.http.streaming import answer
-from common.frontend.requests.generation import Continuation, request_limits
+from common.frontend.requests.generation import Continuation
 from common.frontend.text.tokenizer import Tokenizer
 from common.request_bounds import INT64_MAX
 
@@ -59,8 +56,6 @@ PATH = "/v1/completions"
 NAME_PREFIX = "cmpl-"
 MAX_TOKENS_DEFAULT = 16  # OpenAI's
 PROMPTS = "a string, a list of strings, a list of token ids, or a list of such lists"
-
-Parse = Callable[[JsonObject, Limits, str], tuple[OpenAiCall, Shape]]
 
 
 class CompletionFields(Body, frozen=True):
@@ -94,25 +89,12 @@ def build_router(context: FrontendContext) -> APIRouter:
         return call, ChatShape(parsing, LogprobWriter(context.tokenizer, call.told), call.echo)
 
     router = APIRouter()
-    _add_route(router, context, PATH, NAME_PREFIX, completion)
-    _add_route(router, context, openai_chat.PATH, openai_chat.NAME_PREFIX, chat)
+    known = known_names(COMPLETION)
+    add_call_route(router, context, PATH, NAME_PREFIX, completion, OpenAiRun, known)
+    chat_path, chat_prefix = openai_chat.PATH, openai_chat.NAME_PREFIX
+    known = known_names(openai_chat.CHAT)
+    add_call_route(router, context, chat_path, chat_prefix, chat, OpenAiRun, known)
     return router
-
-
-def _add_route(
-    router: APIRouter, context: FrontendContext, path: str, name_prefix: str, parse: Parse
-) -> None:
-    @router.post(path, name=parse.__name__)
-    async def complete(request: Request) -> Response:
-        client = client_of(headers_of(request.scope), context.config)
-        limits = request_limits(context, lambda: request.url.hostname, client)
-        name = request_name(request, name_prefix)
-        call, shape = await context.bodies.read(
-            request, lambda body: parse(body, limits_of(body, limits), name)
-        )
-        await context.check_grammars(call.samples)
-        run = OpenAiRun(context, call, shape, trace_parent(request))
-        return await answer(request, run, is_streaming=call.is_streaming)
 
 
 def parse_completion(

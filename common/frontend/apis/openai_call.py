@@ -59,8 +59,9 @@ class OpenAiFields(Body, frozen=True):
 UNSUPPORTED = refused(
     "lora_path", "session_params", "custom_logit_processor", "return_hidden_states",
     "return_routed_experts", "guided_decoding_backend", "logits_processors", "use_beam_search",
-    "prompt_embeds",
-    "images_config", "ngram_corpus_id",
+    "prompt_embeds", "images_config", "ngram_corpus_id", "watermarking", "repetition_detection",
+    "thinking_token_budget", "guided_whitespace_pattern", "vllm_xargs", "ec_transfer_params",
+    "return_prompt_text",
 )  # fmt: skip
 # Each is read from the same object; with `Meeting` and `SaltFields`, which may have lists.
 OPENAI = (UNSUPPORTED, RequestFields, Sampling, OpenAiGrammars, OpenAiFields, LogprobOptions)

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Self
 
 from common.config import ANY_HOST, Role
@@ -321,6 +322,15 @@ class SampleGroup:
             yield changed
 
 
+@cache
+def model_names(served: str, aliases: tuple[str, ...], path: str) -> tuple[str, ...]:
+    """What clients may call the model: by the names that it is served under, by its path or any end
+    of that, as peers name it that were given a relative one; or by a name that stands for any."""
+    parts = Path(path).parts
+    ends = ("/".join(parts[start:]) for start in range(len(parts) - 1, 0, -1))
+    return tuple(dict.fromkeys((served, *aliases, path, *ends, *ANY_MODEL_NAMES)))
+
+
 def request_limits(
     context: FrontendContext,
     find_host: Callable[[], str | None] = lambda: None,
@@ -345,7 +355,7 @@ def request_limits(
         vocab_size=known.vocab_size,
         request_token_max=known.request_token_max,
         is_prefill=is_prefill,
-        model_names=(config.served_model_name, config.model_path, *ANY_MODEL_NAMES),
+        model_names=model_names(config.served_model_name, config.model_aliases, config.model_path),
         default_host=host,
         default_port=port,
         engine=known.incarnation if is_prefill else "",
