@@ -6,14 +6,14 @@ Beyond OpenAI's own fields it takes SGLang's (top_k, min_p, ignore_eos, ...) and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.apis import openai_chat
+from common.frontend.apis.call_route import add_call_route
 from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
 from common.frontend.apis.openai_chat_shape import ChatShape
 from common.frontend.apis.openai_run import Growth, OpenAiRun, Shape, finish_fields
@@ -28,17 +28,13 @@ from common.frontend.bodies.body import (
     refusal,
     schema_of,
 )
-from common.frontend.bodies.bootstrap_address import Meeting, limits_of
+from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.prefixes import SaltFields
-from common.frontend.bodies.reader import request_name, trace_parent
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
 from common.frontend.context import FrontendContext
-from common.frontend.http.api_keys import client_of
-from common.frontend.http.headers import headers_of
-from common.frontend.http.streaming import answer
-from common.frontend.requests.generation import Continuation, request_limits
+from common.frontend.requests.generation import Continuation
 from common.frontend.text.tokenizer import Tokenizer
 from common.request import TokenLogprobs
 from common.request_bounds import INT64_MAX, TOP_LOGPROB_COUNT_MAX
@@ -47,8 +43,6 @@ PATH = "/v1/completions"
 NAME_PREFIX = "cmpl-"
 MAX_TOKENS_DEFAULT = 16  # OpenAI's
 PROMPTS = "a string, a list of strings, a list of token ids, or a list of such lists"
-
-Parse = Callable[[JsonObject, Limits, str], tuple[OpenAiCall, Shape]]
 
 
 class CompletionFields(Body, frozen=True):
@@ -81,25 +75,10 @@ def build_router(context: FrontendContext) -> APIRouter:
         return call, ChatShape(context.tokenizer, parsing)
 
     router = APIRouter()
-    _add_route(router, context, PATH, NAME_PREFIX, completion)
-    _add_route(router, context, openai_chat.PATH, openai_chat.NAME_PREFIX, chat)
+    add_call_route(router, context, PATH, NAME_PREFIX, completion, OpenAiRun)
+    chat_path, chat_prefix = openai_chat.PATH, openai_chat.NAME_PREFIX
+    add_call_route(router, context, chat_path, chat_prefix, chat, OpenAiRun)
     return router
-
-
-def _add_route(
-    router: APIRouter, context: FrontendContext, path: str, name_prefix: str, parse: Parse
-) -> None:
-    @router.post(path, name=parse.__name__)
-    async def complete(request: Request) -> Response:
-        client = client_of(headers_of(request.scope), context.config)
-        limits = request_limits(context, lambda: request.url.hostname, client)
-        name = request_name(request, name_prefix)
-        call, shape = await context.bodies.read(
-            request, lambda body: parse(body, limits_of(body, limits), name)
-        )
-        await context.check_grammars(call.samples)
-        run = OpenAiRun(context, call, shape, trace_parent(request))
-        return await answer(request, run, is_streaming=call.is_streaming)
 
 
 def parse_completion(

@@ -80,19 +80,23 @@ class ChatShape:
     def _logprobs(self, one: Continuation, start: int, stop: int) -> dict[str, object] | None:
         if not one.sample.sampling.return_logprob:
             return None
-        return {"content": [self._entry(entry) for entry in one.logprobs[start:stop]]}
+        entries = one.logprobs[start:stop]
+        return {"content": [logprob_fields(entry, self._tokenizer) for entry in entries]}
 
-    def _entry(self, entry: TokenLogprobs) -> dict[str, object]:
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
 
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, object]:
-        """bytes: the token's own, exact also where its text is a part of a character."""
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-            "logprob": logprob,
-        }
+def logprob_fields(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, object]:
+    """OpenAI's, of one token."""
+    top = [_token_fields(token_id, logprob, tokenizer) for token_id, logprob in entry.top]
+    return {**_token_fields(entry.token_id, entry.logprob, tokenizer), "top_logprobs": top}
+
+
+def _token_fields(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, object]:
+    """bytes: the token's own, exact also where its text is a part of a character."""
+    return {
+        "token": tokenizer.token_text(token_id),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+        "logprob": logprob,
+    }
 
 
 def call_fields(call: ToolCall) -> dict[str, object]:
