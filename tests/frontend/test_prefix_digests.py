@@ -18,6 +18,7 @@ from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.reader import SMALL_BODY_NBYTES
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.prefix_digests import DIGEST_NBYTES, extend_digests, prefix_seed
 from common.request_bounds import CACHE_SALT_LENGTH_MAX
@@ -64,7 +65,7 @@ def samples_of(
         case "/v1/completions":
             return parse_completion(body, tokenizer, limits, "name")[0].samples
         case _:
-            return parse_chat(body, tokenizer, limits, "name", "")[0].samples
+            return parse_chat(body, tokenizer, limits, "name", Parsers())[0].samples
 
 
 def named(token_ids: list[int], salt: str = "") -> bytes:
