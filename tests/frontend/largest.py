@@ -22,11 +22,16 @@ from common.request_bounds import (
     RID_LENGTH_MAX,
     ROOM_MAX,
 )
+from tests.frontend import largest_typed
 
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+PATHS = (
+    *("/generate", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/responses", "/v1/messages"),
+)
 RESUME = "/resume"
 FRONTEND_PATHS = (
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    "/v1/messages/count_tokens",
     *("/abort_request", "/drain", "/peers", "/switch_role"),
 )
 """Bodies of which nothing goes further than the frontend."""
@@ -50,6 +55,8 @@ BODY: dict[str, JsonObject] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": OUTPUT_COUNT}},
     "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
+    "/v1/responses": {"input": "a", "max_output_tokens": OUTPUT_COUNT},
+    "/v1/messages": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
     RESUME: {
         "rid": "r",
         "token_ids": [5, 6, 7],
@@ -125,10 +132,15 @@ def cases(path: str, server: Server) -> list[Case]:
     Raises: AssertionError naming a field whose largest value is not known.
     """
     known = _unbounded(server) | (_unbounded_to_resume(server) if path == RESUME else {})
+    known |= largest_typed.unbounded(path, "a" * (server.prompt_max // 2), [SCHEMA])
+    members = MEMBERS | largest_typed.MEMBERS.get(path, {})
+    besides = BESIDE | largest_typed.BESIDE.get(path, {})
     found: list[Case] = []
-    for field, schema, wrap in _fields(BODIES[path]):
+    for field, schema, wrap in _fields(BODIES[path], members):
         base = {key: value for key, value in BODY[path].items() if key != INSTEAD.get(field)}
-        beside = [BESIDE[name] for name in BESIDE if field == name or field.startswith(f"{name}.")]
+        beside = [
+            more for name, more in besides.items() if field == name or field.startswith(f"{name}.")
+        ]
         for value in _largest(schema, field, known, server):
             body: JsonValue = base
             for more in (*beside, wrap(value)):
@@ -209,18 +221,22 @@ def _unbounded_to_resume(server: Server) -> dict[str, list[JsonValue]]:
 
 
 def _fields(
-    schema: JsonObject, path: str = "", wrap: Wrap | None = None
+    schema: JsonObject,
+    members: dict[str, JsonObject],
+    path: str = "",
+    wrap: Wrap | None = None,
 ) -> Iterator[tuple[str, JsonObject, Wrap]]:
     """(field, schema, what makes a body of a value) of all fields but those that are refused."""
     properties = schema["properties"]
     assert isinstance(properties, dict)
-    beside = MEMBERS.get(path.rstrip("."), {})
+    place = path.rstrip(".")
     for name, described in properties.items():
         assert isinstance(described, dict)
-        if described == REFUSED:
+        if described == REFUSED or described == {**REFUSED, "default": None}:
             continue
+        beside = {**members.get(place, {}), **members.get(f"{place}/{name}", {})}
 
-        def put(value: JsonValue, name: str = name) -> JsonObject:
+        def put(value: JsonValue, name: str = name, beside: JsonObject = beside) -> JsonObject:
             member: JsonObject = {**beside, name: value}
             return member if wrap is None else wrap(member)
 
@@ -232,7 +248,7 @@ def _fields(
             ) -> JsonObject:
                 return put([value] if is_listed else value)
 
-            yield from _fields(inner, f"{path}{name}.", put_inner)
+            yield from _fields(inner, members, f"{path}{name}.", put_inner)
 
 
 def _objects(schema: JsonValue) -> list[tuple[JsonObject, bool]]:

@@ -9,12 +9,15 @@ import msgspec
 import pytest
 
 from common.errors import RequestError
+from common.frontend.apis.messages_body import parse_messages
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.responses_body import parse_responses
 from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
 from common.protocol.frontend import Submit
@@ -36,6 +39,7 @@ LIMITS = Limits(
     dial_rules=DialRules(("any",), ()),
     request_timeout_s=REQUEST_TIMEOUT_S_MAX,
 )
+HERMES = Parsers(tool_call="hermes")
 TRACE_PARENT = f"00-{'f' * 32}-{'f' * 16}-ff"
 # What a decode server does not do.
 REFUSED = ("kv_transfer_params.do_remote_decode",)
@@ -57,8 +61,12 @@ def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
             return [parse_resume(case.body, LIMITS)]
         case "/v1/completions":
             return parse_completion(case.body, tokenizer, LIMITS, "name")[0].samples
+        case "/v1/responses":
+            return parse_responses(case.body, tokenizer, LIMITS, "name", HERMES)[0].samples
+        case "/v1/messages":
+            return parse_messages(case.body, tokenizer, LIMITS, "name", HERMES)[0].samples
         case _:
-            return parse_chat(case.body, tokenizer, LIMITS, "name", "hermes")[0].samples
+            return parse_chat(case.body, tokenizer, LIMITS, "name", HERMES)[0].samples
 
 
 def is_refused(case: Case) -> bool:

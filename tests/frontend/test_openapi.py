@@ -15,14 +15,17 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, response_
 
 from common.errors import RequestError
 from common.frontend.apis import openapi
+from common.frontend.apis.messages_body import parse_messages
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.responses_body import parse_responses
 from common.frontend.bodies.body import Body, fields_of
 from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.frontend_rig import Rig
 from tests.frontend.generate_rig import run_generate
@@ -58,8 +61,12 @@ def parse(path: str, body: JsonObject, tokenizer: Tokenizer) -> object:
             return parse_resume(body, LIMITS)
         case "/v1/completions":
             return parse_completion(body, tokenizer, LIMITS, "name")
+        case "/v1/responses":
+            return parse_responses(body, tokenizer, LIMITS, "name", Parsers())
+        case "/v1/messages":
+            return parse_messages(body, tokenizer, LIMITS, "name", Parsers())
         case _:
-            return parse_chat(body, tokenizer, LIMITS, "name", "")
+            return parse_chat(body, tokenizer, LIMITS, "name", Parsers())
 
 
 def with_value(body: JsonValue, field: list[str], value: JsonValue) -> JsonValue:

@@ -1,0 +1,342 @@
+"""/v1/responses: what comes in is a chat, what goes out is what OpenAI's SDK has types for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from common.frontend.apis.responses_input import read_input
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.protocol.frontend import Failed
+from common.request import FinishKind, FinishReason
+from tests.frontend.frontend_rig import Rig
+from tests.frontend.generate_rig import (
+    TOKENIZER,
+    at,
+    post_object,
+    run_generate,
+    say_text,
+    serve_http,
+    typed_events,
+)
+from tests.frontend.scripted_scheduler import count_up
+
+PATH = "/v1/responses"
+STOP = FinishReason(FinishKind.STOP)
+HELLO: JsonObject = {"input": "hello"}
+TOOL: JsonObject = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+CALLED = (
+    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+)
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+# Of features that this server does not have.
+ABSENT = {
+    "access_programs", "image", "input_transformations", "moderation", "prompt_cache_diagnostics",
+    "prompt_cache_options", "tool_usage",
+}  # fmt: skip
+TEXT_EVENTS = [
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+CALL_EVENTS = [
+    "response.output_item.added",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.done",
+]
+
+
+def prompt_of(rig: Rig) -> str:
+    return TOKENIZER.decode(rig.scheduler.submits[-1].token_ids, skip_special_tokens=False)
+
+
+def without_repeats(names: list[object]) -> list[object]:
+    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+
+
+def without_names(value: object) -> object:
+    """A reply without what differs each time it is asked for."""
+    if isinstance(value, list):
+        return [without_names(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    changing = ("id", "call_id", "created_at", "completed_at")
+    return {key: without_names(one) for key, one in value.items() if key not in changing}
+
+
+def test_a_reply_has_every_field_of_the_sdk_s_response(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text("Good day.", STOP)
+        asked: JsonObject = {
+            **HELLO, "model": "tiny", "store": True, "metadata": {"a": "b"}, "temperature": 0.5,
+            "instructions": "Be kind.",
+        }  # fmt: skip
+        reply = await post_object(rig, PATH, asked)
+        response = Response.model_validate(reply)
+        assert set(Response.model_fields) - set(reply) == ABSENT
+        assert response.output_text == "Good day."
+        assert (response.status, response.error, response.incomplete_details) == (
+            "completed", None, None
+        )  # fmt: skip
+        assert (response.temperature, response.metadata) == (0.5, {"a": "b"})
+        assert reply["store"] is False, "nothing is stored, whatever is asked for"
+        usage = response.usage
+        assert usage is not None
+        assert usage.input_tokens == len(rig.scheduler.submits[-1].token_ids)
+        assert usage.output_tokens == len(TOKENIZER.encode("Good day."))
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        assert prompt_of(rig) == (
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+    run_generate(tmp_path, story)
+
+
+def test_a_stream_tells_the_reply_in_the_order_of_openai_s_events(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text(CALLED, STOP)
+        asked: JsonObject = {
+            **HELLO, "tools": [TOOL], "top_logprobs": 2, "include": ["message.output_text.logprobs"]
+        }  # fmt: skip
+        whole = await post_object(rig, PATH, asked)
+        events = await typed_events(rig, PATH, asked)
+        for event in events:
+            EVENT.validate_python(event)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert without_repeats([event["type"] for event in events]) == [
+            "response.created", "response.in_progress", *TEXT_EVENTS, *CALL_EVENTS,
+            "response.completed",
+        ]  # fmt: skip
+        assert at(events[0], "response", "status") == "in_progress"
+        told = at(events[-1], "response")
+        assert at(told, "output", 0, "content", 0, "text") == "Let me see."
+        assert at(told, "output", 1, "arguments") == '{"city": "Oslo"}'
+        deltas = [str(e["delta"]) for e in events if e["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == "Let me see." and len(deltas) > 2
+        whole_items, items = at(whole, "output"), at(told, "output")
+        for several in (whole_items, items):
+            assert isinstance(several, list)
+            for item in several:
+                for part in item.get("content", []):
+                    entries = part.pop("logprobs")
+                    assert entries and all(len(entry["top_logprobs"]) == 2 for entry in entries)
+        assert without_names(items) == without_names(whole_items)
+        ids = {str(at(item, "id")) for item in items} if isinstance(items, list) else set()
+        assert {event["item_id"] for event in events if "item_id" in event} == ids
+
+    run_generate(tmp_path, story, tool_call_parser="hermes")
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_an_output_that_was_cut_off_is_incomplete(is_streaming: bool, tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text("Good day to you.", STOP)
+        asked: JsonObject = {**HELLO, "max_output_tokens": 3}
+        if is_streaming:
+            last = (await typed_events(rig, PATH, asked))[-1]
+            assert last["type"] == "response.incomplete"
+            reply = at(last, "response")
+        else:
+            reply = await post_object(rig, PATH, asked)
+        assert at(reply, "status") == "incomplete"
+        assert at(reply, "incomplete_details") == {"reason": "max_output_tokens"}
+        assert at(reply, "output", 0, "status") == "incomplete"
+        assert at(reply, "usage", "output_tokens") == 3
+
+    run_generate(tmp_path, story)
+
+
+def test_a_failure_inside_a_stream_is_an_event_of_its_own(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.holds = True
+        async with serve_http(rig) as served:
+            client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+            asked = asyncio.create_task(
+                client.responses.create(model="tiny", input="hello", stream=True)
+            )
+            await rig.until(lambda s: len(s.held) == 1)
+            (number,) = rig.scheduler.held
+            rig.scheduler.send(count_up(rig.scheduler.held[number])[0])
+            events = aiter(await asked)
+            assert (await anext(events)).type == "response.created"
+            rig.scheduler.send(Failed(number, 500, "peer_lost", "gone"))
+            last = [event async for event in events][-1]
+            assert last.type == "response.failed"
+            assert last.response.status == "failed" and last.response.error is not None
+            assert last.response.error.message == "gone"
+            await client.close()
+
+    run_generate(tmp_path, story)
+
+
+def test_a_failure_before_the_first_token_has_its_own_status(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = lambda s: [Failed(s.request_id, 503, "queue_full", "full")]
+        for is_streaming in (False, True):
+            reply = await rig.http.post(PATH, json={**HELLO, "stream": is_streaming})
+            assert reply.status_code == 503 and "retry-after" in reply.headers
+            assert reply.json()["error"]["code"] == "queue_full"
+
+    run_generate(tmp_path, story)
+
+
+def test_the_sdk_s_helpers_read_streams_and_schemas(tmp_path: Path) -> None:
+    class Person(BaseModel):
+        name: str
+
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text('{"name": "Ada"}', STOP)
+        async with serve_http(rig) as served:
+            client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+            parsed = await client.responses.parse(model="tiny", input="who", text_format=Person)
+            assert parsed.output_parsed == Person(name="Ada")
+            grammar = rig.scheduler.submits[-1].sampling.grammar
+            assert grammar is not None and json.loads(grammar.text)["required"] == ["name"]
+            async with client.responses.stream(model="tiny", input="who") as stream:
+                kinds = {event.type async for event in stream}
+                final = await stream.get_final_response()
+            assert final.output_text == '{"name": "Ada"}' and "response.completed" in kinds
+            await client.close()
+
+    run_generate(tmp_path, story)
+
+
+# ---- input ---------------------------------------------------------------------------------------
+
+TURN: list[JsonValue] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+        {"type": "reasoning_text", "text": "I must look."}
+    ], "encrypted_content": None},
+    {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [
+        {"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}
+    ]},
+    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}"},
+    {"type": "function_call", "id": "fc_2", "call_id": "c2", "name": "g", "arguments": '{"a":1}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "fair"},
+    {"type": "function_call_output", "call_id": "c2", "output": [
+        {"type": "input_text", "text": "5 C"}
+    ]},
+]  # fmt: skip
+
+
+def test_one_turn_of_the_model_is_one_message_with_its_calls() -> None:
+    messages, is_open = read_input(TURN, "Be kind.")
+    assert messages == [
+        {"role": "system", "content": "Be kind.\n\nBe brief."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "reasoning_content": "I must look.",
+            "content": "Let me see.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+                {"id": "c2", "type": "function", "function": {"name": "g", "arguments": '{"a":1}'}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "fair"},
+        {"role": "tool", "tool_call_id": "c2", "content": "5 C"},
+    ]
+    assert not is_open
+
+
+def test_a_message_that_was_not_finished_is_continued(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        begun: JsonObject = {"role": "assistant", "content": "Good", "status": "incomplete"}
+        asked: JsonObject = {"input": [{"role": "user", "content": "hi"}, begun]}
+        await post_object(rig, PATH, {**asked, "max_output_tokens": 1})
+        assert prompt_of(rig).endswith("<|im_start|>assistant\nGood")
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", ["get_weather", "stop"]), ({"type": "function", "name": "stop"}, ["stop"])],
+)
+def test_calls_are_forced_as_in_a_chat(tmp_path: Path, choice: JsonValue, names: list[str]) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text('[{"name": "stop", "parameters": {}}]', STOP)
+        tools: list[JsonValue] = [TOOL, {"type": "function", "name": "stop", "parameters": None}]
+        asked: JsonObject = {**HELLO, "tools": tools, "tool_choice": choice}
+        reply = await post_object(rig, PATH, asked)
+        (item,) = Response.model_validate(reply).output
+        assert item.type == "function_call"
+        assert (item.name, item.arguments) == ("stop", "{}") and item.call_id.startswith("call_")
+        grammar = rig.scheduler.submits[-1].sampling.grammar
+        assert grammar is not None
+        forced = json.loads(grammar.text)["items"]["anyOf"]
+        assert [one["properties"]["name"]["const"] for one in forced] == names
+
+    run_generate(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+         "input[0].call_id"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{"}]},
+         "input[0].arguments"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
+         "input[0].encrypted_content"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 1 << 40}, "max_output_tokens"),
+        ({"input": "a" * 90_000}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nil"}}}},
+         "text.format.schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"include": ["all"]}, "include"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"temperature": -1}, "temperature"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"return_token_ids": True}, "return_token_ids"),
+    ],
+)  # fmt: skip
+def test_what_can_t_be_honoured_is_refused_by_the_client_s_own_name(
+    tmp_path: Path, body: JsonObject, field: str
+) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, PATH, {**HELLO, **body}, 400)
+        assert at(reply, "error", "param") == field
+        assert str(at(reply, "error", "message")).startswith(field)
+
+    run_generate(tmp_path, story)
+
+
+def test_a_model_that_is_not_served_is_not_found(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        reply = await post_object(rig, PATH, {**HELLO, "model": "gpt-9"}, 404)
+        assert at(reply, "error", "code") == "model_not_found"
+
+    run_generate(tmp_path, story)
