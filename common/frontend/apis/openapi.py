@@ -48,7 +48,8 @@ ERROR: JsonObject = {
     "required": ["error"],
 }
 ERROR_RESPONSE: JsonObject = {
-    "description": "The error. Routes under /v1 give all of its members, others the message only.",
+    "description": "The error. Routes under /v1 give all of its members, others the message only; "
+    "/v1/messages gives type and message, as Anthropic does.",
     "content": {"application/json": {"schema": ERROR}},
 }
 BODIES: dict[str, JsonObject] = {
