@@ -168,7 +168,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_history: requests that have ended and are still told of.
     metrics_names: whose names /metrics uses for what SGLang and vLLM measure as well.
     strict_fields: a body with a field that is unknown is refused.
-    tool_call_parser: how the model writes calls of tools; "": they are left in the text.
+    tool_call_parser, reasoning_parser: how the model writes calls of tools and reasoning; "": they
+        are left in the text.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     enable_role_switch: its workers are made for both roles, so that the server can go on in the
@@ -260,6 +261,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve_peer_keys_file: str = ""
     chat_template: str = ""
     tool_call_parser: str = ""
+    reasoning_parser: str = ""
     enable_role_switch: bool = False
     standby: bool = False
     remarks: tuple[str, ...] = ()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from common.flags.flag import Flag
 from common.flags.values import (
-    TOOL_CALL_PARSERS,
     address,
     cache_dtype,
     choice,
     integer,
     names,
+    reasoning_parser,
     switch,
     template_file,
     text,
@@ -17,6 +17,7 @@ from common.flags.values import (
     tool_call_parser,
     weight_dtype,
 )
+from common.output_formats import REASONING_FORMATS, TOOL_FORMATS
 from common.request_bounds import TOKEN_COUNT_MAX
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "flashinfer")
@@ -88,7 +89,16 @@ MODEL: tuple[Flag, ...] = (
         ("tool-call-parser",),
         "NAME",
         tool_call_parser,
-        f"how the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)} [left in the text]",
+        "how the model writes calls of tools, auto for as its chat template says: "
+        f"{', '.join(TOOL_FORMATS)} [left in the text]",
+    ),
+    Flag(
+        "reasoning_parser",
+        ("reasoning-parser",),
+        "NAME",
+        reasoning_parser,
+        "how the model writes reasoning, auto for as its chat template says: "
+        f"{', '.join(REASONING_FORMATS)} [left in the text]",
     ),
     Flag("random_seed", ("random-seed",), "N", integer(0, 2**63 - 1), "seed of dummy weights"),
 )

@@ -29,7 +29,9 @@ from common.exit_codes import exit_code_of, switched_code
 from common.frontend.apis import (
     fleet_api,
     info,
+    messages_api,
     openai_api,
+    responses_api,
     sglang_api,
     timelines,
     token_api,
@@ -48,6 +50,7 @@ from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
 from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.parsing.choose import open_parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.log import setup_log
 from common.metrics.server import ServerMetrics
@@ -62,7 +65,8 @@ SWITCH_INTERVAL_S = 0.0005
 # New objects between two looks of the collector, which Python takes after 700. A request frees what
 # it made, so a look finds nothing; one at 256 open requests goes through some 30,000 objects.
 NEW_OBJECT_COUNT = 50_000
-PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api, peers)
+APIS = (sglang_api, openai_api, responses_api, messages_api, token_api)
+PARTS = (*APIS, info, page, timelines, fleet_api, peers)
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +144,7 @@ async def serve(
         fleet=fleet,
         relays=relays,
         drain_order=order,
+        parsers=open_parsers(config, tokenizer),
     )
     server = _http_server(context)
     _keep_collector_quiet()

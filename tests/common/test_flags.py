@@ -364,7 +364,12 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values: dict[str, object] = dict.fromkeys(directories, str(model))
     values |= dict.fromkeys(("api_key_file", "admin_api_key_file"), str(keys))
     values |= {"chat_template": str(template), "served_model_name": "x", "host": "::1"}
-    values |= {"page_size": "16", "mem_fraction_static": "0.5", "tool_call_parser": "hermes"}
+    values |= {
+        "page_size": "16",
+        "mem_fraction_static": "0.5",
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "auto",
+    }
     values |= {"net_devices": "all", "ucx": "auto", "transfer_ports": "40000-40031"}
     values |= {"nnodes": "1", "node_rank": "0", "dist_init_addr": "10.0.0.1:5000"}
     values |= {"heartbeat_interval_s": "0.2", "max_body_nbytes": "4096"}

@@ -25,11 +25,16 @@ from common.request_bounds import (
     ROOM_MAX,
     STOP_TOKEN_COUNT_MAX,
 )
+from tests.frontend import largest_typed
 
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+PATHS = (
+    *("/generate", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/responses", "/v1/messages"),
+)
 RESUME = "/resume"
 FRONTEND_PATHS = (
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    "/v1/messages/count_tokens",
     *("/abort_request", "/drain", "/peers", "/switch_role"),
 )
 """Bodies of which nothing goes further than the frontend."""
@@ -49,11 +54,15 @@ HELD: JsonObject = {
 }
 MESSAGE: JsonObject = {"role": "user", "content": "a"}
 TOOL: JsonObject = {"function": {"name": FUNCTION}}
+NAMED: JsonObject = {"type": "function", "function": {"name": FUNCTION}}
+SOME_TOOLS: JsonObject = {"mode": "auto", "tools": [NAMED]}
 
 BODY: dict[str, JsonObject] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": OUTPUT_COUNT}},
     "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT, "logprobs": 1},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT, "logprobs": True},
+    "/v1/responses": {"input": "a", "max_output_tokens": OUTPUT_COUNT},
+    "/v1/messages": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
     RESUME: {
         "rid": "r",
         "token_ids": [5, 6, 7],
@@ -71,7 +80,9 @@ MEMBERS: dict[str, JsonObject] = {
     "messages.content": {"type": "text", "text": "a"},
     "tools": TOOL,
     "tools.function": {"name": FUNCTION},
-    "tool_choice": {"type": "function", "function": {"name": FUNCTION}},
+    "tool_choice": {**NAMED, "allowed_tools": SOME_TOOLS},
+    "tool_choice.allowed_tools": SOME_TOOLS,
+    "tool_choice.allowed_tools.tools": NAMED,
     "grammar": {"kind": "regex", "text": "a+"},
 }
 """What an object has beside the field, by its own path."""
@@ -88,6 +99,11 @@ BESIDE: dict[str, JsonObject] = {
     "structured_outputs.whitespace_pattern": {"structured_outputs": {"json": OBJECT}},
 }
 """What a body has beside a field that means nothing alone, by the field or by what holds it."""
+
+LAST: dict[str, JsonObject] = {
+    "tool_choice.allowed_tools": {"tool_choice": {"type": "allowed_tools"}},
+}
+"""As `BESIDE`, in place of what the field's own object has."""
 
 INSTEAD = {"text": "input_ids"}
 """Fields in place of which others are given."""
@@ -128,17 +144,24 @@ def cases(path: str, server: Server) -> list[Case]:
     Raises: AssertionError naming a field whose largest value is not known.
     """
     known = _unbounded(server) | (_unbounded_to_resume(server) if path == RESUME else {})
+    known |= largest_typed.unbounded(path, "a" * (server.prompt_max // 2), [SCHEMA])
+    members = MEMBERS | largest_typed.MEMBERS.get(path, {})
+    besides = BESIDE | largest_typed.BESIDE.get(path, {})
     found: list[Case] = []
-    for field, schema, wrap in _fields(BODIES[path]):
+    for field, schema, wrap in _fields(BODIES[path], members):
         base = {key: value for key, value in BODY[path].items() if key != INSTEAD.get(field)}
-        beside = [BESIDE[name] for name in BESIDE if field == name or field.startswith(f"{name}.")]
+        beside, last = _of(field, besides), _of(field, LAST)
         for value in _largest(schema, field, known, server):
             body: JsonValue = base
-            for more in (*beside, wrap(value)):
+            for more in (*beside, wrap(value), *last):
                 body = _merged(body, more)
             assert isinstance(body, dict)
             found.append(Case(path, field, body))
     return found
+
+
+def _of(field: str, beside: dict[str, JsonObject]) -> list[JsonObject]:
+    return [beside[name] for name in beside if field == name or field.startswith(f"{name}.")]
 
 
 def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
@@ -199,6 +222,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "messages.content.text": [text],
         "messages.tool_calls.function.arguments": [{"x": TEXT}, json.dumps({"x": TEXT})],
         "tools": [tools],
+        "tool_choice.allowed_tools.tools": [[NAMED]],
         "tools.function.parameters": [{**OBJECT, "description": TEXT}],
         "chat_template_kwargs": [{"x": TEXT}],
         "reasoning_effort": [TEXT],
@@ -221,18 +245,22 @@ def _unbounded_to_resume(server: Server) -> dict[str, list[JsonValue]]:
 
 
 def _fields(
-    schema: JsonObject, path: str = "", wrap: Wrap | None = None
+    schema: JsonObject,
+    members: dict[str, JsonObject],
+    path: str = "",
+    wrap: Wrap | None = None,
 ) -> Iterator[tuple[str, JsonObject, Wrap]]:
     """(field, schema, what makes a body of a value) of all fields but those that are refused."""
     properties = schema["properties"]
     assert isinstance(properties, dict)
-    beside = MEMBERS.get(path.rstrip("."), {})
+    place = path.rstrip(".")
     for name, described in properties.items():
         assert isinstance(described, dict)
-        if described == REFUSED:
+        if described == REFUSED or described == {**REFUSED, "default": None}:
             continue
+        beside = {**members.get(place, {}), **members.get(f"{place}/{name}", {})}
 
-        def put(value: JsonValue, name: str = name) -> JsonObject:
+        def put(value: JsonValue, name: str = name, beside: JsonObject = beside) -> JsonObject:
             member: JsonObject = {**beside, name: value}
             return member if wrap is None else wrap(member)
 
@@ -244,7 +272,7 @@ def _fields(
             ) -> JsonObject:
                 return put([value] if is_listed else value)
 
-            yield from _fields(inner, f"{path}{name}.", put_inner)
+            yield from _fields(inner, members, f"{path}{name}.", put_inner)
 
 
 def _objects(schema: JsonValue) -> list[tuple[JsonObject, bool]]:

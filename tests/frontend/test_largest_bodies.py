@@ -10,12 +10,15 @@ import msgspec
 import pytest
 
 from common.errors import RequestError
+from common.frontend.apis.messages_body import parse_messages
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.responses_body import parse_responses
 from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.formats import HERMES
 from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
@@ -28,6 +31,7 @@ from tests.frontend.largest import OUTPUT_COUNT, PATHS, RESUME, Case, Server, ca
 from tests.frontend.tiny_tokenizers import CHATML, write_tokenizer
 
 SERVER = Server(vocab_size=1 << 14, prompt_max=4094)
+PARSERS = Parsers(calls=HERMES)
 LIMITS = Limits(
     vocab_size=SERVER.vocab_size,
     request_token_max=SERVER.prompt_max + OUTPUT_COUNT,
@@ -65,8 +69,12 @@ def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
             return [parse_resume(case.body, limits)]
         case "/v1/completions":
             return parse_completion(case.body, tokenizer, limits, "name")[0].samples
+        case "/v1/responses":
+            return parse_responses(case.body, tokenizer, limits, "name", PARSERS)[0].samples
+        case "/v1/messages":
+            return parse_messages(case.body, tokenizer, limits, "name", PARSERS)[0].samples
         case _:
-            return parse_chat(case.body, tokenizer, limits, "name", Parsers("hermes"))[0].samples
+            return parse_chat(case.body, tokenizer, limits, "name", PARSERS)[0].samples
 
 
 def is_refused(case: Case) -> bool:

@@ -23,7 +23,14 @@ from common.frontend.apis.openai_call import (
 )
 from common.frontend.apis.openai_chat_shape import ChatShape
 from common.frontend.apis.openai_logprobs import LikelyCount, LogprobWriter, read_told
-from common.frontend.apis.openai_run import Growth, OpenAiRun, Shape, finish_fields
+from common.frontend.apis.openai_run import (
+    PROMPT_NULLS,
+    Growth,
+    OpenAiRun,
+    Shape,
+    finish_fields,
+    stop_reason,
+)
 from common.frontend.bodies.body import (
     NOT_SUPPORTED,
     Body,
@@ -151,7 +158,8 @@ class CompletionShape:
 
     def choice(self, one: Continuation) -> dict[str, object]:
         whole = Growth(text=one.text, start=0, stop=one.settled_count(), is_first=True)
-        return self._told(one, whole)
+        told = self._told(one, whole)
+        return {**told, "stop_reason": stop_reason(one), "token_ids": None, **PROMPT_NULLS}
 
     def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
         has_logprobs = self._writer.tells_output and growth.stop > growth.start
@@ -160,6 +168,9 @@ class CompletionShape:
         if not (growth.text or has_more):
             return []
         return [self._told(one, growth)]
+
+    def reasoning_token_count(self, one: Continuation) -> int:
+        return 0
 
     def _told(self, one: Continuation, growth: Growth) -> dict[str, object]:
         echo = self._echo(one.sample) if self._has_echo else ""

@@ -139,7 +139,7 @@ class LogprobWriter:
         """The `logprobs` of a chat's choice."""
         if not self.tells_output:
             return None
-        return {"content": [self._chat_entry(entry) for entry in entries]}
+        return {"content": [self.entry(entry) for entry in entries]}
 
     def top_by_text(self, entry: TokenLogprobs, *, is_prompt: bool) -> dict[str, float] | None:
         """Of completions: text -> log-probability, the token's own included; the likelier of equal
@@ -161,7 +161,8 @@ class LogprobWriter:
         """What stands beside a token of the output."""
         return entry.asked if self._told.asked_ids else entry.top[: self._told.top_count]
 
-    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, object]:
+    def entry(self, entry: TokenLogprobs) -> dict[str, object]:
+        """Of chats and responses."""
         top = [self._chat_token(token_id, logprob) for token_id, logprob in self._others(entry)]
         return {**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top}
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
-from common.frontend.apis.openai_chat import TemplateFields, read_messages, render
+from common.frontend.apis.openai_chat import TemplateFields, render
 from common.frontend.bodies.body import TOKEN_IDS, Body, Json, read, refusal, schema_of
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids
 from common.frontend.bodies.prompts import check_sample_count
@@ -21,6 +21,7 @@ from common.frontend.bodies.validation import check_model
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import json_response
 from common.frontend.requests.generation import request_limits
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer
 
 Answer = Callable[[JsonObject, Tokenizer, Limits], dict[str, object]]
@@ -79,8 +80,7 @@ def tokenize_body(body: JsonObject, tokenizer: Tokenizer, limits: Limits) -> dic
     prompt = given.prompt
     if prompt is None:
         template = read(TemplateFields, body)
-        messages = read_messages(template)
-        prompt = render(template, messages, tokenizer, read_tools(template, "").shown)
+        prompt = render(template, tokenizer, read_tools(template, Parsers()).shown)
     if isinstance(prompt, str):
         return reply | _told(prompt, has_special, has_strings, tokenizer)
     check_sample_count(len(prompt))

@@ -53,8 +53,8 @@ class TextOptions(msgspec.Struct, frozen=True):
     """How output tokens become text. keeps_stop: the stop string stays in the text.
 
     regexes: the text ends with the token that completes a match of one; regex_field asked for them.
-
-    min_new_tokens: stop strings are looked for after that many tokens.
+    min_new_tokens: stop strings are looked for after that many tokens. shown_ids: special tokens
+    that have a text although others are skipped.
     """
 
     stops: tuple[str, ...] = ()
@@ -63,6 +63,7 @@ class TextOptions(msgspec.Struct, frozen=True):
     min_new_tokens: int = 0
     regexes: tuple[str, ...] = ()
     regex_field: str = ""
+    shown_ids: frozenset[int] = frozenset()
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -68,7 +68,9 @@ class Continuation:
         self.trace: RequestTrace | None = None
         self._is_prefill = is_prefill
         self._detokenizer = tokenizer.detokenizer(
-            sample.token_ids, skip_special_tokens=sample.text.skip_special_tokens
+            sample.token_ids,
+            skip_special_tokens=sample.text.skip_special_tokens,
+            shown_ids=sample.text.shown_ids,
         )
         self._watches = watches
         self._matched_regex: str | None = None
