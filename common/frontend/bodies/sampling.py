@@ -220,7 +220,7 @@ def read_sampling(
             skip_special_tokens=given.skip_special_tokens,
             min_new_tokens=min_new_tokens,
             regexes=tuple(dict.fromkeys(regexes)),
-            regex_field=path(where, "stop_regex"),
+            regex_field=path(where, "stop_regex") if regexes else "",
         ),
     )
 
