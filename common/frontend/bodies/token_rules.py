@@ -11,7 +11,13 @@ from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.bodies.body import TOKEN_IDS, Body, Json, refusal
-from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, is_integer
+from common.frontend.bodies.fields import (
+    JsonObject,
+    JsonValue,
+    check_token_ids,
+    is_integer,
+    shown,
+)
 from common.frontend.bodies.sample import Limits
 from common.request_bounds import (
     ALLOWED_TOKEN_COUNT_MAX,
@@ -64,7 +70,7 @@ def read_stop_token_ids(given: list[Json], name: str, vocab_size: int) -> tuple[
     of one model to another. Raises: RequestError."""
     for index, item in enumerate(given):
         if not is_integer(item):
-            raise refusal(f"{name}[{index}]", item, "an integer")
+            raise RequestError(f"{name}[{index}]={shown(item)}: must be an integer", field=name)
     ids = [item for item in given if is_integer(item) and 0 <= item < vocab_size]
     return tuple(dict.fromkeys(ids))
 
