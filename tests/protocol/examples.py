@@ -222,6 +222,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         [500],
         "5e55",
         [worker.PeerWriter("inc", ["host"], [17])],
+        "cuda",
     ),
     worker.WorkerBeat(3, 2**40),
     worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),
