@@ -87,7 +87,8 @@ def parse_settings(
         prog=program,
         usage=f"{program} --model-path DIR [--flag VALUE ...] [--config FILE]",
         description=description,
-        epilog="[ ] shows what an omitted flag follows.",
+        epilog="[ ] shows what an omitted flag follows. docs/FLAGS.md has the flags of SGLang and "
+        "vLLM that are taken or answered besides.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win")
@@ -99,8 +100,10 @@ def parse_settings(
                 _add(shown, flag, defaults.get(flag.name, builtin[flag.name]))
     own, remarks = take_foreign(plain(argv), foreign)
     given, unknown = parser.parse_known_args(own)
-    if len(unknown) == 1 and given.model_path is None and not unknown[0].startswith("-"):
-        given.model_path = [("--model-path", unknown.pop())]  # as after `vllm serve`
+    # Flags first: a word may be the value of one that is not known.
+    unknown.sort(key=lambda word: not word.startswith("-"))
+    if unknown and given.model_path is None and not unknown[0].startswith("-"):
+        given.model_path = [("--model-path", unknown.pop(0))]  # as after `vllm serve`
     if unknown:
         raise ConfigError(_unknown("flag", "--", unknown[0], flags))
     settings = dict(defaults)
@@ -233,4 +236,4 @@ def _unknown(kind: str, prefix: str, given: str, flags: Sequence[Flag]) -> str:
         return f"unknown {kind} {given!r}: it is the decode server's, which dials prefill servers"
     near = difflib.get_close_matches(named, spellings, n=1)
     hint = f"; did you mean {near[0]}?" if near else "; --help lists all of them"
-    return f"unknown {kind} {given!r}{hint}"
+    return f"unknown {kind} {named!r}{hint}"

@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.config import ServerConfig
@@ -43,7 +44,7 @@ def build_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI
     )
     for router in routers:
         app.include_router(router)
-    add_error_answers(app)
+    add_error_answers(app, routers)
     app.add_middleware(LastResort)  # before FastAPI answers an exception in its own way
     app.put_in_front(lambda behind: _in_front(context.config, DirectRoutes(behind, routers)))
     return app
@@ -62,7 +63,7 @@ def _in_front(config: ServerConfig, app: ASGIApp) -> ASGIApp:
     return LastResort(app)
 
 
-def add_error_answers(app: FastAPI) -> None:
+def add_error_answers(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     """Answer whatever a route raises on purpose as JSON."""
 
     @app.exception_handler(RequestError)
@@ -83,7 +84,16 @@ def add_error_answers(app: FastAPI) -> None:
         message = f"{request.method} {path}: {str(error.detail).lower()}"
         response = error_response(path, RequestError(message, status=error.status_code))
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(methods_of(routers, path))
         return response
+
+
+def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
+    """Of all routes of a path; the router's own answer names those of the first one."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
+    found = (route.methods or () for route in routes if route.path_regex.match(path))
+    return sorted({method for methods in found for method in methods})
 
 
 class SizeLimits:

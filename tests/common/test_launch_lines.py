@@ -115,8 +115,10 @@ def test_a_name_instead_of_a_checkpoint_is_answered_with_how_to_fetch_it(model: 
         (["DIR", "--max-model-len", "7.5"], "--max-model-len 7.5: must be an integer in"),
         (["DIR", "--max_model_len=1.0001k"], "1.0001k: must be a whole number of tokens"),
         (["DIR", "-tp", "0"], "--tp 0: must be an integer in 1..1024"),
-        (["DIR", "stray"], "unknown flag"),
-        (["DIR", "--model-path", "DIR"], "unknown flag"),
+        (["DIR", "stray"], "unknown flag 'stray'"),
+        (["DIR", "--page-sise", "16"], "unknown flag '--page-sise'; did you mean --page-size?"),
+        (["DIR", "--hf-token=hf_secret"], "unknown flag '--hf-token'"),
+        (["DIR", "--model-path", "DIR"], "unknown flag '/"),
         (["DIR", "--kv-transfer-config"], "--kv-transfer-config: expected one argument"),
         (["DIR", "--cuda-graph-bs", "--tp", "1"], "--cuda-graph-bs: expected one argument"),
         (["DIR", "--block-size", "16", "--max-num-batched-tokens", "100"], "a multiple of"),
@@ -131,6 +133,7 @@ def test_an_error_names_the_spelling_that_was_given(
     with pytest.raises(ConfigError) as caught:
         parse(Role.PREFILL, words, model)
     assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert "hf_secret" not in str(caught.value)
 
 
 def test_a_template_s_file_is_found_from_where_the_server_is_started(

@@ -21,6 +21,7 @@ BAD: list[tuple[str, JsonObject, str]] = [
     ("tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
     ("tokenize", {"messages": [5]}, "messages"),
     ("tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": 5}, "tools"),
+    ("tokenize", {"prompt": "a", "tools": {"not": "a list"}}, "tools"),
     ("detokenize", {}, "tokens"),
     ("detokenize", {"tokens": "a"}, "tokens"),
     ("detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),

@@ -19,12 +19,13 @@ from msgspec import Meta
 from common.config import Role
 from common.errors import RequestError
 from common.flags.values import server_url
-from common.frontend.bodies.body import Body, read, refusal, schema_of
+from common.frontend.bodies.body import Body, read, schema_of
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.reader import trace_parent
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Sample
 from common.frontend.context import FrontendContext
+from common.frontend.http.answers import EVENT_STREAM, answered_as
 from common.frontend.http.errors import error_body, json_response
 from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START, PULSE, EventStream
 from common.frontend.requests.fleet import SERVER_COUNT_MAX
@@ -37,10 +38,17 @@ DRAIN_PATH = "/drain"
 SWITCH_PATH = "/switch_role"
 
 
+URLS = Meta(
+    min_length=1,
+    max_length=SERVER_COUNT_MAX,
+    description=f"a list of URLs, not empty and at most {SERVER_COUNT_MAX}, or absent",
+)
+
+
 class DrainFields(Body, frozen=True):
     """to: URLs of the decode servers that open requests may move to, instead of --drain-to's."""
 
-    to: Annotated[list[str], Meta(max_length=SERVER_COUNT_MAX)] | None = None
+    to: Annotated[list[str], URLS] | None = None
 
 
 class RoleFields(Body, frozen=True):
@@ -56,7 +64,7 @@ SWITCH = schema_of(RoleFields)
 def build_router(context: FrontendContext) -> APIRouter:
     router = APIRouter()
 
-    @router.post(PATH)
+    @router.post(PATH, response_class=Response, responses=answered_as(EVENT_STREAM))
     async def resume(request: Request) -> Response:
         """Internal: go on with a request of another server of the fleet."""
         if context.config.role is not Role.DECODE:
@@ -121,8 +129,6 @@ def read_targets(body: JsonObject) -> tuple[str, ...] | None:
     to = read(DrainFields, body).to
     if to is None:
         return None
-    if not to:
-        raise refusal("to", [], "a list of URLs, not empty, or absent")
     urls: list[str] = []
     for index, text in enumerate(to):
         try:

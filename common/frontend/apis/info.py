@@ -17,6 +17,7 @@ from common.errors import RequestError
 from common.frontend.bodies.body import Body, read, schema_of
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.context import FrontendContext
+from common.frontend.http.answers import answered_as
 from common.frontend.http.errors import json_response
 from common.frontend.requests.generation import model_names
 from common.frontend.requests.scrape import (
@@ -255,7 +256,12 @@ def _add_loads(router: APIRouter, context: FrontendContext) -> None:
             }
         )
 
-    @router.api_route("/metrics", methods=["GET", "HEAD"])
+    @router.api_route(
+        "/metrics",
+        methods=["GET", "HEAD"],
+        response_class=Response,
+        responses=answered_as(CONTENT_TYPE),
+    )
     async def metrics() -> Response:
         exposition = context.metrics.expose(await take_snapshot(context))
         return Response(exposition, media_type=CONTENT_TYPE)
@@ -304,12 +310,10 @@ ABORT = schema_of(AbortFields)
 
 def rid_to_abort(body: JsonObject) -> str:
     """The prefix of the rids to abort; "" is all of them. Raises: RequestError."""
-    if body.get("abort_all") is True:
-        return ""
-    rid = read(AbortFields, body).rid
-    if not rid:
+    given = read(AbortFields, body)
+    if not given.rid and not given.abort_all:
         raise RequestError("rid must be a non-empty string, or abort_all true", field="rid")
-    return rid
+    return "" if given.abort_all else given.rid
 
 
 def _add_commands(router: APIRouter, context: FrontendContext) -> None:

@@ -24,8 +24,10 @@ from common.frontend.apis import (
     sglang_api,
     token_api,
 )
+from common.frontend.apis.cross_rules import CROSS_RULES
 from common.frontend.bodies import resume, validation
 from common.frontend.bodies.fields import JsonObject
+from common.frontend.http.answers import EVENT_STREAM
 from common.frontend.peers import routes as peers
 
 PATH = "/openapi.json"
@@ -69,6 +71,26 @@ BODIES: dict[str, JsonObject] = {
     fleet_api.SWITCH_PATH: fleet_api.SWITCH,
     peers.PATH: peers.ADDRESS,
 }
+UNAVAILABLE: JsonObject = {
+    **ERROR_RESPONSE,
+    "description": "The server starts, stops, waits for a prefill server, is full or can't answer "
+    "in time: ask again, here or elsewhere, after `Retry-After` seconds.",
+    "headers": {"Retry-After": {"schema": {"type": "integer", "minimum": 1}}},
+}
+FAILED: JsonObject = {
+    **ERROR_RESPONSE,
+    "description": "The transfer or the computation of this request failed: ask again.",
+}
+TOO_LATE: JsonObject = {
+    **ERROR_RESPONSE,
+    "description": "The request had not ended within its `timeout`, or --request-timeout.",
+}
+# Failures that are meant: of what asks the scheduler, and of what generates.
+ASKING = {"503": UNAVAILABLE}
+GENERATING = {"500": FAILED, "503": UNAVAILABLE, "504": TOO_LATE}
+ASKING_PATHS = frozenset(
+    {"/health", "/ready", "/ping", "/health_generate", "/flush_cache", fleet_api.SWITCH_PATH}
+)
 FLUSH_TIMEOUT: JsonObject = {
     "name": "timeout",
     "in": "query",
@@ -111,18 +133,53 @@ class DescribedApp(FastAPI):
 
 
 def describe(paths: dict[str, dict[str, JsonObject]]) -> None:
-    """Add to every operation the form of errors, and the schema of its body if it reads one."""
+    """Add to every operation its answers, and the schema of its body if it reads one."""
     for path, operations in paths.items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"\W+", "_", f"{method}{path}").rstrip("_")
             responses = operation["responses"]
             assert isinstance(responses, dict), "FastAPI tells of one answer at least"
-            responses.pop("422", None)  # FastAPI's own; ours are told alike
-            responses["default"] = ERROR_RESPONSE
+            _describe_answers(path, method, responses)
             if path == "/flush_cache":
                 operation["parameters"] = [FLUSH_TIMEOUT]
             if (path, method) == (peers.PATH, "delete"):
                 operation["parameters"] = [PEER_ADDRESS]
             if path in BODIES and method in BODY_METHODS:
-                content: JsonObject = {"application/json": {"schema": BODIES[path]}}
-                operation["requestBody"] = {"required": True, "content": content}
+                operation["requestBody"] = _body_of(path)
+
+
+def _describe_answers(path: str, method: str, responses: JsonObject) -> None:
+    """Content types of a success, failures that are meant, and the form of all others."""
+    responses.pop("422", None)  # FastAPI's own; ours are told alike
+    success = responses["200"]
+    assert isinstance(success, dict)
+    if method == "head":
+        success.pop("content", None)
+    elif is_streaming(path):
+        content = success["content"]
+        assert isinstance(content, dict)
+        content[EVENT_STREAM] = {"schema": {"type": "string"}}
+    if is_streaming(path) or path == fleet_api.RESUME_PATH:
+        responses.update(GENERATING)
+    elif path in ASKING_PATHS or path in BODIES:
+        responses.update(ASKING)
+    responses["default"] = ERROR_RESPONSE
+
+
+def is_streaming(path: str) -> bool:
+    """Whether a body says if its answer is a stream of events."""
+    fields = BODIES.get(path, {}).get("properties", {})
+    return isinstance(fields, dict) and "stream" in fields
+
+
+def _body_of(path: str) -> JsonObject:
+    """The schema of a body, with what its fields mean for each other."""
+    schema = BODIES[path]
+    rules = CROSS_RULES.get(path)
+    if rules is not None:
+        described = schema.get("description", "")
+        texts = "\n".join(f"- {text}" for text in rules.texts)
+        schema = {**schema, **rules.schema, "description": f"{described}\n\n{texts}".strip()}
+    content: JsonObject = {"application/json": {"schema": schema}}
+    # A server drains without being told anything more.
+    return {"required": path != fleet_api.DRAIN_PATH, "content": content}

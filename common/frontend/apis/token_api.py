@@ -74,13 +74,15 @@ def tokenize_body(body: JsonObject, tokenizer: Tokenizer, limits: Limits) -> dic
     has_messages = body.get("messages") is not None
     if (given.prompt is not None) == has_messages:
         raise refusal("prompt", body.get("prompt"), "given, or messages; exactly one of them")
+    # Beside a prompt nothing of it is used, but what is given must be right.
+    template = read(TemplateFields, body if has_messages else {**body, "messages": [{}]})
+    tools = read_tools(template, Parsers()).shown
     has_special, has_strings = given.add_special_tokens, given.return_token_strs
     if has_special is None:
         has_special = not has_messages  # a template writes them itself
     prompt = given.prompt
     if prompt is None:
-        template = read(TemplateFields, body)
-        prompt = render(template, tokenizer, read_tools(template, Parsers()).shown)
+        prompt = render(template, tokenizer, tools)
     if isinstance(prompt, str):
         return reply | _told(prompt, has_special, has_strings, tokenizer)
     check_sample_count(len(prompt))

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
 from common.frontend.bodies.fields import JsonValue
+from common.frontend.http.answers import EVENT_STREAM
 from common.frontend.http.errors import error_body, json_response
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class EventStream(Response):
     mark. describe_error: the content of the event for a `RequestError` after the first.
     """
 
-    media_type = "text/event-stream"
+    media_type = EVENT_STREAM
 
     def __init__(
         self,

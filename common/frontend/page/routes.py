@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Response
 
 from common.frontend.context import FrontendContext
+from common.frontend.http.answers import answered_as
 from common.frontend.http.errors import json_response
 from common.frontend.page.files import HEADERS, PageFile, read_page_files
 from common.frontend.page.state import page_state
@@ -19,7 +20,13 @@ from common.frontend.page.state import page_state
 def build_router(context: FrontendContext) -> APIRouter:
     router = APIRouter()
     for path, file in read_page_files().items():
-        router.add_api_route(path, _sender(file), methods=["GET", "HEAD"])
+        router.add_api_route(
+            path,
+            _sender(file),
+            methods=["GET", "HEAD"],
+            response_class=Response,
+            responses=answered_as(file.content_type),
+        )
 
     @router.get("/state")
     async def state() -> Response:
