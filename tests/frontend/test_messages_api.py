@@ -12,6 +12,7 @@ from anthropic import AsyncAnthropic
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from common.config import Role
 from common.frontend.apis.messages_input import read_messages
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.protocol.frontend import Failed
@@ -210,6 +211,17 @@ def test_a_missing_key_and_a_missing_route_are_told_alike(tmp_path: Path) -> Non
         assert missing.json()["error"]["type"] == "not_found_error"
 
     run_generate(tmp_path, story, api_keys=("key-1",))
+
+
+def test_a_prefill_server_answers_what_it_holds(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        asked: JsonObject = {**ASK, "kv_transfer_params": {"do_remote_decode": True}}
+        whole = await post_object(rig, PATH, asked)
+        last = (await typed_events(rig, PATH, asked))[-2]
+        for reply in (whole, last):
+            assert at(reply, "kv_transfer_params", "do_remote_prefill") is True
+
+    run_generate(tmp_path, story, role=Role.PREFILL)
 
 
 # ---- input ---------------------------------------------------------------------------------------

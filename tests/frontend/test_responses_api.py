@@ -11,6 +11,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from common.config import Role
 from common.frontend.apis.responses_input import read_input
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.protocol.frontend import Failed
@@ -210,6 +211,17 @@ def test_the_sdk_s_helpers_read_streams_and_schemas(tmp_path: Path) -> None:
             await client.close()
 
     run_generate(tmp_path, story)
+
+
+def test_a_prefill_server_answers_what_it_holds(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        asked: JsonObject = {**HELLO, "kv_transfer_params": {"do_remote_decode": True}}
+        whole = await post_object(rig, PATH, asked)
+        last = at((await typed_events(rig, PATH, asked))[-1], "response")
+        for reply in (whole, last):
+            assert at(reply, "kv_transfer_params", "do_remote_prefill") is True
+
+    run_generate(tmp_path, story, role=Role.PREFILL)
 
 
 # ---- input ---------------------------------------------------------------------------------------
