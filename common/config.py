@@ -167,7 +167,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         alone is enough.
     request_history: requests that have ended and are still told of.
     metrics_names: whose names /metrics uses for what SGLang and vLLM measure as well.
-    tool_call_parser: how the model writes calls of tools; "": they are left in the text.
+    tool_call_parser, reasoning_parser: how the model writes calls of tools and reasoning; "": they
+        are left in the text.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
         waits for open requests.
     enable_role_switch: its workers are made for both roles, so that the server can go on in the
@@ -254,6 +255,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve_secret_key_file: str = ""
     curve_peer_keys_file: str = ""
     tool_call_parser: str = ""
+    reasoning_parser: str = ""
     enable_role_switch: bool = False
     standby: bool = False
     runtime_dir: str = ""

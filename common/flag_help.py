@@ -17,6 +17,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "kv_cache_dtype": "TYPE",
         "context_length": "TOKENS",
         "tool_call_parser": "NAME",
+        "reasoning_parser": "NAME",
         "random_seed": "N",
     },
     "addresses": {

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.config import API_KEY_RULE, is_api_key
+from common.output_formats import REASONING_FORMATS, TOOL_FORMATS, all_names
 
 Value = str | int | float | bool | tuple[str, ...] | None
 SERVER_NAME_LENGTH_MAX = 64  # half of what peers take: it stands in log lines and labels
@@ -174,12 +175,8 @@ def cache_dtype(value: str) -> str:
     return choice(*DTYPES, *_FP8_SPELLINGS)(value)
 
 
-TOOL_CALL_PARSERS = ("hermes", "llama3")
-
-
-def tool_call_parser(value: str) -> str:
-    """vLLM calls the second one llama3_json."""
-    return choice(*TOOL_CALL_PARSERS)(value.removesuffix("_json"))
+tool_call_parser = choice(*all_names(TOOL_FORMATS))
+reasoning_parser = choice(*all_names(REASONING_FORMATS))
 
 
 def api_keys(value: str) -> tuple[str, ...]:

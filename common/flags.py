@@ -13,7 +13,6 @@ from common.config import DEFAULT_TRACE_ENDPOINT, MetricsNames, ReturnCache, Tra
 from common.flag_values import (
     DTYPES,
     OR_DTYPES,
-    TOOL_CALL_PARSERS,
     Value,
     address,
     api_keys,
@@ -29,12 +28,14 @@ from common.flag_values import (
     page_size,
     port,
     port_range,
+    reasoning_parser,
     switch,
     text,
     tool_call_parser,
     trace_endpoint,
     ucx_origin,
 )
+from common.output_formats import REASONING_FORMATS, TOOL_FORMATS
 from common.request_bounds import REQUEST_TIMEOUT_S_MAX, TOKEN_COUNT_MAX
 
 
@@ -147,7 +148,15 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "tool_call_parser",
         ("tool-call-parser",),
         tool_call_parser,
-        f"how the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)} [left in the text]",
+        "how the model writes calls of tools, auto for as its chat template says: "
+        f"{', '.join(TOOL_FORMATS)} [left in the text]",
+    ),
+    Flag(
+        "reasoning_parser",
+        ("reasoning-parser",),
+        reasoning_parser,
+        "how the model writes reasoning, auto for as its chat template says: "
+        f"{', '.join(REASONING_FORMATS)} [left in the text]",
     ),
     Flag("log_requests", ("log-requests",), switch, "log every HTTP request", is_switch=True),
     Flag(

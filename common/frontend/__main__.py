@@ -50,6 +50,7 @@ from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
 from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.parsing.choose import open_parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.log import setup_log
 from common.metrics.server import ServerMetrics
@@ -143,6 +144,7 @@ async def serve(
         fleet=fleet,
         relays=relays,
         drain_order=order,
+        parsers=open_parsers(config, tokenizer),
     )
     server = _http_server(context)
     _keep_collector_quiet()

@@ -27,7 +27,8 @@ from common.request import Bootstrap, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class FrontendContext:
-    """started_wall_s: when this process started, in seconds since 1970."""
+    """started_wall_s: when this process started, in seconds since 1970. parsers: how the model
+    writes reasoning and calls."""
 
     config: ServerConfig
     scheduler: SchedulerClient
@@ -42,10 +43,7 @@ class FrontendContext:
     fleet: Fleet
     relays: Relays
     drain_order: DrainOrder
-
-    @property
-    def parsers(self) -> Parsers:
-        return Parsers(tool_call=self.config.tool_call_parser)
+    parsers: Parsers
 
     async def check_grammars(self, samples: Sequence[Sample]) -> None:
         """Raises: RequestError if one of them can't be followed."""

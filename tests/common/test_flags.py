@@ -347,6 +347,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"tokenizer-path": str(model), "served-model-name": "x", "page-size": "16"}
     values |= {"max-body-bytes": "4096", "transfer-mode": "direct", "heartbeat-interval": "0.2"}
     values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
+    values |= {"reasoning-parser": "auto"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
     values |= {"schedule-low-priority-values-first": "true"}

@@ -32,6 +32,7 @@ from common.frontend.requests.request_log import RequestLog
 from common.frontend.requests.scheduler_client import SchedulerClient
 from common.frontend.requests.tracing import open_tracing
 from common.frontend.text.grammar_check import GrammarCheck
+from common.frontend.text.parsing.choose import open_parsers
 from common.frontend.text.tokenizer import load_tokenizer
 from common.metrics.server import ServerMetrics
 from tests.frontend.scripted_scheduler import ScriptedScheduler
@@ -135,12 +136,13 @@ async def open_rig(
         clock,
     )
     fleet = Fleet(config, client, clock)
+    tokenizer = load_tokenizer(config.tokenizer_path, clock.wall)
     context = FrontendContext(
         config=config,
         scheduler=client,
         peers=PeerSources(config.prefill, client, clock),
         metrics=metrics,
-        tokenizer=load_tokenizer(config.tokenizer_path, clock.wall),
+        tokenizer=tokenizer,
         bodies=BodyReader(config.max_body_nbytes),
         grammars=GrammarCheck(config),
         clock=clock,
@@ -149,6 +151,7 @@ async def open_rig(
         fleet=fleet,
         relays=Relays(client, fleet, clock),
         drain_order=DrainOrder(lambda: None, lambda: None),
+        parsers=open_parsers(config, tokenizer),
     )
     app = build_app(context, [build(context) for build in parts])
     receiver = asyncio.create_task(client.run())

@@ -50,6 +50,8 @@ HELD: JsonObject = {
 }
 MESSAGE: JsonObject = {"role": "user", "content": "a"}
 TOOL: JsonObject = {"function": {"name": FUNCTION}}
+NAMED: JsonObject = {"type": "function", "function": {"name": FUNCTION}}
+SOME_TOOLS: JsonObject = {"mode": "auto", "tools": [NAMED]}
 
 BODY: dict[str, JsonObject] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": OUTPUT_COUNT}},
@@ -74,7 +76,9 @@ MEMBERS: dict[str, JsonObject] = {
     "messages.content": {"type": "text", "text": "a"},
     "tools": TOOL,
     "tools.function": {"name": FUNCTION},
-    "tool_choice": {"type": "function", "function": {"name": FUNCTION}},
+    "tool_choice": {**NAMED, "allowed_tools": SOME_TOOLS},
+    "tool_choice.allowed_tools": SOME_TOOLS,
+    "tool_choice.allowed_tools.tools": NAMED,
     "grammar": {"kind": "regex", "text": "a+"},
 }
 """What an object has beside the field, by its own path."""
@@ -92,6 +96,11 @@ BESIDE: dict[str, JsonObject] = {
     "structured_outputs.whitespace_pattern": {"structured_outputs": {"json": OBJECT}},
 }
 """What a body has beside a field that means nothing alone, by the field or by what holds it."""
+
+LAST: dict[str, JsonObject] = {
+    "tool_choice.allowed_tools": {"tool_choice": {"type": "allowed_tools"}},
+}
+"""As `BESIDE`, in place of what the field's own object has."""
 
 INSTEAD = {"text": "input_ids"}
 """Fields in place of which others are given."""
@@ -138,16 +147,18 @@ def cases(path: str, server: Server) -> list[Case]:
     found: list[Case] = []
     for field, schema, wrap in _fields(BODIES[path], members):
         base = {key: value for key, value in BODY[path].items() if key != INSTEAD.get(field)}
-        beside = [
-            more for name, more in besides.items() if field == name or field.startswith(f"{name}.")
-        ]
+        beside, last = _of(field, besides), _of(field, LAST)
         for value in _largest(schema, field, known, server):
             body: JsonValue = base
-            for more in (*beside, wrap(value)):
+            for more in (*beside, wrap(value), *last):
                 body = _merged(body, more)
             assert isinstance(body, dict)
             found.append(Case(path, field, body))
     return found
+
+
+def _of(field: str, beside: dict[str, JsonObject]) -> list[JsonObject]:
+    return [beside[name] for name in beside if field == name or field.startswith(f"{name}.")]
 
 
 def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
@@ -199,6 +210,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "messages.content.text": [text],
         "messages.tool_calls.function.arguments": [{"x": TEXT}, json.dumps({"x": TEXT})],
         "tools": [tools],
+        "tool_choice.allowed_tools.tools": [[NAMED]],
         "tools.function.parameters": [{**OBJECT, "description": TEXT}],
         "chat_template_kwargs": [{"x": TEXT}],
         "reasoning_effort": [TEXT],

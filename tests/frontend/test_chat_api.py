@@ -46,10 +46,22 @@ def test_a_chat_has_openai_s_fields(tmp_path: Path) -> None:
         assert reply["choices"] == [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": counted_text(PROMPT_IDS, 3)},
+                "message": {
+                    "role": "assistant",
+                    "content": counted_text(PROMPT_IDS, 3),
+                    "refusal": None,
+                    "annotations": None,
+                    "audio": None,
+                    "function_call": None,
+                    "tool_calls": None,
+                    "reasoning_content": None,
+                    "reasoning": None,
+                },
                 "logprobs": None,
                 "finish_reason": "length",
                 "matched_stop": None,
+                "stop_reason": None,
+                "token_ids": None,
             }
         ]
         assert at(reply, "usage", "total_tokens") == len(PROMPT_IDS) + 3

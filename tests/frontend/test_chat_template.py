@@ -56,3 +56,72 @@ def test_a_text_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     loops = "{% for a in range(9999) %}{% for b in range(9999) %}xy{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="more than 5000 characters"):
         render(loops)
+
+
+# ---- messages that are calls and nothing else ----------------------------------------------------
+
+CALL: JsonObject = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "now", "arguments": {"zone": "CET"}},
+}
+CALLED: JsonObject = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]}
+SHOWN_CALL = "{{ c.function.name }}({{ c.function.arguments | tojson }})"
+# As published templates ask for content and calls: what each makes of a message without content.
+STYLES: dict[str, str] = {
+    "concatenated": "{{ 'A:' + m.content }}{% for c in m.tool_calls %}"
+    + SHOWN_CALL
+    + "{% endfor %}",
+    "trimmed": (
+        "A:{{ m['content'] | trim }}{% for c in m['tool_calls'] %}" + SHOWN_CALL + "{% endfor %}"
+    ),
+    "asked for as a string": (
+        "{% if m.content is string %}{% set text = m.content %}{% else %}{% set text = '?' %}"
+        "{% endif %}A:{{ text }}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        + SHOWN_CALL
+        + "{% endfor %}{% endif %}"
+    ),
+    "shown by a macro": (
+        "{% macro visible(content) %}{% if content is string %}{{ content }}"
+        "{% elif content is iterable and content is not mapping %}"
+        "{% for p in content %}{{ p.text }}{% endfor %}"
+        "{% else %}{{ content }}{% endif %}{% endmacro %}"
+        "A:{{ visible(m.content) }}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        + SHOWN_CALL
+        + "{% endfor %}{% endif %}"
+    ),
+    "calls only where content is none": (
+        "{% if m['content'] is none %}A:{% for c in m['tool_calls'] %}"
+        + SHOWN_CALL
+        + "{% endfor %}{% endif %}{% if m['content'] is not none %}A:{{ m['content'] }}{% endif %}"
+    ),
+    "none told apart by name": (
+        "{% set content = m.content %}A:{% if content is not none %}{{ content }}{% endif %}"
+        "{% if m.tool_calls is defined and m.tool_calls is not none %}{% for c in m.tool_calls %}"
+        + SHOWN_CALL
+        + "{% endfor %}{% endif %}"
+    ),
+    "asked for as a member": (
+        "A:{% if 'tool_calls' in m %}{% for c in m.tool_calls %}" + SHOWN_CALL + "{% endfor %}"
+        "{% elif 'content' in m %}{{ m.content }}{% endif %}"
+        "{% if 'refusal' in m %}{{ m.refusal }}{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("has_null", [True, False])
+def test_a_message_without_content_shows_its_calls_and_nothing_else(
+    style: str, has_null: bool
+) -> None:
+    source = "{% for m in messages %}" + STYLES[style] + "{% endfor %}"
+    absent = {key: value for key, value in CALLED.items() if key != "content"}
+    found = render(source, CALLED if has_null else absent)
+    assert found == 'A:now({"zone": "CET"})'
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_content_beside_calls_is_shown_as_it_is(style: str) -> None:
+    source = "{% for m in messages %}" + STYLES[style] + "{% endfor %}"
+    said = render(source, {"role": "assistant", "content": "Hm. "})
+    assert said.strip() == "A:Hm."

@@ -17,6 +17,7 @@ from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
+from common.frontend.text.parsing.formats import HERMES
 from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
@@ -29,6 +30,7 @@ from tests.frontend.largest import OUTPUT_COUNT, PATHS, RESUME, Case, Server, ca
 from tests.frontend.tiny_tokenizers import CHATML, write_tokenizer
 
 SERVER = Server(vocab_size=1 << 14, prompt_max=4094)
+PARSERS = Parsers(calls=HERMES)
 LIMITS = Limits(
     vocab_size=SERVER.vocab_size,
     request_token_max=SERVER.prompt_max + OUTPUT_COUNT,
@@ -39,7 +41,6 @@ LIMITS = Limits(
     dial_rules=DialRules(("any",), ()),
     request_timeout_s=REQUEST_TIMEOUT_S_MAX,
 )
-HERMES = Parsers(tool_call="hermes")
 TRACE_PARENT = f"00-{'f' * 32}-{'f' * 16}-ff"
 # What a decode server does not do.
 REFUSED = ("kv_transfer_params.do_remote_decode",)
@@ -62,11 +63,11 @@ def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
         case "/v1/completions":
             return parse_completion(case.body, tokenizer, LIMITS, "name")[0].samples
         case "/v1/responses":
-            return parse_responses(case.body, tokenizer, LIMITS, "name", HERMES)[0].samples
+            return parse_responses(case.body, tokenizer, LIMITS, "name", PARSERS)[0].samples
         case "/v1/messages":
-            return parse_messages(case.body, tokenizer, LIMITS, "name", HERMES)[0].samples
+            return parse_messages(case.body, tokenizer, LIMITS, "name", PARSERS)[0].samples
         case _:
-            return parse_chat(case.body, tokenizer, LIMITS, "name", HERMES)[0].samples
+            return parse_chat(case.body, tokenizer, LIMITS, "name", PARSERS)[0].samples
 
 
 def is_refused(case: Case) -> bool:

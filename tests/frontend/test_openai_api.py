@@ -39,6 +39,10 @@ def test_a_completion_has_openai_s_fields(tmp_path: Path) -> None:
                 "logprobs": None,
                 "finish_reason": "length",
                 "matched_stop": None,
+                "stop_reason": None,
+                "token_ids": None,
+                "prompt_logprobs": None,
+                "prompt_token_ids": None,
             }
         ]
         assert reply["usage"] == {
@@ -46,6 +50,8 @@ def test_a_completion_has_openai_s_fields(tmp_path: Path) -> None:
             "completion_tokens": 3,
             "total_tokens": len(prompt) + 3,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+            "reasoning_tokens": 0,
         }
 
     run_generate(tmp_path, story)

@@ -124,7 +124,7 @@ def test_without_a_prefix_cache_no_digests_are_made_and_salts_are_checked_all_th
         for path in PATHS:
             await post(rig, path, {**BODIES[path], "cache_salt": "tenant"})
             await post(rig, path, {**BODIES[path], "cache_salt": 5}, 400)
-        assert [submit.prefix_digests for submit in rig.scheduler.submits] == [b""] * 3
+        assert [submit.prefix_digests for submit in rig.scheduler.submits] == [b""] * len(PATHS)
 
     run_generate(tmp_path, story, disable_radix_cache=True)
 

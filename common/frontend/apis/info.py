@@ -149,7 +149,7 @@ def _model_info(context: FrontendContext, architecture: dict[str, object]) -> di
         "preferred_sampling_params": None,
         "weight_version": WEIGHT_VERSION,
         "load_format": config.load_format,
-        "reasoning_parser": None,
+        "reasoning_parser": config.reasoning_parser or None,
         "tool_call_parser": config.tool_call_parser or None,
         "disaggregation_mode": _disaggregation_mode(context),
         "has_image_understanding": False,

@@ -10,6 +10,7 @@ from common.errors import RequestError
 from common.frontend.apis.as_chat import in_own_names, own_names, parse_as_chat
 from common.frontend.apis.messages_input import MESSAGES, TEXT_BLOCKS, read_messages
 from common.frontend.apis.openai_call import OPENAI, OpenAiCall
+from common.frontend.apis.openai_chat import ReasoningFields
 from common.frontend.apis.token_api import tokenize_body
 from common.frontend.bodies.body import (
     NOT_SUPPORTED,
@@ -123,7 +124,12 @@ UNSUPPORTED = refused(
     "add_generation_prompt", "parallel_tool_calls",
 )  # fmt: skip
 MESSAGES_BODY = schema_of(
-    *OPENAI, UNSUPPORTED, MessagesFields, OneSample, spread=(Meeting, SaltFields)
+    *OPENAI,
+    UNSUPPORTED,
+    ReasoningFields,
+    MessagesFields,
+    OneSample,
+    spread=(Meeting, SaltFields),
 )
 COUNT_BODY = schema_of(ModelField, PromptFields)
 OWN_NAMES = own_names(

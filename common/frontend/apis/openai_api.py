@@ -16,7 +16,14 @@ from common.frontend.apis import openai_chat
 from common.frontend.apis.call_route import add_call_route
 from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
 from common.frontend.apis.openai_chat_shape import ChatShape
-from common.frontend.apis.openai_run import Growth, OpenAiRun, Shape, finish_fields
+from common.frontend.apis.openai_run import (
+    PROMPT_NULLS,
+    Growth,
+    OpenAiRun,
+    Shape,
+    finish_fields,
+    stop_reason,
+)
 from common.frontend.bodies.body import (
     NOT_SUPPORTED,
     Body,
@@ -123,7 +130,8 @@ class CompletionShape:
 
     def choice(self, one: Continuation) -> dict[str, object]:
         whole = Growth(text=one.text, start=0, stop=one.settled_count(), is_first=True)
-        return self._told(one, whole)
+        told = self._told(one, whole)
+        return {**told, "stop_reason": stop_reason(one), "token_ids": None, **PROMPT_NULLS}
 
     def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
         has_logprobs = bool(one.logprobs) and growth.stop > growth.start
@@ -131,6 +139,9 @@ class CompletionShape:
         if not (growth.text or has_logprobs or has_prompt or one.is_ended):
             return []
         return [self._told(one, growth)]
+
+    def reasoning_token_count(self, one: Continuation) -> int:
+        return 0
 
     def _told(self, one: Continuation, growth: Growth) -> dict[str, object]:
         echo = self._echo(one.sample) if self._has_echo else ""

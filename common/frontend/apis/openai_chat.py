@@ -24,11 +24,12 @@ from common.frontend.bodies.body import (
 from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.constraints import only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
+from common.frontend.bodies.output_grammars import behind_reasoning
 from common.frontend.bodies.prefixes import SaltFields
 from common.frontend.bodies.sample import Limits
-from common.frontend.bodies.tools import ToolFields, read_tools
+from common.frontend.bodies.tools import ToolFields, ToolUse, read_tools
 from common.frontend.bodies.validation import encode_prompt
-from common.frontend.text.parsing.parsing import Parsers, Parsing
+from common.frontend.text.parsing.parsing import Beginning, Parsers, Parsing, beginning
 from common.frontend.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -81,6 +82,14 @@ class TemplateFields(ToolFields, frozen=True, kw_only=True):
     reasoning_effort: str = ""
 
 
+class ReasoningFields(Body, frozen=True):
+    """SGLang's; vLLM calls the first one include_reasoning, and drops what it leaves out."""
+
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
+
+
 class ChatFields(Body, frozen=True):
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
@@ -93,7 +102,9 @@ UNSUPPORTED = refused(
     "chat_template", "documents", "echo", "functions", "function_call", "audio", "prediction",
     "web_search_options", "mm_processor_kwargs",
 )  # fmt: skip
-CHAT = schema_of(*OPENAI, UNSUPPORTED, TemplateFields, ChatFields, spread=(Meeting, SaltFields))
+CHAT = schema_of(
+    *OPENAI, UNSUPPORTED, TemplateFields, ReasoningFields, ChatFields, spread=(Meeting, SaltFields)
+)
 
 
 def parse_chat(
@@ -120,14 +131,57 @@ def parse_chat(
         top_count=given.top_logprobs if given.logprobs else None,
     )
     template = read(TemplateFields, body)
-    tools = read_tools(template, parsers.tool_call)
+    tools = read_tools(template, parsers)
     wanted = [one for one in (choice.constraint, tools.constraint) if one is not None]
     # A format for the answer leaves no room for calls that are not required.
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
-    choice = structs.replace(choice, constraint=constraint)
     text = render(template, tokenizer, tools.shown)
+    begins = beginning(parsers.reasoning, text, _continued_text(template))
+    if parsers.reasoning and constraint and begins is not Beginning.BEHIND:
+        constraint = behind_reasoning(
+            constraint, parsers.reasoning, parsers.special, is_inside=begins is Beginning.INSIDE
+        )
+    parsing = _read_parsing(read(ReasoningFields, body), template, tools, parsers, begins)
+    is_parsed = parsing.reasoning is not None or parsing.calls is not None
+    shown_ids = frozenset(parsers.special.values()) if is_parsed else frozenset[int]()
+    choice = structs.replace(
+        choice, constraint=constraint, text=structs.replace(choice.text, shown_ids=shown_ids)
+    )
     prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
-    return make_call(body, [prompt], choice, limits, name), Parsing(tools.format, tools.names)
+    return make_call(body, [prompt], choice, limits, name), parsing
+
+
+def _read_parsing(
+    given: ReasoningFields,
+    template: TemplateFields,
+    tools: ToolUse,
+    parsers: Parsers,
+    begins: Beginning,
+) -> Parsing:
+    is_separate = given.separate_reasoning and begins is not Beginning.BEHIND
+    return Parsing(
+        reasoning=parsers.reasoning if is_separate else None,
+        calls=tools.form,
+        tools=tools.tools,
+        is_inside=is_separate and begins is Beginning.INSIDE,
+        call_count=_count_calls(template.messages),
+        holds_reasoning=not given.stream_reasoning,
+        drops_reasoning=not given.include_reasoning,
+    )
+
+
+def _continued_text(given: TemplateFields) -> str | None:
+    """What the output goes on from, if it goes on from a message."""
+    last = given.messages[-1]
+    if not given.continue_final_message or not isinstance(last, dict):
+        return None
+    content = last.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _count_calls(messages: list[Json]) -> int:
+    calls = [item.get("tool_calls") for item in messages if isinstance(item, dict)]
+    return sum(len(one) for one in calls if isinstance(one, list))
 
 
 def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:
@@ -136,14 +190,21 @@ def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] |
     if continues and begins:
         allowed = "false, since continue_final_message is true"
         raise refusal("add_generation_prompt", True, allowed)
-    kwargs, effort = given.chat_template_kwargs, given.reasoning_effort
     return tokenizer.render_chat(
         [_read_message(item, f"messages[{i}]") for i, item in enumerate(given.messages)],
         tools=tools,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
-        template_kwargs={"reasoning_effort": effort, **kwargs} if effort else kwargs,
+        template_kwargs={**_effort_kwargs(given.reasoning_effort), **given.chat_template_kwargs},
     )
+
+
+def _effort_kwargs(effort: str) -> JsonObject:
+    """Templates ask for an effort, or whether to think, under either of two names."""
+    if not effort:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
 
 
 def _read_message(item: JsonValue, where: str) -> JsonObject:
@@ -155,11 +216,26 @@ def _read_message(item: JsonValue, where: str) -> JsonObject:
         raise RequestError(f"{where}={shown(item)}: must be an object", field="messages")
     message = read(Message, item, where)
     _check_content(message, path(where, "content"))
+    shown_message = {**item, **_reasoning_members(item)}
     if message.tool_calls is None:
-        return item
+        return shown_message
+    if not message.tool_calls:  # as if there were none, which templates don't ask for
+        return {key: value for key, value in shown_message.items() if key != "tool_calls"}
     place = path(where, "tool_calls")
     calls = [_read_call(call, f"{place}[{i}]") for i, call in enumerate(message.tool_calls)]
-    return {**item, "tool_calls": [*calls]}
+    return {**shown_message, "tool_calls": [*calls]}
+
+
+def _reasoning_members(message: JsonObject) -> JsonObject:
+    """What an earlier answer thought, under the names that templates know."""
+    given = message.get("reasoning_content") or message.get("reasoning")
+    if not isinstance(given, str):
+        return {}
+    members: JsonObject = {"reasoning_content": given, "reasoning": given}
+    # A template refuses a message with calls that has both a text and thoughts of this name.
+    if not (message.get("content") and message.get("tool_calls")):
+        members["thinking"] = given
+    return members
 
 
 def _check_content(message: Message, name: str) -> None:
@@ -185,8 +261,8 @@ def _read_call(value: JsonValue, where: str) -> JsonObject:
     call = {} if value is None else value
     function = read(Call, call, where).function
     assert isinstance(call, dict), "a call is read from an object"
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments:
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
         try:
             arguments = parse_object(arguments.encode())
         except RequestError as exc:

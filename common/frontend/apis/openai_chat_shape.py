@@ -5,10 +5,10 @@ Knows nothing of bodies.
 
 from __future__ import annotations
 
-from common.frontend.apis.openai_run import Growth, finish_fields
+from common.frontend.apis.openai_run import Growth, finish_fields, stop_reason
 from common.frontend.apis.parsed_output import ParsedOutput
 from common.frontend.requests.generation import Continuation
-from common.frontend.text.parsing.items import Reasoning, ToolCall
+from common.frontend.text.parsing.items import Reasoning, Said, ToolCall
 from common.frontend.text.parsing.parsing import Parsing
 from common.frontend.text.tokenizer import Tokenizer
 from common.request import TokenLogprobs
@@ -27,19 +27,16 @@ class ChatShape:
         self._outputs: dict[int, ParsedOutput] = {}  # by index of the sample
 
     def choice(self, one: Continuation) -> dict[str, object]:
-        output = ParsedOutput(one, self._parsing)
+        output = self._output(one)
         said = output.push(one.text)
-        content = "".join(item for item in said if isinstance(item, str))
-        calls = [call_fields(item) for item in said if isinstance(item, ToolCall)]
-        message: dict[str, object] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
         return {
             "index": one.sample.index,
-            "message": message,
+            "message": message_fields(said),
             "logprobs": self._logprobs(one, 0, one.settled_count()),
             **finish_fields(one),
             "finish_reason": output.finish_reason,
+            "stop_reason": stop_reason(one),
+            "token_ids": None,
         }
 
     def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
@@ -47,11 +44,10 @@ class ChatShape:
         index = one.sample.index
         told: list[dict[str, object]] = []
         if growth.is_first:
-            self._outputs[index] = ParsedOutput(one, self._parsing)
             begun = {"role": "assistant", "content": ""}
             told.append({"index": index, "delta": begun, "logprobs": None, **running})
         logprobs = self._logprobs(one, growth.start, growth.stop)
-        output = self._outputs[index]
+        output = self._output(one)
         deltas = self._deltas(output, growth.text)
         if not deltas and logprobs is not None and growth.stop > growth.start:
             deltas = [{"content": ""}]
@@ -63,6 +59,15 @@ class ChatShape:
             told.append({"index": index, "delta": {}, "logprobs": None, **finish})
         return told
 
+    def reasoning_token_count(self, one: Continuation) -> int:
+        return self._output(one).reasoning_token_count
+
+    def _output(self, one: Continuation) -> ParsedOutput:
+        index = one.sample.index
+        if index not in self._outputs:
+            self._outputs[index] = ParsedOutput(one, self._parsing)
+        return self._outputs[index]
+
     def _deltas(self, output: ParsedOutput, text: str) -> list[dict[str, object]]:
         deltas: list[dict[str, object]] = []
         place = output.call_count
@@ -71,7 +76,7 @@ class ChatShape:
                 case str():
                     deltas.append({"content": item})
                 case Reasoning():
-                    deltas.append({"reasoning_content": item.text})
+                    deltas.append({"reasoning_content": item.text, "reasoning": item.text})
                 case ToolCall():
                     deltas.append({"tool_calls": [{"index": place, **call_fields(item)}]})
                     place += 1
@@ -96,6 +101,25 @@ def _token_fields(token_id: int, logprob: float | None, tokenizer: Tokenizer) ->
         "token": tokenizer.token_text(token_id),
         "bytes": list(tokenizer.token_bytes(token_id)),
         "logprob": logprob,
+    }
+
+
+def message_fields(said: Said) -> dict[str, object]:
+    """A message with all members that SGLang's, vLLM's and OpenAI's have, null where there is
+    nothing: clients read them as attributes."""
+    content = "".join(item for item in said if isinstance(item, str))
+    thought = "".join(item.text for item in said if isinstance(item, Reasoning)) or None
+    calls = [call_fields(item) for item in said if isinstance(item, ToolCall)] or None
+    return {
+        "role": "assistant",
+        "content": (content or None) if calls else content,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": calls,
+        "reasoning_content": thought,
+        "reasoning": thought,
     }
 
 

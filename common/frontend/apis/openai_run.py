@@ -17,6 +17,14 @@ from common.frontend.http.errors import raise_failed
 from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START
 from common.frontend.requests.generation import Continuation, SampleGroup
 
+NULLS: dict[str, object] = dict.fromkeys(
+    ("service_tier", "system_fingerprint", "kv_transfer_params")
+)
+"""What an answer has beside its choices if there is something to tell: SGLang, vLLM and OpenAI
+send null otherwise, and clients read them as attributes."""
+PROMPT_NULLS: dict[str, object] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+"""As `NULLS`, where the prompt's stand."""
+
 
 class Growth(msgspec.Struct, frozen=True):
     """The new part of a sample: text, and tokens [start, stop) that begin to show with it."""
@@ -39,6 +47,9 @@ class Shape(Protocol):
 
     def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
         """Choices of the chunks that tell of `growth`; none if there is nothing to tell."""
+
+    def reasoning_token_count(self, one: Continuation) -> int:
+        """How much of a sample that has been told of is reasoning."""
 
 
 class OpenAiRun:
@@ -63,7 +74,9 @@ class OpenAiRun:
         reply = {
             **self._head(self._shape.object_name),
             "choices": choices,
-            "usage": usage_fields(group.continuations, self._call.n),
+            "usage": _usage(group.continuations, self._call, self._shape),
+            **NULLS,
+            **({} if self._shape.has_prompt_in_choice else PROMPT_NULLS),
         }
         if self._call.transfer_params is not None:
             reply["kv_transfer_params"] = self._call.transfer_params
@@ -126,12 +139,12 @@ class _Stream:
         """Of the usage of all samples together, if that is asked for."""
         if not self._call.includes_usage:
             return b""
-        return self._start + _tail({"usage": usage_fields(continuations, self._call.n)})
+        return self._start + _tail({"usage": _usage(continuations, self._call, self._shape)})
 
     def _event(self, choice: dict[str, object], one: Continuation) -> bytes:
         rest: dict[str, object] = {}
         if self._call.has_running_usage:
-            rest["usage"] = usage_fields([one], self._call.n)
+            rest["usage"] = _usage([one], self._call, self._shape)
         elif self._call.includes_usage:
             rest["usage"] = None
         if one.is_ended and self._call.transfer_params is not None:
@@ -157,8 +170,15 @@ def _tail(rest: dict[str, object]) -> bytes:
     return b"]," + orjson.dumps(rest)[1:] + EVENT_END if rest else b"]}" + EVENT_END
 
 
-def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]:
-    """A prompt counts once, however many samples, `n`, were drawn for it."""
+def _usage(told: list[Continuation], call: OpenAiCall, shape: Shape) -> dict[str, object]:
+    return usage_fields(told, call.n, sum(map(shape.reasoning_token_count, told)))
+
+
+def usage_fields(
+    continuations: list[Continuation], n: int, reasoning_count: int = 0
+) -> dict[str, object]:
+    """A prompt counts once, however many samples, `n`, were drawn for it. reasoning_count: tokens
+    of all outputs together, told where OpenAI and where SGLang have them."""
     of_prompt = {one.sample.index // n: one for one in reversed(continuations)}
     prompt_count = sum(len(one.sample.token_ids) for one in of_prompt.values())
     output_count = sum(len(one.token_ids) for one in continuations)
@@ -169,6 +189,8 @@ def usage_fields(continuations: list[Continuation], n: int) -> dict[str, object]
         "prompt_tokens_details": {
             "cached_tokens": sum(one.cached.count for one in of_prompt.values())
         },
+        "completion_tokens_details": {"reasoning_tokens": reasoning_count},
+        "reasoning_tokens": reasoning_count,
     }
 
 
@@ -177,3 +199,10 @@ def finish_fields(one: Continuation) -> dict[str, object]:
     if one.finish is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": str(one.finish.kind), "matched_stop": one.finish.matched}
+
+
+def stop_reason(one: Continuation) -> int | str | None:
+    """vLLM's: the stop string or the stop token that the client named; null for the model's own."""
+    matched = None if one.finish is None else one.finish.matched
+    is_own = isinstance(matched, int) and matched not in one.sample.sampling.stop_token_ids
+    return None if is_own else matched

@@ -5,7 +5,6 @@ For APIs that tell of an output as a list of such blocks. Knows nothing of their
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -73,16 +72,9 @@ class OutputBlocks:
         """OpenAI's; None while the sample runs."""
         return self._output.finish_reason
 
+    @property
     def reasoning_token_count(self) -> int:
-        """Tokens so far that begin in the text of a piece of reasoning."""
-        count, place = 0, 0
-        text, starts = self._one.text, self._one.text_starts
-        for block in self.blocks:
-            start = text.find(block.text, place) if block.kind is BlockKind.REASONING else -1
-            if start >= 0:
-                place = start + len(block.text)
-                count += bisect_left(starts, place) - bisect_left(starts, start)
-        return count
+        return self._output.reasoning_token_count
 
     def push(self, text: str) -> list[BlockStep]:
         """What happens with the next `text` of the sample, in order; all of it, once the sample has

@@ -14,7 +14,7 @@ from msgspec import Meta
 from common.errors import RequestError
 from common.frontend.apis.as_chat import own_names, parse_as_chat
 from common.frontend.apis.openai_call import OPENAI, OpenAiCall
-from common.frontend.apis.openai_chat import CHAT_TOP_LOGPROBS_MAX
+from common.frontend.apis.openai_chat import CHAT_TOP_LOGPROBS_MAX, ReasoningFields
 from common.frontend.apis.responses_input import INPUT, INPUT_SCHEMA, read_input
 from common.frontend.bodies.body import (
     NOT_SUPPORTED,
@@ -82,7 +82,7 @@ class TextFields(Body, frozen=True):
     verbosity: Literal["medium"] = "medium"
 
 
-class ReasoningFields(Body, frozen=True):
+class AskedReasoning(Body, frozen=True):
     """The reasoning is told as it is; nothing sums it up."""
 
     effort: str = ""
@@ -123,7 +123,7 @@ class ResponsesFields(Body, frozen=True, kw_only=True):
     tool_choice: Annotated[Json, Meta(extra_json_schema=TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     text: Annotated[Object, nested(TextFields)] = {}
-    reasoning: Annotated[Object, nested(ReasoningFields)] = {}
+    reasoning: Annotated[Object, nested(AskedReasoning)] = {}
     include: list[INCLUDABLE] = []
     top_logprobs: Annotated[int, Meta(ge=0, le=CHAT_TOP_LOGPROBS_MAX)] = 0
     stream_options: Annotated[Object, nested(ResponsesStreamOptions)] = {}
@@ -153,7 +153,12 @@ UNSUPPORTED = refused(
     "return_token_ids", "continue_final_message", "add_generation_prompt",
 )  # fmt: skip
 RESPONSES = schema_of(
-    *OPENAI, UNSUPPORTED, ResponsesFields, OptionFields, spread=(Meeting, SaltFields)
+    *OPENAI,
+    UNSUPPORTED,
+    ReasoningFields,
+    ResponsesFields,
+    OptionFields,
+    spread=(Meeting, SaltFields),
 )
 OWN_NAMES = own_names(
     ("messages", "input"),
@@ -196,7 +201,7 @@ def parse_responses(
 
 def _options(given: ResponsesFields) -> JsonObject:
     read(ResponsesStreamOptions, given.stream_options, "stream_options")
-    reasoning = read(ReasoningFields, given.reasoning, "reasoning")
+    reasoning = read(AskedReasoning, given.reasoning, "reasoning")
     options: JsonObject = {}
     if given.max_output_tokens is not None:
         options["max_completion_tokens"] = given.max_output_tokens

@@ -194,7 +194,7 @@ class ResponsesShape:
             "incomplete_details": None if reason is None else {"reason": reason},
             "model": self._model,
             "output": [] if one is None else self._items(),
-            "usage": None if one is None else _usage(one, self._output.reasoning_token_count()),
+            "usage": None if one is None else _usage(one, self._output.reasoning_token_count),
             "instructions": given.instructions or None,
             "max_output_tokens": given.max_output_tokens,
             "max_tool_calls": given.max_tool_calls,

@@ -20,6 +20,7 @@ from common.frontend.bodies.validation import check_model, check_sample_count
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import json_response
 from common.frontend.requests.generation import request_limits
+from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer
 
 Answer = Callable[[JsonObject, Tokenizer, Limits], dict[str, object]]
@@ -78,7 +79,7 @@ def tokenize_body(body: JsonObject, tokenizer: Tokenizer, limits: Limits) -> dic
     prompt = given.prompt
     if prompt is None:
         template = read(TemplateFields, body)
-        prompt = render(template, tokenizer, read_tools(template, "").shown)
+        prompt = render(template, tokenizer, read_tools(template, Parsers()).shown)
     if isinstance(prompt, str):
         return reply | _told(prompt, has_special, has_strings, tokenizer)
     check_sample_count(len(prompt))

@@ -50,13 +50,15 @@ class Limits:
 class TextOptions(msgspec.Struct, frozen=True):
     """How output tokens become text. keeps_stop: the stop string stays in the text.
 
-    min_new_tokens: stop strings are looked for after that many tokens.
+    min_new_tokens: stop strings are looked for after that many tokens. shown_ids: special tokens
+    that have a text although others are skipped.
     """
 
     stops: tuple[str, ...] = ()
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
+    shown_ids: frozenset[int] = frozenset()
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -2,14 +2,13 @@
 
 A call that is required is forced by a grammar: a JSON list of {"name", "parameters"}, each with the
 parameters' own schema, whatever format the model was trained on. Calls that a model makes unasked
-are looked for as `--tool-call-parser` says; where it says tags, a grammar holds the text
-between them to the schemas of strict tools. Knows nothing of templates or replies.
+are looked for as `--tool-call-parser` says; where a format's arguments are JSON, a grammar holds
+them to the schemas of strict tools. Knows nothing of templates or replies.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
@@ -19,10 +18,13 @@ from common.errors import RequestError
 from common.frontend.bodies.body import Body, Json, Object, nested, read, refusal, schema_of
 from common.frontend.bodies.constraints import ANY_OBJECT, Constraint, lark_grammar, schema_grammar
 from common.frontend.bodies.fields import JsonObject, JsonValue
-from common.frontend.text.tool_calls import CLOSING, OPENING, ToolFormat
-from common.grammar import STYLE_KEY, WHITESPACE
+from common.frontend.bodies.output_grammars import tagged_calls
+from common.frontend.text.parsing.bodies import Tools
+from common.frontend.text.parsing.form import CallFormat
+from common.frontend.text.parsing.parsing import Parsers
 
 TOOL_COUNT_MAX = 128  # OpenAI's
+ALLOWED = "tool_choice.allowed_tools"
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 
 # ---- fields --------------------------------------------------------------------------------------
@@ -52,8 +54,24 @@ class Tool(Body, frozen=True, kw_only=True):
     function: Annotated[Object, nested(Function)]
 
 
+class AllowedTools(Body, frozen=True):
+    """Some of the tools, of which any or one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Json], Meta(extra_json_schema={"items": schema_of(NamedTool)})]
+
+
+class AllowedChoice(Body, frozen=True):
+    type: Literal["allowed_tools"]
+    allowed_tools: Annotated[Object, nested(AllowedTools)]
+
+
 TOOL: JsonObject = {"items": schema_of(Tool)}
-TOOL_CHOICE: JsonObject = {"anyOf": [{"enum": ["none", "auto", "required"]}, schema_of(NamedTool)]}
+TOOL_CHOICE: JsonObject = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]}, schema_of(NamedTool), schema_of(AllowedChoice)
+    ]
+}  # fmt: skip
 
 
 class ToolFields(Body, frozen=True):
@@ -69,43 +87,61 @@ class ToolFields(Body, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """shown: the tools for the template. format: how the output writes calls, None: not at all.
+    """shown: the tools for the template. form: how the output writes calls, None: not at all.
 
-    names: of the tools that may be called. constraint: forces a call if `is_forced`, else only the
-        form of a call that the model makes.
+    tools: that may be called. constraint: forces a call if `is_forced`, else only the form of a
+        call that the model makes.
     """
 
     shown: list[JsonValue] | None = None
-    format: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
+    form: CallFormat | None = None
+    tools: Tools = field(default_factory=dict)
     constraint: Constraint | None = None
     is_forced: bool = False
 
 
-def read_tools(given: ToolFields, parser: str) -> ToolUse:
-    """parser: the server's `--tool-call-parser`, "" for none. Raises: RequestError."""
+def read_tools(given: ToolFields, parsers: Parsers) -> ToolUse:
+    """parsers: the server's. Raises: RequestError."""
     tools = _read_list(given.tools)
     choice = given.tool_choice
-    if isinstance(choice, dict):
-        return _forced(given, tools, [_read_named(choice, tools)], count_max=1)
+    count_max = None if given.parallel_tool_calls else 1
+    shown = [*given.tools]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        asked = read(
+            AllowedTools, read(AllowedChoice, choice, "tool_choice").allowed_tools, ALLOWED
+        )
+        tools = [_read_named(one, tools, f"{ALLOWED}.tools") for one in asked.tools]
+        names = {tool.name for tool in tools}
+        shown = [item for item in shown if _name_in(item) in names]
+        choice = asked.mode
+    elif isinstance(choice, dict):
+        named = [_read_named(choice, tools, "tool_choice")]
+        return _forced(shown, named, parsers, count_max=1)
     if choice not in (None, "none", "auto", "required"):
-        allowed = "'none', 'auto', 'required', or one function by name"
+        allowed = "'none', 'auto', 'required', allowed_tools, or one function by name"
         raise refusal("tool_choice", choice, allowed)
     if choice == "required":
         if not tools:
             allowed = "'none' or 'auto', since there are no tools"
             raise refusal("tool_choice", choice, allowed)
-        return _forced(given, tools, tools, count_max=None if given.parallel_tool_calls else 1)
+        return _forced(shown, tools, parsers, count_max=count_max)
     if not tools or choice == "none":
         return ToolUse()
-    tool_format = ToolFormat(parser) if parser else None
-    is_held = tool_format is ToolFormat.HERMES and any(tool.strict for tool in tools)
     return ToolUse(
-        shown=[*given.tools],
-        format=tool_format,
-        names=frozenset(tool.name for tool in tools),
-        constraint=Constraint("tools", lark_grammar(_tagged(tools), "tools")) if is_held else None,
+        shown=shown,
+        form=parsers.calls,
+        tools={tool.name: tool.parameters for tool in tools},
+        constraint=_strict(tools, parsers),
     )
+
+
+def _strict(tools: list[Function], parsers: Parsers) -> Constraint | None:
+    """What holds calls of strict tools to their schemas, where the model's format can be held."""
+    form = parsers.calls
+    if form is None or form.written is None or not any(tool.strict for tool in tools):
+        return None
+    held = [(tool.name, tool.parameters if tool.strict else ANY_OBJECT) for tool in tools]
+    return Constraint("tools", lark_grammar(tagged_calls(held, form, parsers.special), "tools"))
 
 
 def _read_list(items: list[Json]) -> list[Function]:
@@ -123,42 +159,36 @@ def _read_list(items: list[Json]) -> list[Function]:
     return list(tools.values())
 
 
-def _read_named(choice: JsonObject, tools: list[Function]) -> Function:
-    where = "tool_choice.function"
-    chosen = read(NamedTool, {"function": {}, **choice}, "tool_choice")
-    name = read(NamedFunction, chosen.function, where).name
+def _read_named(choice: JsonValue, tools: list[Function], where: str) -> Function:
+    if not isinstance(choice, dict):
+        raise refusal(where, choice, "an object")
+    chosen = read(NamedTool, {"function": {}, **choice}, where)
+    name = read(NamedFunction, chosen.function, f"{where}.function").name
     for tool in tools:
         if tool.name == name:
             return tool
-    raise refusal(f"{where}.name", name, f"one of {sorted(t.name for t in tools)}")
+    raise refusal(f"{where}.function.name", name, f"one of {sorted(t.name for t in tools)}")
+
+
+def _name_in(tool: Json) -> JsonValue:
+    """The name of a tool that has been read before."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _forced(
-    given: ToolFields, tools: list[Function], allowed: list[Function], *, count_max: int | None
+    shown: list[JsonValue], allowed: list[Function], parsers: Parsers, *, count_max: int | None
 ) -> ToolUse:
     name = "tool_choice"
-    schema = calls_schema([(tool.name, tool.parameters) for tool in allowed], count_max)
+    tools = {tool.name: tool.parameters for tool in allowed}
+    schema = calls_schema([*tools.items()], count_max)
     return ToolUse(
-        shown=[*given.tools],
-        format=ToolFormat.LIST,
-        names=frozenset(tool.name for tool in tools),
+        shown=shown,
+        form=parsers.listed,
+        tools=tools,
         constraint=Constraint(name, schema_grammar(schema, name)),
         is_forced=True,
     )
-
-
-def _tagged(tools: list[Function]) -> str:
-    """Text with calls between tags in it, or text alone; in Lark."""
-    calls = [f"call_{index}" for index in range(len(tools))]
-    rules = [f"start: ({' | '.join(calls)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
-    rules.append(f"opened[lazy]: TEXT {json.dumps(OPENING)}")
-    for call, tool in zip(calls, tools, strict=True):
-        schema = tool.parameters if tool.strict else ANY_OBJECT
-        styled = json.dumps({STYLE_KEY: {"whitespace_pattern": WHITESPACE}, **schema})
-        begin = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
-        end = json.dumps(f"}}\n{CLOSING}")
-        rules.append(f"{call}: opened {begin} %json {styled} {end}")
-    return "\n".join(rules)
 
 
 def calls_schema(tools: list[tuple[str, JsonObject]], count_max: int | None) -> JsonObject:

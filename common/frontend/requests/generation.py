@@ -59,7 +59,9 @@ class Continuation:
         self.trace: RequestTrace | None = None
         self._is_prefill = is_prefill
         self._detokenizer = tokenizer.detokenizer(
-            sample.token_ids, skip_special_tokens=sample.text.skip_special_tokens
+            sample.token_ids,
+            skip_special_tokens=sample.text.skip_special_tokens,
+            shown_ids=sample.text.shown_ids,
         )
         self._stops = StopStrings(sample.text.stops, keeps_match=sample.text.keeps_stop)
         self._decoded_length = 0  # characters, shown, held back or cut off

@@ -52,6 +52,7 @@ class ChatTemplate:
     """The templates of one checkpoint, "default" and perhaps "tool_use".
 
     special_tokens: what templates may refer to, such as bos_token. wall: seconds since 1970.
+    sources: the templates by name.
     Raises: ConfigError if a template is not valid Jinja.
     """
 
@@ -61,15 +62,19 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         wall: Callable[[], float],
     ) -> None:
+        self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._wall = wall
         environment = self._environment()
         self._compiled: dict[str, jinja2.Template] = {}
         self._takes_parts: dict[str, bool] = {}
+        self._asks_for_none: dict[str, bool] = {}
         for name, source in sources.items():
             try:
                 self._compiled[name] = environment.from_string(source)
-                self._takes_parts[name] = iterates_content(environment.parse(source))
+                parsed = environment.parse(source)
+                self._takes_parts[name] = iterates_content(parsed)
+                self._asks_for_none[name] = asks_for_no_content(parsed)
             except jinja2.TemplateError as exc:
                 raise ConfigError(f"chat template {name!r} is not valid Jinja: {exc}") from exc
 
@@ -88,14 +93,13 @@ class ChatTemplate:
             raise RequestError(
                 f"this checkpoint has no default chat template, only {sorted(self._compiled)}"
             )
-        shown: list[JsonObject] = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
+        absent = None if self._asks_for_none[name] else ""
+        shown = [_without_nulls(message, absent) for message in messages]
         if not self._takes_parts[name]:
             shown = [_with_text_content(message) for message in shown]
         if continue_final_message:
-            shown[-1] = _with_tag(shown[-1])
+            has_text = messages[-1].get("content") is not None
+            shown[-1] = _with_tag(shown[-1] if has_text else messages[-1])
         values = {
             **self._special_tokens,
             **template_kwargs,
@@ -139,28 +143,48 @@ def _join_bounded(parts: Iterable[str]) -> str:
 
 def iterates_content(template: nodes.Template) -> bool:
     """Whether the template walks through the parts of a message's content by itself."""
-    names = {
-        target.name
-        for assign in template.find_all(nodes.Assign)
-        for target in (assign.target,)
-        if isinstance(target, nodes.Name) and _is_content(assign.node)
-    }
+    names = _names_of_content(template)
+    return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
+
+
+def asks_for_no_content(template: nodes.Template) -> bool:
+    """Whether the template looks by itself if a message's content is none."""
+    names = _names_of_content(template)
     return any(
-        _is_content(loop.iter) or (isinstance(loop.iter, nodes.Name) and loop.iter.name in names)
-        for loop in template.find_all(nodes.For)
+        test.name == "none" and _is_content(test.node, names)
+        for test in template.find_all(nodes.Test)
     )
 
 
-def _is_content(node: nodes.Node) -> bool:
+def _names_of_content(template: nodes.Template) -> frozenset[str]:
+    return frozenset(
+        assign.target.name
+        for assign in template.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
+    )
+
+
+def _is_content(node: nodes.Node, names: frozenset[str] = frozenset()) -> bool:
     match node:
+        case nodes.Name(name=name):
+            return name in names
         case nodes.Getattr(attr="content"):
             return True
         case nodes.Getitem(arg=nodes.Const(value="content")):
             return True
         case nodes.Filter(node=nodes.Node() as inner):
-            return _is_content(inner)
+            return _is_content(inner, names)
         case _:
             return False
+
+
+def _without_nulls(message: JsonObject, absent: str | None) -> JsonObject:
+    """A message as templates expect it, which ask if a member is there, but not for its content.
+
+    absent: the content of a message that has none.
+    """
+    shown: JsonObject = {"content": absent}
+    return shown | {key: value for key, value in message.items() if value is not None}
 
 
 def _with_text_content(message: JsonObject) -> JsonObject:

@@ -35,7 +35,7 @@ NAMED_TOKENS = (
 class Tokenizer:
     """Encodes, decodes and renders chats. Safe to use from several threads at once.
 
-    chat_template: None if the checkpoint has none.
+    chat_template: None if the checkpoint has none. special_tokens: ids by their text.
     """
 
     def __init__(self, backend: Backend, chat_template: ChatTemplate | None) -> None:
@@ -43,11 +43,12 @@ class Tokenizer:
         backend.no_padding()
         self.chat_template = chat_template
         self._backend = backend
-        self._special_ids = frozenset(
-            token_id
+        self.special_tokens = {
+            token.content: token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
-        )
+        }
+        self._special_ids = frozenset(self.special_tokens.values())
         decoder = decoder_types(backend)
         self._is_byte_level = decoder == ["ByteLevel"]
         self._has_byte_level = "ByteLevel" in decoder
@@ -126,10 +127,17 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def detokenizer(
-        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """Turns the tokens that follow `prompt_ids` into text, one by one."""
-        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
+        """Turns the tokens that follow `prompt_ids` into text, one by one.
+
+        shown_ids: special tokens that are not skipped after all.
+        """
+        skipped = self._special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteDetokenizer(self.token_bytes, skipped)
         return WindowDetokenizer(
