@@ -62,7 +62,9 @@ def run_generate(
     )
 
     def prepare(scheduler: ScriptedScheduler) -> None:
-        scheduler.info = msgspec.structs.replace(INFO, vocab_size=VOCAB_SIZE)
+        scheduler.info = msgspec.structs.replace(
+            INFO, vocab_size=VOCAB_SIZE, incarnation="incarnation"
+        )
 
     async def bounded(rig: Rig) -> None:
         async with asyncio.timeout(timeout_s):

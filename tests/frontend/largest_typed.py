@@ -6,7 +6,7 @@ from __future__ import annotations
 from common.frontend.apis.messages_body import CLEAR_THINKING
 from common.frontend.bodies.fields import JsonObject, JsonValue
 
-TOOL_COUNT = 40  # as many as fit the prompt, where each has its parameters
+TOOL_COUNT = 30  # as many as fit the prompt, where each has its parameters
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 FUNCTION = "f" * 64
 TEXT = "x" * 2048
@@ -84,6 +84,7 @@ def unbounded(path: str, text: str, schemas: list[JsonValue]) -> dict[str, list[
                 "tools": [flat],
                 "tool_choice.type": ["function"],
                 "tool_choice.tools": [[FLAT_TOOL]],
+                "text": [],  # an object, whose members are fields of their own
                 "text.format.type": ["json_schema"],
                 "text.format.name": [TEXT],
                 "text.format.description": [TEXT],
