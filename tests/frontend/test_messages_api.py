@@ -94,6 +94,27 @@ def test_a_stream_tells_the_message_in_the_order_of_anthropic_s_events(tmp_path:
     run_generate(tmp_path, story, tool_call_parser="hermes")
 
 
+@pytest.mark.parametrize("display", ["summarized", "omitted"])
+def test_what_is_thought_is_a_block_of_its_own(tmp_path: Path, display: str) -> None:
+    thought = "I must look." if display == "summarized" else ""
+
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text(f"<think>\nI must look.\n</think>\n\n{CALLED}", STOP)
+        thinking: JsonObject = {"type": "enabled", "budget_tokens": 1024, "display": display}
+        asked: JsonObject = {**ASK, "tools": [TOOL], "thinking": thinking}
+        message = Message.model_validate(await post_object(rig, PATH, asked))
+        first, text, call = message.content
+        assert first.type == "thinking" and (first.thinking, first.signature) == (thought, "")
+        assert text.type == "text" and text.text == "Let me see." and call.type == "tool_use"
+        events = await typed_events(rig, PATH, asked)
+        deltas = [at(e, "delta") for e in events if e["type"] == "content_block_delta"]
+        told = [str(at(d, "thinking")) for d in deltas if at(d, "type") == "thinking_delta"]
+        assert "".join(told) == thought
+        assert at(events[2], "content_block", "type") == "thinking"
+
+    run_generate(tmp_path, story, tool_call_parser="hermes", reasoning_parser="qwen3")
+
+
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize(
     ("asked", "reason", "sequence"),

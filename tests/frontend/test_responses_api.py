@@ -49,6 +49,7 @@ TEXT_EVENTS = [
     "response.content_part.done",
     "response.output_item.done",
 ]
+REASONING_EVENTS = [name.replace("output_text", "reasoning_text") for name in TEXT_EVENTS]
 CALL_EVENTS = [
     "response.output_item.added",
     "response.function_call_arguments.delta",
@@ -137,6 +138,34 @@ def test_a_stream_tells_the_reply_in_the_order_of_openai_s_events(tmp_path: Path
         assert {event["item_id"] for event in events if "item_id" in event} == ids
 
     run_generate(tmp_path, story, tool_call_parser="hermes")
+
+
+def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text(f"<think>\nI must look.\n</think>\n\n{CALLED}", STOP)
+        asked: JsonObject = {**HELLO, "tools": [TOOL]}
+        whole = await post_object(rig, PATH, asked)
+        response = Response.model_validate(whole)
+        thought, said, _ = response.output
+        assert thought.type == "reasoning" and thought.content is not None
+        assert [part.text for part in thought.content] == ["I must look."]
+        assert said.type == "message" and response.output_text == "Let me see."
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens > 5
+        events = await typed_events(rig, PATH, asked)
+        for event in events:
+            EVENT.validate_python(event)
+        assert without_repeats([event["type"] for event in events]) == [
+            "response.created", "response.in_progress", *REASONING_EVENTS, *TEXT_EVENTS,
+            *CALL_EVENTS, "response.completed",
+        ]  # fmt: skip
+        deltas = [str(e["delta"]) for e in events if e["type"] == "response.reasoning_text.delta"]
+        assert "".join(deltas) == "I must look." and len(deltas) > 2
+        told = at(events[-1], "response")
+        assert without_names(at(told, "output")) == without_names(whole["output"])
+        assert at(told, "usage") == whole["usage"]
+
+    run_generate(tmp_path, story, tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
