@@ -24,6 +24,7 @@ from common.frontend.apis.output_blocks import (
 from common.frontend.apis.typed_run import Event
 from common.frontend.bodies.fields import JsonObject, parse_object
 from common.frontend.http.errors import anthropic_error
+from common.frontend.http.streaming import as_given
 from common.frontend.requests.generation import Continuation
 from common.frontend.text.parsing.parsing import Parsing
 from common.request import FinishKind
@@ -107,7 +108,11 @@ class MessagesShape:
             case BlockKind.CALL:
                 assert block.call is not None
                 named = {"id": block.call.call_id, "name": block.call.name}
-                return {"type": "tool_use", **named, "input": {} if is_open else _input(block)}
+                return {
+                    "type": "tool_use",
+                    **named,
+                    "input": as_given({} if is_open else _input(block)),
+                }
             case _:
                 assert_never(block.kind)
 

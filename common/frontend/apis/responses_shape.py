@@ -23,7 +23,8 @@ from common.frontend.apis.output_blocks import (
 )
 from common.frontend.apis.responses_body import ResponsesFields
 from common.frontend.apis.typed_run import Event
-from common.frontend.bodies.fields import JsonObject
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.http.streaming import as_given
 from common.frontend.requests.generation import Continuation
 from common.frontend.text.parsing.parsing import Parsing
 from common.frontend.text.tokenizer import Tokenizer
@@ -53,6 +54,11 @@ class ResponsesShape:
         self._given = given
         self._tokenizer = tokenizer
         self._model = model
+        tools: list[JsonValue] = [_told_tool(one) for one in given.tools if isinstance(one, dict)]
+        self._metadata = as_given(given.metadata)
+        self._text = as_given({"format": {"type": "text"}, **given.text})
+        self._tool_choice = as_given(given.tool_choice or "auto")
+        self._tools = as_given(tools)
         self._wall = wall
         self._created_s = int(wall())
         self._event_count = 0
@@ -198,16 +204,16 @@ class ResponsesShape:
             "instructions": given.instructions or None,
             "max_output_tokens": given.max_output_tokens,
             "max_tool_calls": given.max_tool_calls,
-            "metadata": given.metadata,
+            "metadata": self._metadata,
             "parallel_tool_calls": given.parallel_tool_calls,
             "prompt_cache_key": given.prompt_cache_key,
             "prompt_cache_retention": given.prompt_cache_retention,
             "reasoning": {"effort": given.reasoning.get("effort"), "summary": None},
             "safety_identifier": given.safety_identifier,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}} | given.text,
-            "tool_choice": given.tool_choice or "auto",
-            "tools": [_told_tool(tool) for tool in given.tools if isinstance(tool, dict)],
+            "text": self._text,
+            "tool_choice": self._tool_choice,
+            "tools": self._tools,
             "top_logprobs": given.top_logprobs,
             "top_p": params.top_p,
             "user": given.user,
