@@ -163,6 +163,11 @@ def test_the_sdk_reads_messages_streams_and_counts(tmp_path: Path) -> None:
             counted = await client.messages.count_tokens(
                 model="tiny", messages=asked, tools=tools, system="Be kind."
             )
+            beta = await client.beta.messages.create(
+                model="tiny", max_tokens=200, messages=[{"role": "user", "content": "hello"}],
+                tools=[{"name": "get_weather", "input_schema": {"type": "object"}}],
+            )  # fmt: skip
+            assert beta.stop_reason == whole.stop_reason
             bare = await client.messages.count_tokens(model="tiny", messages=asked, tools=tools)
             assert counted.input_tokens > bare.input_tokens == whole.usage.input_tokens
             with pytest.raises(anthropic.NotFoundError):
@@ -387,6 +392,8 @@ BLOCK = "messages[0].content[0]"
         ({"system": 5}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"speed": "fast"}, "speed"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),

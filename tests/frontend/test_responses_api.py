@@ -359,6 +359,7 @@ def test_calls_are_forced_as_in_a_chat(tmp_path: Path, choice: JsonValue, names:
         ({"n": 2}, "n"),
         ({"include": ["all"]}, "include"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"context": "current_turn"}}, "reasoning.context"),
         ({"temperature": -1}, "temperature"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"return_token_ids": True}, "return_token_ids"),

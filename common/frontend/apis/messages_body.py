@@ -19,6 +19,7 @@ from common.frontend.bodies.body import (
     Json,
     Object,
     Positive,
+    Refused,
     fields_of,
     nested,
     read,
@@ -48,6 +49,8 @@ class CustomTool(Body, frozen=True, kw_only=True):
     description: str = ""
     input_schema: Object
     strict: bool = False
+    defer_loading: Refused = None
+    input_examples: Refused = None
 
 
 class ToolChoice(Body, frozen=True, kw_only=True):
@@ -106,6 +109,7 @@ class MessagesFields(PromptFields, frozen=True, kw_only=True):
     stop_sequences: Annotated[list[Stop], Meta(max_length=STOP_COUNT_MAX)] = []
     metadata: Object = {}
     service_tier: Literal["auto", "standard_only"] = "auto"
+    speed: Literal["standard"] = "standard"
 
 
 class OneSample(Body, frozen=True):
@@ -118,7 +122,7 @@ class ModelField(Body, frozen=True):
 
 # The second row: what another field asks for here.
 UNSUPPORTED = refused(
-    "container", "mcp_servers", "speed", "output_format",
+    "container", "mcp_servers", "output_format",
     "stop", "max_completion_tokens", "response_format", "reasoning_effort", "stream_options",
     "logprobs", "top_logprobs", "echo", "return_token_ids", "continue_final_message",
     "add_generation_prompt", "parallel_tool_calls",

@@ -22,6 +22,7 @@ from common.frontend.bodies.body import (
     Json,
     Object,
     Positive,
+    Refused,
     fields_of,
     nested,
     read,
@@ -51,6 +52,7 @@ class FunctionTool(Body, frozen=True, kw_only=True):
     description: str = ""
     parameters: Object = msgspec.field(default_factory=NO_PARAMETERS.copy)
     strict: bool = False
+    defer_loading: Refused = None
 
 
 class ChosenFunction(Body, frozen=True):
@@ -86,6 +88,8 @@ class AskedReasoning(Body, frozen=True):
     """The reasoning is told as it is; nothing sums it up."""
 
     effort: str = ""
+    mode: Literal["standard"] = "standard"
+    context: Literal["auto"] = "auto"  # the template says what it shows of earlier turns
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
