@@ -188,6 +188,12 @@ def _source(grammar: Grammar) -> str:
             assert_never(grammar.kind)
 
 
+def is_token_of_grammars(text: str, *, is_special: bool) -> bool:
+    """Whether an added token is no text in a grammar, but itself: all that are special or look so.
+    No text of a grammar holds it, and no token but this spells it."""
+    return is_special or (text.startswith("<") and text.endswith(">"))
+
+
 def lark_of(text: str) -> str:
     """A grammar in GBNF or Lark, as Lark. Raises: GrammarError if it is neither."""
     try:

@@ -51,6 +51,7 @@ def run_generate(
     prefill: tuple[str, ...] = ("127.0.0.1:8998",),
     timeout_s: float = STORY_TIMEOUT_S,
     tool_call_parser: str = "",
+    chat_template: str = CHATML,
     **changes: object,
 ) -> None:
     """Run one test against the whole frontend of a server of that role.
@@ -58,7 +59,10 @@ def run_generate(
     changes: of its settings.
     """
     chat = write_tokenizer(
-        directory / "chat", bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHATML
+        directory / "chat",
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=chat_template,
     )
 
     def prepare(scheduler: ScriptedScheduler) -> None:

@@ -30,7 +30,9 @@ ODD_CALLS = (
 
 
 def parsing(calls: str, reasoning: str, *, is_inside: bool = False) -> Parsing:
-    found = choose_parsers(reasoning, calls, templates=(), architecture="", special_tokens={})
+    found = choose_parsers(
+        reasoning, calls, templates=(), architecture="", added_tokens={}, special_ids=set()
+    )
     return Parsing(found.reasoning, found.calls, TOOLS, is_inside=is_inside)
 
 
@@ -141,7 +143,9 @@ def test_calls_have_names_of_their_own_as_their_models_expect() -> None:
     parser = parsing("mistral", "").parser()
     (named,) = [*parser.push(f"[TOOL_CALLS][{call}]"), *parser.flush()]
     assert isinstance(named, ToolCall) and len(named.call_id) == 9 and named.call_id.isalnum()
-    kimi = choose_parsers("", "kimi_k2", templates=(), architecture="", special_tokens={}).calls
+    kimi = choose_parsers(
+        "", "kimi_k2", templates=(), architecture="", added_tokens={}, special_ids=set()
+    ).calls
     text = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     (counted,) = Parsing(calls=kimi, tools=TOOLS, call_count=2).parser().push(text)
     assert isinstance(counted, ToolCall) and counted.call_id == "functions.now:2"
@@ -201,18 +205,30 @@ def test_auto_follows_the_template_else_the_architecture(
 ) -> None:
     templates = (template,) if template else ()
     found = choose_parsers(
-        "auto", "auto", templates=templates, architecture=architecture, special_tokens={}
+        "auto",
+        "auto",
+        templates=templates,
+        architecture=architecture,
+        added_tokens={},
+        special_ids=set(),
     )
     assert found.calls == (CALL_FORMATS[calls][0] if calls else None)
     assert found.reasoning == (REASONING_FORMATS[reasoning][0] if reasoning else None)
 
 
-def test_special_tokens_of_a_format_are_shown_and_no_others() -> None:
-    special = {"<|tool_call_begin|>": 5, "</think>": 6, "<|im_end|>": 7}
+def test_tokens_of_a_format_are_shown_and_named_and_no_others() -> None:
+    added = {"<|tool_call_begin|>": 5, "</think>": 6, "<|im_end|>": 7, "<b>": 8, "word": 9}
     found = choose_parsers(
-        "kimi_k2", "kimi_k2", templates=(), architecture="", special_tokens=special
+        "kimi_k2",
+        "kimi_k2",
+        templates=(),
+        architecture="",
+        added_tokens=added,
+        special_ids={5, 7},
     )
-    assert found.special == {"<|tool_call_begin|>": 5, "</think>": 6}
+    assert found.shown_ids == {5}
+    assert found.tokens.markers == {"<|tool_call_begin|>": 5, "</think>": 6}
+    assert found.tokens.texts == {"</think>": 6, "<b>": 8}
 
 
 @pytest.mark.parametrize(

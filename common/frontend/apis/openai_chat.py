@@ -139,11 +139,11 @@ def parse_chat(
     begins = beginning(parsers.reasoning, text, _continued_text(template))
     if parsers.reasoning and constraint and begins is not Beginning.BEHIND:
         constraint = behind_reasoning(
-            constraint, parsers.reasoning, parsers.special, is_inside=begins is Beginning.INSIDE
+            constraint, parsers.reasoning, parsers.tokens, is_inside=begins is Beginning.INSIDE
         )
     parsing = _read_parsing(read(ReasoningFields, body), template, tools, parsers, begins)
     is_parsed = parsing.reasoning is not None or parsing.calls is not None
-    shown_ids = frozenset(parsers.special.values()) if is_parsed else frozenset[int]()
+    shown_ids = parsers.shown_ids if is_parsed else frozenset[int]()
     choice = structs.replace(
         choice, constraint=constraint, text=structs.replace(choice.text, shown_ids=shown_ids)
     )

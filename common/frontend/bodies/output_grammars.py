@@ -1,13 +1,13 @@
 """Grammars of outputs that are more than one text: calls between markers, answers behind reasoning.
 
-In Lark, as llguidance has it: a special token is no text there, and is named by its id.
+In Lark, as llguidance has it, where some tokens are no text and are named by their ids.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,9 +15,11 @@ import msgspec
 from common.frontend.bodies.constraints import Constraint, lark_grammar
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.text.parsing.form import CallFormat, ReasoningFormat
+from common.frontend.text.parsing.parsing import GrammarTokens
 from common.grammar import STYLE_KEY, WHITESPACE
 from common.request import Grammar, GrammarKind
 
+ANY = r"ANY: /(.|\n)*/"
 TEXT = r"TEXT: /(.|\n)+/"
 INDEX = "INDEX: /[0-9]+/"
 GAP = r"GAP: /[ \t\r\n]{0,8}/"
@@ -25,52 +27,51 @@ GAP = r"GAP: /[ \t\r\n]{0,8}/"
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """Markers as Lark. special: ids of the special tokens among them, by their text."""
+    """Text and markers as Lark. tokens: what is no text there, see `GrammarTokens`."""
 
-    special: Mapping[str, int]
+    tokens: GrammarTokens
 
     def lark(self, text: str) -> str:
-        """Text with special tokens and {index} in it, as a sequence."""
+        """Text with markers and {index} in it, as a sequence."""
         return " ".join(self._part(part) for part in self._split(text) if part)
 
-    def is_plain(self, text: str) -> bool:
-        """Whether no special token stands in it."""
-        return not any(token in text for token in self.special)
-
-    def up_to(self, rule: str, marker: str, begin: str = "", others: Sequence[str] = ()) -> str:
+    def up_to(self, rule: str, marker: str, begin: str = "", passed: Sequence[str] = ()) -> str:
         """A rule for any text that ends with the first `marker`. begin: in Lark, what it begins
-        with. others: special tokens that may stand in the text."""
-        if self.is_plain(marker):
-            return f"{rule}[lazy]: {begin} ANY {json.dumps(marker)}"
-        free = " | ".join(["TEXT", *(f"<[{self.special[one]}]>" for one in others)])
-        return f"{rule}: {begin} ({free})* {self.lark(marker)}"
+        with. passed: markers that may stand in the text."""
+        if not any(token in marker for token in self.tokens.markers):
+            return f"{rule}[lazy]: {begin} ANY {json.dumps(marker, ensure_ascii=False)}"
+        return f"{rule}: {begin} {self.free(marker, passed)} {self.lark(marker)}"
+
+    def free(self, marker: str, passed: Sequence[str] = ()) -> str:
+        """Any text without `marker`."""
+        known = self.tokens.markers
+        ids = [known[one] for one in passed if one in known]
+        ids += [token_id for token, token_id in self.tokens.texts.items() if token not in marker]
+        return f"({' | '.join(['TEXT', *(f'<[{one}]>' for one in dict.fromkeys(ids))])})*"
 
     def _split(self, text: str) -> list[str]:
-        tokens = sorted(self.special, key=len, reverse=True)
+        tokens = sorted(self.tokens.markers, key=len, reverse=True)
         return re.split("(" + "|".join(map(re.escape, [*tokens, "{index}"])) + ")", text)
 
     def _part(self, text: str) -> str:
         if text == "{index}":
             return "INDEX"
-        return f"<[{self.special[text]}]>" if text in self.special else json.dumps(text)
+        token_id = self.tokens.markers.get(text)
+        return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
 
 def tagged_calls(
-    tools: Sequence[tuple[str, JsonObject]], form: CallFormat, special: Mapping[str, int]
+    tools: Sequence[tuple[str, JsonObject]], form: CallFormat, tokens: GrammarTokens
 ) -> str:
     """Text with calls of `tools`, (name, schema of the parameters), in it, or text alone."""
     assert form.written is not None, "only such a format can be held"
-    markup = Markup(special)
-    trigger = form.openings[0]
-    passed = [marker for marker in form.passed if marker in special]
-    free = " | ".join(["TEXT", *(f"<[{special[one]}]>" for one in passed)])
+    markup = Markup(tokens)
+    opening = form.openings[0]
     calls = [f"call_{index}" for index in range(len(tools))]
     rules = [
-        f"start: ({' | '.join(calls)})* ({free})*",
-        r"ANY: /(.|\n)*/",
-        TEXT,
-        INDEX,
-        markup.up_to("opened", trigger, others=passed),
+        f"start: ({' | '.join(calls)})* {markup.free(opening, form.passed)}",
+        *(ANY, TEXT, INDEX),
+        markup.up_to("opened", opening, passed=form.passed),
     ]
     for call, (name, schema) in zip(calls, tools, strict=True):
         begin = markup.lark(form.written.begin.replace("{name}", name))
@@ -82,7 +83,7 @@ def tagged_calls(
 def behind_reasoning(
     constraint: Constraint,
     form: ReasoningFormat,
-    special: Mapping[str, int],
+    tokens: GrammarTokens,
     *,
     is_inside: bool,
 ) -> Constraint:
@@ -90,9 +91,9 @@ def behind_reasoning(
 
     Raises: RequestError if it becomes too long.
     """
-    markup = Markup(special)
+    markup = Markup(tokens)
     introduced = markup.lark(form.introduction)
-    rules = [r"ANY: /(.|\n)*/", TEXT, GAP, f"answer: GAP {introduced} {_inner(constraint.grammar)}"]
+    rules = [ANY, TEXT, GAP, f"answer: GAP {introduced} {_inner(constraint.grammar)}"]
     following = f"thought {markup.lark(form.next_message)} answer"
     if is_inside:
         rules += [f"start: {following}", markup.up_to("thought", form.closing)]

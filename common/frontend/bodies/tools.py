@@ -141,7 +141,7 @@ def _strict(tools: list[Function], parsers: Parsers) -> Constraint | None:
     if form is None or form.written is None or not any(tool.strict for tool in tools):
         return None
     held = [(tool.name, tool.parameters if tool.strict else ANY_OBJECT) for tool in tools]
-    return Constraint("tools", lark_grammar(tagged_calls(held, form, parsers.special), "tools"))
+    return Constraint("tools", lark_grammar(tagged_calls(held, form, parsers.tokens), "tools"))
 
 
 def _read_list(items: list[Json]) -> list[Function]:

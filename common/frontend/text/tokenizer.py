@@ -35,7 +35,8 @@ NAMED_TOKENS = (
 class Tokenizer:
     """Encodes, decodes and renders chats. Safe to use from several threads at once.
 
-    chat_template: None if the checkpoint has none. special_tokens: ids by their text.
+    chat_template: None if the checkpoint has none. added_tokens: ids by their text; special_ids:
+    of those that are no text.
     """
 
     def __init__(self, backend: Backend, chat_template: ChatTemplate | None) -> None:
@@ -43,12 +44,9 @@ class Tokenizer:
         backend.no_padding()
         self.chat_template = chat_template
         self._backend = backend
-        self.special_tokens = {
-            token.content: token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        }
-        self._special_ids = frozenset(self.special_tokens.values())
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = decoder_types(backend)
         self._is_byte_level = decoder == ["ByteLevel"]
         self._has_byte_level = "ByteLevel" in decoder
@@ -124,7 +122,7 @@ class Tokenizer:
         return all(digit in "0123456789ABCDEFabcdef" for digit in token[3:5])
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
+        return token_id in self.special_ids
 
     def detokenizer(
         self,
@@ -137,7 +135,7 @@ class Tokenizer:
 
         shown_ids: special tokens that are not skipped after all.
         """
-        skipped = self._special_ids - shown_ids if skip_special_tokens else frozenset[int]()
+        skipped = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteDetokenizer(self.token_bytes, skipped)
         return WindowDetokenizer(

@@ -6,7 +6,7 @@ Reads the checkpoint's config.json. Knows nothing of bodies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +16,9 @@ from common import output_formats as names
 from common.config import ServerConfig
 from common.frontend.text.parsing.form import markers_in
 from common.frontend.text.parsing.formats import CALL_FORMATS, REASONING_FORMATS, Signs
-from common.frontend.text.parsing.parsing import Parsers
+from common.frontend.text.parsing.parsing import GrammarTokens, Parsers
 from common.frontend.text.tokenizer import Tokenizer
+from common.grammar import is_token_of_grammars
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F")
@@ -32,7 +33,8 @@ def open_parsers(config: ServerConfig, tokenizer: Tokenizer) -> Parsers:
         config.tool_call_parser,
         templates=tuple(template.sources.values()) if template else (),
         architecture=(document.get("architectures") or [""])[0],
-        special_tokens=tokenizer.special_tokens,
+        added_tokens=tokenizer.added_tokens,
+        special_ids=tokenizer.special_ids,
     )
 
 
@@ -42,7 +44,8 @@ def choose_parsers(
     *,
     templates: Sequence[str],
     architecture: str,
-    special_tokens: Mapping[str, int],
+    added_tokens: Mapping[str, int],
+    special_ids: Set[int],
 ) -> Parsers:
     """The formats that a server was told of by name: "" for none, `auto` for what the checkpoint
     says, which may be none."""
@@ -55,14 +58,26 @@ def choose_parsers(
     reasoning_form = REASONING_FORMATS[reasoning_key][0] if reasoning_key else None
     call_form = CALL_FORMATS[call_key][0] if call_key else None
     markers = markers_in(reasoning_form, call_form)
+    own = {
+        text: token_id
+        for text, token_id in added_tokens.items()
+        if any(text in marker for marker in markers)
+    }
+    named = {
+        text: token_id
+        for text, token_id in added_tokens.items()
+        if is_token_of_grammars(text, is_special=token_id in special_ids)
+    }
     return Parsers(
         reasoning=reasoning_form,
         calls=call_form,
-        special={
-            text: token_id
-            for text, token_id in special_tokens.items()
-            if any(text in marker for marker in markers)
-        },
+        shown_ids=frozenset(special_ids) & frozenset(own.values()),
+        tokens=GrammarTokens(
+            markers={text: token_id for text, token_id in own.items() if text in named},
+            texts={
+                text: token_id for text, token_id in named.items() if token_id not in special_ids
+            },
+        ),
     )
 
 

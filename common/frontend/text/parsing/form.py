@@ -45,13 +45,12 @@ class ReasoningFormat:
 class WrittenCall:
     """How a call with one JSON object as its arguments is written, for grammars.
 
-    begin: behind the opening, with the function as {name} and a number as {index}. end: behind the
-    object. trigger: the opening, if it is not the format's first.
+    begin: behind the first opening, with the function as {name} and a number as {index}. end:
+    behind the object.
     """
 
     begin: str
     end: str
-    trigger: str = ""
 
 
 @dataclass(frozen=True, slots=True)

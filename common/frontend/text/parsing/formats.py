@@ -187,10 +187,6 @@ HARMONY = CallFormat(
     closings=("<|call|>", "<|end|>", "<|return|>"),
     body=Named(re.compile(rf"(?:functions\.)?{NAME}[^{{]*?<\|message\|>\s*")),
     inner=("<|channel|>", "<|constrain|>", "<|message|>"),
-    written=WrittenCall(
-        "functions.{name} <|constrain|>json<|message|>", "<|call|>",
-        trigger="<|channel|>commentary to=",
-    ),
 )  # fmt: skip
 
 CALL_FORMATS: dict[str, tuple[CallFormat, Signs]] = {

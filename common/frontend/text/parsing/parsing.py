@@ -32,13 +32,23 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """Tokens that are no text in a grammar, by their text. markers: those that stand in markers.
+    texts: others that the checkpoint takes for text."""
+
+    markers: Mapping[str, int] = field(default_factory=dict)
+    texts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Parsers:
-    """How a server's model writes; None: as text. special: the special tokens among the markers,
-    which are shown so that they can be found, by their text."""
+    """How a server's model writes; None: as text. shown_ids: of the special tokens among the
+    markers, which are shown so that they can be found."""
 
     reasoning: ReasoningFormat | None = None
     calls: CallFormat | None = None
-    special: Mapping[str, int] = field(default_factory=dict)
+    shown_ids: frozenset[int] = frozenset()
+    tokens: GrammarTokens = GrammarTokens()
 
     @property
     def listed(self) -> CallFormat:
