@@ -96,6 +96,11 @@ def counted_text(prompt_ids: Sequence[int], count: int, *, skips: bool = True) -
     return TOKENIZER.decode(counted_up(prompt_ids, count), skip_special_tokens=skips)
 
 
+def prompt_of(rig: Rig) -> str:
+    """The text of the latest prompt that the scheduler has got."""
+    return TOKENIZER.decode(rig.scheduler.submits[-1].token_ids, skip_special_tokens=False)
+
+
 def say_text(
     text: str, finish: FinishReason | None = None
 ) -> Callable[[Submit], list[ToldFrontend]]:

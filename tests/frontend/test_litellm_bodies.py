@@ -14,7 +14,7 @@ import pytest
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import Rig
-from tests.frontend.generate_rig import TOKENIZER, at, post_object, run_generate, say_text
+from tests.frontend.generate_rig import at, post_object, prompt_of, run_generate, say_text
 
 STOP = FinishReason(FinishKind.STOP)
 SCHEMA: JsonObject = {
@@ -101,8 +101,7 @@ def test_a_loop_with_tools_is_one_prompt_over_all_apis(
     async def story(rig: Rig) -> None:
         rig.scheduler.answer = say_text("Ada.", STOP)
         assert at(await post_object(rig, path, body), *text) == "Ada."
-        prompt = TOKENIZER.decode(rig.scheduler.submits[-1].token_ids, skip_special_tokens=False)
-        assert prompt.endswith(
+        assert prompt_of(rig).endswith(
             f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
             f"<|im_start|>tool\n{RESULT}<|im_end|>\n<|im_start|>assistant\n"
         )

@@ -9,12 +9,11 @@ from pathlib import Path
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from common.config import Role
-from common.frontend.apis.messages_input import read_messages
-from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.bodies.fields import JsonObject
 from common.protocol.frontend import Failed
 from common.request import FinishKind, FinishReason
 from tests.frontend.frontend_rig import Rig
@@ -41,10 +40,6 @@ CALLED = (
 EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 # Of features that this server does not have.
 ABSENT = {"container", "diagnostics", "stop_details"}
-
-
-def prompt_of(rig: Rig) -> str:
-    return TOKENIZER.decode(rig.scheduler.submits[-1].token_ids, skip_special_tokens=False)
 
 
 def test_a_reply_is_a_message_of_the_sdk(tmp_path: Path) -> None:
@@ -138,6 +133,7 @@ def test_why_it_stopped(
     run_generate(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_the_sdk_reads_messages_streams_and_counts(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         rig.scheduler.answer = say_text(CALLED, STOP)
@@ -181,6 +177,7 @@ def test_the_sdk_reads_messages_streams_and_counts(tmp_path: Path) -> None:
     run_generate(tmp_path, story, tool_call_parser="hermes", api_keys=("key-1",))
 
 
+@pytest.mark.slow
 def test_a_failure_inside_a_stream_is_anthropic_s_error_event(tmp_path: Path) -> None:
     async def story(rig: Rig) -> None:
         rig.scheduler.holds = True
@@ -248,174 +245,3 @@ def test_a_prefill_server_answers_what_it_holds(tmp_path: Path) -> None:
             assert at(reply, "kv_transfer_params", "do_remote_prefill") is True
 
     run_generate(tmp_path, story, role=Role.PREFILL)
-
-
-# ---- input ---------------------------------------------------------------------------------------
-
-CONVERSATION: list[JsonValue] = [
-    {"role": "user", "content": "Weather?"},
-    {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "I must look.", "signature": ""},
-        {"type": "text", "text": "Let me see."},
-        {"type": "tool_use", "id": "c1", "name": "f", "input": {"city": "Oslo"}},
-        {"type": "tool_use", "id": "c2", "name": "g", "input": {}},
-    ]},
-    {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "c1", "content": "fair"},
-        {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": [
-            {"type": "text", "text": "no"}, {"type": "text", "text": "such"},
-        ]},
-        {"type": "text", "text": "And now?"},
-    ]},
-]  # fmt: skip
-
-
-def test_results_of_tools_become_messages_and_a_turn_stays_one() -> None:
-    system: JsonValue = [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c"},
-        {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": "Be brief."},
-    ]
-    messages, is_open = read_messages(system, CONVERSATION)
-    assert messages == [
-        {"role": "system", "content": "Be kind.\nBe brief."},
-        {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant",
-            "reasoning_content": "I must look.",
-            "content": "Let me see.",
-            "tool_calls": [
-                {
-                    "id": "c1",
-                    "type": "function",
-                    "function": {"name": "f", "arguments": '{"city": "Oslo"}'},
-                },
-                {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "fair"},
-        {
-            "role": "tool",
-            "tool_call_id": "c2",
-            "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "such"}],
-            "is_error": True,
-        },
-        {"role": "user", "content": "And now?"},
-    ]
-    assert not is_open
-
-
-def test_the_beginning_of_an_answer_is_continued(tmp_path: Path) -> None:
-    async def story(rig: Rig) -> None:
-        asked: JsonObject = {**ASK, "messages": [USER, {"role": "assistant", "content": "Good"}]}
-        await post_object(rig, PATH, {**asked, "max_tokens": 1})
-        assert prompt_of(rig).endswith("<|im_start|>assistant\nGood")
-
-    run_generate(tmp_path, story)
-
-
-@pytest.mark.parametrize(
-    ("thinking", "has_block"),
-    [({"type": "disabled"}, True), ({"type": "enabled", "budget_tokens": 1024}, False),
-     ({"type": "adaptive"}, False)],
-)  # fmt: skip
-def test_the_template_is_told_whether_to_think(
-    tmp_path: Path, thinking: JsonObject, has_block: bool
-) -> None:
-    async def story(rig: Rig) -> None:
-        await post_object(rig, PATH, {**ASK, "thinking": thinking, "max_tokens": 1})
-        assert prompt_of(rig).endswith("<think></think>") == has_block
-
-    run_generate(tmp_path, story)
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [({"type": "any"}, ["get_weather", "stop"]), ({"type": "tool", "name": "stop"}, ["stop"])],
-)
-def test_calls_are_forced_as_in_a_chat(
-    tmp_path: Path, choice: JsonObject, names: list[str]
-) -> None:
-    async def story(rig: Rig) -> None:
-        rig.scheduler.answer = say_text('[{"name": "stop", "parameters": {}}]', STOP)
-        tools: list[JsonValue] = [TOOL, {**TOOL, "name": "stop", "type": "custom"}]
-        asked: JsonObject = {**ASK, "tools": tools, "tool_choice": choice}
-        message = Message.model_validate(await post_object(rig, PATH, asked))
-        (block,) = message.content
-        assert block.type == "tool_use" and (block.name, block.input) == ("stop", {})
-        grammar = rig.scheduler.submits[-1].sampling.grammar
-        assert grammar is not None
-        forced = json.loads(grammar.text)
-        allowed = [one["properties"]["name"]["const"] for one in forced["items"]["anyOf"]]
-        assert allowed == names
-        one_call = {**choice, "disable_parallel_tool_use": True}
-        await post_object(rig, PATH, {**asked, "tool_choice": one_call})
-        grammar = rig.scheduler.submits[-1].sampling.grammar
-        assert grammar is not None and json.loads(grammar.text)["maxItems"] == 1
-
-    run_generate(tmp_path, story)
-
-
-def test_a_count_is_that_of_the_prompt(tmp_path: Path) -> None:
-    async def story(rig: Rig) -> None:
-        prompt: JsonObject = {
-            "messages": [USER, {"role": "assistant", "content": "Good"}], "system": "Be kind.",
-            "tools": [TOOL], "thinking": {"type": "disabled"}, "model": "tiny",
-        }  # fmt: skip
-        counted = MessageTokensCount.model_validate(await post_object(rig, COUNT_PATH, prompt))
-        await post_object(rig, PATH, {**prompt, "max_tokens": 1})
-        assert counted.input_tokens == len(rig.scheduler.submits[-1].token_ids)
-
-    run_generate(tmp_path, story)
-
-
-BLOCK = "messages[0].content[0]"
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1 << 40}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, f"{BLOCK}.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, f"{BLOCK}.type"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
-         f"{BLOCK}.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-         f"{BLOCK}.tool_use_id"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}]},
-         f"{BLOCK}.name"),
-        ({"system": 5}, "system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"speed": "fast"}, "speed"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"stop": ["a"]}, "stop"),
-        ({"thinking": {"type": "some"}}, "thinking.type"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nil"}}}},
-         "output_config.format.schema"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-         "context_management.edits"),
-        ({"container": "c"}, "container"),
-        ({"n": 2}, "n"),
-        ({"top_k": 0}, "top_k"),
-    ],
-)  # fmt: skip
-def test_what_can_t_be_honoured_is_refused_by_the_client_s_own_name(
-    tmp_path: Path, body: JsonObject, field: str
-) -> None:
-    async def story(rig: Rig) -> None:
-        reply = await post_object(rig, PATH, {**ASK, **body}, 400)
-        assert at(reply, "error", "type") == "invalid_request_error"
-        assert str(at(reply, "error", "message")).startswith(field)
-
-    run_generate(tmp_path, story)

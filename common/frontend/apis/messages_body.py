@@ -120,12 +120,13 @@ class ModelField(Body, frozen=True):
     model: str = ""
 
 
-# The second row: what another field asks for here.
+# The first row is Anthropic's. The others: what another field asks for here, or no reply tells.
 UNSUPPORTED = refused(
     "container", "mcp_servers", "output_format",
     "stop", "max_completion_tokens", "response_format", "reasoning_effort", "stream_options",
-    "logprobs", "top_logprobs", "echo", "return_token_ids", "continue_final_message",
-    "add_generation_prompt", "parallel_tool_calls",
+    "continue_final_message", "add_generation_prompt", "parallel_tool_calls",
+    "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids",
+    "return_tokens_as_token_ids", "echo", "return_token_ids",
 )  # fmt: skip
 MESSAGES_BODY = schema_of(
     *OPENAI,

@@ -149,12 +149,13 @@ class OptionFields(Body, frozen=True):
     chat_template_kwargs: Object = {}
 
 
-# What a store would be for, and what another field asks for here.
+# What a store would be for, what another field asks for here, and what no reply here tells.
 STORED = ("previous_response_id", "conversation", "background")
 UNSUPPORTED = refused(
     *STORED, "prompt", "context_management", "moderation", "previous_input_messages",
     "enable_response_messages", "response_format", "reasoning_effort", "logprobs", "echo",
-    "return_token_ids", "continue_final_message", "add_generation_prompt",
+    "continue_final_message", "add_generation_prompt", "return_token_ids", "prompt_logprobs",
+    "logprob_token_ids", "return_tokens_as_token_ids",
 )  # fmt: skip
 RESPONSES = schema_of(
     *OPENAI,
