@@ -17,7 +17,7 @@ from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
-from common.frontend.text.parsing.formats import HERMES
+from common.frontend.text.parsing.formats import HERMES, THINK
 from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
@@ -57,7 +57,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
     match case.path:
         case "/generate":
-            return parse_generate(case.body, tokenizer, LIMITS, "rid").samples
+            parsers = Parsers(reasoning=THINK)
+            return parse_generate(case.body, tokenizer, LIMITS, "rid", parsers).samples
         case "/resume":
             return [parse_resume(case.body, LIMITS)]
         case "/v1/completions":

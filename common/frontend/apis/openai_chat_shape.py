@@ -24,6 +24,7 @@ class ChatShape:
     def __init__(self, tokenizer: Tokenizer, parsing: Parsing) -> None:
         self._tokenizer = tokenizer
         self._parsing = parsing
+        self._is_verbatim = parsing.is_verbatim
         self._outputs: dict[int, ParsedOutput] = {}  # by index of the sample
 
     def choice(self, one: Continuation) -> dict[str, object]:
@@ -47,15 +48,14 @@ class ChatShape:
             begun = {"role": "assistant", "content": ""}
             told.append({"index": index, "delta": begun, "logprobs": None, **running})
         logprobs = self._logprobs(one, growth.start, growth.stop)
-        output = self._output(one)
-        deltas = self._deltas(output, growth.text)
+        deltas = self._deltas(one, growth.text)
         if not deltas and logprobs is not None and growth.stop > growth.start:
             deltas = [{"content": ""}]
         for delta in deltas:
             told.append({"index": index, "delta": delta, "logprobs": logprobs, **running})
             logprobs = None  # they are told once
         if one.is_ended:
-            finish = {**finish_fields(one), "finish_reason": output.finish_reason}
+            finish = {**finish_fields(one), "finish_reason": self._output(one).finish_reason}
             told.append({"index": index, "delta": {}, "logprobs": None, **finish})
         return told
 
@@ -68,7 +68,10 @@ class ChatShape:
             self._outputs[index] = ParsedOutput(one, self._parsing)
         return self._outputs[index]
 
-    def _deltas(self, output: ParsedOutput, text: str) -> list[dict[str, object]]:
+    def _deltas(self, one: Continuation, text: str) -> list[dict[str, object]]:
+        if self._is_verbatim:  # most chats are, and each of their tokens comes here
+            return [{"content": text}] if text else []
+        output = self._output(one)
         deltas: list[dict[str, object]] = []
         place = output.call_count
         for item in output.push(text):
