@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import uvicorn
+from tokenizers import Tokenizer as Backend
 
 from common.config import Role
 from common.frontend.apis import (
@@ -52,6 +53,7 @@ def run_generate(
     timeout_s: float = STORY_TIMEOUT_S,
     tool_call_parser: str = "",
     chat_template: str = CHATML,
+    backend: Backend | None = None,
     **changes: object,
 ) -> None:
     """Run one test against the whole frontend of a server of that role.
@@ -60,6 +62,7 @@ def run_generate(
     """
     chat = write_tokenizer(
         directory / "chat",
+        backend,
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
         chat_template=chat_template,
@@ -102,10 +105,10 @@ def prompt_of(rig: Rig) -> str:
 
 
 def say_text(
-    text: str, finish: FinishReason | None = None
+    text: str, finish: FinishReason | None = None, tokenizer: Tokenizer = TOKENIZER
 ) -> Callable[[Submit], list[ToldFrontend]]:
     """A scheduler that always answers `text`, one token per message."""
-    token_ids = TOKENIZER.encode(text)
+    token_ids = tokenizer.encode(text)
 
     def answer(submit: Submit) -> list[ToldFrontend]:
         said = token_ids[: submit.sampling.max_new_tokens]

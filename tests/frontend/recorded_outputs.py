@@ -74,6 +74,11 @@ RECORDED: tuple[Recorded, ...] = (
         ("<tool_call>{not json</tool_call>", NOW),
     ),
     Recorded(
+        "hermes, a string without end, then a call", "hermes", "",
+        'I look. <tool_call>{"name": "now</tool_call> <tool_call>{"name": "now"}</tool_call>',
+        ('I look. <tool_call>{"name": "now</tool_call>', NOW),
+    ),
+    Recorded(
         "hermes, thoughts never closed", "hermes", "qwen3",
         'Oslo, so\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n'
         "</tool_call>",
@@ -159,6 +164,11 @@ RECORDED: tuple[Recorded, ...] = (
         "harmony, an answer", "gpt-oss", "gpt-oss",
         "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>"
         "It is 4.", (Thought("Easy."), "It is 4."),
+    ),
+    Recorded(
+        "harmony, thoughts that are not ended", "gpt-oss", "gpt-oss",
+        "<|channel|>analysis<|message|>A.<|channel|>analysis<|message|>B.<|channel|>final<|message|>"
+        "4.", (Thought("A.B."), "4."),
     ),
     Recorded(
         "harmony, words before a call", "gpt-oss", "gpt-oss",

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from common.errors import GrammarError
-from common.frontend.bodies.fields import JsonObject
-from common.frontend.text.tokenizer import load_tokenizer
+from common.frontend.bodies.fields import JsonObject, JsonValue
+from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.grammar import GrammarCompiler
 from common.request import FinishKind, FinishReason, Grammar, GrammarKind
 from tests.frontend.frontend_rig import Rig
@@ -21,6 +22,7 @@ from tests.frontend.generate_rig import (
     run_generate,
     say_text,
 )
+from tests.frontend.tiny_tokenizers import byte_level_backend
 
 CHECKPOINT = Path(__file__).parents[2] / "demo" / "checkpoint"
 PATH = "/v1/chat/completions"
@@ -76,6 +78,79 @@ def test_streamed_calls_come_whole_and_once(tmp_path: Path) -> None:
             assert sum(len(e) for e in entries if isinstance(e, list)) == len(
                 TOKENIZER.encode(TAGGED)
             )
+
+    run_generate(tmp_path, story, tool_call_parser="hermes")
+
+
+SPECIAL = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+           "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|other|>")  # fmt: skip
+
+
+def test_markers_that_are_special_tokens_are_seen_and_not_told(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    begin, end, one, argument, last, other = SPECIAL
+    call = f'{one}functions.get_weather:0{argument}{{"city": "Oslo"}}{last}'
+    said = say_text(f"I look.{other}{begin}{call}{end}", STOP, Tokenizer(backend, None))
+
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = said
+        earlier: JsonObject = {"role": "assistant", "content": "", "tool_calls": [{}, {}]}
+        asked: JsonObject = {"messages": [HELLO, earlier, HELLO], "tools": [TOOL]}
+        message = at(await post_object(rig, PATH, asked), "choices", 0, "message")
+        assert at(message, "content") == "I look."
+        assert at(message, "tool_calls", 0, "id") == "functions.get_weather:2"
+        assert at(message, "tool_calls", 0, "function", "arguments") == '{"city": "Oslo"}'
+        unasked = await post_object(rig, PATH, {"messages": [HELLO]})
+        assert "<|" not in str(at(unasked, "choices", 0, "message", "content"))
+
+    run_generate(tmp_path, story, tool_call_parser="kimi_k2", backend=backend)
+
+
+def test_no_second_call_is_told_where_they_may_not_be_parallel(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text(f"{TAGGED}\n{TAGGED}", STOP)
+        asked: JsonObject = {"messages": [HELLO], "tools": [TOOL]}
+        for is_parallel, count in ((True, 2), (False, 1)):
+            body = {**asked, "parallel_tool_calls": is_parallel}
+            reply = await post_object(rig, PATH, body)
+            calls = at(reply, "choices", 0, "message", "tool_calls")
+            assert isinstance(calls, list) and len(calls) == count
+            events = await post_stream(rig, PATH, body)
+            deltas = [at(event, "choices", 0, "delta") for event in events]
+            assert sum("tool_calls" in d for d in deltas if isinstance(d, dict)) == count
+
+    run_generate(tmp_path, story, tool_call_parser="hermes")
+
+
+def test_allowed_tools_are_the_only_ones_that_are_shown_and_called(tmp_path: Path) -> None:
+    other: JsonObject = {"type": "function", "function": {"name": "rm"}}
+
+    async def story(rig: Rig) -> None:
+        def asked(mode: str, *names: str) -> JsonObject:
+            tools: list[JsonValue] = [
+                {"type": "function", "function": {"name": name}} for name in names
+            ]
+            choice: JsonObject = {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": tools},
+            }
+            return {"messages": [HELLO], "tools": [TOOL, other], "tool_choice": choice}
+
+        rig.scheduler.answer = say_text(TAGGED, STOP)
+        reply = await post_object(rig, PATH, asked("auto", "get_weather"))
+        assert at(reply, "choices", 0, "finish_reason") == "tool_calls"
+        prompt = TOKENIZER.decode(rig.scheduler.submits[-1].token_ids)
+        assert "get_weather" in prompt and "rm" not in prompt
+        reply = await post_object(rig, PATH, asked("auto", "rm"))
+        assert at(reply, "choices", 0, "message", "content") == TAGGED
+        await post_object(rig, PATH, asked("required", "rm"))
+        grammar = rig.scheduler.submits[-1].sampling.grammar
+        assert grammar is not None and "get_weather" not in grammar.text
+        refused = await post_object(rig, PATH, asked("auto", "ls"), 400)
+        assert "ls" in str(refused) and "allowed_tools" in str(refused)
+        nothing = await post_object(rig, PATH, asked("required"), 400)
+        assert "tool_choice" in str(nothing)
 
     run_generate(tmp_path, story, tool_call_parser="hermes")
 

@@ -33,6 +33,17 @@ def added_text(
     return after[len(before) :]
 
 
+@pytest.mark.parametrize("name", ["byte level", "byte fallback"])
+def test_special_tokens_that_are_asked_for_are_shown_and_others_are_not(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    shown, hidden = sorted(tokenizer.special_ids)[:2]
+    words = tokenizer.encode("the fox", add_special_tokens=False)
+    detokenizer = tokenizer.detokenizer([], shown_ids=frozenset({shown}))
+    pieces = [detokenizer.push(i) for i in (*words, hidden, shown, *words)]
+    text = "".join([*pieces, detokenizer.flush()])
+    assert tokenizer.token_text(shown) in text and tokenizer.token_text(hidden) not in text
+
+
 ids_strategy = st.lists(st.integers(0, 400), max_size=40)
 
 

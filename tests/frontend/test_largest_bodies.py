@@ -18,7 +18,7 @@ from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.validation import parse_generate
-from common.frontend.text.parsing.formats import HERMES
+from common.frontend.text.parsing.formats import HERMES, THINK
 from common.frontend.text.parsing.parsing import Parsers
 from common.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from common.protocol import codec
@@ -64,7 +64,8 @@ def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
     limits = replace(LIMITS, encode=tokenizer.encode)
     match case.path:
         case "/generate":
-            return parse_generate(case.body, tokenizer, limits, "rid").samples
+            parsers = Parsers(reasoning=THINK)
+            return parse_generate(case.body, tokenizer, limits, "rid", parsers).samples
         case "/resume":
             return [parse_resume(case.body, limits)]
         case "/v1/completions":

@@ -177,3 +177,16 @@ def test_strict_tools_are_held_where_arguments_are_json(name: str, checker: Chec
 
 def test_formats_that_can_be_held_are_those_that_are_tested() -> None:
     assert {name for name, (form, _) in CALL_FORMATS.items() if form.written} == set(CALLED)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_strict_tools_are_held_behind_reasoning(name: str, checker: Checker) -> None:
+    tokens = checker.tokens("qwen3", name)
+    grammar = lark_grammar(tagged_calls([("find", CITY)], CALL_FORMATS[name][0], tokens), "tools")
+    form = REASONING_FORMATS["qwen3"][0]
+    held = behind_reasoning(Constraint("tools", grammar), form, tokens, is_inside=True).grammar
+    good = CALLED[name].format(name="find", arguments='{"city": "Oslo"}')
+    bad = CALLED[name].format(name="find", arguments='{"city": "Rome"}')
+    assert checker.allows(held, f"Hm.</think>\n\nI look. {good}")
+    assert checker.allows(held, "Hm.</think>It is 4.")
+    assert not checker.allows(held, f"Hm.</think>\n\n{bad}")

@@ -90,6 +90,7 @@ PIECES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", ["", *CALL_FORMATS])
 @settings(max_examples=60, deadline=None)
 @given(
@@ -149,6 +150,22 @@ def test_calls_have_names_of_their_own_as_their_models_expect() -> None:
     text = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     (counted,) = Parsing(calls=kimi, tools=TOOLS, call_count=2).parser().push(text)
     assert isinstance(counted, ToolCall) and counted.call_id == "functions.now:2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("calls", "part"),
+    [
+        ("hermes", "<tool_call>"), ("hermes", '<tool_call>{"'), ("hermes", "</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=rm>\n"), ("gpt-oss", "<|channel|>"),
+        ("llama3", "<|python_tag|>"), ("kimi_k2", "<|tool_call_begin|>functions.now:0"),
+    ],
+)  # fmt: skip
+def test_a_whole_output_of_markers_costs_a_step_for_each(calls: str, part: str) -> None:
+    """Quadratic work would take minutes here."""
+    text = part * 30_000
+    said = told(parsing(calls, "").parser(), [text])
+    assert all(isinstance(item, str) for item in said)
 
 
 def test_reasoning_may_be_held_until_it_is_complete() -> None:

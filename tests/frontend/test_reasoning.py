@@ -134,6 +134,38 @@ def test_what_an_earlier_answer_thought_reaches_the_template(tmp_path: Path) -> 
     )
 
 
+def test_generate_counts_reasoning_and_has_a_grammar_wait_for_its_end(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        rig.scheduler.answer = say_text("A fox.</think>4", STOP)
+        sampling: JsonObject = {"regex": "[0-9]", "max_new_tokens": 64}
+        asked: JsonObject = {"text": "hello", "sampling_params": sampling}
+        plain = await post_object(rig, "/generate", asked)
+        assert at(plain, "meta_info", "reasoning_tokens") == 0
+        free = rig.scheduler.submits[-1].sampling.grammar
+        reasoned: JsonObject = {**asked, "require_reasoning": True}
+        count = len(TOKENIZER.encode("A fox.</think>"))
+        whole = await post_object(rig, "/generate", reasoned)
+        assert at(whole, "meta_info", "reasoning_tokens") == count
+        held = rig.scheduler.submits[-1].sampling.grammar
+        assert free is not None and held is not None and free.text in held.text != free.text
+        events = await post_stream(rig, "/generate", reasoned)
+        for event in events:
+            so_far = at(event, "meta_info", "completion_tokens")
+            assert isinstance(so_far, int)
+            assert at(event, "meta_info", "reasoning_tokens") == min(so_far, count)
+
+    run_generate(tmp_path, story, reasoning_parser="qwen3")
+
+
+def test_generate_can_not_find_reasoning_without_a_parser(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        body: JsonObject = {"text": "hello", "require_reasoning": True}
+        reply = await post_object(rig, "/generate", body, 400)
+        assert "--reasoning-parser" in str(reply)
+
+    run_generate(tmp_path, story)
+
+
 # ---- shapes --------------------------------------------------------------------------------------
 
 # The members of their own models: vLLM's ChatCompletionResponse and SGLang's, and OpenAI's.

@@ -154,8 +154,7 @@ def parse_chat(
             constraint, parsers.reasoning, parsers.tokens, is_inside=begins is Beginning.INSIDE
         )
     parsing = _read_parsing(read(ReasoningFields, body), template, tools, parsers, begins)
-    is_parsed = parsing.reasoning is not None or parsing.calls is not None
-    shown_ids = parsers.shown_ids if is_parsed else frozenset[int]()
+    shown_ids = frozenset[int]() if parsing.is_verbatim else parsers.shown_ids
     choice = structs.replace(
         choice, constraint=constraint, text=structs.replace(choice.text, shown_ids=shown_ids)
     )
@@ -195,6 +194,7 @@ def _read_parsing(
         call_count=_count_calls(template.messages),
         holds_reasoning=not given.stream_reasoning,
         drops_reasoning=not given.include_reasoning,
+        is_single=not template.parallel_tool_calls,
     )
 
 

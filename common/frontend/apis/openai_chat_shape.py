@@ -25,6 +25,7 @@ class ChatShape:
         self._echo = echo
         self._parsing = parsing
         self._writer = writer
+        self._is_verbatim = parsing.is_verbatim
         self._outputs: dict[int, ParsedOutput] = {}  # by index of the sample
 
     def choice(self, one: Continuation) -> dict[str, object]:
@@ -51,8 +52,7 @@ class ChatShape:
                 echo = {"content": self._echo}
                 told.append({"index": index, "delta": echo, "logprobs": None, **running})
         logprobs = self._logprobs(one, growth.start, growth.stop)
-        output = self._output(one)
-        deltas = self._deltas(output, growth.text)
+        deltas = self._deltas(one, growth.text)
         has_logprobs = logprobs is not None and growth.stop > growth.start
         if not deltas and (has_logprobs or growth.has_ids):
             deltas = [{"content": ""}]
@@ -60,7 +60,7 @@ class ChatShape:
             told.append({"index": index, "delta": delta, "logprobs": logprobs, **running})
             logprobs = None  # they are told once
         if one.is_ended:
-            finish = {**finish_fields(one), "finish_reason": output.finish_reason}
+            finish = {**finish_fields(one), "finish_reason": self._output(one).finish_reason}
             told.append({"index": index, "delta": {}, "logprobs": None, **finish})
         return told
 
@@ -73,7 +73,10 @@ class ChatShape:
             self._outputs[index] = ParsedOutput(one, self._parsing)
         return self._outputs[index]
 
-    def _deltas(self, output: ParsedOutput, text: str) -> list[dict[str, object]]:
+    def _deltas(self, one: Continuation, text: str) -> list[dict[str, object]]:
+        if self._is_verbatim:  # most chats are, and each of their tokens comes here
+            return [{"content": text}] if text else []
+        output = self._output(one)
         deltas: list[dict[str, object]] = []
         place = output.call_count
         for item in output.push(text):

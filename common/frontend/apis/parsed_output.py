@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from common.frontend.requests.generation import Continuation
-from common.frontend.text.parsing.items import Reasoning, Said, ToolCall
+from common.frontend.text.parsing.items import Item, Reasoning, Said, ToolCall
 from common.frontend.text.parsing.parsing import Parsing
 
 
@@ -18,19 +18,23 @@ class ParsedOutput:
     def __init__(self, one: Continuation, parsing: Parsing) -> None:
         self.call_count = 0
         self._one = one
+        self._parsing = parsing
         self._parser = parsing.parser()
-        self._drops_reasoning = parsing.drops_reasoning
 
     def push(self, text: str) -> Said:
-        """What is certain with the next `text` of the sample, in order; all of it, once the sample
-        has ended. Then it is called once more at most."""
+        """What is certain with the next `text` of the sample, in order; the rest too once it has
+        ended, and nothing may be pushed after that."""
         said = self._parser.push(text)
         if self._one.is_ended:
             said = [*said, *self._parser.flush()]
-        self.call_count += sum(isinstance(item, ToolCall) for item in said)
-        if self._drops_reasoning:
-            return [item for item in said if not isinstance(item, Reasoning)]
-        return said
+        return [item for item in said if self._is_told(item)]
+
+    def _is_told(self, item: Item) -> bool:
+        if isinstance(item, ToolCall):
+            if self._parsing.is_single and self.call_count:
+                return False
+            self.call_count += 1
+        return not (isinstance(item, Reasoning) and self._parsing.drops_reasoning)
 
     @property
     def reasoning_token_count(self) -> int:

@@ -45,7 +45,8 @@ def build_router(context: FrontendContext) -> APIRouter:
 
         def read(body: JsonObject) -> tuple[GenerateCall, list[str]]:
             unknown = unknown_names(body, known, is_strict=context.config.strict_fields)
-            call = parse_generate(body, context.tokenizer, limits_of(body, limits), rid)
+            checked = limits_of(body, limits)
+            call = parse_generate(body, context.tokenizer, checked, rid, context.parsers)
             return call, unknown
 
         call, unknown = await context.bodies.read(request, read)
@@ -64,6 +65,7 @@ class GenerateRun:
         self._trace_parent = trace_parent
         self._call = call
         self._began_at = context.clock.now()
+        self._reasoning_counts: dict[int, int] = {}  # by index: of reasoning that has ended
 
     async def reply(self) -> object:
         """Raises: RequestError if one of the samples failed; the others are cancelled then."""
@@ -86,6 +88,15 @@ class GenerateRun:
                 told = b"".join(map(self._event, grown))
                 yield told + DONE if group.is_over else told
 
+    def _reasoning_count(self, one: Continuation) -> int:
+        """Tokens up to the one that ends reasoning, if the output begins with it."""
+        end_id, index = self._call.reasoning_end_id, one.sample.index
+        if end_id is None:
+            return 0
+        if index not in self._reasoning_counts and end_id in one.token_ids:
+            self._reasoning_counts[index] = one.token_ids.index(end_id) + 1
+        return self._reasoning_counts.get(index, len(one.token_ids))
+
     def _event(self, one: Continuation) -> bytes:
         item = self._item(one)
         if self._call.is_list:
@@ -100,7 +111,7 @@ class GenerateRun:
             "weight_version": WEIGHT_VERSION,
             "num_retractions": 0 if one.trace is None else one.trace.retraction_count,
             "total_retractions": 0 if one.trace is None else one.trace.retraction_count,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": self._reasoning_count(one),
             "completion_tokens": len(one.token_ids),
             "cached_tokens": one.cached.count,
             "cached_tokens_details": structs.asdict(one.cached),

@@ -22,7 +22,7 @@ from common.request import Grammar, GrammarKind
 ANY = r"ANY: /(.|\n)*/"
 TEXT = r"TEXT: /(.|\n)+/"
 INDEX = "INDEX: /[0-9]+/"
-GAP = r"GAP: /[ \t\r\n]{0,8}/"
+GAP = r"GAP: /[ \n]{0,2}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def behind_reasoning(
     """
     markup = Markup(tokens)
     introduced = markup.lark(form.introduction)
-    rules = [ANY, TEXT, GAP, f"answer: GAP {introduced} {_inner(constraint.grammar)}"]
-    following = f"thought {markup.lark(form.next_message)} answer"
+    rules = [ANY, TEXT, GAP, f"answer: {introduced} {_inner(constraint.grammar)}"]
+    following = f"thought {markup.lark(form.next_message)} GAP answer"
     if is_inside:
         rules += [f"start: {following}", markup.up_to("thought", form.closing)]
     else:

@@ -36,6 +36,7 @@ from common.frontend.bodies.bootstrap_address import (
     transfer_params,
 )
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
+from common.frontend.bodies.output_grammars import behind_reasoning
 from common.frontend.bodies.prefixes import SaltFields, read_prefix_digests
 from common.frontend.bodies.prompts import (
     PROMPT_IDS,
@@ -54,6 +55,7 @@ from common.frontend.bodies.sampling import (
     fit_to_prompt,
     read_sglang_sampling,
 )
+from common.frontend.text.parsing.parsing import NO_PARSERS, Parsers
 from common.frontend.text.tokenizer import Tokenizer
 from common.request import Claim
 from common.request_bounds import (
@@ -96,6 +98,7 @@ class GenerateFields(Body, frozen=True):
         Meta(extra_json_schema=one_or_list(or_null(schema_of(*SGLANG_SAMPLING, is_closed=True)))),
     ] = None
     return_text_in_logprobs: bool = False
+    require_reasoning: bool = False
 
 
 UNSUPPORTED = refused(
@@ -127,7 +130,8 @@ GENERATE = schema_of(
 class GenerateCall(msgspec.Struct, frozen=True):
     """One body of /generate. is_list: the reply is a list, also of one.
 
-    transfer_params: for the decode server, if the samples are held here.
+    transfer_params: for the decode server, if the samples are held here. reasoning_end_id: the
+        token that ends the reasoning that outputs begin with; None: they have none.
     """
 
     samples: tuple[Sample, ...]
@@ -135,12 +139,20 @@ class GenerateCall(msgspec.Struct, frozen=True):
     is_streaming: bool
     shows_logprob_text: bool
     transfer_params: JsonObject | None
+    reasoning_end_id: int | None = None
 
 
 def parse_generate(
-    body: JsonObject, tokenizer: Tokenizer, limits: Limits, fallback_rid: str
+    body: JsonObject,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    fallback_rid: str,
+    parsers: Parsers = NO_PARSERS,
 ) -> GenerateCall:
     """The samples that a /generate body asks for. fallback_rid: the rid if the body has none.
+
+    parsers: the server's; the output is not parsed, but SGLang's `require_reasoning` has a grammar
+    wait for the end of reasoning, which is a token, and has tokens up to it counted.
 
     Raises: RequestError.
     """
@@ -160,6 +172,10 @@ def parse_generate(
             strict=True,
         )
     ]
+    reasoning_end_id = None
+    if given.require_reasoning:
+        reasoning_end_id = _reasoning_end_id(parsers, tokenizer)
+        choices = [_behind_reasoning(choice, parsers) for choice in choices]
     samples = make_samples(body, request, prompts, choices, limits, fallback_rid)
     return GenerateCall(
         samples=samples,
@@ -167,7 +183,25 @@ def parse_generate(
         is_streaming=request.stream,
         shows_logprob_text=given.return_text_in_logprobs,
         transfer_params=transfer_params(samples[0].bootstrap, limits),
+        reasoning_end_id=reasoning_end_id,
     )
+
+
+def _reasoning_end_id(parsers: Parsers, tokenizer: Tokenizer) -> int:
+    end = "" if parsers.reasoning is None else parsers.reasoning.closing
+    token_id = tokenizer.added_tokens.get(end)
+    if token_id is None:
+        allowed = "false, since --reasoning-parser names no format that ends in a token"
+        raise refusal("require_reasoning", True, allowed)
+    return token_id
+
+
+def _behind_reasoning(choice: SamplingChoice, parsers: Parsers) -> SamplingChoice:
+    assert parsers.reasoning is not None, "the end of reasoning is known"
+    if choice.constraint is None:
+        return choice
+    held = behind_reasoning(choice.constraint, parsers.reasoning, parsers.tokens, is_inside=True)
+    return msgspec.structs.replace(choice, constraint=held)
 
 
 # ---- all dialects --------------------------------------------------------------------------------

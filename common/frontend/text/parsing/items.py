@@ -6,6 +6,7 @@ Values only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 
@@ -32,12 +33,12 @@ Said: TypeAlias = list[Item]
 def joined(said: Said) -> Said:
     """The same with neighbouring texts as one, and neighbouring reasoning as one."""
     result: Said = []
-    for item in said:
-        last = result[-1] if result else None
-        if isinstance(item, str) and isinstance(last, str):
-            result[-1] = last + item
-        elif isinstance(item, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + item.text)
+    for kind, items in groupby(said, type):
+        if kind is str:
+            result.append("".join(item for item in items if isinstance(item, str)))
+        elif kind is Reasoning:
+            texts = [item.text for item in items if isinstance(item, Reasoning)]
+            result.append(Reasoning("".join(texts)))
         else:
-            result.append(item)
+            result += items
     return result

@@ -18,7 +18,12 @@ class Markers:
         self._beginnings = frozenset(
             marker[:length] for marker in longest_first for length in range(1, len(marker))
         )
+        first = "|".join(sorted(re.escape(marker[0]) for marker in set(longest_first)))
+        self._first = re.compile(first or r"(?!)")
         self._held_max = max((len(marker) for marker in longest_first), default=1) - 1
+
+    def __bool__(self) -> bool:
+        return bool(self._beginnings)
 
     def find(self, text: str, start: int, *, is_last: bool) -> tuple[int, str]:
         """Where in `text`, from `start` on, a marker stands, and which; "" if none does.
@@ -33,7 +38,9 @@ class Markers:
 
     def _held_from(self, text: str, start: int) -> int:
         """Where what may be the beginning of a marker reaches the end of `text`."""
-        for place in range(max(start, len(text) - self._held_max), len(text)):
-            if text[place:] in self._beginnings:
-                return place
+        place = max(start, len(text) - self._held_max)
+        while (first := self._first.search(text, place)) is not None:
+            if text[first.start() :] in self._beginnings:
+                return first.start()
+            place = first.end()
         return len(text)

@@ -56,13 +56,16 @@ class Parsers:
         return LISTED if self.calls is None else replace(LISTED, ids=self.calls.ids)
 
 
+NO_PARSERS = Parsers()
+
+
 @dataclass(frozen=True, slots=True)
 class Parsing:
     """How to read the outputs of one body.
 
     reasoning: None if none is looked for. is_inside: outputs begin inside it. tools: that may be
     called. call_count: calls of earlier messages. holds_reasoning: reasoning is told when it is
-    complete; drops_reasoning: it is not told.
+    complete; drops_reasoning: it is not told. is_single: the first call is the only one that is.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -72,10 +75,16 @@ class Parsing:
     call_count: int = 0
     holds_reasoning: bool = False
     drops_reasoning: bool = False
+    is_single: bool = False
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether outputs are text and nothing else."""
+        return self.reasoning is None and self.calls is None
 
     def parser(self) -> OutputParser:
         """For one output."""
-        if self.reasoning is None and self.calls is None:
+        if self.is_verbatim:
             return Verbatim()
         return OutputReader(
             self.reasoning,

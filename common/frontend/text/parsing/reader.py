@@ -60,6 +60,7 @@ class OutputReader:
         self._said: Said = []
         self._buffer = ""
         self._offset = 0  # of the buffer in the output
+        self._at = 0  # in the buffer: what is before has been taken
         self._searched = 0  # in the buffer
         self._may_reason = reasoning is not None
         self._space = ""  # of text or reasoning; may turn out to stand before a marker
@@ -70,6 +71,7 @@ class OutputReader:
         self._is_in_reasoning = False
         self._held_reasoning = ""
         self._list = self._new_list()
+        self._is_all_text = False  # from here on
         self._state = _State.TEXT
         self._set_markers()
         if is_inside:
@@ -77,14 +79,22 @@ class OutputReader:
 
     def push(self, piece: str) -> Said:
         """What is certain now, in order."""
+        if self._is_all_text:
+            return [piece] if piece else []
         self._buffer += piece
-        return self._advance(is_last=False)
+        said = self._advance(is_last=False)
+        if self._has_only_text_left():
+            self._is_all_text = True
+            if self._space:
+                said = joined([*said, self._space])
+                self._space = ""
+        return said
 
     def flush(self) -> Said:
         """The rest, once no text follows."""
         said = self._advance(is_last=True)
         if self._is_in_reasoning:
-            self._end_reasoning(self._offset)
+            self._end_reasoning()
         elif self._space and not self._is_after_mark:
             self._show(self._space)
         if self._list is not None:
@@ -92,11 +102,17 @@ class OutputReader:
         last, self._said = self._said, []
         return joined([*said, *last])
 
+    def _has_only_text_left(self) -> bool:
+        """Whether nothing is looked for any more."""
+        is_text = self._state is _State.TEXT and self._list is None
+        return is_text and not self._in_text and not self._buffer and not self._is_after_mark
+
     def _advance(self, *, is_last: bool) -> Said:
         while self._step(is_last=is_last):
             pass
+        self._drop_taken()
         said, self._said = self._said, []
-        return joined(said)
+        return joined(said) if len(said) > 1 else said
 
     def _step(self, *, is_last: bool) -> bool:
         """Take the text up to the next marker; whether there was one."""
@@ -109,16 +125,16 @@ class OutputReader:
     # ---- text ----
 
     def _step_in_text(self, *, is_last: bool) -> bool:
-        place, marker = self._in_text.find(self._buffer, 0, is_last=is_last)
-        self._text(self._cut(place))
+        place, marker = self._in_text.find(self._buffer, self._at, is_last=is_last)
+        self._text(self._take_to(place))
         if not marker:
             return False
         if self._reasoning is not None and marker == self._reasoning.opening:
             if self._may_reason:  # else there is text before it, and this is text too
                 self._begin_reasoning()
-                self._cut(len(marker))
+                self._at += len(marker)
             return True
-        self._cut(len(marker))
+        self._at += len(marker)
         if marker in self._calls.openings:
             self._begin_call(marker)
         return True
@@ -152,26 +168,26 @@ class OutputReader:
         self._is_in_reasoning = True
         self._space = ""
         self._is_after_mark = True
-        self.spans.append((self._offset, -1))
+        self.spans.append((self._offset + self._at, -1))
 
     def _step_in_reasoning(self, *, is_last: bool) -> bool:
         assert self._reasoning is not None
-        place, marker = self._marks.in_reasoning.find(self._buffer, 0, is_last=is_last)
-        self._reason(self._cut(place))
+        place, marker = self._marks.in_reasoning.find(self._buffer, self._at, is_last=is_last)
+        self._reason(self._take_to(place))
         if not marker:
             return False
         if marker in self._reasoning.ends:
-            self._end_reasoning(self._offset)
+            self._end_reasoning()
             self._state = _State.TEXT
             return True
-        self._cut(len(marker))
+        self._at += len(marker)
         if marker == self._reasoning.closing:
-            self._end_reasoning(self._offset)
+            self._end_reasoning()
             self._state = _State.TEXT
         elif marker in self._calls.openings:
             self._begin_call(marker)
-        elif not self._is_after_mark:  # a model may repeat what the prompt has opened
-            self._reason(marker)
+        elif not (self._is_after_mark or self._reasoning.is_anywhere):
+            self._reason(marker)  # else the model repeats what is open already
         return True
 
     def _reason(self, text: str) -> None:
@@ -190,9 +206,10 @@ class OutputReader:
         else:
             self._said.append(Reasoning(shown))
 
-    def _end_reasoning(self, end: int) -> None:
+    def _end_reasoning(self, back: int = 0) -> None:
+        """back: so many characters ago."""
         assert self._reasoning is not None
-        self.spans[-1] = (self.spans[-1][0], end)
+        self.spans[-1] = (self.spans[-1][0], self._offset + self._at - back)
         if self._held_reasoning:
             self._said.append(Reasoning(self._held_reasoning))
         self._held_reasoning = self._space = ""
@@ -212,7 +229,7 @@ class OutputReader:
             return
         self._state = _State.CALL
         self._opening = opening
-        self._searched = 0
+        self._searched = self._at
         self._first_closing = (-1, "")
         self._closing_count = 0
 
@@ -225,9 +242,9 @@ class OutputReader:
             self._searched = place
             return is_last and self._end_call_at_last()
         if self._reasoning and self._is_in_reasoning and marker == self._reasoning.closing:
-            self._give_up(0)
+            self._give_up(self._at)
             return True
-        is_open = self._calls.body.is_open(self._buffer[:place])
+        is_open = self._calls.body.is_open(self._buffer[self._at : place])
         if self._first_closing[0] < 0:
             self._first_closing = (place, marker)
         self._closing_count += 1
@@ -245,7 +262,7 @@ class OutputReader:
         place, marker = self._first_closing
         if place >= 0:
             self._end_call(place, marker)
-        elif self._calls.body.is_open(self._buffer):
+        elif self._calls.body.is_open(self._buffer[self._at :]):
             self._give_up(len(self._buffer))
         else:
             self._end_call(len(self._buffer), "")
@@ -254,13 +271,13 @@ class OutputReader:
     def _end_call(self, place: int, marker: str) -> None:
         assert self._calls.body is not None
         length = len(marker) if marker in self._calls.closings else 0
-        calls = self._calls.body.read(self._buffer[:place], self._tools)
+        calls = self._calls.body.read(self._buffer[self._at : place], self._tools)
         if calls is None:
             self._give_up(place + length)
             return
         if self._is_in_reasoning:
-            self._end_reasoning(self._offset - len(self._opening))
-        self._cut(place + length)
+            self._end_reasoning(back=len(self._opening))
+        self._at = place + length
         self._state = _State.TEXT
         self._space = ""
         self._is_after_mark = True
@@ -268,9 +285,9 @@ class OutputReader:
         self._set_markers()
         self._add(calls)
 
-    def _give_up(self, length: int) -> None:
-        """What was taken for a call is no call, with so much of what follows its opening."""
-        raw = self._opening + self._cut(length)
+    def _give_up(self, end: int) -> None:
+        """What was taken for a call is no call, up to `end` in the buffer."""
+        raw = self._opening + self._take_to(end)
         if self._is_in_reasoning:
             self._state = _State.REASONING
             self._is_after_mark = False
@@ -280,11 +297,20 @@ class OutputReader:
             self._is_after_mark = False
             self._text(raw)
 
-    def _cut(self, length: int) -> str:
-        """Take so much from the front of the buffer."""
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        self._offset += length
+    def _take_to(self, place: int) -> str:
+        """The text before `place` that has not been taken yet."""
+        taken = self._buffer[self._at : place]
+        self._at = place
         return taken
+
+    def _drop_taken(self) -> None:
+        """Once a piece, not once a marker: a whole output may come as one and be full of them."""
+        at, (place, marker) = self._at, self._first_closing
+        self._buffer = self._buffer[at:]
+        self._offset += at
+        self._searched -= at
+        self._first_closing = (place - at if place >= 0 else -1, marker)
+        self._at = 0
 
     def _new_list(self) -> ListedCalls | None:
         form = self._calls.listed
