@@ -99,7 +99,8 @@ class LocalPrefill(StrEnum):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one server, checked by `to_config`; None means: decided at start.
 
-    model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
+    model_path, tokenizer_path: absolute directories. served_model_name: what clients call it, and
+        what answers say; model_aliases: what clients may call it as well.
     chat_template: file of a Jinja template in place of the checkpoint's; "": that one.
     name: what its peers call it; "": its HTTP address.
     prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
@@ -166,6 +167,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         alone is enough.
     request_history: requests that have ended and are still told of.
     metrics_names: whose names /metrics uses for what SGLang and vLLM measure as well.
+    strict_fields: a body with a field that is unknown is refused.
     tool_call_parser, reasoning_parser: how the model writes calls of tools and reasoning; "": they
         are left in the text.
     request_timeout_s: longest life of one request. drain_timeout_s: how long a stopping server
@@ -186,6 +188,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer_path: str
     served_model_name: str
     port: int
+    model_aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     name: str = ""
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
@@ -243,6 +246,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     stall_timeout_s: float | None = None
     max_body_nbytes: int = 32 << 20
+    strict_fields: bool = False
     drain_timeout_s: float = 30.0
     relay_timeout_s: float = 0.0
     drain_to: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""Grammars that bind an output: compiled, kept for others that ask for the same, followed by token.
+"""Grammars that bind an output: compiled, kept for others that ask for the same, followed by token;
+and regular expressions that are looked for in it.
 
 The one door to llguidance. What a grammar may cost is bounded by steps, not by seconds, so that it
 is taken or refused alike wherever it is compiled. Knows nothing of tensors, slots or requests.
@@ -10,6 +11,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import assert_never
 
@@ -66,15 +68,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._executor = LLExecutor(thread_count)
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=COMPILE_FUEL_MAX,
-            max_grammar_size=GRAMMAR_SYMBOL_MAX,
-            step_lexer_fuel=STEP_FUEL_MAX,
-            step_max_items=STEP_ITEM_MAX,
-            max_items_in_row=ROW_ITEM_MAX,
-            max_lexer_states=LEXER_STATE_MAX,
-            verbose_errors=False,
-        )
+        self._limits = _limits()
 
     def prepare(self) -> None:
         """Read the tokenizer, which takes half a second for a large one. Raises: GrammarError."""
@@ -169,6 +163,60 @@ class GrammarState:
         """
         if not self.matcher.consume_token(token_id):
             raise GrammarError(self.trouble)
+
+
+class RegexWatch:
+    """Looks for a match of a regular expression in a text that comes in pieces. Each byte costs the
+    same (2 us), whatever the expression and however long the text. One owner."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @staticmethod
+    def of(pattern: str) -> RegexWatch:
+        """Raises: GrammarError if it is none, or can't be looked for so: it looks around or back,
+        is too large, or matches before the first character."""
+        # By itself first: what is put around it could make an expression of one that is none.
+        for text in (pattern, f"(?s:.*)(?:{pattern})"):
+            source = LLMatcher.grammar_from_regex(text)
+            matcher = LLMatcher(_byte_tokenizer(), source, log_level=0, limits=_limits())
+            if matcher.is_error():
+                raise GrammarError(_shortened(matcher.get_error()))
+        if matcher.is_accepting():
+            raise GrammarError("matches the empty text, so every output at its beginning")
+        return RegexWatch(matcher)
+
+    def copy(self) -> RegexWatch:
+        """The same for another text, from where this one is."""
+        return RegexWatch(self._matcher.deep_copy())
+
+    def push(self, piece: str) -> bool:
+        """Whether a match ends in this piece of the text. Raises: GrammarError if that can no more
+        be told."""
+        for byte in piece.encode():
+            if not self._matcher.consume_token(byte):
+                raise GrammarError(_shortened(self._matcher.get_error()))
+            if self._matcher.is_accepting():
+                return True
+        return False
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    """A token is a byte."""
+    return LLTokenizer("byte")
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=COMPILE_FUEL_MAX,
+        max_grammar_size=GRAMMAR_SYMBOL_MAX,
+        step_lexer_fuel=STEP_FUEL_MAX,
+        step_max_items=STEP_ITEM_MAX,
+        max_items_in_row=ROW_ITEM_MAX,
+        max_lexer_states=LEXER_STATE_MAX,
+        verbose_errors=False,
+    )
 
 
 def _source(grammar: Grammar) -> str:

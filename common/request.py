@@ -39,6 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens, min_new_tokens: counted from the end of the prompt.
     top_logprobs_num, token_ids_logprob: what is reported per token if return_logprob.
     logprob_start_len: index of the first prompt token whose log-probability is wanted; -1 for none.
+    allowed_token_ids: no other token is drawn; () for all. bad_words: sequences of tokens; the last
+        one of each is not drawn where the output ends with the others.
     grammar: what the output must follow. Which tokens it allows depends on the output so far alone,
         so whichever server goes on with a request finds the place again.
     """
@@ -61,23 +63,33 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids_logprob: tuple[int, ...] = ()
     logprob_start_len: int = -1
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def forbids_first(self, token_id: int) -> bool:
+        """Whether this token may not begin an output: a peer that does not know of these rules may
+        have drawn it all the same."""
+        is_allowed = not self.allowed_token_ids or token_id in self.allowed_token_ids
+        return not is_allowed or (token_id,) in self.bad_words
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position: of the token itself, the top-k, and the asked-for ids.
 
-    logprob is None for the first token of a prompt, which nothing predicts.
+    logprob is None for the first token of a prompt, which nothing predicts. rank: of the token
+    among all, 1 for the likeliest; 0 where it is not told, as of outputs.
     """
 
     token_id: int
     logprob: float | None
     top: list[tuple[int, float]] = []
     asked: list[tuple[int, float]] = []
+    rank: int = 0
 
 
 # What one reported position takes in a message at most, with the headers of a chunk that has no
 # other, and each likely or asked-for token there.
-POSITION_NBYTES = 31
+POSITION_NBYTES = 36
 ENTRY_NBYTES = 15
 
 

@@ -323,12 +323,9 @@ class DecodeScheduler:
         source = links.connections.of_incarnation(ready.transfer.peer)
         if source is not None:
             links.note_success(source, now)
-        first_tokens = done.first_tokens or [done.first_token]
-        ends_too_early, sampling = self.batcher.limits.ends_too_early, request.sampling
-        if request.is_held and any(ends_too_early(sampling, one) for one in first_tokens):
-            # The client asks for more than the prefill server was told: its token does not fit.
+        text = self._why_unfit(request, done.first_tokens or [done.first_token])
+        if text:
             self.transfers.incoming.release(ready.transfer)
-            text = "the first token of the held cache would end the output too early"
             failure = Failure(FailureKind.UNFIT_TOKEN, text, is_retryable=True)
             self._handle_failed(CacheFailed(ready.transfer, ready.owner, failure), now)
             return
@@ -341,6 +338,18 @@ class DecodeScheduler:
         self.requests.send_token(request, done.first_token, logprobs, finish, now)
         if finish is not None and request.tested_link:
             self._self_tests.note_end(request.tested_link, "", now)
+
+    def _why_unfit(self, request: DecodeRequest, first_tokens: list[int]) -> str:
+        """Why the output can't begin so, "" if it can: the prefill server was told less than this
+        server, or does not know a rule that is newer than itself."""
+        ends_too_early, sampling = self.batcher.limits.ends_too_early, request.sampling
+        if request.is_held and any(ends_too_early(sampling, one) for one in first_tokens):
+            return "the first token of the held cache would end the output too early"
+        if any(map(sampling.forbids_first, first_tokens)):
+            return (
+                "the prefill server drew a first token that allowed_token_ids or bad_words forbid"
+            )
+        return ""
 
     def _fork_ready(self, parent: DecodeRequest, done: TransferDone, now: float) -> None:
         """A prompt's cache is there, and the first tokens of its samples in the order of its seeds;

@@ -12,8 +12,6 @@ from common.failures import Failure, FailureKind
 from common.transfers.outgoing import OutgoingTransfer
 from prefill_server.request import PrefillRequest
 
-# A reservation holds pages that others wait for, and a router posts both halves at once.
-RESERVATION_TIMEOUT_S = 10.0
 # Rooms whose request has ended before its reservation came, to tell that one at once: the last so
 # many, so that what routers post can't fill the memory.
 GIVEN_UP_COUNT_MAX = 4096
@@ -35,10 +33,10 @@ class _Room:
 
 
 class Rendezvous:
-    """Rooms in which one half waits for the other."""
+    """Rooms in which one half waits for the other, whichever came, for timeout_s at most."""
 
-    def __init__(self, request_timeout_s: float) -> None:
-        self._request_timeout_s = request_timeout_s
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._rooms: dict[int, _Room] = {}
         self._given_up: dict[int, _GivenUp] = {}
         self._withdrawn: dict[int, _GivenUp] = {}
@@ -70,7 +68,7 @@ class Rendezvous:
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.reservation is not None:
             return waiting.reservation
-        expires_at = min(request.deadline, now + self._request_timeout_s)
+        expires_at = min(request.deadline, now + self._timeout_s)
         self._rooms[room] = _Room(expires_at, request=request)
         return None
 
@@ -82,7 +80,7 @@ class Rendezvous:
         waiting = self._rooms.pop(room, None)
         if waiting is not None and waiting.request is not None:
             return waiting.request
-        budget_s = min(RESERVATION_TIMEOUT_S, reservation.request.budget_ms / 1000)
+        budget_s = min(self._timeout_s, reservation.request.budget_ms / 1000)
         self._rooms[room] = _Room(now + budget_s, reservation=reservation)
         return None
 
@@ -122,7 +120,7 @@ class Rendezvous:
         self, ended: dict[int, _GivenUp], room: int, failure: Failure, now: float
     ) -> None:
         ended.pop(room, None)  # so that the newest are last
-        ended[room] = _GivenUp(now + self._request_timeout_s, failure)
+        ended[room] = _GivenUp(now + self._timeout_s, failure)
         if len(ended) > GIVEN_UP_COUNT_MAX:
             del ended[next(iter(ended))]
 

@@ -15,7 +15,8 @@ class Flag:
 
     spellings: without the dashes, the first one is used in messages. placeholder: what `--help`
         shows for the value, "" for a switch, which takes none. role: the one that has it; None:
-        both. A secret one is never shown.
+        both. A secret one is never shown. One that takes several has its values one after the
+        other, or with commas between them.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Flag:
     help: str
     role: Role | None = None
     is_secret: bool = False
+    takes_several: bool = False
 
     @property
     def is_switch(self) -> bool:

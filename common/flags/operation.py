@@ -92,7 +92,8 @@ TIME: tuple[Flag, ...] = (
         ("bootstrap-timeout",),
         "SECONDS",
         number(0.1, 86400),
-        "seconds that half of a routed request waits, or a cache that was computed first",
+        "seconds that either half of a routed request waits for the other one, or a cache that was "
+        "computed first",
         role=Role.PREFILL,
     ),
     Flag(
@@ -210,6 +211,14 @@ SECURITY: tuple[Flag, ...] = (
         "BYTES",
         integer(1024, 1 << 30),
         "largest HTTP request body, in bytes",
+    ),
+    Flag(
+        "strict_fields",
+        ("strict-fields",),
+        "",
+        switch,
+        "refuse a body with a field that is unknown, misspelt for example [the answer's `warnings` "
+        "header names it]",
     ),
 )
 

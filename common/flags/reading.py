@@ -58,6 +58,8 @@ class _Given(argparse.Action):
     ) -> None:
         earlier = vars(namespace)[self.dest] or []
         value = "true" if self.nargs == 0 else values
+        if isinstance(values, list) and values:
+            value = ",".join(values)
         vars(namespace)[self.dest] = [*earlier, (option_string, value)]
 
 
@@ -169,10 +171,13 @@ def to_config(settings: Settings) -> ServerConfig:
     given = Path(str(settings["model_path"]))
     model_path = str(given.expanduser().absolute())
     tokenizer_path = str(Path(str(settings.get("tokenizer_path") or model_path)).expanduser())
+    names = settings.get("served_model_name") or (Path(model_path).name,)
+    assert isinstance(names, tuple), "the flag is read as names"
     complete = settings | {
         "model_path": model_path,
         "tokenizer_path": str(Path(tokenizer_path).absolute()),
-        "served_model_name": settings.get("served_model_name") or Path(model_path).name,
+        "served_model_name": names[0],
+        "model_aliases": names[1:],
     }
     if settings.get("pp_size", 1) != 1:
         complete["disable_overlap_schedule"] = True
@@ -197,7 +202,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, default: object) -> None:
         *names,
         dest=flag.name,
         action=_Given,
-        nargs=0 if flag.is_switch else None,
+        nargs=0 if flag.is_switch else "+" if flag.takes_several else None,
         metavar=flag.placeholder or None,
         help=shown.replace("%", "%%"),
     )

@@ -80,6 +80,11 @@ def text(value: str) -> str:
     return value
 
 
+def names(value: str) -> tuple[str, ...]:
+    """What a model may be called."""
+    return tuple(text(part.strip()) for part in value.split(","))
+
+
 def host(value: str) -> str:
     if not value or not re.fullmatch(r"[A-Za-z0-9._:%-]+", value):
         raise ValueError("must be a host name or an IP address, without scheme, port or brackets")

@@ -29,7 +29,9 @@ from common.exit_codes import exit_code_of, switched_code
 from common.frontend.apis import (
     fleet_api,
     info,
+    messages_api,
     openai_api,
+    responses_api,
     sglang_api,
     timelines,
     token_api,
@@ -63,7 +65,8 @@ SWITCH_INTERVAL_S = 0.0005
 # New objects between two looks of the collector, which Python takes after 700. A request frees what
 # it made, so a look finds nothing; one at 256 open requests goes through some 30,000 objects.
 NEW_OBJECT_COUNT = 50_000
-PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api, peers)
+APIS = (sglang_api, openai_api, responses_api, messages_api, token_api)
+PARTS = (*APIS, info, page, timelines, fleet_api, peers)
 
 logger = logging.getLogger(__name__)
 

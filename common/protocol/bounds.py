@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import TypeVar, get_args
 
 import msgspec
@@ -23,46 +22,38 @@ from common.errors import ProtocolError
 from common.prefix_digests import digests_nbytes
 from common.protocol.descriptor import RankDescriptor, StagingBufferDescriptor
 from common.protocol.peer import DecodeToPrefill, PrefillToDecode
+from common.protocol.sampling_bounds import check_sampling_params
 from common.protocol.value_checks import (
+    Check,
     check_blob,
     check_count,
     check_int,
     check_ints,
-    check_number,
     check_text,
+    int_in,
+    ints_in,
 )
 from common.request import (
     CHUNK_MARK_COUNT_MAX,
     Claim,
-    Grammar,
     Origin,
     SamplingParams,
     TransferTrace,
 )
 from common.request_bounds import (
-    ASKED_LOGPROB_COUNT_MAX,
     CLIENT_LENGTH_MAX,
-    GRAMMAR_LENGTH_MAX,
     INT32_MAX,
     INT64_MAX,
-    LOGIT_BIAS,
-    LOGIT_BIAS_COUNT_MAX,
     N_MAX,
     NUMBERED_RID_LENGTH_MAX,
     PRIORITY_MAX,
     PROMPT_LOGPROBS_NBYTES_MAX,
     REQUEST_TIMEOUT_S_MAX,
     ROOM_MAX,
-    SAMPLING_NUMBERS,
     SEED_MAX,
-    STOP_TOKEN_COUNT_MAX,
     TOKEN_COUNT_MAX,
     TOKEN_ID_MAX,
-    TOP_K_ALL,
-    TOP_K_MAX,
-    TOP_LOGPROB_COUNT_MAX,
     TRACE_PARENT,
-    NumberBounds,
 )
 
 M = TypeVar("M", bound=DecodeToPrefill | PrefillToDecode)
@@ -262,32 +253,9 @@ def _check_room(name: str, value: object) -> None:
         check_int(name, value, 0, ROOM_MAX)
 
 
-def check_sampling_params(name: str, params: SamplingParams) -> None:
-    """What the HTTP readers hold a client's options to. Raises: ProtocolError."""
-    for field, option in msgspec.structs.asdict(params).items():
-        SAMPLING_CHECKS[field](f"{name}.{field}", option)
-
-
 def _check_sampling(name: str, value: object) -> None:
     if isinstance(value, SamplingParams):
         check_sampling_params(name, value)
-
-
-def _check_top_k(name: str, value: object) -> None:
-    if value != TOP_K_ALL:
-        check_int(name, value, 1, TOP_K_MAX)
-
-
-def _check_logit_bias(name: str, value: object) -> None:
-    assert isinstance(value, dict), f"{name} is decoded as a mapping"
-    check_ints(name, list(value), 0, TOKEN_ID_MAX, LOGIT_BIAS_COUNT_MAX)
-    for token_id, bias in value.items():
-        check_number(f"{name}[{token_id}]", bias, LOGIT_BIAS)
-
-
-def _check_grammar(name: str, value: object) -> None:
-    if isinstance(value, Grammar):
-        check_text(name, value.text, GRAMMAR_LENGTH_MAX)
 
 
 def _check_origin(name: str, value: object) -> None:
@@ -311,22 +279,7 @@ def _check_trace(name: str, value: object) -> None:
     _check_by_type(name, value)
 
 
-_Check = Callable[[str, object], None]
-
-
-def _int_in(low: int, high: int) -> _Check:
-    return lambda name, value: check_int(name, value, low, high)
-
-
-def _ints_in(low: int, high: int, count_max: int) -> _Check:
-    return lambda name, value: check_ints(name, value, low, high, count_max)
-
-
-def _number_in(bounds: NumberBounds) -> _Check:
-    return lambda name, value: check_number(name, value, bounds)
-
-
-def _bytes_to(nbytes_max: int) -> _Check:
+def _bytes_to(nbytes_max: int) -> Check:
     """None is left to the field's type."""
 
     def check(name: str, value: object) -> None:
@@ -337,24 +290,7 @@ def _bytes_to(nbytes_max: int) -> _Check:
     return check
 
 
-SAMPLING_CHECKS: dict[str, _Check] = {
-    "max_new_tokens": _int_in(0, TOKEN_COUNT_MAX),
-    "min_new_tokens": _int_in(0, TOKEN_COUNT_MAX),
-    "seed": _int_in(0, SEED_MAX),
-    "top_k": _check_top_k,
-    **{field: _number_in(bounds) for field, bounds in SAMPLING_NUMBERS.items()},
-    "logit_bias": _check_logit_bias,
-    "stop_token_ids": _ints_in(0, TOKEN_ID_MAX, STOP_TOKEN_COUNT_MAX),
-    "ignore_eos": _check_by_type,
-    "return_logprob": _check_by_type,
-    "top_logprobs_num": _int_in(0, TOP_LOGPROB_COUNT_MAX),
-    "token_ids_logprob": _ints_in(0, TOKEN_ID_MAX, ASKED_LOGPROB_COUNT_MAX),
-    "logprob_start_len": _int_in(-1, TOKEN_COUNT_MAX),
-    "grammar": _check_grammar,
-}
-"""Every field of `SamplingParams`."""
-
-_FIELD_CHECKS: dict[str, _Check] = {
+_FIELD_CHECKS: dict[str, Check] = {
     "role": _check_name,
     "kind": _check_name,
     "name": _check_name,
@@ -362,21 +298,21 @@ _FIELD_CHECKS: dict[str, _Check] = {
     "host_ids": _check_host_ids,
     "incarnation": _check_incarnation,
     "peer_incarnation": _check_incarnation,
-    "version": _int_in(0, INT32_MAX),
-    "version_min": _int_in(0, INT32_MAX),
-    "version_max": _int_in(0, INT32_MAX),
-    "status": _int_in(400, 599),
-    "token_count": _int_in(1, TOKEN_COUNT_MAX),
-    "token_start": _int_in(0, TOKEN_COUNT_MAX),
-    "prompt_count": _int_in(0, TOKEN_COUNT_MAX),
-    "first_token": _int_in(0, TOKEN_ID_MAX),
-    "first_tokens": _ints_in(0, TOKEN_ID_MAX, N_MAX),
-    "seeds": _ints_in(0, SEED_MAX, N_MAX),
-    "budget_ms": _int_in(0, BUDGET_MS_MAX),
-    "token_ids": _ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
-    "rest_token_ids": _ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
-    "writers": _ints_in(0, RANK_COUNT_MAX - 1, RANK_COUNT_MAX),
-    "pids": _ints_in(1, INT32_MAX, RANK_COUNT_MAX),
+    "version": int_in(0, INT32_MAX),
+    "version_min": int_in(0, INT32_MAX),
+    "version_max": int_in(0, INT32_MAX),
+    "status": int_in(400, 599),
+    "token_count": int_in(1, TOKEN_COUNT_MAX),
+    "token_start": int_in(0, TOKEN_COUNT_MAX),
+    "prompt_count": int_in(0, TOKEN_COUNT_MAX),
+    "first_token": int_in(0, TOKEN_ID_MAX),
+    "first_tokens": ints_in(0, TOKEN_ID_MAX, N_MAX),
+    "seeds": ints_in(0, SEED_MAX, N_MAX),
+    "budget_ms": int_in(0, BUDGET_MS_MAX),
+    "token_ids": ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
+    "rest_token_ids": ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
+    "writers": ints_in(0, RANK_COUNT_MAX - 1, RANK_COUNT_MAX),
+    "pids": ints_in(1, INT32_MAX, RANK_COUNT_MAX),
     "room": _check_room,
     "origin": _check_origin,
     "claim": _check_claim,
@@ -395,7 +331,7 @@ _FIELD_CHECKS: dict[str, _Check] = {
 }
 
 
-def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, _Check], ...]:
+def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
     """What every field of a message is called in errors, and its check."""
     return tuple(
         (f"{kind.__name__}.{field.name}", _FIELD_CHECKS.get(field.name, _check_of_type(field.type)))
@@ -403,15 +339,15 @@ def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, _Check], ...]:
     )
 
 
-def _check_of_type(kind: object) -> _Check:
+def _check_of_type(kind: object) -> Check:
     """Plain integers and texts are most of what is sent: theirs is found once."""
     if kind is int:
-        return _int_in(0, INT64_MAX)
+        return int_in(0, INT64_MAX)
     if kind is str:
         return lambda name, value: check_text(name, value, TEXT_LENGTH_MAX)
     return _check_by_type
 
 
-_CHECKS_OF_KIND: dict[type, tuple[tuple[str, _Check], ...]] = {
+_CHECKS_OF_KIND: dict[type, tuple[tuple[str, Check], ...]] = {
     kind: _checks_of(kind) for kind in (*get_args(DecodeToPrefill), *get_args(PrefillToDecode))
 }

@@ -6,6 +6,7 @@ Knows nothing of messages.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from common.errors import ProtocolError
 from common.request_bounds import NumberBounds
 
 FEW_COUNT = 200  # below, arrays cost more than they save
+
+Check = Callable[[str, object], None]
+"""Of a value, with its name for errors. Raises: ProtocolError."""
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
@@ -62,3 +66,18 @@ def check_text(name: str, value: object, length_max: int) -> None:
 def check_blob(name: str, value: bytes, nbytes_max: int) -> None:
     if len(value) > nbytes_max:
         raise ProtocolError(f"{name}: {len(value)} bytes; at most {nbytes_max} are allowed")
+
+
+# ---- checks of the fields of a table -------------------------------------------------------------
+
+
+def int_in(low: int, high: int) -> Check:
+    return lambda name, value: check_int(name, value, low, high)
+
+
+def ints_in(low: int, high: int, count_max: int) -> Check:
+    return lambda name, value: check_ints(name, value, low, high, count_max)
+
+
+def number_in(bounds: NumberBounds) -> Check:
+    return lambda name, value: check_number(name, value, bounds)

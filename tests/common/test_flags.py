@@ -63,8 +63,24 @@ def test_omitted_flags_follow_what_help_says(model: Path) -> None:
     assert prefill(model).bootstrap_port == 8998
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--served-model-name", "one", "org/two"],
+        ["--served-model-name", "one,org/two"],
+        ["--served-model-name=one, org/two", "--port", "1"],
+        ["--served-model-name", "other", "--served-model-name", "one", "org/two"],
+    ],
+)
+def test_a_model_may_have_several_names_of_which_the_first_is_its_own(
+    model: Path, argv: list[str]
+) -> None:
+    config = decode(model, *argv)
+    assert (config.served_model_name, config.model_aliases) == ("one", ("org/two",))
+
+
 def test_every_field_but_the_derived_ones_has_a_flag() -> None:
-    derived = {"role", "runtime_dir", "remarks"}
+    derived = {"role", "runtime_dir", "remarks", "model_aliases"}
     names = {flag.name for flag in (*DECODE_FLAGS, *PREFILL_FLAGS)}
     assert names == set(ServerConfig.__struct_fields__) - derived
 
@@ -200,6 +216,7 @@ BAD = [
     ("--otlp-traces-endpoint", "c:99999", "http:// or https:// URL"),
     ("--otlp-traces-endpoint", "http://", "http:// or https:// URL"),
     ("--served-model-name", "", "printable"),
+    ("--served-model-name", "a,,b", "printable"),
     ("--served-model-name", "a\nb", "printable"),
     ("--prefill", "", "host:port"),
     ("--prefill", "8998", "host:port"),
@@ -347,8 +364,12 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values: dict[str, object] = dict.fromkeys(directories, str(model))
     values |= dict.fromkeys(("api_key_file", "admin_api_key_file"), str(keys))
     values |= {"chat_template": str(template), "served_model_name": "x", "host": "::1"}
-    values |= {"page_size": "16", "mem_fraction_static": "0.5", "tool_call_parser": "hermes"}
-    values |= {"reasoning_parser": "auto"}
+    values |= {
+        "page_size": "16",
+        "mem_fraction_static": "0.5",
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "auto",
+    }
     values |= {"net_devices": "all", "ucx": "auto", "transfer_ports": "40000-40031"}
     values |= {"nnodes": "1", "node_rank": "0", "dist_init_addr": "10.0.0.1:5000"}
     values |= {"heartbeat_interval_s": "0.2", "max_body_nbytes": "4096"}

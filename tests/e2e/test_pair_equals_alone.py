@@ -239,9 +239,58 @@ def test_completions_of_openai_equal_generate(decode: Node) -> None:
     assert [choice.text for choice in choices] == [decode.generate(asked).text]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_tokens_that_are_forbidden_are_drawn_on_neither_server(
+    house: House, decode: Node, sampling: Body
+) -> None:
+    """The first token is the prefill server's, the others are the decode server's."""
+    length = PAGE_SIZE + 1
+    free = decode.generate(body(length, sampling)).output_ids
+    pairs = [list(pair) for pair in pairwise(free)]
+    rules: Body = {"bad_word_ids": [[free[0]], *pairs[1:]]}
+    held = decode.generate(body(length, sampling | rules)).output_ids
+    assert held == house.alone.generate(body(length, sampling | rules)).output_ids
+    assert free[0] not in held
+    assert not any(list(pair) in pairs[1:] for pair in pairwise(held))
+
+    allowed = sorted({*free[5:], 7, 11})
+    rules = {"allowed_token_ids": allowed}
+    held = decode.generate(body(length, sampling | rules)).output_ids
+    assert held == house.alone.generate(body(length, sampling | rules)).output_ids
+    assert set(held) <= set(allowed) and held != free
+
+
+def test_prompt_logprobs_of_vllm_are_those_of_generate(decode: Node) -> None:
+    length = CHUNK_SIZE + 5
+    asked = body(length, GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+    meta = decode.generate(asked).meta_info
+    sent: Body = {"prompt": prompt(length), "max_tokens": 1, "prompt_logprobs": 2}
+    response = decode.post("/v1/completions", sent)
+    assert response.status_code == 200, response.text
+    (choice,) = msgspec.json.decode(response.content, type=Completion).choices
+    told = choice.prompt_logprobs
+    assert told is not None and len(told) == length and told[0] is None
+    tops = zip(meta.input_token_logprobs, meta.input_top_logprobs, strict=True)
+    for ranked, ((own, token_id, _), top) in zip(told, tops, strict=True):
+        if ranked is None or top is None:
+            assert ranked is top is own is None
+            continue
+        assert ranked.keys() == {str(token_id), *(str(one) for _, one, _ in top)}
+        assert ranked[str(token_id)].logprob == pytest.approx(own, abs=LOGPROB_TOLERANCE)
+        assert [ranked[str(one)].rank for _, one, _ in top] == [1, 2]
+        is_likely = str(token_id) in [str(one) for _, one, _ in top]
+        assert is_likely or (ranked[str(token_id)].rank or 0) > 2
+
+
+class Ranked(msgspec.Struct):
+    logprob: float
+    rank: int | None
+
+
 class Choice(msgspec.Struct):
     text: str
     finish_reason: str
+    prompt_logprobs: list[dict[str, Ranked] | None] | None = None
 
 
 class Completion(msgspec.Struct):

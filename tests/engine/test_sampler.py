@@ -389,5 +389,6 @@ def test_prompt_logprobs_in_blocks_equal_one_softmax(monkeypatch: pytest.MonkeyP
     assert [entry.token_id for entry in entries] == tokens.tolist()
     for row, entry in enumerate(entries):
         assert entry.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
+        assert entry.rank == 1 + int((expected[row] > expected[row, tokens[row]]).sum())
         assert entry.asked == [(7, pytest.approx(float(expected[row, 7]), abs=1e-5))]
         assert [i for i, _ in entry.top] == expected[row].topk(2).indices.tolist()

@@ -16,7 +16,13 @@ import uvicorn
 from tokenizers import Tokenizer as Backend
 
 from common.config import Role
-from common.frontend.apis import openai_api, sglang_api, token_api
+from common.frontend.apis import (
+    messages_api,
+    openai_api,
+    responses_api,
+    sglang_api,
+    token_api,
+)
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.frontend import Submit, Tokens, ToldFrontend
@@ -29,6 +35,8 @@ PARTS = (
     *BASE_PARTS,
     sglang_api.build_router,
     openai_api.build_router,
+    responses_api.build_router,
+    messages_api.build_router,
     token_api.build_router,
 )
 VOCAB_SIZE = 400  # more than the tokenizer has
@@ -61,7 +69,9 @@ def run_generate(
     )
 
     def prepare(scheduler: ScriptedScheduler) -> None:
-        scheduler.info = msgspec.structs.replace(INFO, vocab_size=VOCAB_SIZE)
+        scheduler.info = msgspec.structs.replace(
+            INFO, vocab_size=VOCAB_SIZE, incarnation="incarnation"
+        )
 
     async def bounded(rig: Rig) -> None:
         async with asyncio.timeout(timeout_s):
@@ -87,6 +97,11 @@ def counted_up(prompt_ids: Sequence[int], count: int) -> list[int]:
 
 def counted_text(prompt_ids: Sequence[int], count: int, *, skips: bool = True) -> str:
     return TOKENIZER.decode(counted_up(prompt_ids, count), skip_special_tokens=skips)
+
+
+def prompt_of(rig: Rig) -> str:
+    """The text of the latest prompt that the scheduler has got."""
+    return TOKENIZER.decode(rig.scheduler.submits[-1].token_ids, skip_special_tokens=False)
 
 
 def say_text(
@@ -122,6 +137,22 @@ def events_of(body: str) -> list[JsonObject]:
     assert parts.pop() == "data: [DONE]"
     assert all(part.startswith("data: {") for part in parts)
     return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+async def typed_events(rig: Rig, path: str, body: JsonObject) -> list[JsonObject]:
+    """The events of a whole stream whose events name their types, which have them inside too."""
+    reply = await rig.http.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *parts, rest = reply.text.split("\n\n")
+    assert rest == ""
+    found: list[JsonObject] = []
+    for part in parts:
+        name, data = part.split("\n")
+        event: JsonObject = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
 
 
 async def post(rig: Rig, path: str, body: JsonObject, status: int = 200) -> JsonValue:

@@ -17,22 +17,31 @@ from common.frontend.bodies.constraints import CHOICE_COUNT_MAX
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.tools import TOOL_COUNT_MAX
 from common.request_bounds import (
+    BAD_WORD_COUNT_MAX,
+    BAD_WORD_LENGTH_MAX,
     GRAMMAR_LENGTH_MAX,
     NUMBERED_RID_LENGTH_MAX,
     RID_LENGTH_MAX,
     ROOM_MAX,
+    STOP_TOKEN_COUNT_MAX,
 )
+from tests.frontend import largest_typed
 
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+PATHS = (
+    *("/generate", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/responses", "/v1/messages"),
+)
 RESUME = "/resume"
 FRONTEND_PATHS = (
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    "/v1/messages/count_tokens",
     *("/abort_request", "/drain", "/peers", "/switch_role"),
 )
 """Bodies of which nothing goes further than the frontend."""
 assert {*PATHS, RESUME, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"
 
 OUTPUT_COUNT = 2
+WORD_COUNT = BAD_WORD_COUNT_MAX // 2  # each may be two, with and without a space before it
 TEXT = "x" * 2048  # in place of one that has no bound
 FUNCTION = "f" * 64
 OBJECT: JsonObject = {"type": "object"}
@@ -50,8 +59,10 @@ SOME_TOOLS: JsonObject = {"mode": "auto", "tools": [NAMED]}
 
 BODY: dict[str, JsonObject] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": OUTPUT_COUNT}},
-    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT},
-    "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
+    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": OUTPUT_COUNT, "logprobs": 1},
+    "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT, "logprobs": True},
+    "/v1/responses": {"input": "a", "max_output_tokens": OUTPUT_COUNT},
+    "/v1/messages": {"messages": [MESSAGE], "max_tokens": OUTPUT_COUNT},
     RESUME: {
         "rid": "r",
         "token_ids": [5, 6, 7],
@@ -80,7 +91,6 @@ BESIDE: dict[str, JsonObject] = {
     "bootstrap_host": {"bootstrap_room": 7},
     "bootstrap_port": {"bootstrap_room": 7},
     "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
     "top_logprobs_num": {"return_logprob": True},
     "token_ids_logprob": {"return_logprob": True},
     "logprob_start_len": {"return_logprob": True},
@@ -134,10 +144,13 @@ def cases(path: str, server: Server) -> list[Case]:
     Raises: AssertionError naming a field whose largest value is not known.
     """
     known = _unbounded(server) | (_unbounded_to_resume(server) if path == RESUME else {})
+    known |= largest_typed.unbounded(path, "a" * (server.prompt_max // 2), [SCHEMA])
+    members = MEMBERS | largest_typed.MEMBERS.get(path, {})
+    besides = BESIDE | largest_typed.BESIDE.get(path, {})
     found: list[Case] = []
-    for field, schema, wrap in _fields(BODIES[path]):
+    for field, schema, wrap in _fields(BODIES[path], members):
         base = {key: value for key, value in BODY[path].items() if key != INSTEAD.get(field)}
-        beside, last = _of(field, BESIDE), _of(field, LAST)
+        beside, last = _of(field, besides), _of(field, LAST)
         for value in _largest(schema, field, known, server):
             body: JsonValue = base
             for more in (*beside, wrap(value), *last):
@@ -158,6 +171,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
     schemas: list[JsonValue] = [SCHEMA, json.dumps(SCHEMA)]
     grammars: list[JsonValue] = [f'start: "{LITERAL}"']
     choices: list[JsonValue] = [LITERAL, [str(index) for index in range(CHOICE_COUNT_MAX)]]
+    words: list[JsonValue] = [f"{index:04}" for index in range(WORD_COUNT)]
     tools: list[JsonValue] = [{"function": {"name": f"f{i}"}} for i in range(TOOL_COUNT_MAX)]
     return {
         # What this server serves, and where the other one is.
@@ -166,6 +180,7 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "rid": ["r" * RID_LENGTH_MAX, ["r" * RID_LENGTH_MAX]],
         "bootstrap_host": [server.host, [server.host]],
         "bootstrap_port": [server.port, [server.port]],
+        "kv_transfer_params.prompt_token_ids": [prompt],
         "kv_transfer_params.remote_host": [server.host],
         "kv_transfer_params.remote_port": [server.port],
         "kv_transfer_params.remote_engine_id": ["e" * 128],
@@ -176,11 +191,18 @@ def _unbounded(server: Server) -> dict[str, list[JsonValue]]:
         "input_ids": [prompt, [prompt]],
         "logprob_start_len": [3, [3]],
         "max_tokens": [OUTPUT_COUNT],
+        "truncate_prompt_tokens": [server.prompt_max],
         "min_tokens": [OUTPUT_COUNT],
         "max_completion_tokens": [OUTPUT_COUNT],
         "sampling_params.max_new_tokens": [OUTPUT_COUNT],
         "sampling_params.min_new_tokens": [OUTPUT_COUNT],
         "best_of": [1],  # as n
+        # What has to be tokens of the model.
+        "stop_token_ids": [server.token_ids(STOP_TOKEN_COUNT_MAX)],
+        "sampling_params.stop_token_ids": [server.token_ids(STOP_TOKEN_COUNT_MAX)],
+        "bad_words": [words],
+        "sampling_params.bad_words": [words],
+        "sampling_params.bad_word_ids": [[server.token_ids(BAD_WORD_LENGTH_MAX)] * WORD_COUNT],
         # Grammars.
         "json_schema": schemas,
         "sampling_params.json_schema": schemas,
@@ -223,18 +245,22 @@ def _unbounded_to_resume(server: Server) -> dict[str, list[JsonValue]]:
 
 
 def _fields(
-    schema: JsonObject, path: str = "", wrap: Wrap | None = None
+    schema: JsonObject,
+    members: dict[str, JsonObject],
+    path: str = "",
+    wrap: Wrap | None = None,
 ) -> Iterator[tuple[str, JsonObject, Wrap]]:
     """(field, schema, what makes a body of a value) of all fields but those that are refused."""
     properties = schema["properties"]
     assert isinstance(properties, dict)
-    beside = MEMBERS.get(path.rstrip("."), {})
+    place = path.rstrip(".")
     for name, described in properties.items():
         assert isinstance(described, dict)
-        if described == REFUSED:
+        if described == REFUSED or described == {**REFUSED, "default": None}:
             continue
+        beside = {**members.get(place, {}), **members.get(f"{place}/{name}", {})}
 
-        def put(value: JsonValue, name: str = name) -> JsonObject:
+        def put(value: JsonValue, name: str = name, beside: JsonObject = beside) -> JsonObject:
             member: JsonObject = {**beside, name: value}
             return member if wrap is None else wrap(member)
 
@@ -246,7 +272,7 @@ def _fields(
             ) -> JsonObject:
                 return put([value] if is_listed else value)
 
-            yield from _fields(inner, f"{path}{name}.", put_inner)
+            yield from _fields(inner, members, f"{path}{name}.", put_inner)
 
 
 def _objects(schema: JsonValue) -> list[tuple[JsonObject, bool]]:
@@ -284,6 +310,10 @@ def _largest(
             return []
         case {"type": "boolean" | ["boolean"]}:
             return [True]
+        case {"maximum": largest, "minimum": -1, "description": str() as described} if (
+            "for all tokens" in described
+        ):
+            return [largest]  # of the vocabulary of a test there are more
         case {"maximum": largest, "minimum": smallest}:
             return [largest, smallest]
         case {"maximum": largest}:

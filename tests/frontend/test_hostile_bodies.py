@@ -108,18 +108,61 @@ CHAT = merged(
     some((*OPENAI, "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
           "continue_final_message")),
 )  # fmt: skip
+PART = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["text", "input_text", "thinking", "tool_use", "tool_result"])
+        | VALUE,
+        **dict.fromkeys(("text", "thinking", "id", "name", "tool_use_id"), TEXT),
+        "input": VALUE,
+        "content": VALUE,
+    },
+)
+PARTS = st.lists(PART, max_size=3)
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
+        | VALUE,
+        "role": st.sampled_from(["user", "system", "developer", "assistant"]) | VALUE,
+        "status": st.sampled_from(["completed", "incomplete"]) | VALUE,
+        **dict.fromkeys(("content", "output", "summary"), TEXT | PARTS | VALUE),
+        **dict.fromkeys(("call_id", "name", "arguments"), TEXT | VALUE),
+    },
+)
+RESPONSES = merged(
+    one("input", TEXT | st.lists(ITEM, min_size=1, max_size=3) | VALUE),
+    some((*OPENAI, "instructions", "tools", "tool_choice", "text", "reasoning", "include",
+          "max_output_tokens", "metadata", "previous_response_id", "truncation")),
+)  # fmt: skip
+TURN = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system"]) | VALUE,
+        "content": TEXT | PARTS | VALUE,
+    },
+)
+MESSAGES = merged(
+    one("messages", st.lists(TURN, min_size=1, max_size=3) | VALUE),
+    one("max_tokens", st.integers(1, 4) | VALUE),
+    some((*OPENAI, "system", "tools", "tool_choice", "thinking", "output_config",
+          "stop_sequences", "context_management")),
+)  # fmt: skip
 TOKENS = some(("prompt", "messages", "tokens", "add_special_tokens", "tools"))
 ABORT = some(("rid", "abort_all"))
 BODIES = st.one_of(
     st.tuples(st.just("/generate"), GENERATE),
     st.tuples(st.just("/v1/completions"), COMPLETION),
     st.tuples(st.just("/v1/chat/completions"), CHAT),
+    st.tuples(st.just("/v1/responses"), RESPONSES),
+    st.tuples(st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]), MESSAGES),
     st.tuples(st.just("/abort_request"), ABORT),
     st.tuples(st.sampled_from(["/tokenize", "/v1/detokenize"]), TOKENS),
 )
 PATHS = st.sampled_from(
-    ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/flush_cache",
-     "/v1/models/x", "/health", "/metrics", "/state", "/", "/nothing"]
+    ["/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+     "/v1/messages/count_tokens", "/abort_request", "/flush_cache", "/v1/models/x",
+     "/health", "/metrics", "/state", "/", "/nothing"]
 )  # fmt: skip
 NAMELESS = b'{"text": {"\\ud800": Infinity}}'  # a field whose name no answer can spell
 RAW = st.one_of(
@@ -196,6 +239,14 @@ DEEP_BODIES = (
     ("/v1/chat/completions", '{"messages": [{"role": "user", "content": @}]}'),
     ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a"}], '
      '"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": @}}]}'),
+    ("/v1/responses", '{"input": "a", "metadata": {"a": @, "b": 1e99, "c": 1' + "0" * 99 + "}}"),
+    ("/v1/responses", '{"input": "a", "tools": [{"type": "function", "name": "f", "a": @}]}'),
+    ("/v1/responses", '{"input": "a", "text": {"format": {"type": "text", "a": @}}}'),
+    ("/v1/responses", '{"input": [{"role": "user", "content": @}]}'),
+    ("/v1/messages", '{"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], '
+     '"tools": [{"name": "f", "input_schema": @}], "tool_choice": {"type": "any"}}'),
+    ("/v1/messages/count_tokens", '{"messages": [{"role": "assistant", "content": '
+     '[{"type": "tool_use", "id": "a", "name": "f", "input": {"a": @}}]}]}'),
     ("/tokenize", '{"messages": [{"role": "user", "content": "a"}], '
      '"chat_template_kwargs": {"a": @}}'),
     ("/detokenize", '{"tokens": @}'),

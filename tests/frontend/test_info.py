@@ -9,10 +9,11 @@ import pytest
 
 from common.clock import ManualClock
 from common.config import Role
+from common.frontend.apis import openai_api
 from common.frontend.requests.scheduler_health import SILENCE_MAX_S, STALL_MAX_S
 from common.protocol.frontend import Failed, PageGroupState, PeerState, PrefixCacheState
 from common.request import SamplingParams
-from tests.frontend.frontend_rig import Rig, listen, run_with_rig
+from tests.frontend.frontend_rig import BASE_PARTS, Rig, listen, run_with_rig
 from tests.frontend.scripted_scheduler import PAGES as FULL
 from tests.frontend.scripted_scheduler import PEER, ScriptedScheduler
 
@@ -208,6 +209,35 @@ def test_models_lists_the_served_one_and_finds_no_other(tmp_path: Path) -> None:
         }
 
     run_with_rig(tmp_path, story, served_model_name="org/tiny")
+
+
+def test_the_model_is_found_under_every_name_that_bodies_may_say(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        path = rig.context.config.model_path
+        cards = (await rig.http.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["first", "org/second"]
+        parent = Path(path).parent.name
+        for name, called in (
+            ("first", "first"),
+            ("org/second", "org/second"),
+            (path, "first"),
+            ("tiny", "first"),
+            (f"{parent}/tiny", "first"),
+            ("default", "first"),
+        ):
+            reply = await rig.http.get(f"/v1/models/{name}")
+            assert (reply.status_code, reply.json()["id"]) == (200, called), name
+            body = {"prompt": "a", "max_tokens": 1, "model": name}
+            answer = await rig.http.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["model"]) == (200, "first"), name
+        for name in ("second", "tin", "/tiny", f"other/{path}", "first,org/second"):
+            assert (await rig.http.get(f"/v1/models/{name}")).status_code == 404, name
+            body = {"prompt": "a", "max_tokens": 1, "model": name}
+            assert (await rig.http.post("/v1/completions", json=body)).status_code == 404, name
+
+    parts = (*BASE_PARTS, openai_api.build_router)
+    names = {"served_model_name": "first", "model_aliases": ("org/second",)}
+    run_with_rig(tmp_path, story, parts=parts, **names)
 
 
 def test_get_load_is_an_array_that_routers_sum(tmp_path: Path) -> None:

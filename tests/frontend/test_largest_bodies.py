@@ -4,13 +4,16 @@ body at its largest value."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from common.errors import RequestError
+from common.frontend.apis.messages_body import parse_messages
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.responses_body import parse_responses
 from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.resume import parse_resume
 from common.frontend.bodies.sample import Limits, Sample
@@ -43,7 +46,12 @@ TRACE_PARENT = f"00-{'f' * 32}-{'f' * 16}-ff"
 # What a decode server does not do.
 REFUSED = ("kv_transfer_params.do_remote_decode",)
 # What no other server asks for.
-NOT_RESUMED = ("sampling_params.n", "sampling_params.stop")
+NOT_RESUMED = (
+    "sampling_params.n",
+    "sampling_params.stop",
+    "sampling_params.bad_words",
+    "sampling_params.stop_regex",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +61,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def samples_of(case: Case, tokenizer: Tokenizer) -> Sequence[Sample]:
+    limits = replace(LIMITS, encode=tokenizer.encode)
     match case.path:
         case "/generate":
             parsers = Parsers(reasoning=THINK)
-            return parse_generate(case.body, tokenizer, LIMITS, "rid", parsers).samples
+            return parse_generate(case.body, tokenizer, limits, "rid", parsers).samples
         case "/resume":
-            return [parse_resume(case.body, LIMITS)]
+            return [parse_resume(case.body, limits)]
         case "/v1/completions":
-            return parse_completion(case.body, tokenizer, LIMITS, "name")[0].samples
+            return parse_completion(case.body, tokenizer, limits, "name")[0].samples
+        case "/v1/responses":
+            return parse_responses(case.body, tokenizer, limits, "name", PARSERS)[0].samples
+        case "/v1/messages":
+            return parse_messages(case.body, tokenizer, limits, "name", PARSERS)[0].samples
         case _:
-            return parse_chat(case.body, tokenizer, LIMITS, "name", PARSERS)[0].samples
+            return parse_chat(case.body, tokenizer, limits, "name", PARSERS)[0].samples
 
 
 def is_refused(case: Case) -> bool:

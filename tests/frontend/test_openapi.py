@@ -19,8 +19,10 @@ from schemathesis.specs.openapi.checks import (
 
 from common.errors import RequestError
 from common.frontend.apis import openapi
+from common.frontend.apis.messages_body import parse_messages
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.responses_body import parse_responses
 from common.frontend.bodies.body import Body, fields_of
 from common.frontend.bodies.dial_rules import DialRules
 from common.frontend.bodies.fields import JsonObject, JsonValue
@@ -63,6 +65,10 @@ def parse(path: str, body: JsonObject, tokenizer: Tokenizer) -> object:
             return parse_resume(body, LIMITS)
         case "/v1/completions":
             return parse_completion(body, tokenizer, LIMITS, "name")
+        case "/v1/responses":
+            return parse_responses(body, tokenizer, LIMITS, "name", Parsers())
+        case "/v1/messages":
+            return parse_messages(body, tokenizer, LIMITS, "name", Parsers())
         case _:
             return parse_chat(body, tokenizer, LIMITS, "name", Parsers())
 

@@ -54,6 +54,21 @@ BREAKS: dict[str, list[list[JsonObject]]] = {
         [{"prompt": "a", "max_tokens": 1 << 30}],
         [{"prompt": "a", "max_tokens": 2, "min_tokens": 3}],
         [
+            {"prompt": "a", "stream": True, "prompt_logprobs": 1},
+            {"prompt": "a", "stream_options": {"include_usage": True}},
+        ],
+        [
+            {"prompt": "a", "logprob_token_ids": [5]},
+            {
+                "prompt": "a",
+                "logprob_token_ids": [5],
+                "logprobs": 1,
+                "echo": True,
+                "max_tokens": 0,
+            },
+        ],
+        [{"prompt": "a", "truncate_prompt_tokens": 1 << 30}],
+        [
             {"prompt": "a", "regex": "a", "ebnf": 'root ::= "a"'},
             {"prompt": "a", "guided_choice": ["a"], "response_format": {"type": "json_object"}},
         ],
@@ -75,6 +90,12 @@ BREAKS: dict[str, list[list[JsonObject]]] = {
         ],
         [{"messages": SAY, "max_tokens": 1 << 30}],
         [{"messages": SAY, "max_tokens": 2, "min_tokens": 3}],
+        [
+            {"messages": SAY, "stream": True, "prompt_logprobs": 1},
+            {"messages": SAY, "stream_options": {"include_usage": True}},
+        ],
+        [{"messages": SAY, "logprob_token_ids": [5]}],
+        [{"messages": SAY, "truncate_prompt_tokens": 1 << 30}],
         [{"messages": SAY, "regex": "a", "structured_outputs": {"regex": "a"}}],
         [{"messages": SAY, "bootstrap_host": "127.0.0.1"}],
         [{"messages": SAY, "bootstrap_host": ["a", "b"], "bootstrap_room": 5}],
@@ -84,7 +105,12 @@ BREAKS: dict[str, list[list[JsonObject]]] = {
     "/v1/tokenize": [[{}, {"prompt": "a", "messages": SAY}]],
     "/abort_request": [[{}, {"rid": ""}, {"abort_all": False}]],
     "/resume": [
-        [resume({"seed": None}), resume({"n": 2}), resume({"stop": "x"})],
+        [
+            resume({"seed": None}),
+            resume({"n": 2}),
+            resume({"stop": "x"}),
+            resume({"stop_regex": "x"}),
+        ],
         [resume({}, output_ids=[1, 2, 3, 4])],
         [resume({}, output_ids=[1], return_logprob=True, logprob_start_len=0)],
         [resume({"regex": "a"}, grammar={"kind": "regex", "text": "a"})],

@@ -12,8 +12,10 @@ from msgspec import structs
 
 from common.config import Role
 from common.errors import RequestError
+from common.frontend.apis.messages_body import parse_messages
 from common.frontend.apis.openai_api import parse_completion
 from common.frontend.apis.openai_chat import parse_chat
+from common.frontend.apis.responses_body import parse_responses
 from common.frontend.bodies.fields import JsonObject, JsonValue
 from common.frontend.bodies.reader import SMALL_BODY_NBYTES
 from common.frontend.bodies.sample import Limits, Sample
@@ -41,11 +43,16 @@ LIMITS = Limits(
     model_names=("tiny",),
     prefix_fingerprint=FINGERPRINT,
 )
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+PATHS = (
+    *("/generate", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/responses", "/v1/messages"),
+)
 BODIES: dict[str, JsonObject] = {
     "/generate": {"input_ids": IDS, "sampling_params": {"max_new_tokens": 2}},
     "/v1/completions": {"prompt": TEXT, "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2},
 }
 
 
@@ -64,6 +71,10 @@ def samples_of(
             return parse_generate(body, tokenizer, limits, "rid").samples
         case "/v1/completions":
             return parse_completion(body, tokenizer, limits, "name")[0].samples
+        case "/v1/responses":
+            return parse_responses(body, tokenizer, limits, "name", Parsers())[0].samples
+        case "/v1/messages":
+            return parse_messages(body, tokenizer, limits, "name", Parsers())[0].samples
         case _:
             return parse_chat(body, tokenizer, limits, "name", Parsers())[0].samples
 
@@ -113,7 +124,7 @@ def test_without_a_prefix_cache_no_digests_are_made_and_salts_are_checked_all_th
         for path in PATHS:
             await post(rig, path, {**BODIES[path], "cache_salt": "tenant"})
             await post(rig, path, {**BODIES[path], "cache_salt": 5}, 400)
-        assert [submit.prefix_digests for submit in rig.scheduler.submits] == [b""] * 3
+        assert [submit.prefix_digests for submit in rig.scheduler.submits] == [b""] * len(PATHS)
 
     run_generate(tmp_path, story, disable_radix_cache=True)
 

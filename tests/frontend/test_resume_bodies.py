@@ -16,9 +16,9 @@ from common.frontend.bodies.resume import parse_resume, resume_body
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.sampling import GREEDY_BELOW
 from common.prefix_digests import extend_digests, prefix_seed
-from common.protocol.bounds import check_sampling_params
 from common.protocol.codec import encode
 from common.protocol.frontend import Submit
+from common.protocol.sampling_bounds import check_sampling_params
 from common.request import Grammar, GrammarKind, SamplingParams
 from common.request_bounds import FLOAT32_MAX, SEED_MAX
 
@@ -63,6 +63,10 @@ def samplings(draw: st.DrawFn, prompt_count: int, output_count: int) -> Sampling
         top_logprobs_num=draw(st.integers(0, 128)) if tells else 0,
         token_ids_logprob=tuple(draw(st.lists(TOKENS, max_size=4, unique=True))) if tells else (),
         logprob_start_len=start,
+        allowed_token_ids=tuple(sorted(draw(st.sets(TOKENS, max_size=4)))),
+        bad_words=tuple(
+            map(tuple, draw(st.lists(st.lists(TOKENS, min_size=1, max_size=64), max_size=3)))
+        ),
         grammar=None if grammar is None else Grammar(grammar, draw(st.text(min_size=1))),
     )
 
@@ -149,7 +153,13 @@ def with_field(name: str, value: JsonValue) -> Callable[[JsonObject], None]:
         (with_sampling("max_new_tokens", 511), "max_new_tokens=511: must be at most 510"),
         (with_sampling("min_new_tokens", 10), "min_new_tokens"),
         (with_sampling("stop", "END"), "stop"),
-        (with_sampling("stop_token_ids", [320]), "stop_token_ids[0]"),
+        (with_sampling("stop_token_ids", [320.0]), "stop_token_ids[0]"),
+        (with_sampling("allowed_token_ids", [320]), "allowed_token_ids[0]"),
+        (with_sampling("allowed_token_ids", []), "allowed_token_ids"),
+        (with_sampling("bad_words", ["text"]), "bad_words[0]"),
+        (with_sampling("bad_word_ids", [[1], [320]]), "bad_word_ids[1][0]"),
+        (with_sampling("bad_word_ids", [[]]), "bad_word_ids[0]: has 0 tokens; must have 1..64"),
+        (with_sampling("bad_word_ids", [[1]] * 1025), "bad_word_ids=[[1]"),
         (with_sampling("logit_bias", {"320": 1.0}), "logit_bias"),
         (with_sampling("temperature", -1.0), "temperature"),
         (with_sampling("top_k", 0), "top_k"),

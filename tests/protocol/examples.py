@@ -43,10 +43,12 @@ SAMPLING = SamplingParams(
     token_ids_logprob=(1, 4),
     logprob_start_len=0,
     grammar=Grammar(GrammarKind.REGEX, "[a-z]+"),
+    allowed_token_ids=(5, 6, 7),
+    bad_words=((5,), (6, 7)),
 )
 LOGPROBS = [
     TokenLogprobs(4, None),
-    TokenLogprobs(5, -0.25, top=[(5, -0.25), (6, -3.0)], asked=[(1, -9.5)]),
+    TokenLogprobs(5, -0.25, top=[(5, -0.25), (6, -3.0)], asked=[(1, -9.5)], rank=7),
 ]
 TOLD = encode_logprobs(LOGPROBS)
 TRACE = RequestTrace(

@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import ProtocolError
 from common.protocol import peer
-from common.protocol.bounds import SAMPLING_CHECKS, check_peer_message
+from common.protocol.bounds import check_peer_message
+from common.protocol.sampling_bounds import SAMPLING_CHECKS
 from common.request import Grammar, GrammarKind, Origin, SamplingParams, TransferTrace
 from tests.protocol.examples import DECODE_TO_PREFILL, DESCRIPTOR, PREFILL_TO_DECODE, SAMPLING
 
@@ -162,6 +163,12 @@ def test_a_description_of_a_rank_out_of_bounds_is_refused(
         ({"stop_token_ids": (-1,)}, "stop_token_ids=-1"),
         ({"stop_token_ids": tuple(range(1025))}, "1025 entries"),
         ({"token_ids_logprob": (2**31,)}, "token_ids_logprob="),
+        ({"allowed_token_ids": (-1,)}, "allowed_token_ids=-1"),
+        ({"allowed_token_ids": tuple(range(2**18 + 1))}, "262145 entries"),
+        ({"bad_words": ((1, 2), (-1,))}, "bad_words=-1"),
+        ({"bad_words": ((),)}, "bad_words: a word without tokens"),
+        ({"bad_words": ((1,),) * 1025}, "1025 entries"),
+        ({"bad_words": ((1,) * 65,)}, "65 entries; at most 64"),
     ],
 )
 def test_sampling_that_would_fail_or_never_end_is_refused(

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from common.errors import ProtocolError
 from common.layout.cache_layout import ServerLayout
 from common.protocol import bounds, codec, frontend, peer, staging, worker
+from common.protocol.codec import decode_logprobs, encode_logprobs
+from common.request import TokenLogprobs
 from tests.protocol import examples
 
 Decode = Callable[[bytes], object]
@@ -396,3 +398,21 @@ def test_a_component_that_can_not_be_laid_out_is_refused(
 
 def replace_fields(layout: ServerLayout, change: dict[str, object]) -> dict[str, object]:
     return {**dataclasses.asdict(layout), **change}
+
+
+class _FirstReleaseLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """`TokenLogprobs` as the first release had it."""
+
+    token_id: int
+    logprob: float | None
+    top: list[tuple[int, float]] = []
+    asked: list[tuple[int, float]] = []
+
+
+def test_log_probabilities_of_releases_with_and_without_ranks_are_read_by_both() -> None:
+    ranked = TokenLogprobs(5, -0.5, [(5, -0.5)], [(7, -2.0)], rank=3)
+    plain = _FirstReleaseLogprobs(5, -0.5, [(5, -0.5)], [(7, -2.0)])
+    told = decode_logprobs(msgspec.msgpack.encode([plain]))
+    assert told == [msgspec.structs.replace(ranked, rank=0)]
+    payload = encode_logprobs([ranked])
+    assert msgspec.msgpack.decode(payload, type=list[_FirstReleaseLogprobs]) == [plain]

@@ -84,7 +84,7 @@ def test_an_honest_reservation_passes() -> None:
                     1, 0, return_logprob=True, top_logprobs_num=2**31 - 1, logprob_start_len=0
                 )
             },
-            "log-probabilities of 40 prompt tokens may take 1288490189440 bytes: at most 50331648 "
+            "log-probabilities of 40 prompt tokens may take 1288490189640 bytes: at most 50331648 "
             "can be sent",
         ),
         ({"writers": []}, "writers=[]: must be [0, 1]"),

@@ -52,7 +52,7 @@ def test_no_chunk_takes_more_than_is_reckoned_with(top_count: int, position_coun
     """With the header of its bytes in the message that carries it."""
     pair = (TOKEN_ID_MAX, -1.5)
     ids = tuple(range(20))
-    entry = TokenLogprobs(TOKEN_ID_MAX, -1.5, [pair] * top_count, [pair] * len(ids))
+    entry = TokenLogprobs(TOKEN_ID_MAX, -1.5, [pair] * top_count, [pair] * len(ids), TOKEN_ID_MAX)
     sampling = SamplingParams(
         1, 0, return_logprob=True, top_logprobs_num=top_count, token_ids_logprob=ids
     )

@@ -36,6 +36,9 @@ BUDGETS_S = (BUDGET_S, BUDGET_S, BUDGET_S, 4.0, 1.0)
 # some accidents happen before it gives that up, and some after.
 TWO_STEP_SHARE = 0.35
 HOLD_S = 6.0
+# How long a half whose other one never comes holds pages, where no accident is to blame if others
+# do not get them in time.
+CALM_LONE_S = 10.0
 
 # Stories in which no prefill server is there for more than ten seconds.
 OUTAGE_SHARE = 0.15
@@ -223,7 +226,9 @@ def _plan_request(
     is_two_step = is_routed and rng_of(prompt).random() < two_step_share
 
     def submit_decode(room: Bootstrap | None) -> None:
-        held.append(world.submit(decode, prompt, max_new_tokens, room, budget_s))
+        is_lone = is_orphan and not world.is_hurried
+        left_s = min(budget_s, CALM_LONE_S) if is_lone else budget_s
+        held.append(world.submit(decode, prompt, max_new_tokens, room, left_s))
         held[0].is_orphan = is_orphan
 
     if is_two_step:

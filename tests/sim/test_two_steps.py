@@ -174,6 +174,19 @@ def test_a_first_token_that_ends_too_early_is_drawn_anew(world: World) -> None:
     assert state_of(world.nodes["d0"]).counters["holds_lost"] == 1
 
 
+@pytest.mark.parametrize("rule", ["allowed_token_ids", "bad_words"])
+def test_a_first_token_that_its_client_forbids_begins_no_output(world: World, rule: str) -> None:
+    """A prefill server of an older release knows no such rule, as the simulated ones don't."""
+    drawn = next_token(PROMPT, world.lives)
+    rules = {"allowed_token_ids": (drawn + 1,), "bad_words": ((drawn,),)}
+    sampling = SamplingParams(max_new_tokens=4, seed=0, **{rule: rules[rule]})  # type: ignore[arg-type]
+    wanted = Client(len(world.clients) + 1, PROMPT, 4, "d0")
+    world.clients[wanted.request_id] = wanted
+    world.nodes["d0"].feed(FromFrontend(Submit(wanted.request_id, PROMPT, sampling, 20.0)))
+    world.run(world.now + 3.0)
+    assert wanted.output == [] and wanted.failure.startswith("unfit_token")
+
+
 def test_prompts_that_differ_are_refused(world: World) -> None:
     where = place(world)
     ask_ahead(world, where, PROMPT[:-1])

@@ -289,9 +289,12 @@ class World:
                 client.retraction_count = message.trace.retraction_count
 
 
-def connected_pair(prefill_page_count: int = 64, decode_page_count: int = 64) -> World:
-    """p0 and d0, connected and at rest, at time 3."""
+def connected_pair(
+    prefill_page_count: int = 64, decode_page_count: int = 64, hold_s: float = 30.0
+) -> World:
+    """p0 and d0, connected and at rest, at time 3. hold_s: see `World`."""
     world = World(seed=1)
+    world.hold_s = hold_s
     world.add("p0", "prefill", 4, prefill_page_count)
     world.add("d0", "decode", 4, decode_page_count).links = ["p0:1"]
     world.begin()

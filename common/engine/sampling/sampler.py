@@ -1,10 +1,10 @@
 """Draws one token per row of logits, for all requests of a step at once.
 
 Order: repetition, frequency and presence penalties, logit bias, stop tokens held back by
-min_new_tokens, tokens that a grammar forbids; then either the largest logit (temperature 0) or
-temperature, top_k, top_p among the kept, min_p, and a Gumbel draw. Filters run one after the other,
-each on the tokens that the one before kept. Log-probabilities are those of the raw logits. Rows
-without any of these cost one argmax.
+min_new_tokens, tokens that are not allowed, ends of bad words, tokens that a grammar forbids; then
+either the largest logit (temperature 0) or temperature, top_k, top_p among the kept, min_p, and a
+Gumbel draw. Filters run one after the other, each on the tokens that the one before kept.
+Log-probabilities are those of the raw logits. Rows without any of these cost one argmax.
 
 On a GPU one kernel takes the largest of some rows and draws the others (`triton_draw.py`), where it
 is there and was found to draw what torch draws; rows with top_k, top_p or min_p are torch's.
@@ -33,6 +33,7 @@ from common.engine.sampling.logprobs import LaunchedLogprobs, launch_logprobs
 from common.engine.sampling.noise import gumbel, row_keys
 from common.engine.sampling.nucleus import drop_tails
 from common.engine.sampling.sampling_table import Feature, SamplingTable
+from common.engine.sampling.token_masks import TokenMasks
 from common.grammar import GrammarCompiler
 from common.request import SamplingParams
 
@@ -43,7 +44,7 @@ vocabulary in full, the last resort, costs a hundred times as much."""
 NOISE_BLOCK_ELEMENTS = 1 << 22
 """Noise made at a time; bounds the extra memory to 64 MiB at any batch and vocabulary."""
 
-CLOSING = Feature.BIASED | Feature.HELD | Feature.BOUND
+CLOSING = Feature.BIASED | Feature.HELD | Feature.BOUND | Feature.MASKED | Feature.WORDED
 """After which no token may be left to draw."""
 
 SHAPING = CLOSING | Feature.PENALISED
@@ -77,6 +78,7 @@ class Sampler:
     ) -> None:
         self._table = SamplingTable(vocab_size, eos_token_ids, device)
         self._grammars = GrammarTable(grammars, vocab_size, device)
+        self._masks = TokenMasks(vocab_size, device)
         self._vocab_size = vocab_size
         self._device = device
         self._kernel = choose_draw(vocab_size, device).kernel
@@ -88,6 +90,7 @@ class Sampler:
     def add(self, slot: int, params: SamplingParams, token_ids: Tensor, prompt_count: int) -> None:
         """Start a request: int64[n] token ids so far on the host, `prompt_count` of them prompt."""
         self._table.add(slot, params, token_ids, prompt_count)
+        self._masks.add(slot, params, token_ids[prompt_count:])
         if params.grammar is not None:
             self._grammars.add(slot, params.grammar, token_ids[prompt_count:].tolist())
 
@@ -96,6 +99,7 @@ class Sampler:
             self._follow()  # the slot's next owner must not take its token
         self._table.remove(slot)
         self._grammars.remove(slot)
+        self._masks.remove(slot)
 
     def sample(self, logits: Tensor, slots: Slots, positions: NDArray[np.int64]) -> Sampled:
         """`draw`, and wait for it."""
@@ -127,6 +131,10 @@ class Sampler:
         tokens = checked[0]
         if union & Feature.PENALISED:
             self._count(tokens, slots, features)
+        if union & Feature.WORDED:
+            rows = _rows_with(features, Feature.WORDED)
+            (index,) = upload(self._device, rows)
+            self._masks.append(tokens[index], slots[rows])
         draw = Draw(
             tokens,
             checked,
@@ -143,7 +151,7 @@ class Sampler:
         logits: Tensor,
         slots: Slots,
         positions: NDArray[np.int64],
-        features: NDArray[np.uint8],
+        features: NDArray[np.uint16],
         is_usable: Tensor | None,
     ) -> Tensor:
         """See `Draw`: tokens, whether the logits were finite, whether any was allowed.
@@ -187,6 +195,7 @@ class Sampler:
             token_ids,
             np.full(row_count, top_count),
             {} if asked is None else dict.fromkeys(range(row_count), asked),
+            has_ranks=True,
         )
 
     def _follow(self) -> None:
@@ -204,10 +213,10 @@ class Sampler:
         logits: Tensor,
         slots: Slots,
         positions: NDArray[np.int64],
-        features: NDArray[np.uint8],
+        features: NDArray[np.uint16],
         union: Feature,
     ) -> None:
-        """Penalties, bias and held-back stop tokens, in place."""
+        """Penalties, bias, held-back stop tokens and forbidden ones, in place."""
         if union & Feature.PENALISED:
             self._penalise(logits, slots, _rows_with(features, Feature.PENALISED))
         if union & Feature.BIASED:
@@ -229,6 +238,12 @@ class Sampler:
                 rows = np.repeat(held, [len(ids) for ids in stops])
                 row_index, id_index = upload(self._device, rows, np.concatenate(stops))
                 logits.index_put_((row_index, id_index), self._impossible)
+        if union & Feature.MASKED:
+            rows = _rows_with(features, Feature.MASKED)
+            self._masks.forbid_fixed(logits, rows, slots[rows])
+        if union & Feature.WORDED:
+            rows = _rows_with(features, Feature.WORDED)
+            self._masks.forbid_words(logits, rows, slots[rows])
 
     def _penalise(self, logits: Tensor, slots: Slots, rows: NDArray[np.int64]) -> None:
         table, own = self._table, slots[rows]
@@ -242,7 +257,7 @@ class Sampler:
         x -= (counts > 0) * table.presence.rows(own, self._device)
         logits[index] = x
 
-    def _count(self, tokens: Tensor, slots: Slots, features: NDArray[np.uint8]) -> None:
+    def _count(self, tokens: Tensor, slots: Slots, features: NDArray[np.uint16]) -> None:
         rows = _rows_with(features, Feature.PENALISED)
         own = self._table.penalty_row.values[slots[rows]]
         index, penalty_rows = upload(self._device, rows, own)
@@ -253,7 +268,7 @@ class Sampler:
         logits: Tensor,
         slots: Slots,
         positions: NDArray[np.int64],
-        features: NDArray[np.uint8],
+        features: NDArray[np.uint16],
         is_drawn: NDArray[np.bool_],
         tokens: Tensor,
     ) -> None:
@@ -349,7 +364,7 @@ class Sampler:
         return tokens, (cumulative[:, -1:] >= top_p).squeeze(1)
 
     def _logprobs(
-        self, raw: Tensor, tokens: Tensor, slots: Slots, features: NDArray[np.uint8]
+        self, raw: Tensor, tokens: Tensor, slots: Slots, features: NDArray[np.uint16]
     ) -> LaunchedLogprobs:
         rows = _rows_with(features, Feature.LOGPROBS)
         asked = self._table.asked_ids
@@ -362,7 +377,7 @@ class Sampler:
         )
 
     def _raw_copy(
-        self, logits: Tensor, features: NDArray[np.uint8], union: Feature
+        self, logits: Tensor, features: NDArray[np.uint16], union: Feature
     ) -> Tensor | None:
         """The rows whose log-probabilities are wanted, before anything changes them."""
         if not union & Feature.LOGPROBS:
@@ -385,5 +400,5 @@ def _largest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _rows_with(features: NDArray[np.uint8], feature: Feature) -> NDArray[np.int64]:
+def _rows_with(features: NDArray[np.uint16], feature: Feature) -> NDArray[np.int64]:
     return np.flatnonzero(features & feature != 0)

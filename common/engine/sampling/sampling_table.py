@@ -18,8 +18,9 @@ from torch import Tensor
 
 from common.engine.host_copy import upload
 from common.engine.sampling.noise import wrap_seed
+from common.engine.sampling.token_masks import has_fixed_mask, has_words
 from common.errors import ProtocolError
-from common.protocol.bounds import check_sampling_params
+from common.protocol.sampling_bounds import check_sampling_params
 from common.request import SamplingParams
 
 Number = TypeVar("Number", np.float32, np.int64)
@@ -43,6 +44,8 @@ class Feature(IntFlag):
     HELD = 32  # min_new_tokens
     LOGPROBS = 64
     BOUND = 128  # by a grammar
+    MASKED = 256  # allowed tokens, and bad words of one token
+    WORDED = 512  # bad words of several
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
@@ -54,6 +57,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
     for name, token_ids in (
         ("logit_bias", tuple(params.logit_bias)),
         ("token_ids_logprob", params.token_ids_logprob),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("bad_words", tuple(token_id for word in params.bad_words for token_id in word)),
     ):
         if token_ids and max(token_ids) >= vocab_size:
             return f"{name}: token id {max(token_ids)}: must be in 0..{vocab_size - 1}"
@@ -63,7 +68,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
 class SamplingTable:
     """Sampling state of the running requests. One writer: the thread that runs the model.
 
-    features: uint8[S], a union of `Feature` per slot; the columns hold one number per slot.
+    features: uint16[S], a union of `Feature` per slot; the columns hold one number per slot.
     counts: int32[P, vocab] of output tokens; seen: bool[P, vocab] of prompt and output tokens; of
     P penalty rows, given to slots by `penalty_row`.
     """
@@ -72,7 +77,7 @@ class SamplingTable:
         self.vocab_size = vocab_size
         self.device = device
         self._eos_token_ids = eos_token_ids
-        self.features: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+        self.features: NDArray[np.uint16] = np.zeros(0, dtype=np.uint16)
         self.temperature = _Column(np.float32)
         self.top_p = _Column(np.float32)
         self.min_p = _Column(np.float32)
@@ -208,4 +213,8 @@ def _features_of(params: SamplingParams, vocab_size: int) -> Feature:
         features |= Feature.LOGPROBS
     if params.grammar is not None:
         features |= Feature.BOUND
+    if has_fixed_mask(params):
+        features |= Feature.MASKED
+    if has_words(params):
+        features |= Feature.WORDED
     return features

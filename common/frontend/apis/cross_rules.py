@@ -34,6 +34,9 @@ _OPENAI = (
     "The prompt and `max_tokens` together have at most as many tokens as "
     "`max_request_token_count` of GET /server_info says.",
     "`min_tokens` is at most `max_tokens`.",
+    "`prompt_logprobs` is not given where `stream` is true; `stream_options` only where it is.",
+    "`logprob_token_ids` needs `logprobs`, and an output.",
+    "`truncate_prompt_tokens` is less than `max_request_token_count` of GET /server_info.",
     "At most one of `response_format`, `structured_outputs`, `guided_json`, `guided_regex`, "
     "`guided_grammar`, `guided_choice`, `json_schema`, `regex` and `ebnf` is given.",
     *_ROOMS,
@@ -85,7 +88,7 @@ CROSS_RULES: dict[str, CrossRules] = {
     "/resume": CrossRules(
         (
             "`sampling_params` has a `seed`, an `n` of 1, a `max_new_tokens` of at least 1, and no "
-            "`stop`.",
+            "`stop`, `stop_regex` or `bad_words`.",
             "`output_ids` has fewer tokens than `max_new_tokens`.",
             "`logprob_start_len` is -1 where there are `output_ids`.",
             "At most one of `grammar` and the constraints in `sampling_params` is given.",

@@ -19,6 +19,7 @@ from common.frontend.bodies.fields import JsonObject
 from common.frontend.context import FrontendContext
 from common.frontend.http.answers import answered_as
 from common.frontend.http.errors import json_response
+from common.frontend.requests.generation import model_names
 from common.frontend.requests.scrape import (
     ask_state,
     describe_group,
@@ -116,16 +117,19 @@ def _add_info(router: APIRouter, context: FrontendContext) -> None:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model_card(context)]})
+        names = (context.config.served_model_name, *context.config.model_aliases)
+        cards = [_model_card(context, name) for name in names]
+        return json_response({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model:path}")
     async def model_card(model: str) -> Response:
-        name = context.config.served_model_name
-        if model != name:
-            raise RequestError(
-                f"model {model!r} is not served here; {name!r} is", field="model", status=404
-            )
-        return json_response(_model_card(context))
+        config = context.config
+        served = (config.served_model_name, *config.model_aliases)
+        known = model_names(config.served_model_name, config.model_aliases, config.model_path)
+        if model not in known:
+            text = f"model {model!r} is not served here; {served[0]!r} is"
+            raise RequestError(text, field="model", status=404)
+        return json_response(_model_card(context, model if model in served else served[0]))
 
 
 def _read_architecture(model_path: str) -> dict[str, object]:
@@ -208,10 +212,10 @@ def _prefix_cache(state: State | None) -> dict[str, object] | None:
     return structs.asdict(cache) if cache is not None else None
 
 
-def _model_card(context: FrontendContext) -> dict[str, object]:
+def _model_card(context: FrontendContext, name: str) -> dict[str, object]:
     info = context.scheduler.server_info
     return {
-        "id": context.config.served_model_name,
+        "id": name,
         "object": "model",
         "created": int(context.started_wall_s),
         "owned_by": "baton",

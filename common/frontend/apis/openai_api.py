@@ -6,16 +6,23 @@ Beyond OpenAI's own fields it takes SGLang's (top_k, min_p, ignore_eos, ...) and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.apis import openai_chat
-from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
+from common.frontend.apis.call_route import add_call_route
+from common.frontend.apis.openai_call import (
+    OPENAI,
+    OpenAiCall,
+    make_call,
+    read_choice,
+    read_encoding,
+)
 from common.frontend.apis.openai_chat_shape import ChatShape
+from common.frontend.apis.openai_logprobs import LikelyCount, LogprobWriter, read_told
 from common.frontend.apis.openai_run import (
     PROMPT_NULLS,
     Growth,
@@ -35,27 +42,27 @@ from common.frontend.bodies.body import (
     refusal,
     schema_of,
 )
-from common.frontend.bodies.bootstrap_address import Meeting, limits_of
+from common.frontend.bodies.bootstrap_address import Meeting
 from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.prefixes import SaltFields
-from common.frontend.bodies.reader import request_name, trace_parent
+from common.frontend.bodies.prompts import (
+    PROMPT_IDS,
+    PROMPT_TEXT,
+    prompt_schema,
+    read_computed_prompt,
+    read_prompts,
+)
 from common.frontend.bodies.sample import Limits, Sample
-from common.frontend.bodies.validation import PROMPT_IDS, PROMPT_TEXT, prompt_schema, read_prompts
+from common.frontend.bodies.unknown_names import known_names
 from common.frontend.context import FrontendContext
-from common.frontend.http.api_keys import client_of
-from common.frontend.http.headers import headers_of
-from common.frontend.http.streaming import answer
-from common.frontend.requests.generation import Continuation, request_limits
+from common.frontend.requests.generation import Continuation
 from common.frontend.text.tokenizer import Tokenizer
-from common.request import TokenLogprobs
-from common.request_bounds import INT64_MAX, TOP_LOGPROB_COUNT_MAX
+from common.request_bounds import INT64_MAX
 
 PATH = "/v1/completions"
 NAME_PREFIX = "cmpl-"
 MAX_TOKENS_DEFAULT = 16  # OpenAI's
 PROMPTS = "a string, a list of strings, a list of token ids, or a list of such lists"
-
-Parse = Callable[[JsonObject, Limits, str], tuple[OpenAiCall, Shape]]
 
 
 class CompletionFields(Body, frozen=True):
@@ -64,7 +71,7 @@ class CompletionFields(Body, frozen=True):
     ]
     max_tokens: Count | None = None
     echo: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROB_COUNT_MAX)] | None = None
+    logprobs: LikelyCount | None = None
     best_of: Annotated[
         Positive | None, Meta(extra_json_schema={"description": "No other number than n."})
     ] = None
@@ -79,34 +86,22 @@ def build_router(context: FrontendContext) -> APIRouter:
 
     def completion(body: JsonObject, limits: Limits, name: str) -> tuple[OpenAiCall, Shape]:
         call, has_echo = parse_completion(body, context.tokenizer, limits, name)
-        return call, CompletionShape(context.tokenizer, has_echo=has_echo)
+        writer = LogprobWriter(context.tokenizer, call.told)
+        return call, CompletionShape(context.tokenizer, writer, has_echo=has_echo)
 
     def chat(body: JsonObject, limits: Limits, name: str) -> tuple[OpenAiCall, Shape]:
         call, parsing = openai_chat.parse_chat(
             body, context.tokenizer, limits, name, context.parsers
         )
-        return call, ChatShape(context.tokenizer, parsing)
+        return call, ChatShape(parsing, LogprobWriter(context.tokenizer, call.told), call.echo)
 
     router = APIRouter()
-    _add_route(router, context, PATH, NAME_PREFIX, completion)
-    _add_route(router, context, openai_chat.PATH, openai_chat.NAME_PREFIX, chat)
+    known = known_names(COMPLETION)
+    add_call_route(router, context, PATH, NAME_PREFIX, completion, OpenAiRun, known)
+    chat_path, chat_prefix = openai_chat.PATH, openai_chat.NAME_PREFIX
+    known = known_names(openai_chat.CHAT)
+    add_call_route(router, context, chat_path, chat_prefix, chat, OpenAiRun, known)
     return router
-
-
-def _add_route(
-    router: APIRouter, context: FrontendContext, path: str, name_prefix: str, parse: Parse
-) -> None:
-    @router.post(path, name=parse.__name__)
-    async def complete(request: Request) -> Response:
-        client = client_of(headers_of(request.scope), context.config)
-        limits = request_limits(context, lambda: request.url.hostname, client)
-        name = request_name(request, name_prefix)
-        call, shape = await context.bodies.read(
-            request, lambda body: parse(body, limits_of(body, limits), name)
-        )
-        await context.check_grammars(call.samples)
-        run = OpenAiRun(context, call, shape, trace_parent(request))
-        return await answer(request, run, is_streaming=call.is_streaming)
 
 
 def parse_completion(
@@ -116,14 +111,16 @@ def parse_completion(
     given = read(CompletionFields, body)
     if given.max_tokens == 0 and not given.echo:
         raise refusal("max_tokens", 0, f"an integer in 1..{INT64_MAX}")
+    has_output = given.max_tokens != 0
+    told = read_told(body, "logprobs", given.logprobs, limits, is_told=has_output)
     choice = read_choice(
         body,
         limits,
         "max_tokens",
         given.max_tokens,
         default=MAX_TOKENS_DEFAULT,
-        top_count=given.logprobs,
-        has_prompt=given.echo,
+        told=told,
+        has_echo=given.echo,
     )
     if given.best_of not in (None, choice.n):
         raise RequestError(
@@ -134,8 +131,17 @@ def parse_completion(
     if prompt == [] or not isinstance(prompt, str | list):
         raise refusal("prompt", prompt, f"{PROMPTS}, not empty")
     is_text = isinstance(first, str)
-    prompts, _ = read_prompts(prompt, "prompt", tokenizer, limits, is_text=is_text)
-    return make_call(body, prompts, choice, limits, name), given.echo
+    encoding = read_encoding(body, given.max_tokens, limits, has_special=True)
+    prompts, _ = read_prompts(
+        prompt,
+        "prompt",
+        tokenizer,
+        limits,
+        is_text=is_text,
+        encoding=encoding,
+        computed=read_computed_prompt(body, limits),
+    )
+    return make_call(body, prompts, choice, limits, name, told), given.echo
 
 
 class CompletionShape:
@@ -145,8 +151,9 @@ class CompletionShape:
     chunk_object_name = "text_completion"
     has_prompt_in_choice = True
 
-    def __init__(self, tokenizer: Tokenizer, *, has_echo: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, writer: LogprobWriter, *, has_echo: bool) -> None:
         self._tokenizer = tokenizer
+        self._writer = writer
         self._has_echo = has_echo
 
     def choice(self, one: Continuation) -> dict[str, object]:
@@ -155,9 +162,10 @@ class CompletionShape:
         return {**told, "stop_reason": stop_reason(one), "token_ids": None, **PROMPT_NULLS}
 
     def chunks(self, one: Continuation, growth: Growth) -> list[dict[str, object]]:
-        has_logprobs = bool(one.logprobs) and growth.stop > growth.start
+        has_logprobs = self._writer.tells_output and growth.stop > growth.start
         has_prompt = growth.is_first and self._has_echo
-        if not (growth.text or has_logprobs or has_prompt or one.is_ended):
+        has_more = has_logprobs or has_prompt or growth.has_ids or one.is_ended
+        if not (growth.text or has_more):
             return []
         return [self._told(one, growth)]
 
@@ -184,30 +192,23 @@ class CompletionShape:
         self, one: Continuation, growth: Growth, echo_length: int
     ) -> dict[str, object] | None:
         """OpenAI's four parallel lists, for the prompt too if it is told of."""
-        if not one.sample.sampling.return_logprob:
+        if not self._writer.tells_output:
             return None
-        prompt = one.prompt_logprobs if growth.is_first else []
+        prompt = one.prompt_logprobs if growth.is_first and self._has_echo else []
         offsets: list[int] = []
         length = 0
         for entry in prompt:
             offsets.append(length)
             length += len(self._tokenizer.token_text(entry.token_id))
         offsets += [echo_length + at for at in one.text_starts[growth.start : growth.stop]]
-        entries = [*prompt, *one.logprobs[growth.start : growth.stop]]
-        has_top = one.sample.sampling.top_logprobs_num > 0
+        output = one.logprobs[growth.start : growth.stop]
+        top_by_text = self._writer.top_by_text
         return {
             "text_offset": offsets,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "tokens": [self._tokenizer.token_text(entry.token_id) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries] if has_top else None,
+            "token_logprobs": [entry.logprob for entry in (*prompt, *output)],
+            "tokens": [self._writer.text(entry.token_id) for entry in (*prompt, *output)],
+            "top_logprobs": [
+                *(top_by_text(entry, is_prompt=True) for entry in prompt),
+                *(top_by_text(entry, is_prompt=False) for entry in output),
+            ],
         }
-
-    def _top(self, entry: TokenLogprobs) -> dict[str, float] | None:
-        """Token text -> log-probability, the token's own included; the likelier of equal texts."""
-        if entry.logprob is None:
-            return None
-        top: dict[str, float] = {}
-        for token_id, logprob in [*entry.top, (entry.token_id, entry.logprob)]:
-            text = self._tokenizer.token_text(token_id)
-            top[text] = max(logprob, top.get(text, logprob))
-        return top

@@ -6,27 +6,35 @@ are let through; those known to change the answer in ways this server can't foll
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from common.frontend.apis.openai_logprobs import NOTHING_TOLD, LogprobOptions, Told
 from common.frontend.bodies.body import Body, Count, Object, nested, read, refusal, refused
 from common.frontend.bodies.bootstrap_address import transfer_params
 from common.frontend.bodies.constraints import OpenAiGrammars, read_openai_constraint
 from common.frontend.bodies.fields import JsonObject
+from common.frontend.bodies.prompts import Encoding, Prompt
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.sampling import (
+    NOT_ZERO,
     OutputBounds,
     Sampling,
     SamplingChoice,
     Seed,
     read_sampling,
 )
-from common.frontend.bodies.validation import Prompt, RequestFields, check_model, make_samples
+from common.frontend.bodies.validation import RequestFields, check_model, make_samples
+from common.request_bounds import INT64_MAX
+
+WHOLE_CONTEXT = -1
+CUT = f"{WHOLE_CONTEXT} for as many tokens as fit before the output, or how many are kept"
 
 
 class StreamOptions(Body, frozen=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
     continuous_usage_stats: bool = False
 
 
@@ -38,16 +46,25 @@ class OpenAiFields(Body, frozen=True):
     include_stop_str_in_output: bool = False
     stream_options: Annotated[Object, nested(StreamOptions)] = {}
     return_token_ids: bool = False
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Meta(ge=WHOLE_CONTEXT, le=INT64_MAX, description=CUT, extra_json_schema=NOT_ZERO)
+        ]
+        | None
+    ) = None
+    truncation_side: Literal["left", "right"] = "left"
+    add_special_tokens: bool | None = None
 
 
 UNSUPPORTED = refused(
     "lora_path", "session_params", "custom_logit_processor", "return_hidden_states",
     "return_routed_experts", "guided_decoding_backend", "logits_processors", "use_beam_search",
-    "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
-    "images_config", "ngram_corpus_id",
+    "prompt_embeds", "images_config", "ngram_corpus_id", "watermarking", "repetition_detection",
+    "thinking_token_budget", "guided_whitespace_pattern", "vllm_xargs", "ec_transfer_params",
+    "return_prompt_text",
 )  # fmt: skip
 # Each is read from the same object; with `Meeting` and `SaltFields`, which may have lists.
-OPENAI = (UNSUPPORTED, RequestFields, Sampling, OpenAiGrammars, OpenAiFields)
+OPENAI = (UNSUPPORTED, RequestFields, Sampling, OpenAiGrammars, OpenAiFields, LogprobOptions)
 
 
 class OpenAiCall(msgspec.Struct, frozen=True):
@@ -55,7 +72,8 @@ class OpenAiCall(msgspec.Struct, frozen=True):
 
     includes_usage: a stream ends with a chunk of its own for usage. has_running_usage: every chunk
     has the usage so far. tells_ids: token ids of prompt and output stand beside their text.
-    transfer_params: for the decode server, if the samples are held here.
+    transfer_params: for the decode server, if the samples are held here. told: of
+    log-probabilities. echo: what a chat's answer begins with.
     """
 
     name: str
@@ -66,6 +84,8 @@ class OpenAiCall(msgspec.Struct, frozen=True):
     has_running_usage: bool
     tells_ids: bool
     transfer_params: JsonObject | None
+    told: Told = NOTHING_TOLD
+    echo: str = ""
 
 
 def read_choice(
@@ -75,13 +95,12 @@ def read_choice(
     max_new_tokens: int | None,
     *,
     default: int | None,
-    top_count: int | None,
-    has_prompt: bool = False,
+    told: Told,
+    has_echo: bool = False,
 ) -> SamplingChoice:
     """Sampling options of all prompts of a body. max_name: of the field that says max_new_tokens.
 
-    top_count: of the likely tokens that are told with each one; None for no log-probabilities.
-    has_prompt: the prompt's are told too. Raises: RequestError.
+    told: of log-probabilities. has_echo: of the prompt's too. Raises: RequestError.
     """
     read(UNSUPPORTED, body)
     given = read(OpenAiFields, body)
@@ -94,24 +113,41 @@ def read_choice(
     )
     choice = read_sampling(read(Sampling, body), "", output, given.seed, limits)
     keeps_stop = choice.text.keeps_stop or given.include_stop_str_in_output
-    params = choice.params
-    if top_count is not None:
-        params = msgspec.structs.replace(
-            params,
-            return_logprob=True,
-            top_logprobs_num=top_count,
-            logprob_start_len=0 if has_prompt else -1,
-        )
     return msgspec.structs.replace(
         choice,
-        params=params,
+        params=told.apply(choice.params, has_echo=has_echo),
         text=msgspec.structs.replace(choice.text, keeps_stop=keeps_stop),
         constraint=read_openai_constraint(body),
+        told_field="echo" if told.prompt_count is None else "prompt_logprobs",
     )
 
 
+def read_encoding(
+    body: JsonObject, max_new_tokens: int | None, limits: Limits, *, has_special: bool
+) -> Encoding:
+    """How prompts become tokens. max_new_tokens: as the body has it. has_special: whether special
+    tokens are added unless the body says. Raises: RequestError."""
+    given = read(OpenAiFields, body)
+    has_special = has_special if given.add_special_tokens is None else given.add_special_tokens
+    count, name = given.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if count is None:
+        return Encoding(has_special)
+    kept_max = limits.request_token_max - max(1, max_new_tokens or 0)
+    if count == WHOLE_CONTEXT and kept_max > 0:
+        count = kept_max
+    if not 1 <= count < limits.request_token_max:
+        allowed = f"{WHOLE_CONTEXT}, or an integer in 1..{limits.request_token_max - 1}"
+        raise refusal(name, given.truncate_prompt_tokens, allowed)
+    return Encoding(has_special, count, keeps_end=given.truncation_side == "left")
+
+
 def make_call(
-    body: JsonObject, prompts: list[Prompt], choice: SamplingChoice, limits: Limits, name: str
+    body: JsonObject,
+    prompts: list[Prompt],
+    choice: SamplingChoice,
+    limits: Limits,
+    name: str,
+    told: Told = NOTHING_TOLD,
 ) -> OpenAiCall:
     """The call for `prompts`. name: the request's name unless the body has one."""
     given, request = read(OpenAiFields, body), read(RequestFields, body)
@@ -126,8 +162,10 @@ def make_call(
         samples=samples,
         n=choice.n,
         is_streaming=request.stream,
-        includes_usage=options.include_usage,
-        has_running_usage=options.continuous_usage_stats,
+        includes_usage=options.include_usage is True,
+        # As in vLLM, a body that wants no usage gets none, whatever else it says.
+        has_running_usage=options.continuous_usage_stats and options.include_usage is not False,
         tells_ids=given.return_token_ids,
         transfer_params=transfer_params(samples[0].bootstrap, limits),
+        told=told,
     )

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from msgspec import Meta, structs
 
 from common.errors import RequestError
-from common.frontend.apis.openai_call import OPENAI, OpenAiCall, make_call, read_choice
+from common.frontend.apis.openai_call import (
+    OPENAI,
+    OpenAiCall,
+    make_call,
+    read_choice,
+    read_encoding,
+)
+from common.frontend.apis.openai_logprobs import ALL_TOKENS, read_told
 from common.frontend.bodies.body import (
     Body,
     Json,
@@ -26,15 +33,16 @@ from common.frontend.bodies.constraints import only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
 from common.frontend.bodies.output_grammars import behind_reasoning
 from common.frontend.bodies.prefixes import SaltFields
+from common.frontend.bodies.prompts import Prompt, encode_prompt, read_computed_prompt
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.tools import ToolFields, ToolUse, read_tools
-from common.frontend.bodies.validation import encode_prompt
 from common.frontend.text.parsing.parsing import Beginning, Parsers, Parsing, beginning
 from common.frontend.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 NAME_PREFIX = "chatcmpl-"
 CHAT_TOP_LOGPROBS_MAX = 20  # OpenAI's
+CHAT_LIKELY = f"{ALL_TOKENS} for all tokens, or an integer in 0..{CHAT_TOP_LOGPROBS_MAX}"
 PART: JsonObject = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -92,12 +100,15 @@ class ChatFields(Body, frozen=True):
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=CHAT_TOP_LOGPROBS_MAX)] = 0
+    echo: bool = False
+    top_logprobs: Annotated[
+        int, Meta(ge=ALL_TOKENS, le=CHAT_TOP_LOGPROBS_MAX, description=CHAT_LIKELY)
+    ] = 0
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] = []
 
 
 UNSUPPORTED = refused(
-    "chat_template", "documents", "echo", "functions", "function_call", "audio", "prediction",
+    "chat_template", "documents", "functions", "function_call", "audio", "prediction",
     "web_search_options", "mm_processor_kwargs",
 )  # fmt: skip
 CHAT = schema_of(
@@ -120,20 +131,21 @@ def parse_chat(
     if given.top_logprobs and not given.logprobs:
         allowed = "absent, since logprobs is not true"
         raise refusal("top_logprobs", given.top_logprobs, allowed)
+    told = read_told(body, "top_logprobs", given.top_logprobs if given.logprobs else None, limits)
     choice = read_choice(
         body,
         limits,
         key if given.max_tokens is None else "max_tokens",
         given.max_completion_tokens or given.max_tokens,
         default=None,
-        top_count=given.top_logprobs if given.logprobs else None,
+        told=told,
     )
     template = read(TemplateFields, body)
     tools = read_tools(template, parsers)
     wanted = [one for one in (choice.constraint, tools.constraint) if one is not None]
     # A format for the answer leaves no room for calls that are not required.
     constraint = only_one(wanted) if tools.is_forced else next(iter(wanted), None)
-    text = render(template, tokenizer, tools.shown)
+    prompt, text = _read_prompt(body, template, tools, tokenizer, limits)
     begins = beginning(parsers.reasoning, text, _continued_text(template))
     is_whole = constraint is tools.constraint and tools.has_reasoning
     if parsers.reasoning and constraint and begins is not Beginning.BEHIND and not is_whole:
@@ -145,8 +157,24 @@ def parse_chat(
     choice = structs.replace(
         choice, constraint=constraint, text=structs.replace(choice.text, shown_ids=shown_ids)
     )
-    prompt = encode_prompt(text, "messages", tokenizer, limits, has_special=False)
-    return make_call(body, [prompt], choice, limits, name), parsing
+    call = make_call(body, [prompt], choice, limits, name, told)
+    echo = _echo_of(template) if given.echo else ""
+    return structs.replace(call, echo=echo), parsing
+
+
+def _read_prompt(
+    body: JsonObject, template: TemplateFields, tools: ToolUse, tokenizer: Tokenizer, limits: Limits
+) -> tuple[Prompt, str]:
+    """The prompt, and all of its text, special tokens included."""
+    prompt = read_computed_prompt(body, limits)
+    if prompt is not None:
+        read_messages(template)  # checked all the same
+        return prompt, tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    given = read(ChatFields, body)
+    text = render(template, tokenizer, tools.shown)
+    max_new_tokens = given.max_completion_tokens or given.max_tokens
+    encoding = read_encoding(body, max_new_tokens, limits, has_special=False)
+    return encode_prompt(text, "messages", tokenizer, limits, encoding), text
 
 
 def _read_parsing(
@@ -183,6 +211,27 @@ def _count_calls(messages: list[Json]) -> int:
     return sum(len(one) for one in calls if isinstance(one, list))
 
 
+def _echo_of(given: TemplateFields) -> str:
+    """The text of the last message if the answer is of the same role, as vLLM's `echo` has it. The
+    messages have been checked."""
+    last = given.messages[-1]
+    assert isinstance(last, dict)
+    content = last.get("content")
+    begins = given.add_generation_prompt
+    if begins is None:
+        begins = not given.continue_final_message
+    if begins and last["role"] != "assistant":
+        return ""
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def read_messages(given: TemplateFields) -> list[JsonObject]:
+    """As templates take them. Raises: RequestError."""
+    return [_read_message(item, f"messages[{i}]") for i, item in enumerate(given.messages)]
+
+
 def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] | None) -> str:
     """The prompt's text. Raises: RequestError."""
     continues, begins = given.continue_final_message, given.add_generation_prompt
@@ -190,7 +239,7 @@ def render(given: TemplateFields, tokenizer: Tokenizer, tools: list[JsonValue] |
         allowed = "false, since continue_final_message is true"
         raise refusal("add_generation_prompt", True, allowed)
     return tokenizer.render_chat(
-        [_read_message(item, f"messages[{i}]") for i, item in enumerate(given.messages)],
+        read_messages(given),
         tools=tools,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,

@@ -5,13 +5,12 @@ Knows nothing of bodies.
 
 from __future__ import annotations
 
+from common.frontend.apis.openai_logprobs import LogprobWriter
 from common.frontend.apis.openai_run import Growth, finish_fields, stop_reason
 from common.frontend.apis.parsed_output import ParsedOutput
 from common.frontend.requests.generation import Continuation
 from common.frontend.text.parsing.items import Reasoning, Said, ToolCall
 from common.frontend.text.parsing.parsing import Parsing
-from common.frontend.text.tokenizer import Tokenizer
-from common.request import TokenLogprobs
 
 
 class ChatShape:
@@ -21,9 +20,11 @@ class ChatShape:
     chunk_object_name = "chat.completion.chunk"
     has_prompt_in_choice = False
 
-    def __init__(self, tokenizer: Tokenizer, parsing: Parsing) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, parsing: Parsing, writer: LogprobWriter, echo: str = "") -> None:
+        """echo: what the message begins with before the model says anything."""
+        self._echo = echo
         self._parsing = parsing
+        self._writer = writer
         self._is_verbatim = parsing.is_verbatim
         self._outputs: dict[int, ParsedOutput] = {}  # by index of the sample
 
@@ -32,7 +33,7 @@ class ChatShape:
         said = output.push(one.text)
         return {
             "index": one.sample.index,
-            "message": message_fields(said),
+            "message": message_fields(said, self._echo),
             "logprobs": self._logprobs(one, 0, one.settled_count()),
             **finish_fields(one),
             "finish_reason": output.finish_reason,
@@ -47,9 +48,13 @@ class ChatShape:
         if growth.is_first:
             begun = {"role": "assistant", "content": ""}
             told.append({"index": index, "delta": begun, "logprobs": None, **running})
+            if self._echo:
+                echo = {"content": self._echo}
+                told.append({"index": index, "delta": echo, "logprobs": None, **running})
         logprobs = self._logprobs(one, growth.start, growth.stop)
         deltas = self._deltas(one, growth.text)
-        if not deltas and logprobs is not None and growth.stop > growth.start:
+        has_logprobs = logprobs is not None and growth.stop > growth.start
+        if not deltas and (has_logprobs or growth.has_ids):
             deltas = [{"content": ""}]
         for delta in deltas:
             told.append({"index": index, "delta": delta, "logprobs": logprobs, **running})
@@ -86,27 +91,13 @@ class ChatShape:
         return deltas
 
     def _logprobs(self, one: Continuation, start: int, stop: int) -> dict[str, object] | None:
-        if not one.sample.sampling.return_logprob:
-            return None
-        return {"content": [self._entry(entry) for entry in one.logprobs[start:stop]]}
-
-    def _entry(self, entry: TokenLogprobs) -> dict[str, object]:
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float | None) -> dict[str, object]:
-        """bytes: the token's own, exact also where its text is a part of a character."""
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-            "logprob": logprob,
-        }
+        return self._writer.chat(one.logprobs[start:stop])
 
 
-def message_fields(said: Said) -> dict[str, object]:
+def message_fields(said: Said, echo: str = "") -> dict[str, object]:
     """A message with all members that SGLang's, vLLM's and OpenAI's have, null where there is
-    nothing: clients read them as attributes."""
-    content = "".join(item for item in said if isinstance(item, str))
+    nothing: clients read them as attributes. echo: what its content begins with."""
+    content = echo + "".join(item for item in said if isinstance(item, str))
     thought = "".join(item.text for item in said if isinstance(item, Reasoning)) or None
     calls = [call_fields(item) for item in said if isinstance(item, ToolCall)] or None
     return {

@@ -12,6 +12,7 @@ import msgspec
 import orjson
 
 from common.frontend.apis.openai_call import OpenAiCall
+from common.frontend.apis.openai_logprobs import LogprobWriter
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import raise_failed
 from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START
@@ -27,12 +28,16 @@ PROMPT_NULLS: dict[str, object] = dict.fromkeys(("prompt_logprobs", "prompt_toke
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """The new part of a sample: text, and tokens [start, stop) that begin to show with it."""
+    """The new part of a sample: text, and tokens [start, stop) that begin to show with it.
+
+    has_ids: there are new token ids, which are told also where no text came.
+    """
 
     text: str
     start: int
     stop: int
     is_first: bool
+    has_ids: bool = False
 
 
 class Shape(Protocol):
@@ -80,6 +85,11 @@ class OpenAiRun:
         }
         if self._call.transfer_params is not None:
             reply["kv_transfer_params"] = self._call.transfer_params
+        if self._call.told.prompt_count is not None:
+            writer = LogprobWriter(self._context.tokenizer, self._call.told)
+            for choice, one in zip(choices, group.continuations, strict=True):
+                where = choice if self._shape.has_prompt_in_choice else reply
+                where["prompt_logprobs"] = writer.prompt(one.prompt_logprobs)
         if self._call.tells_ids:
             for choice, one in zip(choices, group.continuations, strict=True):
                 choice["token_ids"] = one.token_ids
@@ -131,6 +141,7 @@ class _Stream:
             start=start,
             stop=one.settled_count(),
             is_first=index not in self._told,
+            has_ids=self._call.tells_ids and len(one.token_ids) > self._reported_ids.get(index, 0),
         )
         self._told[index] = (len(one.pieces), growth.stop)
         return b"".join([self._event(choice, one) for choice in self._shape.chunks(one, growth)])

@@ -15,8 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.frontend.apis import (
     fleet_api,
     info,
+    messages_api,
+    messages_body,
     openai_api,
     openai_chat,
+    responses_api,
+    responses_body,
     sglang_api,
     token_api,
 )
@@ -46,13 +50,17 @@ ERROR: JsonObject = {
     "required": ["error"],
 }
 ERROR_RESPONSE: JsonObject = {
-    "description": "The error. Routes under /v1 give all of its members, others the message only.",
+    "description": "The error. Routes under /v1 give all of its members, others the message only; "
+    "/v1/messages gives type and message, as Anthropic does.",
     "content": {"application/json": {"schema": ERROR}},
 }
 BODIES: dict[str, JsonObject] = {
     sglang_api.PATH: validation.GENERATE,
     openai_api.PATH: openai_api.COMPLETION,
     openai_chat.PATH: openai_chat.CHAT,
+    responses_api.PATH: responses_body.RESPONSES,
+    messages_api.PATH: messages_body.MESSAGES_BODY,
+    messages_api.COUNT_PATH: messages_body.COUNT_BODY,
     "/tokenize": token_api.TOKENIZE,
     "/v1/tokenize": token_api.TOKENIZE,
     "/detokenize": token_api.DETOKENIZE,

@@ -11,12 +11,14 @@ from fastapi import APIRouter, Request, Response
 from msgspec import structs
 
 from common.frontend.bodies.bootstrap_address import limits_of
+from common.frontend.bodies.fields import JsonObject
 from common.frontend.bodies.reader import request_name, trace_parent
-from common.frontend.bodies.validation import GenerateCall, parse_generate
+from common.frontend.bodies.unknown_names import known_names, unknown_names
+from common.frontend.bodies.validation import GENERATE, GenerateCall, parse_generate
 from common.frontend.context import FrontendContext
 from common.frontend.http.api_keys import client_of
 from common.frontend.http.errors import raise_failed
-from common.frontend.http.headers import headers_of
+from common.frontend.http.headers import headers_of, warned
 from common.frontend.http.streaming import DONE, answer, event
 from common.frontend.requests.generation import Continuation, SampleGroup, request_limits
 from common.frontend.requests.stages import trace_fields
@@ -33,21 +35,24 @@ Triple = tuple[float | None, int, str | None]
 
 def build_router(context: FrontendContext) -> APIRouter:
     router = APIRouter()
+    known = known_names(GENERATE)
 
     @router.api_route(PATH, methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
         client = client_of(headers_of(request.scope), context.config)
         limits = request_limits(context, lambda: request.url.hostname, client)
         rid = request_name(request)
-        call = await context.bodies.read(
-            request,
-            lambda body: parse_generate(
-                body, context.tokenizer, limits_of(body, limits), rid, context.parsers
-            ),
-        )
+
+        def read(body: JsonObject) -> tuple[GenerateCall, list[str]]:
+            unknown = unknown_names(body, known, is_strict=context.config.strict_fields)
+            checked = limits_of(body, limits)
+            call = parse_generate(body, context.tokenizer, checked, rid, context.parsers)
+            return call, unknown
+
+        call, unknown = await context.bodies.read(request, read)
         await context.check_grammars(call.samples)
         run = GenerateRun(context, call, trace_parent(request))
-        return await answer(request, run, is_streaming=call.is_streaming)
+        return warned(await answer(request, run, is_streaming=call.is_streaming), unknown)
 
     return router
 

@@ -14,9 +14,10 @@ from msgspec import Meta
 from common.frontend.apis.openai_chat import TemplateFields, render
 from common.frontend.bodies.body import TOKEN_IDS, Body, Json, read, refusal, schema_of
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids
+from common.frontend.bodies.prompts import check_sample_count
 from common.frontend.bodies.sample import Limits
 from common.frontend.bodies.tools import read_tools
-from common.frontend.bodies.validation import check_model, check_sample_count
+from common.frontend.bodies.validation import check_model
 from common.frontend.context import FrontendContext
 from common.frontend.http.errors import json_response
 from common.frontend.requests.generation import request_limits

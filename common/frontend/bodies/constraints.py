@@ -15,7 +15,18 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import GrammarError, RequestError
-from common.frontend.bodies.body import B, Body, Json, Object, Refused, nested, path, read, refusal
+from common.frontend.bodies.body import (
+    B,
+    Body,
+    Json,
+    Object,
+    Refused,
+    fields_of,
+    nested,
+    path,
+    read,
+    refusal,
+)
 from common.frontend.bodies.fields import JsonObject, JsonValue, is_given, parse_object, shown
 from common.grammar import STYLE_KEY, lark_of
 from common.request import Grammar, GrammarKind
@@ -195,6 +206,10 @@ def _read_response_format(value: JsonObject) -> Constraint | None:
 def _read_structured_outputs(value: JsonObject) -> Constraint | None:
     key = "structured_outputs"
     style = read(StructuredStyle, value, key)
+    for name in fields_of(StructuredGrammars):
+        if value.get(name) in ("", []):
+            # vLLM refuses an empty grammar too; without this, the output would follow none.
+            raise refusal(path(key, name), value[name], "not empty, or absent")
     found = _grammars_of(_read_asked(StructuredGrammars, value, key), key)
     if style.json_object:
         found.append(Constraint(f"{key}.json_object", schema_grammar(ANY_OBJECT, key)))

@@ -97,9 +97,9 @@ def is_number(value: JsonValue) -> TypeGuard[int | float]:
 
 def is_given(value: JsonValue) -> bool:
     """Whether an option asks for anything; null, false, zero and empty ones do not, nor lists of
-    them."""
+    them, but for numbers: [0] names a token."""
     if isinstance(value, list):
-        return any(is_given(item) for item in value)
+        return any(is_given(item) or is_number(item) for item in value)
     return bool(value)
 
 

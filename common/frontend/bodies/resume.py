@@ -8,6 +8,7 @@ tokens, and no stop strings. Knows nothing of HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from msgspec import Meta, structs
@@ -16,6 +17,7 @@ from common.errors import RequestError
 from common.frontend.bodies.body import TOKEN_IDS, Body, Json, nested, read, refusal, schema_of
 from common.frontend.bodies.constraints import Constraint, only_one
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids
+from common.frontend.bodies.prompts import PROMPT_IDS, check_prompt_ids
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.sampling import (
     SGLANG_SAMPLING,
@@ -23,12 +25,7 @@ from common.frontend.bodies.sampling import (
     fit_to_prompt,
     read_sglang_sampling,
 )
-from common.frontend.bodies.validation import (
-    PROMPT_IDS,
-    LogprobFields,
-    check_prompt_ids,
-    with_logprobs,
-)
+from common.frontend.bodies.validation import LogprobFields, with_logprobs
 from common.frontend.http.api_keys import CLIENT_DIGITS
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
 from common.request import NO_CLAIM, Claim, Grammar, GrammarKind, SamplingParams
@@ -103,6 +100,11 @@ def resume_body(
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
+    # A server that does not know a field refuses it.
+    if sampling.allowed_token_ids:
+        options["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.bad_words:
+        options["bad_word_ids"] = [[*word] for word in sampling.bad_words]
     body: JsonObject = {
         "rid": rid,
         "token_ids": list(token_ids),
@@ -132,6 +134,7 @@ def resume_body(
 def parse_resume(body: JsonObject, limits: Limits) -> Sample:
     """The one sample that a body asks for. Raises: RequestError."""
     given = read(ResumeFields, body)
+    limits = replace(limits, encode=None)
     prompt = check_prompt_ids(given.token_ids, "token_ids", limits)
     output_ids = check_token_ids(given.output_ids, "output_ids", limits.vocab_size)
     choice = _read_choice(given, body, limits)
@@ -176,6 +179,9 @@ def _read_choice(given: ResumeFields, body: JsonObject, limits: Limits) -> Sampl
     if choice.text.stops:
         stops: list[JsonValue] = [*choice.text.stops]
         raise refusal("sampling_params.stop", stops, "absent: text stays where its client is")
+    if choice.text.regexes:
+        regexes: list[JsonValue] = [*choice.text.regexes]
+        raise refusal("sampling_params.stop_regex", regexes, "absent, as stop is")
     found = [] if choice.constraint is None else [choice.constraint]
     if given.grammar is not None:
         asked = read(GrammarFields, given.grammar, "grammar")

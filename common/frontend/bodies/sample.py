@@ -5,7 +5,7 @@ Values only; knows no JSON, no HTTP and no scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,6 +29,7 @@ class Limits:
     plain: of requests without a room on a prefill server, where decode servers answer them; its
         request_token_max is 0 if none is connected.
     client: who asks, see `Claim`. is_low_first: smaller priorities are more urgent.
+    encode: a text as token ids, without special ones; None: no field of this server is text.
     """
 
     vocab_size: int
@@ -45,11 +46,13 @@ class Limits:
     plain: Limits | None = None
     client: str = ""
     is_low_first: bool = False
+    encode: Callable[[str], list[int]] | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True):
     """How output tokens become text. keeps_stop: the stop string stays in the text.
 
+    regexes: the text ends with the token that completes a match of one; regex_field asked for them.
     min_new_tokens: stop strings are looked for after that many tokens. shown_ids: special tokens
     that have a text although others are skipped.
     """
@@ -58,6 +61,8 @@ class TextOptions(msgspec.Struct, frozen=True):
     keeps_stop: bool = False
     skip_special_tokens: bool = True
     min_new_tokens: int = 0
+    regexes: tuple[str, ...] = ()
+    regex_field: str = ""
     shown_ids: frozenset[int] = frozenset()
 
 

@@ -15,10 +15,8 @@ from msgspec import Meta
 
 from common.errors import RequestError
 from common.frontend.bodies.body import (
-    TOKEN_IDS,
     Body,
     Count,
-    Json,
     Object,
     Positive,
     Refused,
@@ -30,8 +28,17 @@ from common.frontend.bodies.body import (
     within,
 )
 from common.frontend.bodies.constraints import Constraint, Grammars, read_sglang_constraint
-from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
+from common.frontend.bodies.fields import JsonObject, JsonValue, shown
 from common.frontend.bodies.sample import Limits, TextOptions
+from common.frontend.bodies.token_rules import (
+    BadWordIds,
+    TokenRules,
+    check_bad_word,
+    check_word_count,
+    read_allowed_token_ids,
+    read_bad_words,
+    read_stop_token_ids,
+)
 from common.request import SamplingParams, logprobs_nbytes
 from common.request_bounds import (
     LOGIT_BIAS,
@@ -40,13 +47,13 @@ from common.request_bounds import (
     PROMPT_LOGPROBS_NBYTES_MAX,
     SAMPLING_NUMBERS,
     SEED_MAX,
-    STOP_TOKEN_COUNT_MAX,
     TOP_K_ALL,
     TOP_K_MAX,
 )
 
 STOP_COUNT_MAX = 64  # each costs a step per character of output
 STOP_LENGTH_MAX = 1024
+STOP_REGEX_COUNT_MAX = 8  # each costs some microseconds per character of output
 MAX_NEW_TOKENS_DEFAULT = 128  # SGLang's
 GREEDY_BELOW = 1e-6  # SGLang's: a smaller temperature overflows the logits
 
@@ -64,7 +71,7 @@ Seed: TypeAlias = Annotated[int, Meta(ge=-SEED_MAX - 1, le=SEED_MAX)]
 """Any integer of 64 bits. Negative ones are folded into the engine's range."""
 
 
-class Sampling(Body, frozen=True):
+class Sampling(TokenRules, frozen=True):
     """The fields that all dialects call the same."""
 
     n: Annotated[int, Meta(ge=1, le=N_MAX)] = 1
@@ -81,14 +88,11 @@ class Sampling(Body, frozen=True):
         Object, Meta(max_length=LOGIT_BIAS_COUNT_MAX, extra_json_schema=BIAS)
     ] = {}
     stop: Stop | Annotated[list[Stop], Meta(max_length=STOP_COUNT_MAX)] = []
-    stop_token_ids: Annotated[
-        list[Json], Meta(max_length=STOP_TOKEN_COUNT_MAX, extra_json_schema=TOKEN_IDS)
-    ] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     structural_tag: Refused = None
-    stop_regex: Refused = None
+    stop_regex: Stop | Annotated[list[Stop], Meta(max_length=STOP_REGEX_COUNT_MAX)] = []
 
 
 class SglangSampling(Body, frozen=True):
@@ -101,6 +105,7 @@ class SglangSampling(Body, frozen=True):
     spaces_between_special_tokens: bool = True
     stream_interval: Positive = 1
     custom_params: Object = {}
+    bad_word_ids: BadWordIds = []
 
 
 SGLANG_SAMPLING = (SglangSampling, Grammars, Sampling)
@@ -126,7 +131,8 @@ class SamplingChoice(msgspec.Struct, frozen=True):
     """The options of one prompt, not yet fitted to it.
 
     seed: None means a random one. params: all else; its max_new_tokens, seed and grammar are not
-    set yet. constraint: the grammar that it gets.
+    set yet. constraint: the grammar that it gets. told_field: of the one that asks for
+    log-probabilities of the prompt.
     """
 
     n: int
@@ -135,6 +141,7 @@ class SamplingChoice(msgspec.Struct, frozen=True):
     params: SamplingParams
     text: TextOptions
     constraint: Constraint | None = None
+    told_field: str = "logprob_start_len"
 
 
 def read_sglang_sampling(values: JsonValue, where: str, limits: Limits) -> SamplingChoice:
@@ -155,6 +162,14 @@ def read_sglang_sampling(values: JsonValue, where: str, limits: Limits) -> Sampl
     )
     seed = given.seed if given.sampling_seed is None else given.sampling_seed
     choice = read_sampling(read(Sampling, values, where), where, output, seed, limits)
+    if given.bad_word_ids:
+        name = path(where, "bad_word_ids")
+        words = [*choice.params.bad_words]
+        for index, item in enumerate(given.bad_word_ids):
+            words.append(check_bad_word(item, f"{name}[{index}]", limits))
+        check_word_count(len(words), name)
+        params = msgspec.structs.replace(choice.params, bad_words=tuple(words))
+        choice = msgspec.structs.replace(choice, params=params)
     return msgspec.structs.replace(choice, constraint=read_sglang_constraint(values, where))
 
 
@@ -171,9 +186,6 @@ def read_sampling(
         raise refusal(output.min_name, min_new_tokens, f"an integer in 0..{max_new_tokens}")
     if given.top_k == 0:
         raise refusal(path(where, "top_k"), 0, TOP_K)
-    stop_token_ids = check_token_ids(
-        given.stop_token_ids, path(where, "stop_token_ids"), limits.vocab_size
-    )
     params = SamplingParams(
         max_new_tokens=1,
         seed=0,
@@ -186,10 +198,17 @@ def read_sampling(
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         logit_bias=_read_logit_bias(given.logit_bias, path(where, "logit_bias"), limits.vocab_size),
-        stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+        stop_token_ids=read_stop_token_ids(
+            given.stop_token_ids, path(where, "stop_token_ids"), limits.vocab_size
+        ),
         ignore_eos=given.ignore_eos,
+        allowed_token_ids=read_allowed_token_ids(
+            given.allowed_token_ids, path(where, "allowed_token_ids"), limits
+        ),
+        bad_words=read_bad_words(given.bad_words, path(where, "bad_words"), limits),
     )
     stops = [given.stop] if isinstance(given.stop, str) else given.stop
+    regexes = [given.stop_regex] if isinstance(given.stop_regex, str) else given.stop_regex
     return SamplingChoice(
         n=given.n,
         output=output,
@@ -200,6 +219,8 @@ def read_sampling(
             keeps_stop=given.no_stop_trim,
             skip_special_tokens=given.skip_special_tokens,
             min_new_tokens=min_new_tokens,
+            regexes=tuple(dict.fromkeys(regexes)),
+            regex_field=path(where, "stop_regex") if regexes else "",
         ),
     )
 
@@ -252,10 +273,10 @@ def _check_told(choice: SamplingChoice, prompt_length: int) -> None:
     nbytes = choice.n * logprobs_nbytes(choice.params, prompt_length - start)
     if nbytes > PROMPT_LOGPROBS_NBYTES_MAX:
         raise RequestError(
-            f"logprob_start_len={start}: log-probabilities of {prompt_length - start} prompt "
-            f"tokens may take {nbytes} bytes, at most {PROMPT_LOGPROBS_NBYTES_MAX} are told; ask "
-            "for a later start, fewer likely tokens, fewer samples or fewer token ids",
-            field="logprob_start_len",
+            f"{choice.told_field}: log-probabilities of {prompt_length - start} prompt tokens may "
+            f"take {nbytes} bytes, at most {PROMPT_LOGPROBS_NBYTES_MAX} are told; ask for a later "
+            "start, fewer likely tokens, fewer samples or fewer token ids",
+            field=choice.told_field,
         )
 
 

@@ -38,6 +38,16 @@ from common.frontend.bodies.bootstrap_address import (
 from common.frontend.bodies.fields import JsonObject, JsonValue, check_token_ids, shown
 from common.frontend.bodies.output_grammars import behind_reasoning
 from common.frontend.bodies.prefixes import SaltFields, read_prefix_digests
+from common.frontend.bodies.prompts import (
+    PROMPT_IDS,
+    PROMPT_TEXT,
+    ComputedPrompt,
+    Prompt,
+    check_sample_count,
+    prompt_schema,
+    read_computed_prompt,
+    read_prompts,
+)
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.bodies.sampling import (
     SGLANG_SAMPLING,
@@ -53,7 +63,6 @@ from common.request_bounds import (
     INT64_MAX,
     PRIORITY_MAX,
     RID_LENGTH_MAX,
-    SAMPLE_COUNT_MAX,
     TOP_LOGPROB_COUNT_MAX,
     NumberBounds,
 )
@@ -64,14 +73,6 @@ Rid: TypeAlias = Annotated[str, Meta(min_length=1, max_length=RID_LENGTH_MAX)]
 TIMEOUT: JsonObject = {
     "type": "number", "exclusiveMinimum": 0, "description": "Seconds, at most --request-timeout's."
 }  # fmt: skip
-PROMPT_TEXT: JsonObject = {"type": "string", "minLength": 1}
-PROMPT_IDS: JsonObject = {**TOKEN_IDS, "minItems": 1}
-
-
-def prompt_schema(*kinds: JsonObject, description: str | None = None) -> Meta:
-    """Of a field that holds a prompt of one of these kinds, or a list of them."""
-    lists: list[JsonValue] = [{"type": "array", "items": kind, "minItems": 1} for kind in kinds]
-    return Meta(description=description, extra_json_schema={"anyOf": [*kinds, *lists]})
 
 
 class RequestFields(Body, frozen=True):
@@ -82,7 +83,9 @@ class RequestFields(Body, frozen=True):
     stream: bool = False
     priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
     timeout: Annotated[Json, Meta(extra_json_schema=TIMEOUT)] = None
-    kv_transfer_params: Annotated[Object, nested(TransferWish, TransferAddress)] = {}
+    kv_transfer_params: Annotated[
+        Object, nested(TransferWish, TransferAddress, ComputedPrompt)
+    ] = {}
 
 
 class GenerateFields(Body, frozen=True):
@@ -139,13 +142,6 @@ class GenerateCall(msgspec.Struct, frozen=True):
     reasoning_end_id: int | None = None
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """text: "" if the client sent token ids."""
-
-    text: str
-    token_ids: list[int]
-
-
 def parse_generate(
     body: JsonObject,
     tokenizer: Tokenizer,
@@ -164,7 +160,8 @@ def parse_generate(
     given = read(GenerateFields, body)
     request = read(RequestFields, body)
     check_model(request.model, limits)
-    prompts, is_batch = _read_prompts(given, tokenizer, limits)
+    computed = read_computed_prompt(body, limits)
+    prompts, is_batch = _read_prompts(given, tokenizer, limits, computed)
     count = len(prompts)
     choices = [
         with_logprobs(choice, logprobs, prompt, limits)
@@ -264,77 +261,6 @@ def check_model(name: str, limits: Limits) -> None:
         )
 
 
-def check_sample_count(count: int) -> None:
-    if count > SAMPLE_COUNT_MAX:
-        raise RequestError(f"the body asks for {count} samples; at most {SAMPLE_COUNT_MAX}")
-
-
-def read_prompts(
-    value: JsonValue, name: str, tokenizer: Tokenizer, limits: Limits, *, is_text: bool
-) -> tuple[list[Prompt], bool]:
-    """One prompt or several, as texts or else as token ids, and whether they came as a list.
-
-    Raises: RequestError.
-    """
-
-    def read_one(one: JsonValue, name: str) -> Prompt:
-        if is_text:
-            return encode_prompt(one, name, tokenizer, limits)
-        return check_prompt_ids(one, name, limits)
-
-    if value == []:
-        raise RequestError(f"{name}: must not be empty", field=name)
-    if not isinstance(value, list) or not (is_text or isinstance(value[0], list)):
-        return [read_one(value, name)], False
-    check_sample_count(len(value))
-    return [read_one(one, f"{name}[{i}]") for i, one in enumerate(value)], True
-
-
-def encode_prompt(
-    text: JsonValue, name: str, tokenizer: Tokenizer, limits: Limits, *, has_special: bool = True
-) -> Prompt:
-    """A prompt given as text. has_special: whether the tokenizer adds its special tokens.
-
-    Raises: RequestError if it is empty or too long.
-    """
-    if not isinstance(text, str):
-        raise refusal(name, text, "a string")
-    if not text:
-        raise RequestError(f"{name}: must not be empty", field=name)
-    check_length(tokenizer.token_count_min(text), name, limits, "at least ")
-    token_ids = tokenizer.encode(text, add_special_tokens=has_special)
-    check_length(len(token_ids), name, limits)
-    if max(token_ids) >= limits.vocab_size:
-        raise RequestError(
-            f"{name}: the tokenizer makes the token {max(token_ids)} of it; the model has tokens "
-            f"0..{limits.vocab_size - 1}",
-            field=name,
-        )
-    return Prompt(text, token_ids)
-
-
-def check_prompt_ids(value: JsonValue, name: str, limits: Limits) -> Prompt:
-    """A prompt given as ids. Raises: RequestError if it is empty, too long or no list of ids."""
-    if not isinstance(value, list):
-        raise refusal(name, value, "a list of token ids")
-    check_length(len(value), name, limits)
-    return Prompt("", check_token_ids(value, name, limits.vocab_size))
-
-
-def check_length(count: int, name: str, limits: Limits, about: str = "") -> None:
-    """Raises: RequestError unless a prompt has a token and leaves room for one more. about: said
-    before the count."""
-    if not count:
-        raise RequestError(f"{name}: the prompt is empty; it must have a token", field=name)
-    if count >= limits.request_token_max:
-        raise RequestError(
-            f"{name}: the prompt has {about}{count} tokens; must be at most "
-            f"{limits.request_token_max - 1}, since a request may have {limits.request_token_max} "
-            "in all (the context length or the KV pool)",
-            field=name,
-        )
-
-
 def _read_rids(
     value: str | list[str] | None, prompt_count: int, n: int, fallback_rid: str
 ) -> list[str]:
@@ -353,7 +279,7 @@ def _read_rids(
 
 
 def _read_prompts(
-    given: GenerateFields, tokenizer: Tokenizer, limits: Limits
+    given: GenerateFields, tokenizer: Tokenizer, limits: Limits, computed: Prompt | None
 ) -> tuple[list[Prompt], bool]:
     """The prompts, and whether they came as a list."""
     if (given.text is None) == (given.input_ids is None):
@@ -361,9 +287,9 @@ def _read_prompts(
         raise RequestError(
             f"text, input_ids: {found} given; exactly one of them must be", field=field
         )
-    if given.text is None:
-        return read_prompts(given.input_ids, "input_ids", tokenizer, limits, is_text=False)
-    return read_prompts(given.text, "text", tokenizer, limits, is_text=True)
+    is_text = given.text is not None
+    value, name = (given.text, "text") if is_text else (given.input_ids, "input_ids")
+    return read_prompts(value, name, tokenizer, limits, is_text=is_text, computed=computed)
 
 
 def _read_choices(value: JsonValue, count: int, limits: Limits) -> list[SamplingChoice]:

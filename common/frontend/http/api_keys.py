@@ -12,7 +12,8 @@ from hashlib import sha256
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import ServerConfig
-from common.frontend.http.errors import json_response
+from common.errors import RequestError
+from common.frontend.http.errors import anthropic_error, is_anthropic, json_response
 from common.frontend.http.headers import GivenHeaders, headers_of
 from common.frontend.page.files import PAGE_PATHS
 
@@ -61,16 +62,20 @@ def _is_among(shown: str, digests: Iterable[bytes]) -> bool:
 def client_of(headers: GivenHeaders, config: ServerConfig) -> str:
     """The name of a client among those that wait: of the key that it shows, a digest, which says
     nothing of the key; "" where no keys are asked for. Equal on all servers."""
-    shown = bearer_key(headers) if config.api_keys else ""
+    shown = shown_key(headers) if config.api_keys else ""
     named = b"client " + shown.encode("utf-8", "surrogateescape")
     return sha256(named).hexdigest()[:CLIENT_DIGITS] if shown else ""
 
 
-def bearer_key(headers: GivenHeaders) -> str:
-    """The key in `Authorization: Bearer KEY`; "" without one. Two headers are none."""
+def shown_key(headers: GivenHeaders) -> str:
+    """The key in `Authorization: Bearer KEY`, or else in `x-api-key`, as Anthropic's clients show
+    it; "" without one. Two headers of one name are none."""
     given = headers.all("authorization")
     scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    bare = headers.all("x-api-key")
+    return bare[0].strip() if len(bare) == 1 else ""
 
 
 class KeyCheck:
@@ -82,7 +87,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            shown = bearer_key(headers_of(scope))
+            shown = shown_key(headers_of(scope))
             method, path = scope["method"], scope["path"]
             if not self._keys.allows(method, path, shown):
                 await _refusal(method, path, shown)(scope, receive, send)
@@ -91,16 +96,21 @@ class KeyCheck:
 
 
 def _refusal(method: str, path: str, shown: str) -> ASGIApp:
-    """In OpenAI's shape on every path, which contains SGLang's. The key is not repeated."""
+    """In OpenAI's shape on every path but Anthropic's: it contains SGLang's. The key is not
+    repeated."""
     what = "an admin key" if is_for_admins(method, path) else "an API key"
     found = "the one shown is not valid here" if shown else "none was shown"
+    message = f"{path} needs {what} as `Authorization: Bearer KEY` or `x-api-key: KEY`; {found}"
     error = {
-        "message": f"{path} needs {what} as `Authorization: Bearer KEY`; {found}",
+        "message": message,
         "type": "invalid_request_error",
         "param": None,
         "code": "invalid_api_key",
     }
-    response = json_response({"error": error}, 401)
+    content: dict[str, object] = {"error": error}
+    if is_anthropic(path):
+        content = anthropic_error(RequestError(message, status=401))
+    response = json_response(content, 401)
     response.headers["WWW-Authenticate"] = "Bearer"
     # The body was not read, so nothing else can come over this connection.
     response.headers["Connection"] = "close"

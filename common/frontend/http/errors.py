@@ -17,6 +17,16 @@ from common.protocol.frontend import Failed
 
 RETRY_AFTER_S = 1  # of a server that can't tell: one that waits longer may only idle it
 RETRY_AFTER_MAX_S = 600
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status; others are the client's mistake below 500, and the server's above."""
 
 
 class FailedRequest(RequestError):
@@ -59,7 +69,10 @@ def _retry_after_s(error: RequestError) -> int:
 
 
 def error_body(path: str, error: RequestError) -> dict[str, object]:
-    """OpenAI's shape for routes under /v1, SGLang's for all others. Also used inside streams."""
+    """Anthropic's shape for its routes, OpenAI's for others under /v1, and SGLang's for all else.
+    Also used inside streams."""
+    if is_anthropic(path):
+        return anthropic_error(error)
     if not path.startswith("/v1/"):
         return {"error": {"message": error.message}}
     return {
@@ -70,6 +83,17 @@ def error_body(path: str, error: RequestError) -> dict[str, object]:
             "code": _openai_code(error),
         }
     }
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def anthropic_error(error: RequestError) -> dict[str, object]:
+    kind = ANTHROPIC_TYPES.get(
+        error.status, "api_error" if error.status >= 500 else "invalid_request_error"
+    )
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _openai_type(status: int) -> str:

@@ -1,12 +1,16 @@
-"""The headers of a request, decoded once: several checks and readers look at them."""
+"""The headers of a request, decoded once: several checks and readers look at them. And one that
+answers have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from starlette.responses import Response
 from starlette.types import Scope
 
 SCOPE_KEY = "baton.headers"
+WARNINGS = "warnings"
 
 
 class GivenHeaders:
@@ -34,3 +38,11 @@ def headers_of(scope: Scope) -> GivenHeaders:
     if known is None:
         known = scope[SCOPE_KEY] = GivenHeaders(scope)
     return known
+
+
+def warned(response: Response, warnings: Sequence[str]) -> Response:
+    """The response with what its client should know in a header; what is no ASCII is escaped."""
+    if warnings:
+        text = ", ".join(warnings).encode("ascii", "backslashreplace").decode()
+        response.headers[WARNINGS] = "".join(one if one.isprintable() else "?" for one in text)
+    return response

@@ -6,8 +6,8 @@ machine (DNS rebinding) may read them too. Three rules close both ways, none of 
 program that is no browser:
 
 - A server that listens on a loopback address answers only to the names of this machine.
-- A request of a page from elsewhere is refused, unless it shows a bearer key, which a browser does
-  not attach by itself, or its origin is one of `--allowed-origins`.
+- A request of a page from elsewhere is refused, unless it shows a key, which a browser does not
+  attach by itself, or its origin is one of `--allowed-origins`.
 - A body must be JSON by its type: a browser sends that to another origin only if it is allowed to.
 
 Source: Fetch standard, "CORS-safelisted request-header" and "Sec-Fetch-Site" (W3C Fetch Metadata).
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import ServerConfig
 from common.errors import RequestError
-from common.frontend.http.api_keys import bearer_key
+from common.frontend.http.api_keys import shown_key
 from common.frontend.http.errors import error_response
 from common.frontend.http.headers import GivenHeaders, headers_of
 
@@ -59,7 +59,7 @@ class Origins:
 
     def _check_origin(self, scope: Scope, headers: GivenHeaders) -> RequestError | None:
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if bearer_key(headers) or site in ("same-origin", "none"):
+        if shown_key(headers) or site in ("same-origin", "none"):
             return None
         if ANY_ORIGIN in self._origins or origin.lower() in self._origins:
             return None

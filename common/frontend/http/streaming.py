@@ -6,6 +6,7 @@ Knows nothing of prompts and tokens.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Protocol, TypeVar
@@ -15,6 +16,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from common.frontend.bodies.fields import JsonValue
 from common.frontend.http.answers import EVENT_STREAM
 from common.frontend.http.errors import error_body, json_response
 
@@ -25,6 +27,12 @@ DONE = EVENT_START + b"[DONE]" + EVENT_END
 PULSE = b":" + EVENT_END  # a comment: says that the server is there
 BODY = "http.response.body"
 CLIENT_GONE_STATUS = 499  # for access logs; the client is gone
+
+
+def as_given(value: JsonValue) -> orjson.Fragment:
+    """What a client sent, to be sent back: it may lie deeper, and have larger numbers, than what
+    answers are encoded with takes."""
+    return orjson.Fragment(json.dumps(value, ensure_ascii=False).encode())
 
 
 def event(content: object) -> bytes:

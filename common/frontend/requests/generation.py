@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Self
 
 from common.config import ANY_HOST, Role
-from common.errors import ProtocolError, RequestError
+from common.errors import GrammarError, ProtocolError, RequestError
 from common.failures import FailureKind
 from common.frontend.bodies.dial_rules import dial_rules
 from common.frontend.bodies.sample import Limits, Sample
@@ -21,6 +22,7 @@ from common.frontend.context import FrontendContext
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
 from common.frontend.text.stop_strings import StopStrings
 from common.frontend.text.tokenizer import Tokenizer
+from common.grammar import RegexWatch
 from common.protocol.codec import decode_logprobs
 from common.protocol.frontend import Failed, Tokens
 from common.request import CachedTokens, FinishKind, FinishReason, RequestTrace, TokenLogprobs
@@ -46,7 +48,14 @@ class Continuation:
     in the text each token begins, in characters.
     """
 
-    def __init__(self, sample: Sample, tokenizer: Tokenizer, *, is_prefill: bool) -> None:
+    def __init__(
+        self,
+        sample: Sample,
+        tokenizer: Tokenizer,
+        watches: Sequence[tuple[str, RegexWatch]] = (),
+        *,
+        is_prefill: bool,
+    ) -> None:
         self.sample = sample
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
@@ -63,6 +72,8 @@ class Continuation:
             skip_special_tokens=sample.text.skip_special_tokens,
             shown_ids=sample.text.shown_ids,
         )
+        self._watches = watches
+        self._matched_regex: str | None = None
         self._stops = StopStrings(sample.text.stops, keeps_match=sample.text.keeps_stop)
         self._decoded_length = 0  # characters, shown, held back or cut off
         self._shown_length = 0
@@ -74,8 +85,12 @@ class Continuation:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string matched; the scheduler may not know yet."""
-        return self._stops.matched is not None
+        """A stop string or expression matched; the scheduler may not know yet."""
+        return self._matched_stop is not None
+
+    @property
+    def _matched_stop(self) -> str | None:
+        return self._matched_regex if self._stops.matched is None else self._stops.matched
 
     @property
     def is_ended(self) -> bool:
@@ -86,7 +101,7 @@ class Continuation:
 
         Never shrinks: what is told of these tokens need not be taken back.
         """
-        if self.finish is not None and not self.is_stopped:
+        if self.finish is not None and self._stops.matched is None:
             return len(self.token_ids)
         starts = self.text_starts
         while self._settled_count < len(starts):
@@ -138,9 +153,25 @@ class Continuation:
 
     def _take_text(self, piece: str) -> None:
         self._decoded_length += len(piece)
-        if len(self.token_ids) > self.sample.text.min_new_tokens:
-            piece = self._stops.push(piece)
-        self._show(piece)
+        if len(self.token_ids) <= self.sample.text.min_new_tokens:
+            self._show(piece)
+            return
+        self._show(self._stops.push(piece))
+        if self._watches and self._stops.matched is None:
+            self._watch(piece)
+
+    def _watch(self, piece: str) -> None:
+        """End the text behind a piece with which an expression matches. Raises: RequestError."""
+        for regex, watch in self._watches:
+            try:
+                is_matched = watch.push(piece)
+            except GrammarError as error:
+                field = self.sample.text.regex_field
+                raise RequestError(f"{field}={regex!r}: {error}", field=field) from error
+            if is_matched:
+                self._matched_regex = regex
+                self._show(self._stops.flush())
+                return
 
     def _show(self, piece: str) -> None:
         if piece:
@@ -151,8 +182,8 @@ class Continuation:
         """reason: the scheduler's; what a stop string says goes first."""
         if not self.is_stopped and not self.sample.hides_output:
             self._take_text(self._detokenizer.flush())
-        if self._stops.matched is not None:
-            self.finish = Finish(FinishKind.STOP, self._stops.matched)
+        if self._matched_stop is not None:
+            self.finish = Finish(FinishKind.STOP, self._matched_stop)
             return
         self._show(self._stops.flush())
         assert reason is not None, "only a stop string ends a request before the scheduler does"
@@ -185,6 +216,7 @@ class SampleGroup:
             Continuation(
                 sample,
                 context.tokenizer,
+                context.grammars.watches(sample),
                 is_prefill=is_prefill and sample.bootstrap is not None,
             )
             for sample in samples
@@ -292,6 +324,15 @@ class SampleGroup:
             yield changed
 
 
+@cache
+def model_names(served: str, aliases: tuple[str, ...], path: str) -> tuple[str, ...]:
+    """What clients may call the model: by the names that it is served under, by its path or any end
+    of that, as peers name it that were given a relative one; or by a name that stands for any."""
+    parts = Path(path).parts
+    ends = ("/".join(parts[start:]) for start in range(len(parts) - 1, 0, -1))
+    return tuple(dict.fromkeys((served, *aliases, path, *ends, *ANY_MODEL_NAMES)))
+
+
 def request_limits(
     context: FrontendContext,
     find_host: Callable[[], str | None] = lambda: None,
@@ -316,7 +357,7 @@ def request_limits(
         vocab_size=known.vocab_size,
         request_token_max=known.request_token_max,
         is_prefill=is_prefill,
-        model_names=(config.served_model_name, config.model_path, *ANY_MODEL_NAMES),
+        model_names=model_names(config.served_model_name, config.model_aliases, config.model_path),
         default_host=host,
         default_port=port,
         engine=known.incarnation if is_prefill else "",
@@ -326,6 +367,7 @@ def request_limits(
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
         client=client,
         is_low_first=config.schedule_low_priority_values_first,
+        encode=partial(context.tokenizer.encode, add_special_tokens=False),
     )
     if not config.serve_plain:
         return limits
