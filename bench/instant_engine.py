@@ -21,11 +21,11 @@ from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.protocol.codec import decode_frontend_to_scheduler, encode
 from common.protocol.frontend import (
+    CallDone,
     Cancel,
     Drain,
     Failed,
     FlushCache,
-    FlushDone,
     FrontendToScheduler,
     GetState,
     Outputs,
@@ -82,7 +82,7 @@ class InstantEngine:
             case Drain() | SetPeers():
                 return []
             case FlushCache(call_id):
-                return [FlushDone(call_id, True, "")]
+                return [CallDone(call_id, True, "")]
             case GetState(call_id):
                 return [State(call_id, True, {}, {}, [], [])]
 

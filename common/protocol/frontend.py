@@ -167,9 +167,9 @@ class Traced(_Message, frozen=True):
     trace: RequestTrace
 
 
-class FlushDone(_Message, frozen=True):
+class CallDone(_Message, frozen=True):
     call_id: int
-    is_flushed: bool
+    is_done: bool
     message: str
 
 
@@ -296,6 +296,6 @@ class ServerInfo(_Message, frozen=True):
 
 FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState | SetPeers
 # Notice: a message of its own. ToldFrontend: an effect of a core; output is gathered in `Outputs`.
-Notice = Traced | FlushDone | State | ServerInfo
+Notice = Traced | CallDone | State | ServerInfo
 ToldFrontend = Tokens | Failed | Notice
 SchedulerToFrontend = Outputs | Notice

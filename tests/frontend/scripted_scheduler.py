@@ -21,11 +21,11 @@ from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.protocol.codec import decode_frontend_to_scheduler, encode, encode_logprobs
 from common.protocol.frontend import (
+    CallDone,
     Cancel,
     Drain,
     Failed,
     FlushCache,
-    FlushDone,
     FrontendToScheduler,
     GetState,
     Outputs,
@@ -303,7 +303,7 @@ class ScriptedScheduler:
             case Drain() | SetPeers():
                 return []
             case FlushCache(call_id):
-                return [FlushDone(call_id, *self.flush_answer)]
+                return [CallDone(call_id, *self.flush_answer)]
             case GetState(call_id):
                 return [self._state(call_id)]
 

@@ -141,7 +141,7 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         ]
     ),
     frontend.Traced(TRACE),
-    frontend.FlushDone(3, True, "done"),
+    frontend.CallDone(3, True, "done"),
     frontend.State(
         4,
         True,

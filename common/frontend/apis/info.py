@@ -321,7 +321,7 @@ def _add_commands(router: APIRouter, context: FrontendContext) -> None:
         """Forget the prefixes and checkpoints that this server has cached: 200 if done, 400 if
         requests are under way. Its peers keep theirs."""
         done = await context.scheduler.flush_cache(_flush_timeout_s(request))
-        if not done.is_flushed:
+        if not done.is_done:
             raise RequestError(done.message or "cached pages are still in use; try again")
         role = context.config.role
         message = done.message or f"the {role} server has no prefix cached; its peers keep theirs"

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from common.errors import RequestError
-from common.protocol.frontend import FlushCache, FlushDone, GetState, State
+from common.protocol.frontend import CallDone, FlushCache, GetState, State
 
 
 class SchedulerCalls:
@@ -18,15 +18,15 @@ class SchedulerCalls:
     def __init__(self, send: Callable[[GetState | FlushCache], bool]) -> None:
         self._send = send
         self._next_id = 1
-        self._waiting: dict[int, asyncio.Future[State | FlushDone]] = {}
+        self._waiting: dict[int, asyncio.Future[State | CallDone]] = {}
 
     async def ask(
         self, question: type[GetState] | type[FlushCache], timeout_s: float
-    ) -> State | FlushDone:
+    ) -> State | CallDone:
         """Raises: RequestError 503 if no answer comes in time."""
         call_id = self._next_id
         self._next_id += 1
-        future: asyncio.Future[State | FlushDone] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[State | CallDone] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
             if not self._send(question(call_id=call_id)):
@@ -40,7 +40,7 @@ class SchedulerCalls:
         finally:
             del self._waiting[call_id]
 
-    def answer(self, message: State | FlushDone) -> bool:
+    def answer(self, message: State | CallDone) -> bool:
         """Whether anybody waits for it."""
         future = self._waiting.get(message.call_id)
         if future is not None and not future.done():

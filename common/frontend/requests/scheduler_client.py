@@ -32,11 +32,11 @@ from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend
 from common.protocol.frontend import (
+    CallDone,
     Cancel,
     Drain,
     Failed,
     FlushCache,
-    FlushDone,
     GetState,
     Outputs,
     SchedulerToFrontend,
@@ -236,10 +236,10 @@ class SchedulerClient:
         assert isinstance(answer, State)
         return answer
 
-    async def flush_cache(self, timeout_s: float = 30.0) -> FlushDone:
+    async def flush_cache(self, timeout_s: float = 30.0) -> CallDone:
         """Forget cached prefixes. Raises: RequestError 503 if no answer comes in time."""
         answer = await self._calls.ask(FlushCache, timeout_s)
-        assert isinstance(answer, FlushDone)
+        assert isinstance(answer, CallDone)
         return answer
 
     def set_peers(self, message: SetPeers) -> bool:
@@ -329,7 +329,7 @@ class SchedulerClient:
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_transfer(trace)
-            case State() | FlushDone():
+            case State() | CallDone():
                 if isinstance(message, State):
                     self._liveness.hear_state(message, self._heard_at)
                 self.late_message_count += not self._calls.answer(message)
