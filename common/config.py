@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.errors import ConfigError
+from common.weights import DEFAULT_VERSION
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_RUNNING_REQUESTS = 256
@@ -104,6 +105,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The settings of one server, checked by `to_config`; None means: decided at start.
 
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it.
+    weight_version: what the operator calls the weights, as long as no others are loaded.
     name: what its peers call it; "": its HTTP address.
     prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
         them; empty: the server serves alone.
@@ -204,6 +206,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_cache_gb: float = 0.0
     context_length: int | None = None
     load_format: str = "auto"
+    weight_version: str = DEFAULT_VERSION
     quantized_weights: str = "auto"
     log_level: str = "info"
     log_requests: bool = False

@@ -12,6 +12,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "tokenizer_path": "DIR",
         "served_model_name": "NAME",
         "load_format": "FORMAT",
+        "weight_version": "NAME",
         "quantized_weights": "FORM",
         "dtype": "TYPE",
         "kv_cache_dtype": "TYPE",

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.config import API_KEY_RULE, is_api_key
+from common.weights import VERSION_LENGTH_MAX
 
 Value = str | int | float | bool | tuple[str, ...] | None
 SERVER_NAME_LENGTH_MAX = 64  # half of what peers take: it stands in log lines and labels
@@ -51,6 +52,12 @@ def choice(*allowed: str) -> Callable[[str], str]:
 def text(value: str) -> str:
     if not value.strip() or not value.isprintable():
         raise ValueError("must be printable text")
+    return value
+
+
+def weight_version(value: str) -> str:
+    if not 1 <= len(value) <= VERSION_LENGTH_MAX or not value.isprintable():
+        raise ValueError(f"must be 1..{VERSION_LENGTH_MAX} printable characters")
     return value
 
 

@@ -34,6 +34,7 @@ from common.flag_values import (
     tool_call_parser,
     trace_endpoint,
     ucx_origin,
+    weight_version,
 )
 from common.request_bounds import REQUEST_TIMEOUT_S_MAX, TOKEN_COUNT_MAX
 
@@ -129,6 +130,12 @@ COMMON_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "load_format", ("load-format",), choice("auto", "dummy"), "auto or dummy (random weights)"
+    ),
+    Flag(
+        "weight_version",
+        ("weight-version",),
+        weight_version,
+        "what the operator calls these weights; servers of a pair must say the same",
     ),
     Flag(
         "quantized_weights",

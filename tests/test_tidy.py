@@ -26,7 +26,7 @@ LAYERS = [
      "common.environment", "common.failures", "common.exit_codes", "common.config_checks",
      "common.flag_reading",
      "common.flag_values", "common.grammar", "common.stopped",
-     "common.prefix_digests", "common.prefill_entries", "common.role_flags"},
+     "common.prefix_digests", "common.prefill_entries", "common.role_flags", "common.weights"},
     {"common.layout"},
     {"common.planner"},
     {"common.protocol"},

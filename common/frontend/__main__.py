@@ -33,6 +33,7 @@ from common.frontend.apis import (
     sglang_api,
     timelines,
     token_api,
+    weights_api,
 )
 from common.frontend.app import HEADERS_NBYTES_MAX, build_app
 from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
@@ -62,7 +63,17 @@ SWITCH_INTERVAL_S = 0.0005
 # New objects between two looks of the collector, which Python takes after 700. A request frees what
 # it made, so a look finds nothing; one at 256 open requests goes through some 30,000 objects.
 NEW_OBJECT_COUNT = 50_000
-PARTS = (sglang_api, openai_api, token_api, info, page, timelines, fleet_api, peers)
+PARTS = (
+    sglang_api,
+    openai_api,
+    token_api,
+    info,
+    page,
+    timelines,
+    fleet_api,
+    weights_api,
+    peers,
+)
 
 logger = logging.getLogger(__name__)
 

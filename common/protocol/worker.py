@@ -12,7 +12,9 @@ import msgspec
 from common.config import TransferMode
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.digests import Digest, Digested
+from common.protocol.weights import DropWeights, LoadWeights, WeightsLoaded
 from common.request import SamplingParams, TokenLogprobs
+from common.weights import ServedWeights
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -239,9 +241,11 @@ class Release(_Message, frozen=True):
     """This scheduler ends, and another one is to follow: end what it leaves, as for `Begin`.
 
     is_quiet: no peer can write here any more; each has sent its last message of every transfer.
+    load_id: of weights that were loaded, to be computed with from then on; "" for none.
     """
 
     is_quiet: bool
+    load_id: str = ""
 
 
 class Shutdown(_Message, frozen=True):
@@ -279,6 +283,7 @@ class WorkerReady(_Message, frozen=True):
     host_page_counts: pages per group of the tier in host memory; none without one.
     session: of the `Begin` that it answers; "" before the first one.
     writers: peers of earlier schedulers that may still write here.
+    weights: that it computes with.
     """
 
     rank: int
@@ -296,6 +301,7 @@ class WorkerReady(_Message, frozen=True):
     host_page_counts: list[int] = []
     session: str = ""
     writers: list[PeerWriter] = []
+    weights: ServedWeights = ServedWeights()
 
 
 class WorkerBeat(_Message, frozen=True):
@@ -410,11 +416,14 @@ SchedulerToWorker = (
     | Forget
     | Digest
     | MovePages
+    | LoadWeights
+    | DropWeights
     | Begin
     | Release
     | Shutdown
 )
-WorkerToScheduler = (
+# WorkerReport: what a core is told; the rest is for the process around it.
+WorkerReport = (
     WorkerReady
     | WorkerBeat
     | StepDone
@@ -427,3 +436,4 @@ WorkerToScheduler = (
     | Digested
     | PagesMoved
 )
+WorkerToScheduler = WorkerReport | WeightsLoaded

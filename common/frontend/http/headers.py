@@ -34,3 +34,9 @@ def headers_of(scope: Scope) -> GivenHeaders:
     if known is None:
         known = scope[SCOPE_KEY] = GivenHeaders(scope)
     return known
+
+
+def has_body(scope: Scope) -> bool:
+    """Whether a body comes with a request, of any length."""
+    headers = headers_of(scope)
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
