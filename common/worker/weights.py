@@ -27,6 +27,7 @@ from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import ModelConfig
 from common.engine.distributed import ParallelContext
 from common.engine.graphs.decode_graphs import DecodeGraphs
+from common.engine.kernel_trial import give_memory_back
 from common.engine.layers.narrow import NarrowWeights
 from common.engine.loader import load_model, read_served_config
 from common.engine.model_runner import ModelRunner
@@ -215,6 +216,7 @@ class WeightLoader:
             gc.unfreeze()
             gc.collect()
             gc.freeze()
+            give_memory_back(self._source.device)  # what the next load is compared with
         self._source = loaded.source
         self._ready = msgspec.structs.replace(
             self._ready,
