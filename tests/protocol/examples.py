@@ -309,7 +309,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         receives=True,
         sends_rest=True,
     ),
-    peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
+    peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"], True),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
     peer.Detached("inc-p", "inc-d", "lost", True),
     peer.TransferDone(
