@@ -21,20 +21,23 @@ from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.protocol.codec import decode_frontend_to_scheduler, encode
 from common.protocol.frontend import (
+    CallDone,
     Cancel,
+    Continue,
     Drain,
     Failed,
     FlushCache,
-    FlushDone,
     FrontendToScheduler,
     GetState,
     Outputs,
+    Pause,
     SchedulerToFrontend,
     ServerInfo,
     SetPeers,
     State,
     Submit,
     Tokens,
+    UpdateWeights,
 )
 from common.request import FinishKind, FinishReason, RequestTrace
 
@@ -81,8 +84,10 @@ class InstantEngine:
                 return [Outputs([Failed(request_id, 499, "aborted", reason)])]
             case Drain() | SetPeers():
                 return []
-            case FlushCache(call_id):
-                return [FlushDone(call_id, True, "")]
+            case FlushCache(call_id) | Pause(call_id) | Continue(call_id):
+                return [CallDone(call_id, True, "")]
+            case UpdateWeights(call_id):
+                return [CallDone(call_id, False, "this engine has no weights")]
             case GetState(call_id):
                 return [State(call_id, True, {}, {}, [], [])]
 

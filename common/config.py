@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.errors import ConfigError
+from common.weights import DEFAULT_VERSION
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_RUNNING_REQUESTS = 256
@@ -102,6 +103,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path, tokenizer_path: absolute directories. served_model_name: what clients call it, and
         what answers say; model_aliases: what clients may call it as well.
     chat_template: file of a Jinja template in place of the checkpoint's; "": that one.
+    weight_version: what the operator calls the weights, as long as no others are loaded.
     name: what its peers call it; "": its HTTP address.
     prefill: where the prefill servers' bootstrap ports are: entries as `prefill_entries.py` reads
         them; empty: the server serves alone.
@@ -209,6 +211,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_cache_gb: float = 0.0
     context_length: int | None = None
     load_format: str = "auto"
+    weight_version: str = DEFAULT_VERSION
     quantized_weights: str = "auto"
     log_level: str = "info"
     log_requests: bool = False

@@ -13,16 +13,18 @@ from typing import assert_never
 from common.failures import Failure, FailureKind
 from common.protocol.frontend import (
     Cancel,
+    Command,
+    Continue,
     Drain,
     FlushCache,
-    FrontendToScheduler,
     GetState,
+    Pause,
     SetPeers,
     State,
     Submit,
 )
 from common.protocol.peer import TransferDone
-from common.protocol.worker import PagesMoved, StepDone, WorkerBeat, WorkerReady, WorkerToScheduler
+from common.protocol.worker import PagesMoved, StepDone, WorkerBeat, WorkerReady, WorkerReport
 from common.scheduling.batcher import Batcher
 from common.scheduling.events import (
     DrainEnded,
@@ -37,7 +39,6 @@ from common.scheduling.events import (
     WorkersStopped,
 )
 from common.scheduling.facts import SchedulerLimits, ServerFacts
-from common.scheduling.flush import Flushes
 from common.scheduling.host_tier import HostTier
 from common.scheduling.page_account import account_of
 from common.scheduling.peers import Condition, Outbox
@@ -59,6 +60,7 @@ from decode_server.choice import Choice
 from decode_server.decisions import ComputeHere, Fail, KeepHere, Reserve, Retry, Split, Unbind
 from decode_server.entrance import Entrance
 from decode_server.expected_time import ExpectedTime
+from decode_server.interruptions import Interruptions
 from decode_server.missing_servers import MissingServers
 from decode_server.recovery import decide_after, failure_of_late, loses_binding
 from decode_server.request import DecodeRequest
@@ -102,7 +104,6 @@ class DecodeScheduler:
         self.request_token_max = min(facts.sequence_token_max, self.account.token_capacity)
         batch_limits = limits.of_batch(facts, self.request_token_max)
         self.batcher = Batcher(self.account, batch_limits, StepRates(facts.pass_times))
-        self._flushes = Flushes(self.account, self.batcher, self._outbox)
         self.transfers = Transfers(
             Introduction(facts, "decode", sends=sends, receives=True, needs_outbound=False),
             limits.pace,
@@ -116,6 +117,7 @@ class DecodeScheduler:
             facts.incarnation, self.account, self.batcher, self.transfers, self._outbox,
             random.Random(seed),
         )  # fmt: skip
+        self._interruptions = Interruptions(self.account, self.batcher, self._outbox, self.requests)
         self._times = ExpectedTime(self.batcher, facts.digest_tokens)
         choice = Choice(self.transfers, self._times, random.Random(seed + 2))
         rng = random.Random(seed + 3)
@@ -174,26 +176,24 @@ class DecodeScheduler:
                 self._outbox.report_end(len(self.requests), peer_count, self.requests.counters)
             case FrontendBehind(is_behind=is_behind):
                 self._is_frontend_behind = is_behind
-            case Tick() | DrainEnded():
-                pass  # its frontend has given up all requests
+            case DrainEnded():
+                self._interruptions.cut_off(now)
+            case Tick():
+                pass
             case _:
                 self._apply_events(self.transfers.handle_link(event, now), now)
         return self._outbox.take()
 
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
-        if self._flushes.is_asked:
-            self._flushes.answer(self.requests.client_count)
+        self._interruptions.review()
         self._expire(now)
         self.returns.offer(self.requests.take_ended(), now)
-        self._apply_decisions(self._missing_servers.review(now), now)
-        if self._starvation.since is None:
-            for link, budget_s in self._self_tests.begin_due(now):
-                self.requests.submit_test(link, budget_s, now)
-        self._apply_decisions(self._admission.decide(now), now)
-        self._starvation.update(self.requests.queue.first, now)
-        self._send_steps(now)
-        self.requests.drain_rate.note(len(self.requests.queue), now)
+        is_paused = self._interruptions.is_paused
+        if not is_paused:
+            self._begin_requests(now)
+            self._send_steps(now)
+        self.requests.drain_rate.note(0 if is_paused else len(self.requests.queue), now)
         self.tier.save_ahead()
         is_busy = self.batcher.is_computing
         trouble = self._worker_health.check(now, is_busy=is_busy)
@@ -202,6 +202,15 @@ class DecodeScheduler:
         condition = Condition(progress, is_busy, trouble, running_count=running_count)
         self.transfers.send_due(now, condition)
         return self._outbox.take()
+
+    def _begin_requests(self, now: float) -> None:
+        """Those that wait, as far as there are pages and servers for them."""
+        self._apply_decisions(self._missing_servers.review(now), now)
+        if self._starvation.since is None:
+            for link, budget_s in self._self_tests.begin_due(now):
+                self.requests.submit_test(link, budget_s, now)
+        self._apply_decisions(self._admission.decide(now), now)
+        self._starvation.update(self.requests.queue.first, now)
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
@@ -269,7 +278,7 @@ class DecodeScheduler:
 
     # ---- frontend --------------------------------------------------------------------------------
 
-    def _handle_frontend(self, message: FrontendToScheduler, now: float) -> None:
+    def _handle_frontend(self, message: Command, now: float) -> None:
         match message:
             case Submit():
                 self._handle_submit(message, now)
@@ -280,8 +289,8 @@ class DecodeScheduler:
                     self.requests.fail(request, Failure(kind, reason), now, is_moved=is_moved)
             case Drain():
                 pass  # the frontend lets no request in, and nothing else brings work
-            case FlushCache():
-                self._flushes.handle(message, self.requests.client_count)
+            case FlushCache() | Pause() | Continue():
+                self._interruptions.handle(message, now)
             case SetPeers():
                 self.transfers.links.addresses.want(message.peers)
             case GetState():
@@ -377,7 +386,7 @@ class DecodeScheduler:
 
     # ---- workers ---------------------------------------------------------------------------------
 
-    def _handle_worker(self, message: WorkerToScheduler, now: float) -> None:
+    def _handle_worker(self, message: WorkerReport, now: float) -> None:
         match message:
             case StepDone():
                 self._handle_step(message, now)
@@ -441,6 +450,7 @@ class DecodeScheduler:
             prefix_cache=self.account.prefix_state(),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
+            is_paused=self._interruptions.is_paused,
             trouble=self._worker_health.trouble
             or self._starvation.trouble
             or self.transfers.writers.trouble,

@@ -153,6 +153,11 @@ class Rendezvous:
                 del self._rooms[number]
         return halves
 
+    def postpone(self, seconds: float) -> None:
+        """The halves that wait have so much longer: a server stood still, and maybe both."""
+        for room in self._rooms.values():
+            room.expires_at += seconds
+
     @property
     def next_at(self) -> float | None:
         return min((room.expires_at for room in self._rooms.values()), default=None)

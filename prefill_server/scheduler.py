@@ -12,10 +12,12 @@ from typing import assert_never
 from common.failures import Failure, FailureKind
 from common.protocol.frontend import (
     Cancel,
+    Command,
+    Continue,
     Drain,
     FlushCache,
-    FrontendToScheduler,
     GetState,
+    Pause,
     SetPeers,
     State,
     Submit,
@@ -25,7 +27,7 @@ from common.protocol.worker import (
     StepDone,
     WorkerBeat,
     WorkerReady,
-    WorkerToScheduler,
+    WorkerReport,
 )
 from common.request import TokenLogprobs
 from common.scheduling.batcher import Batcher
@@ -45,6 +47,7 @@ from common.scheduling.facts import SchedulerLimits, ServerFacts
 from common.scheduling.flush import Flushes
 from common.scheduling.host_tier import HostTier
 from common.scheduling.page_account import account_of
+from common.scheduling.pauses import Pauses
 from common.scheduling.peers import Condition, Outbox
 from common.scheduling.sequence import Sequence
 from common.scheduling.told_prefixes import ToldPrefixes
@@ -95,6 +98,7 @@ class PrefillScheduler:
         batch_limits = limits.of_batch(facts, self.request_token_max + 1, is_prompt_only=True)
         self.batcher = Batcher(self.account, batch_limits)
         self._flushes = Flushes(self.account, self.batcher, self._outbox)
+        self._pauses = Pauses(self.batcher, self._outbox)
         self._credits = Credits(limits.queue_max)
         token_max = self.request_token_max
         self.transfers = Transfers(
@@ -159,11 +163,13 @@ class PrefillScheduler:
     def schedule(self, now: float) -> list[Effect]:
         """Look at the time, admit what fits, and send the steps that may be in flight."""
         self._flushes.answer(len(self.requests))
+        self._pauses.review()
         self._expire(now)
-        if not self.transfers.writers.trouble:
-            self._admit(now)
-        self.returns.review(now, is_short=self._admission.is_short)
-        self._send_steps()
+        if not self._pauses.is_on:
+            if not self.transfers.writers.trouble:
+                self._admit(now)
+            self.returns.review(now, is_short=self._admission.is_short)
+            self._send_steps()
         self.tier.save_ahead()
         links, is_busy = self.transfers.links, self.batcher.is_computing
         condition = Condition(
@@ -175,14 +181,18 @@ class PrefillScheduler:
             cached_prefixes=self._told_prefixes.take(now),
         )
         targets = [target.incarnation for target in links.connections.targets()]
-        links.hurry(self._credits.update(targets, len(self.requests)))
+        # In a pause there is room for nothing: decode servers keep what they have, or ask others.
+        request_count = self._limits.queue_max if self._pauses.is_on else len(self.requests)
+        links.hurry(self._credits.update(targets, request_count))
         self.transfers.send_due(now, condition)
         self._check_transfers(targets, now)
         return self._outbox.take()
 
     def next_wakeup(self, now: float) -> float:
         """When `schedule` wants to be called even if nothing happens."""
-        times = [self.requests.deadlines.next_at, self.meetings.rendezvous.next_at]
+        times = [self.requests.deadlines.next_at]
+        if not self._pauses.is_on:
+            times.append(self.meetings.rendezvous.next_at)
         return min(
             [now + self._limits.pace.interval_s, *(time for time in times if time is not None)]
         )
@@ -232,12 +242,13 @@ class PrefillScheduler:
             failure = Failure(FailureKind.TIMED_OUT, "the request's time budget is used up")
             is_held = request.state is PrefillState.HELD
             self.meetings.fail(request, failure_of_expired(request) if is_held else failure, now)
-        self.meetings.expire(now)
+        if not self._pauses.is_on:
+            self.meetings.expire(now)
         self._apply_events(self.transfers.expire(now), now)
 
     # ---- frontend --------------------------------------------------------------------------------
 
-    def _handle_frontend(self, message: FrontendToScheduler, now: float) -> None:
+    def _handle_frontend(self, message: Command, now: float) -> None:
         match message:
             case Submit():
                 self.meetings.handle_submit(message, now)
@@ -252,6 +263,10 @@ class PrefillScheduler:
                 self.transfers.links.hurry()
             case FlushCache():
                 self._flushes.handle(message, len(self.requests))
+            case Pause():
+                self._pauses.begin(message, now)
+            case Continue():
+                self.meetings.rendezvous.postpone(self._pauses.end(message, now))
             case GetState():
                 self._outbox.to_frontend(self._state(message.call_id))
             case SetPeers():
@@ -315,7 +330,7 @@ class PrefillScheduler:
 
     def _cut_off(self, now: float) -> None:
         """Whatever is left fails, and ends once nothing is sent any more."""
-        text = "the prefill server takes on another role"
+        text = "the prefill server takes on another role, or other weights"
         failure = Failure(FailureKind.STOPPING, text, is_retryable=True)
         for request in list(self.requests):
             self.meetings.fail(request, failure, now)
@@ -335,7 +350,7 @@ class PrefillScheduler:
 
     # ---- workers ---------------------------------------------------------------------------------
 
-    def _handle_worker(self, message: WorkerToScheduler, now: float) -> None:
+    def _handle_worker(self, message: WorkerReport, now: float) -> None:
         match message:
             case StepDone():
                 self._handle_step(message, now)
@@ -411,6 +426,7 @@ class PrefillScheduler:
             prefix_cache=self.account.prefix_state(self._told_prefixes.count),
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
+            is_paused=self._pauses.is_on,
             trouble=self._worker_health.trouble
             or self._transfer_trouble
             or self.transfers.writers.trouble,

@@ -111,6 +111,12 @@ class ModelRunner:
     def sequence_count(self) -> int:
         return len(self._sequences)
 
+    def use(self, model: CausalLm, graphs: DecodeGraphs | None) -> None:
+        """Compute with another model of the same config from the next step on; no sequence is known
+        now. graphs: its recorded passes."""
+        assert not len(self._sequences)
+        self._model, self._graphs = model, graphs
+
     @torch.inference_mode()
     def forget_all(self) -> None:
         """No sequence goes on: the scheduler that knew them is gone."""

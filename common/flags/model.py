@@ -16,6 +16,7 @@ from common.flags.values import (
     tokens,
     tool_call_parser,
     weight_dtype,
+    weight_version,
 )
 from common.output_formats import REASONING_FORMATS, TOOL_FORMATS
 from common.request_bounds import TOKEN_COUNT_MAX
@@ -47,6 +48,13 @@ MODEL: tuple[Flag, ...] = (
         "{auto,dummy}",
         choice("auto", "dummy", safetensors="auto", hf="auto"),
         "auto: safetensors; dummy: random weights",
+    ),
+    Flag(
+        "weight_version",
+        ("weight-version",),
+        "NAME",
+        weight_version,
+        "what the operator calls these weights; servers of a pair must say the same",
     ),
     Flag(
         "quantized_weights",

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from common.config_keys import API_KEY_RULE, is_api_key
 from common.output_formats import REASONING_FORMATS, TOOL_FORMATS, all_names
+from common.weights import VERSION_LENGTH_MAX
 
 Value = str | int | float | bool | tuple[str, ...] | None
 SERVER_NAME_LENGTH_MAX = 64  # half of what peers take: it stands in log lines and labels
@@ -83,6 +84,12 @@ def text(value: str) -> str:
 def names(value: str) -> tuple[str, ...]:
     """What a model may be called."""
     return tuple(text(part.strip()) for part in value.split(","))
+
+
+def weight_version(value: str) -> str:
+    if not 1 <= len(value) <= VERSION_LENGTH_MAX or not value.isprintable():
+        raise ValueError(f"must be 1..{VERSION_LENGTH_MAX} printable characters")
+    return value
 
 
 def host(value: str) -> str:

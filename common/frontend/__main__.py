@@ -35,6 +35,7 @@ from common.frontend.apis import (
     sglang_api,
     timelines,
     token_api,
+    weights_api,
 )
 from common.frontend.app import HEADERS_NBYTES_MAX, build_app
 from common.frontend.bodies.reader import BodyReader, keep_no_large_blocks
@@ -66,7 +67,7 @@ SWITCH_INTERVAL_S = 0.0005
 # it made, so a look finds nothing; one at 256 open requests goes through some 30,000 objects.
 NEW_OBJECT_COUNT = 50_000
 APIS = (sglang_api, openai_api, responses_api, messages_api, token_api)
-PARTS = (*APIS, info, page, timelines, fleet_api, peers)
+PARTS = (*APIS, info, page, timelines, fleet_api, weights_api, peers)
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from common.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from common.weights import ServedWeights
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -86,6 +87,34 @@ class Drain(_Message, frozen=True):
 
 class FlushCache(_Message, frozen=True):
     call_id: int
+
+
+class Pause(_Message, frozen=True):
+    """Plan no more steps and begin no more requests, until `Continue`; answered once nothing is
+    computed, unless call_id is 0. retracts: what decodes gives its pages back as well, and comes
+    again as others that wait."""
+
+    call_id: int
+    retracts: bool = False
+
+
+class Continue(_Message, frozen=True):
+    """Go on after a `Pause`; harmless without one."""
+
+    call_id: int
+
+
+class UpdateWeights(_Message, frozen=True):
+    """Have all workers load other weights, and another scheduler take them on with these.
+    incarnation: of the scheduler that is asked; one that follows it leaves the message alone.
+
+    A failure is answered with `CallDone`, and nothing has changed. Otherwise the next scheduler's
+    `ServerInfo` names these weights.
+    """
+
+    call_id: int
+    weights: ServedWeights
+    incarnation: str
 
 
 class GetState(_Message, frozen=True):
@@ -167,9 +196,11 @@ class Traced(_Message, frozen=True):
     trace: RequestTrace
 
 
-class FlushDone(_Message, frozen=True):
+class CallDone(_Message, frozen=True):
+    """Answer to a command. message: why it was not done, or what else is to be said of it."""
+
     call_id: int
-    is_flushed: bool
+    is_done: bool
     message: str
 
 
@@ -262,6 +293,7 @@ class State(_Message, frozen=True):
     """Answer to GetState. queues: queue name -> depth; counters: name -> value since start.
 
     trouble: why this server can't serve although its scheduler answers, "" if nothing is wrong.
+    is_paused: no step is planned until somebody asks to continue.
     prefix_cache: None from a scheduler that says nothing of it.
     """
 
@@ -275,12 +307,14 @@ class State(_Message, frozen=True):
     workers: list[dict[str, str]] = []
     trouble: str = ""
     prefix_cache: PrefixCacheState | None = None
+    is_paused: bool = False
 
 
 class ServerInfo(_Message, frozen=True):
     """Sent once to the frontend when all workers are ready (is_ready may still wait for a peer).
 
-    incarnation: of this process, random per start. pid: the scheduler's own.
+    incarnation: of this process, random per start. pid: the scheduler's own. weights: that its
+    workers compute with.
     """
 
     token_capacity: int
@@ -292,10 +326,13 @@ class ServerInfo(_Message, frozen=True):
     workers: list[dict[str, str]]
     incarnation: str = ""
     pid: int = 0
+    weights: ServedWeights = ServedWeights()
 
 
-FrontendToScheduler = Submit | Cancel | Drain | FlushCache | GetState | SetPeers
+# Command: what a core is told; the rest is for the process around it.
+Command = Submit | Cancel | Drain | FlushCache | Pause | Continue | GetState | SetPeers
+FrontendToScheduler = Command | UpdateWeights
 # Notice: a message of its own. ToldFrontend: an effect of a core; output is gathered in `Outputs`.
-Notice = Traced | FlushDone | State | ServerInfo
+Notice = Traced | CallDone | State | ServerInfo
 ToldFrontend = Tokens | Failed | Notice
 SchedulerToFrontend = Outputs | Notice

@@ -95,10 +95,15 @@ class Welcome(_Message, frozen=True):
 
 
 class Refuse(_Message, frozen=True):
-    """differences: every reason, each naming the field and both values. Neither side stops."""
+    """differences: every reason, each naming the field and both values. Neither side stops.
+
+    is_closed: the sender has closed what it shared with an earlier scheduler of the processes that
+        it refuses; False from releases that don't say.
+    """
 
     incarnation: str
     differences: list[str]
+    is_closed: bool = False
 
 
 class Attach(_Message, frozen=True):

@@ -12,7 +12,9 @@ import msgspec
 from common.config import TransferMode
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.digests import Digest, Digested
+from common.protocol.weights import DropWeights, LoadWeights, WeightsLoaded
 from common.request import SamplingParams, TokenLogprobs
+from common.weights import ServedWeights
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -239,9 +241,11 @@ class Release(_Message, frozen=True):
     """This scheduler ends, and another one is to follow: end what it leaves, as for `Begin`.
 
     is_quiet: no peer can write here any more; each has sent its last message of every transfer.
+    load_id: of weights that were loaded, to be computed with from then on; "" for none.
     """
 
     is_quiet: bool
+    load_id: str = ""
 
 
 class Shutdown(_Message, frozen=True):
@@ -280,6 +284,7 @@ class WorkerReady(_Message, frozen=True):
     session: of the `Begin` that it answers; "" before the first one.
     writers: peers of earlier schedulers that may still write here.
     device: what it computes on, cpu or cuda.
+    weights: that it computes with.
     """
 
     rank: int
@@ -298,6 +303,7 @@ class WorkerReady(_Message, frozen=True):
     session: str = ""
     writers: list[PeerWriter] = []
     device: str = "cpu"
+    weights: ServedWeights = ServedWeights()
 
 
 class WorkerBeat(_Message, frozen=True):
@@ -412,11 +418,14 @@ SchedulerToWorker = (
     | Forget
     | Digest
     | MovePages
+    | LoadWeights
+    | DropWeights
     | Begin
     | Release
     | Shutdown
 )
-WorkerToScheduler = (
+# WorkerReport: what a core is told; the rest is for the process around it.
+WorkerReport = (
     WorkerReady
     | WorkerBeat
     | StepDone
@@ -429,3 +438,4 @@ WorkerToScheduler = (
     | Digested
     | PagesMoved
 )
+WorkerToScheduler = WorkerReport | WeightsLoaded

@@ -71,6 +71,7 @@ def describe_server(
         workers=[worker.describe for _, worker in sorted(workers.items())],
         incarnation=facts.incarnation,
         pid=os.getpid(),
+        weights=first.weights,
     )
 
 

@@ -19,8 +19,19 @@ from typing import Protocol, assert_never
 from common.clock import SystemClock
 from common.config import ServerConfig
 from common.errors import BatonError, ConfigError
-from common.exit_codes import EXIT_FAILED, EXIT_START_AGAIN, exit_code_of
-from common.protocol.frontend import Drain, FrontendToScheduler, GetState, ServerInfo, State
+from common.exit_codes import EXIT_FAILED, EXIT_FOLLOWED, EXIT_START_AGAIN, exit_code_of
+from common.protocol.frontend import (
+    Drain,
+    Failed,
+    FrontendToScheduler,
+    GetState,
+    Pause,
+    ServerInfo,
+    State,
+    Tokens,
+    UpdateWeights,
+)
+from common.protocol.weights import WeightsLoaded
 from common.protocol.worker import (
     Begin,
     Release,
@@ -32,6 +43,7 @@ from common.protocol.worker import (
 from common.runtime.gathered_facts import describe_server, gather_facts, log_ready
 from common.runtime.peer_endpoint import PeerEnd
 from common.runtime.scheduler_sockets import SchedulerSockets
+from common.runtime.weight_update import WeightUpdate
 from common.scheduling.events import (
     Dial,
     DrainEnded,
@@ -65,8 +77,9 @@ log = logging.getLogger(__name__)
 POLL_MAX_S = 0.5
 PAUSE_MAX_S = 0.5  # peers wait for 0.8 s; a loaded machine takes some hundredths
 
-# Of a server that takes on another role: for transfers that are cut off, and for peers to answer
-# its last words, behind what they had asked before. Less than the supervisor waits for it.
+# Of a server that takes on another role or other weights: for transfers that end or are cut off,
+# and for peers to answer its last words, behind what they had asked before. Less than the
+# supervisor waits for it.
 SETTLE_TIMEOUT_S = 2.0
 ANSWERS_TIMEOUT_S = 0.5
 
@@ -129,11 +142,24 @@ class SchedulerLoop:
         self._is_frontend_behind = False
         self._is_stopping = False
         self._is_succeeded = False
+        self._is_cut_off = False
         self._stop_at = math.inf
+        self._update = WeightUpdate(
+            config.rank_count,
+            "a server of several machines can't load other weights" if config.nnodes > 1 else "",
+            self._send_workers,
+            self._sockets.frontend.add,
+        )
+
+    @property
+    def has_other_weights(self) -> bool:
+        """Whether the workers were left to another scheduler with other weights."""
+        return self._is_succeeded and bool(self._update.loaded_id)
 
     def run(self) -> None:
-        """Until a signal asks for the end and the core is idle, or the drain time is over. After
-        SIGTERM the workers are to end, after SIGUSR1 another scheduler is to take them on.
+        """Until a signal asks for the end and the core is idle, or the drain time is over; or until
+        workers have loaded other weights. After SIGTERM the workers are to end, else another
+        scheduler is to take them on.
 
         Raises: WorkerLost, ServerSpent.
         """
@@ -142,14 +168,20 @@ class SchedulerLoop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while not self._is_finished():
             self._take_turn()
+        if self._update.loaded_id and not self._is_stopping:
+            self._is_succeeded = True
+            self._feed(FromFrontend(Pause(0)))
+            self._go_on_while(lambda transfers: not transfers.is_settled, SETTLE_TIMEOUT_S)
         if self._is_succeeded:
+            self._is_cut_off = True
             self._feed(DrainEnded())
             self._go_on_while(lambda transfers: not transfers.is_settled, SETTLE_TIMEOUT_S)
         self._feed(Stopping())
         if self._is_succeeded:
             self._go_on_while(lambda transfers: transfers.has_peers, ANSWERS_TIMEOUT_S)
         is_quiet = self._core is not None and self._core.transfers.is_quiet
-        self._send_workers(Release(is_quiet) if self._is_succeeded else Shutdown())
+        release = Release(is_quiet, self._update.loaded_id)
+        self._send_workers(release if self._is_succeeded else Shutdown())
 
     def _go_on_while(self, is_busy: Callable[[Transfers], bool], timeout_s: float) -> None:
         """Workers that live on are handed over with nothing under way, if that can be had soon: a
@@ -195,7 +227,7 @@ class SchedulerLoop:
 
     def _is_finished(self) -> bool:
         if not self._is_stopping:
-            return False
+            return bool(self._update.loaded_id)
         is_idle = self._core is None or self._core.is_idle
         return is_idle or self._clock.now() >= self._stop_at
 
@@ -211,7 +243,10 @@ class SchedulerLoop:
             self._send_info()
         if isinstance(message, Drain):
             self._limit_drain()
-        if self._core is not None:
+        if isinstance(message, UpdateWeights):
+            if self._info is not None and self._info.incarnation == message.incarnation:
+                self._update.begin(message)
+        elif self._core is not None:
             self._feed(FromFrontend(message))
         elif isinstance(message, GetState):
             trouble = STANDBY if self._info is not None else ""
@@ -228,7 +263,9 @@ class SchedulerLoop:
                 raise ServerSpent(f"worker {rank} does not end what another scheduler began")
 
     def _handle_worker(self, rank: int, message: WorkerToScheduler) -> None:
-        if rank in self._workers:
+        if isinstance(message, WeightsLoaded):
+            self._update.note_loaded(message)
+        elif rank in self._workers:
             self._feed(FromWorker(message))
         elif isinstance(message, WorkerReady) and message.session == self._session:
             self._workers[rank] = message
@@ -317,7 +354,9 @@ class SchedulerLoop:
         for effect in effects:
             match effect:
                 case ToFrontend(message=message):
-                    self._sockets.frontend.add(message)
+                    # The frontend asks the next scheduler for what was cut off.
+                    if not (self._is_cut_off and isinstance(message, Tokens | Failed)):
+                        self._sockets.frontend.add(message)
                 case ToWorkers(message=worker_message):
                     self._send_workers(worker_message)
                 case ToPeer(link=link, message=peer_message):
@@ -361,4 +400,4 @@ def run(config: ServerConfig, make_core: MakeCore, open_peers: OpenPeers) -> int
         return EXIT_START_AGAIN
     finally:
         loop.close()
-    return 0
+    return EXIT_FOLLOWED if loop.has_other_weights else 0

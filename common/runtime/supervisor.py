@@ -1,7 +1,8 @@
 """The parent of a server's processes: starts them, stops them, and decides nothing else.
 
-A scheduler that crashes is started again over the same workers, which keep model and pool; so are
-scheduler and frontend when the frontend asks for another role. Any other child that ends unasked
+A scheduler that crashes is started again over the same workers, which keep model and pool. So is
+one that leaves them to another one, as after an update of their weights, and so are scheduler and
+frontend when the frontend asks for another role. Any other child that ends unasked
 ends the server with a non-zero exit code. A first SIGTERM or SIGINT drains: the frontend finishes
 its open requests, then the scheduler and the workers end. A second signal ends everything at once.
 The kernel kills the children of a supervisor that dies.
@@ -29,7 +30,13 @@ from common.config import (
     write_config,
 )
 from common.environment import child_environment, shared_memory_dir
-from common.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_START_AGAIN, EXIT_SWITCHED
+from common.exit_codes import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_FOLLOWED,
+    EXIT_START_AGAIN,
+    EXIT_SWITCHED,
+)
 from common.log import setup_log
 from common.runtime.exposure import open_doors
 from common.runtime.private_dirs import make_private_dir, remove_those_of_the_dead
@@ -111,6 +118,9 @@ class Supervisor:
             return False
         if ended.keys() == {"frontend"} and ended["frontend"] in EXIT_SWITCHED:
             self._switch(EXIT_SWITCHED[ended["frontend"]])
+            return True
+        if ended == {"scheduler": EXIT_FOLLOWED}:
+            self._start_scheduler()
             return True
         if ended.keys() != {"scheduler"} or not self._may_restart(ended["scheduler"]):
             return False

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
-from common.protocol.frontend import FrontendToScheduler, ToldFrontend
+from common.protocol.frontend import Command, ToldFrontend
 from common.protocol.peer import PeerMessage
-from common.protocol.worker import SchedulerToWorker, WorkerToScheduler
+from common.protocol.worker import SchedulerToWorker, WorkerReport
 
 
 class FromFrontend(msgspec.Struct, frozen=True):
-    message: FrontendToScheduler
+    message: Command
 
 
 class FromWorker(msgspec.Struct, frozen=True):
-    message: WorkerToScheduler
+    message: WorkerReport
 
 
 class FromPeer(msgspec.Struct, frozen=True):
@@ -90,8 +90,8 @@ class FrontendBehind(msgspec.Struct, frozen=True):
 
 
 class DrainEnded(msgspec.Struct, frozen=True):
-    """The time to drain is over, and the workers live on without this scheduler. What is left ends
-    now, each transfer with its last message."""
+    """Another scheduler is to take the workers on. What is left ends now, each transfer with its
+    last message; clients are answered by whoever asks for their requests again."""
 
 
 class Stopping(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.protocol.frontend import FlushCache, FlushDone
+from common.protocol.frontend import CallDone, FlushCache
 from common.scheduling.batcher import Batcher
 from common.scheduling.page_account import PageAccount
 from common.scheduling.peers import Outbox
@@ -38,5 +38,5 @@ class Flushes:
         waiting, self._waiting = self._waiting, []
         for flush in waiting:
             reason = f"{request_count} requests are running" if request_count else ""
-            is_flushed = not request_count and self._account.flush_cache()
-            self._outbox.to_frontend(FlushDone(flush.call_id, is_flushed, reason))
+            is_done = not request_count and self._account.flush_cache()
+            self._outbox.to_frontend(CallDone(flush.call_id, is_done, reason))

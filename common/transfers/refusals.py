@@ -45,9 +45,10 @@ class Refusals:
     def refuse(
         self, link: str, incarnation: str, name: str, differences: list[str], now: float
     ) -> None:
-        """Answer a handshake with every difference."""
+        """Answer a handshake with every difference. A greeting is answered only once all that was
+        shared with an earlier scheduler of its sender is closed."""
         self.count += 1
-        self._outbox.to_peer(link, Refuse(self._incarnation, differences))
+        self._outbox.to_peer(link, Refuse(self._incarnation, differences, is_closed=True))
         detail = "; ".join(differences)
         known = self._refused.pop(incarnation, None)
         if known is None or known.detail != detail:

@@ -212,6 +212,8 @@ class Transfers:
                     shakes.handle_welcome(link, message, now)
                 return events
             case Refuse():
+                if message.is_closed and self.writers.take_refusing(message.incarnation):
+                    self.incoming.apply_gone(message.incarnation)
                 return self._lose(shakes.handle_refuse(link, message, now), "it refused us")
             case Attach():
                 return self._lose(

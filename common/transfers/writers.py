@@ -7,7 +7,7 @@ by one that is closed, or by an earlier scheduler of these workers.
 Proved are processes that have ended, and processes that greet anew: before a scheduler greets, its
 workers have ended all that an earlier one began, and before one greets a server again, or answers
 its greeting, it has closed what it shared with it, or with an earlier scheduler of the same workers
-there. Knows nothing of pages.
+there. Who refuses a greeting has done the same before. Knows nothing of pages.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ class Writers:
         for one in succeeded:
             self.forget(one)
         return succeeded
+
+    def take_refusing(self, incarnation: str) -> bool:
+        """Whether a refusal that says so proves that a writer is out of reach, as a greeting would:
+        of one that an earlier scheduler let in."""
+        is_earlier = incarnation in self._earlier
+        if is_earlier:
+            self.forget(incarnation)
+        return is_earlier
 
     def forget(self, incarnation: str) -> None:
         """Nothing of it can write here any more. Harmless if it is not known."""

@@ -37,8 +37,9 @@ class DeviceThread:
     def start(self) -> None:
         self._thread.start()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> None:
+        """timeout_s: after which it is left behind, and ends with the process; None: never."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
@@ -74,9 +75,9 @@ class JobThread(Generic[Job, Answer]):
     def start(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
+    def end(self, timeout_s: float | None = None) -> None:
         self.jobs.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (job := self.jobs.get()) is not None:

@@ -21,6 +21,7 @@ from common.clock import Clock, SystemClock, thread_cpu_clock, thread_cpu_s
 from common.errors import BatonError
 from common.protocol.codec import decode_scheduler_to_worker, encode
 from common.protocol.digests import Digest
+from common.protocol.weights import DropWeights, LoadWeights
 from common.protocol.worker import (
     Begin,
     CancelSends,
@@ -55,6 +56,7 @@ from common.worker.peer_links import PeerLinks
 from common.worker.sends import Computed, Sends
 from common.worker.staging.io import StagingIo
 from common.worker.succession import ForgetSequences, SequencesForgotten, Succession
+from common.worker.weights import WeightLoader, WeightLoads
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,8 @@ class IoLoop:
         outbox: EngineOutbox,
         digests: DigestJobs,
         moves: PageMoves,
+        weights: WeightLoader,
+        loads: WeightLoads,
         succession: Succession,
         staged: StagingIo | None = None,
         *,
@@ -179,6 +183,8 @@ class IoLoop:
         self._outbox = outbox
         self._digests = digests
         self._moves = moves
+        self._weights = weights
+        self._loads = loads
         self._succession = succession
         self._poller = Poller()
         self._poller.register(client)
@@ -200,7 +206,7 @@ class IoLoop:
                 elif isinstance(message, Computed):
                     self._send(self._sends.apply_computed(message))
                 elif isinstance(message, SequencesForgotten):
-                    self._succession.note_forgotten()
+                    self._succession.note_forgotten(message)
                 else:
                     self._send([message])
             self._outbox.note_sent()
@@ -252,6 +258,11 @@ class IoLoop:
             case MovePages():
                 self._succession.note_job()
                 self._moves.put(message)
+            case LoadWeights():
+                self._weights.want(message)
+                self._loads.put(message)
+            case DropWeights():
+                self._weights.drop()
             case Begin():
                 return self._succession.begin(message)
             case Release():

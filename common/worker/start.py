@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +18,11 @@ from common.clock import Clock
 from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cache.cast import CACHE_DTYPES
-from common.engine.checkpoint.fingerprint import model_fingerprint
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
 from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
-from common.engine.layers.narrow import NarrowWeights
-from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
+from common.engine.loader import attention_shape, fused_shape, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
@@ -35,6 +34,7 @@ from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
 from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
+from common.weights import ServedWeights
 from common.worker.digester import Digester
 from common.worker.first_pass import first_pass_tokens, warm_up
 from common.worker.host_page_counts import check_host_memory, host_share_nbytes
@@ -51,6 +51,7 @@ from common.worker.staging.target import StagingTarget
 from common.worker.start_device import device_of, enough_memory, with_device
 from common.worker.start_graphs import plan_graphs, start_graphs, why_not_recorded
 from common.worker.start_transport import PRIVATE_TRANSPORTS, start_transport
+from common.worker.weights import RankModel, WeightLoader
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,6 @@ that hang later."""
 STATIC_KEYS = ("transport", "ucx_version", "ucx_origin", "ucx_directory", "tls", "stream")
 """Keys of a transport's description that do not change after the start."""
 
-MORE_ROOM_FOR_WEIGHTS = "raise --tp-size or --pp-size, or end what else uses the memory"
 MORE_ROOM_FOR_PASSES = "lower --mem-fraction-static, --max-total-tokens or --chunked-prefill-size"
 
 
@@ -82,6 +82,7 @@ class StartedRank:
     staging_source: StagingSource | None
     digester: Digester
     host_pages: HostPages
+    weights: WeightLoader
     ready: WorkerReady
 
 
@@ -106,7 +107,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         config.attention_backend,
         may_record=not why_not_recorded(config, device),
     )
-    model = _load_model(config, device, parallel, choice)
+    source = RankModel(config, device, parallel, choice)
+    model = source.load()
     now_nbytes = free_nbytes(device)
     plan = plan_graphs(config, model, layout, choice, context_length)
     free = FreeMemory(before_nbytes, now_nbytes, _shared_nbytes(config, device), plan.nbytes)
@@ -118,7 +120,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     staging_source = start_source(config, transport, layout, pool, clock)
     staging_target = start_target(config, transport, layout, pool)
     grammars = _grammars(config, model_config) if model.head is not None else None
-    graphs, plan = start_graphs(plan, model, pool, choice, context_length)
+    record = partial(start_graphs, plan, pool=pool, choice=choice, context_length=context_length)
+    graphs, plan = record(model)
     runner = ModelRunner(model, pool, clock, grammars, graphs)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
@@ -127,7 +130,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         rank=rank,
         page_counts=page_counts,
         layout=encode_layout(layout.server),
-        fingerprint=_fingerprint(config, model_config, device),
+        fingerprint=source.fingerprint(model_config, config.weight_version),
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
@@ -140,6 +143,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         pass_times=times,
         host_page_counts=host_pages.page_counts,
         device=device.type,
+        weights=ServedWeights(config.model_path, config.load_format, config.weight_version),
     )
     return StartedRank(
         device,
@@ -151,25 +155,9 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         staging_source,
         Digester(pool.buffers, layout),
         host_pages,
+        WeightLoader(source, model_config, runner, record, ready),
         ready,
     )
-
-
-def _load_model(
-    config: ServerConfig, device: torch.device, parallel: ParallelContext, choice: AttentionChoice
-) -> CausalLm:
-    with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
-        return load_model(
-            config.model_path,
-            dtype=config.dtype,
-            device=device,
-            parallel=parallel,
-            load_format=config.load_format,
-            seed=config.random_seed,
-            attention=choice.attention,
-            packs=True,
-            narrow=NarrowWeights(config.quantized_weights),
-        )
 
 
 def _set_up_process(config: ServerConfig, device: torch.device) -> None:
@@ -255,19 +243,6 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
     )
     layout.check()
     return layout
-
-
-def _fingerprint(
-    config: ServerConfig, model_config: ModelConfig, device: torch.device
-) -> dict[str, str]:
-    """The fingerprint that servers compare.
-
-    Pools of different kinds of memory have no transport in common.
-    """
-    of_model = model_fingerprint(
-        config.model_path, model_config, load_format=config.load_format, seed=config.random_seed
-    )
-    return of_model | {"memory": device.type}
 
 
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:

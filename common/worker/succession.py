@@ -3,8 +3,9 @@
     Begin | Release -> sends are cancelled, peers closed, steps and copies run to their end,
                        sequences forgotten -> WorkerReady of the session, once one has begun
 
-Model, pool and what is recorded of the device stay. Owned by the I/O thread. Knows nothing of
-models, and never decides that a peer is out of reach: who could still write here is told.
+Pool and transport stay, and so does the model, unless other weights were loaded for the next
+scheduler. Owned by the I/O thread. Knows nothing of models, and never decides that a peer is out of
+reach: who could still write here is told.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ForgetSequences:
-    """To the engine, behind the steps that came before."""
+    """To the engine, behind the steps that came before. load_id: of weights to compute with from
+    then on, "" for those that there are."""
+
+    load_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SequencesForgotten:
-    """From the engine: every step before is computed, and no sequence is known."""
+    """From the engine: every step before is computed, and no sequence is known. ready: what the
+    rank says of itself from now on, None if that is what it said before."""
+
+    ready: WorkerReady | None = None
 
 
 class Succession:
@@ -76,9 +83,9 @@ class Succession:
         """The scheduler leaves, and another one is to take over."""
         self._is_quiet = message.is_quiet
         if self._session and not self.is_ending:
-            self._end_last()
+            self._end_last(message.load_id)
 
-    def _end_last(self) -> None:
+    def _end_last(self, load_id: str = "") -> None:
         """Begin to end what there is."""
         self.is_ending, self._has_engine = True, False
         self._session = ""
@@ -86,7 +93,7 @@ class Succession:
             self._sends.cancel_peer(peer, "its scheduler is gone")
         for peer in self._links.peers:
             self._links.close(peer)
-        self._to_engine(ForgetSequences())
+        self._to_engine(ForgetSequences(load_id))
         log.info("another scheduler is to take over")
 
     def note_job(self) -> None:
@@ -98,9 +105,11 @@ class Succession:
         if isinstance(message, Digested | PagesMoved):
             self._job_count -= 1
 
-    def note_forgotten(self) -> None:
+    def note_forgotten(self, forgotten: SequencesForgotten) -> None:
         """The engine knows no sequence any more."""
         self._has_engine = True
+        if forgotten.ready is not None:
+            self._ready = forgotten.ready
 
     def advance(self) -> list[WorkerToScheduler]:
         """Once all that was under way has ended, the next scheduler is answered."""

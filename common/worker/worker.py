@@ -4,7 +4,7 @@
     scheduler <-StepDone-- I/O thread <-outbox--- engine thread, on CUDA through a notifier thread
 
 A fourth thread computes digests of transferred caches, where transfers are verified. A fifth copies
-pages to the tier in host memory and back, where there is one.
+pages to the tier in host memory and back, where there is one. A sixth loads other weights.
 
 The engine thread only computes; transfers progress and settle while a forward pass runs. Every
 failure here that no peer has caused ends the process with one line in the log.
@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 ENGINE_PATIENCE_S = 10.0
 """How long an engine may go on after another thread has failed. Most steps end in less."""
+
+LOAD_PATIENCE_S = 0.5
+"""How long a worker that ends waits for a load of weights, which may take minutes."""
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine thread may keep the interpreter from the I/O thread. The default, 5 ms, is as
@@ -117,6 +120,10 @@ class _Worker:
         self._moves = JobThread(
             "host page", self._device, started.host_pages.run, self._outbox.put, self._fail_thread
         )
+        self._weights = started.weights
+        self._loads = JobThread(
+            "weights", self._device, started.weights.run, self._outbox.put, self._fail_thread
+        )
         self._loop = IoLoop(
             client,
             started.transport,
@@ -126,6 +133,8 @@ class _Worker:
             self._outbox,
             self._digests.jobs,
             self._moves.jobs,
+            self._weights,
+            self._loads.jobs,
             Succession(links, sends, started.ready, self._steps.put),
             self._staged,
             progress=self._progress,
@@ -142,6 +151,7 @@ class _Worker:
         io_thread.start()
         self._digests.start()
         self._moves.start()
+        self._loads.start()
         self._notifier.start()
         code = 0
         try:
@@ -152,6 +162,7 @@ class _Worker:
         self._notifier.end()
         self._digests.end()
         self._moves.end()
+        self._loads.end(LOAD_PATIENCE_S)
         self._outbox.end()
         io_thread.join()
         self._client.close()
@@ -170,7 +181,8 @@ class _Worker:
         while (step := self._steps.get()) is not None:
             if isinstance(step, ForgetSequences):
                 self._runner.forget_all()
-                self._notifier.notify(0, SequencesForgotten())
+                ready = self._weights.use(step.load_id)
+                self._notifier.notify(0, SequencesForgotten(ready))
                 continue
             # No transfer waits for a step without chunks.
             on_layer = self._layer_notifier(step.step_id) if step.chunks else None

@@ -16,8 +16,8 @@ from common.channel.sockets import FRONTEND_QUEUE_MAX
 from common.protocol import codec
 from common.protocol.codec import decode_scheduler_to_frontend, encode
 from common.protocol.frontend import (
+    CallDone,
     Failed,
-    FlushDone,
     GetState,
     Outputs,
     SchedulerToFrontend,
@@ -86,7 +86,7 @@ def test_steps_that_wait_are_joined_by_request_and_a_failure_comes_last() -> Non
 
 def test_answers_and_accounts_keep_their_order_behind_the_output() -> None:
     waiting = Undelivered()
-    said = [FlushDone(1, True, ""), FlushDone(2, True, ""), Traced(RequestTrace(5))]
+    said = [CallDone(1, True, ""), CallDone(2, True, ""), Traced(RequestTrace(5))]
     for message in (*said, one_token(1, 0)):
         waiting.add(message)
     assert taken(waiting) == [Outputs([one_token(1, 0)]), *said]
@@ -161,7 +161,7 @@ def say_steps(link: FrontendLink, request_count: int) -> None:
         for request_id in range(request_count):
             link.add(one_token(request_id, offset, is_last=offset == STEP_COUNT - 1))
         link.flush()
-    link.add(FlushDone(7, True, ""))
+    link.add(CallDone(7, True, ""))
     link.flush()
 
 
@@ -172,7 +172,7 @@ def test_nothing_is_lost_or_repeated_while_nobody_reads(link: FrontendLink, read
     assert link.has_unsent and not link.endpoint.is_writable
     outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
     message_count = 0
-    while not isinstance(message := reader.read(), FlushDone):
+    while not isinstance(message := reader.read(), CallDone):
         message_count += 1
         assert isinstance(message, Outputs)
         for item in message.items:
@@ -207,7 +207,7 @@ def test_the_poller_wakes_once_there_is_room_and_not_before(
     count = 0
     while True:  # the system's own buffers fill as ZMQ's threads come to it
         while not link.has_unsent:
-            link.add(FlushDone(count, True, ""))
+            link.add(CallDone(count, True, ""))
             link.flush()
             count += 1
         poller.wait_writable(link.endpoint, waits=True)
@@ -215,11 +215,11 @@ def test_the_poller_wakes_once_there_is_room_and_not_before(
             break
         link.flush()
     assert [reader.read() for _ in range(count - 1)] == [
-        FlushDone(index, True, "") for index in range(count - 1)
+        CallDone(index, True, "") for index in range(count - 1)
     ]
     assert poller.poll(PATIENCE_MS / 1000) == [link.endpoint]
     link.flush()
-    assert reader.read() == FlushDone(count - 1, True, "")
+    assert reader.read() == CallDone(count - 1, True, "")
     poller.wait_writable(link.endpoint, waits=False)
     assert poller.poll(0.0) == []
 

@@ -11,7 +11,7 @@ import pytest
 from common.channel.sockets import SendResult
 from common.config import Role, ServerConfig
 from common.protocol import codec
-from common.protocol.frontend import Failed, FlushDone, Outputs, Tokens
+from common.protocol.frontend import CallDone, Failed, Outputs, Tokens
 from common.protocol.peer import Hello, TransferDone, TransferFailed, TransferRequest
 from common.request import SamplingParams, TransferTrace
 from common.runtime.peer_ends import dial
@@ -153,7 +153,7 @@ def test_what_no_request_hangs_on_is_counted(
     loop: SchedulerLoop, core: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "x" * NBYTES_MAX
-    assert sent(loop, monkeypatch, ToFrontend(FlushDone(1, True, text))) == []
+    assert sent(loop, monkeypatch, ToFrontend(CallDone(1, True, text))) == []
     hello = Hello(1, 1, text, "decode", {}, b"")
     assert sent(loop, monkeypatch, ToPeer(LINK, hello)) == []
     assert (loop._sockets.peers.dropped_count, loop._sockets.frontend.dropped_count) == (1, 1)

@@ -52,6 +52,8 @@ class Meta(msgspec.Struct):
     completion_tokens: int
     cached_tokens: int
     num_retractions: int
+    weight_version: str = ""
+    weight_versions: list[tuple[str, int]] = []
     cached_tokens_details: Cached = Cached()
     timeline: Timeline | None = None
     input_token_logprobs: list[Logprob] = []
@@ -188,6 +190,8 @@ class Info(msgspec.Struct):
     dtype: str
     max_request_token_count: int | None
     max_total_num_tokens: int
+    incarnation: str = ""
+    weight_version: str = ""
 
     @property
     def queues(self) -> dict[str, int]:

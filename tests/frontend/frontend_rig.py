@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI
 from common.channel.local_async import AsyncLocalClient
 from common.clock import Clock, ManualClock, SystemClock
 from common.config import Role, ServerConfig
-from common.frontend.apis import fleet_api, info, timelines
+from common.frontend.apis import fleet_api, info, timelines, weights_api
 from common.frontend.app import build_app
 from common.frontend.bodies.reader import BodyReader
 from common.frontend.context import FrontendContext
@@ -46,6 +46,7 @@ BASE_PARTS: tuple[BuildRouter, ...] = (
     page.build_router,
     timelines.build_router,
     fleet_api.build_router,
+    weights_api.build_router,
     peers.build_router,
 )
 

@@ -35,7 +35,8 @@ RESUME = "/resume"
 FRONTEND_PATHS = (
     *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
     "/v1/messages/count_tokens",
-    *("/abort_request", "/drain", "/peers", "/switch_role"),
+    *("/abort_request", "/drain", "/peers", "/switch_role", "/update_weight_version"),
+    *("/pause_generation", "/continue_generation", "/update_weights_from_disk"),
 )
 """Bodies of which nothing goes further than the frontend."""
 assert {*PATHS, RESUME, *FRONTEND_PATHS} == set(BODIES), "a body that is neither"

@@ -21,15 +21,17 @@ from common.channel.poller import Poller
 from common.channel.sockets import SendResult
 from common.protocol.codec import decode_frontend_to_scheduler, encode, encode_logprobs
 from common.protocol.frontend import (
+    CallDone,
     Cancel,
+    Continue,
     Drain,
     Failed,
     FlushCache,
-    FlushDone,
     FrontendToScheduler,
     GetState,
     Outputs,
     PageGroupState,
+    Pause,
     PeerState,
     PrefixCacheState,
     ServerInfo,
@@ -38,6 +40,7 @@ from common.protocol.frontend import (
     Submit,
     Tokens,
     ToldFrontend,
+    UpdateWeights,
 )
 from common.request import (
     FinishKind,
@@ -187,6 +190,8 @@ class ScriptedScheduler:
         self.step_count = 0
         self.is_stalled = False
         self.flush_answer = (True, "the cache is empty")
+        self.is_paused = False
+        self.update_problem = ""
         self._server = LocalServer(str(path))
         self._orders: SimpleQueue[ToldFrontend | bytes] = SimpleQueue()
         self._told_counts: Counter[int] = Counter()  # tokens of each request
@@ -303,7 +308,19 @@ class ScriptedScheduler:
             case Drain() | SetPeers():
                 return []
             case FlushCache(call_id):
-                return [FlushDone(call_id, *self.flush_answer)]
+                return [CallDone(call_id, *self.flush_answer)]
+            case Pause(call_id) | Continue(call_id):
+                self.is_paused = isinstance(message, Pause)
+                return [CallDone(call_id, True, "")]
+            case UpdateWeights(call_id) if self.update_problem:
+                return [CallDone(call_id, False, self.update_problem)]
+            case UpdateWeights(_, weights):
+                self._is_known = False
+                self.info = msgspec.structs.replace(
+                    self.info, incarnation=weights.load_id, weights=weights
+                )
+                self._tell(self.info)
+                return []
             case GetState(call_id):
                 return [self._state(call_id)]
 
@@ -318,4 +335,5 @@ class ScriptedScheduler:
             peers=list(self.peers),
             step_count=self.step_count,
             prefix_cache=self.prefix_cache,
+            is_paused=self.is_paused,
         )

@@ -314,7 +314,7 @@ def test_a_call_without_an_answer_is_a_503_and_leaves_nothing_behind(tmp_path: P
             await rig.context.scheduler.get_state(0.01)
         assert caught.value.status == 503
         rig.scheduler.is_silent = False
-        assert (await rig.context.scheduler.flush_cache()).is_flushed
+        assert (await rig.context.scheduler.calls.flush_cache()).is_done
 
     run_with_rig(tmp_path, story)
 

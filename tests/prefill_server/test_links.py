@@ -58,7 +58,7 @@ def test_another_link_can_not_speak_for_a_peer(world: World) -> None:
     p0, d0 = world.nodes["p0"].facts, world.nodes["d0"].facts
     hello = Hello(1, 1, "decode", d0.incarnation, d0.fingerprint, d0.layout_bytes)
     effects = hear(world, "forger", hello)
-    assert effects[0] == ToPeer("forger", Refuse(p0.incarnation, [SPOKEN_FOR]))
+    assert effects[0] == ToPeer("forger", Refuse(p0.incarnation, [SPOKEN_FOR], is_closed=True))
     assert hear(world, "forger", Detached(d0.incarnation, p0.incarnation, "a lie")) == []
     (effect,) = hear(world, "forger", Heartbeat(d0.incarnation, 9, 9, False))
     assert isinstance(effect, ToPeer) and effect.link == "forger"

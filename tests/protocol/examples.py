@@ -6,7 +6,7 @@ from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
-from common.protocol import descriptor, digests, frontend, peer, staging, worker
+from common.protocol import descriptor, digests, frontend, peer, staging, weights, worker
 from common.protocol.codec import encode_layout, encode_logprobs
 from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.request import (
@@ -23,6 +23,7 @@ from common.request import (
     TokenLogprobs,
     TransferTrace,
 )
+from common.weights import ServedWeights
 
 SAMPLING = SamplingParams(
     max_new_tokens=7,
@@ -57,6 +58,7 @@ TRACE = RequestTrace(
 TRANSFER = TransferTrace(
     queue_s=0.1, prefill_s=0.2, nbytes=1 << 40, run_count=3, chunk_count=1, chunk_ends_s=[0.2]
 )
+WEIGHTS = ServedWeights("/models/step-5", "dummy", "step-5", "10ad")
 ORIGIN = Origin("rid-1", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
 LAYOUT = ServerLayout(
@@ -123,6 +125,9 @@ FRONTEND_TO_SCHEDULER: list[frontend.FrontendToScheduler] = [
     frontend.Cancel(2, "because", True),
     frontend.Drain(),
     frontend.FlushCache(3),
+    frontend.Pause(4, True),
+    frontend.Continue(5),
+    frontend.UpdateWeights(6, WEIGHTS, "inc"),
     frontend.SetPeers([frontend.WantedPeer("10.0.0.1:8998", is_dialled=False)]),
     frontend.GetState(4),
 ]
@@ -143,7 +148,7 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         ]
     ),
     frontend.Traced(TRACE),
-    frontend.FlushDone(3, True, "done"),
+    frontend.CallDone(3, True, "done"),
     frontend.State(
         4,
         True,
@@ -175,8 +180,11 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
         [{"rank": "0"}],
         "stuck",
         frontend.PrefixCacheState(4096, 16, 3, 2, 8, 5, "switched off"),
+        True,
     ),
-    frontend.ServerInfo(1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc", 17),
+    frontend.ServerInfo(
+        1000, 900, 8, 32000, [2], {"dtype": "float32"}, [{"rank": "0"}], "inc", 17, WEIGHTS
+    ),
 ]
 SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.Step(
@@ -194,7 +202,9 @@ SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.ClosePeer("inc"),
     worker.ReclaimPeer("inc"),
     worker.Begin("5e55"),
-    worker.Release(True),
+    weights.LoadWeights(WEIGHTS),
+    weights.DropWeights(),
+    worker.Release(True, "10ad"),
     worker.Expect(2**62, "inc", 17, [(0, [1, 2])], 8),
     digests.Digest(2**62, b"layout", True, 17, [(0, [1, 2])], Verify.FULL, 8),
     worker.Forget(2**62),
@@ -223,6 +233,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         "5e55",
         [worker.PeerWriter("inc", ["host"], [17])],
         "cuda",
+        WEIGHTS,
     ),
     worker.WorkerBeat(3, 2**40),
     worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),
@@ -233,6 +244,7 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
     worker.PeerFailed("inc", 1, "refused", True),
     worker.PeerClosed("inc", 1),
     worker.PagesMoved(2**40, 1, "host memory has changed: page 7 of group full"),
+    weights.WeightsLoaded(1, "10ad", "no such file"),
     worker.SendSettled(1, 2**62, 0, "", 4096, 1, 0.5, False, 1024),
 ]
 DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
@@ -300,7 +312,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
         receives=True,
         sends_rest=True,
     ),
-    peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"]),
+    peer.Refuse("inc-p", ["dtype: ours float32, theirs bfloat16"], True),
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
     peer.Detached("inc-p", "inc-d", "lost", True),
     peer.TransferDone(

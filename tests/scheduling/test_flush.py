@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.layout.cache_layout import ServerLayout
 from common.layout.families import gqa_components
 from common.prefix_digests import DIGEST_NBYTES, extend_digests
-from common.protocol.frontend import FlushCache, FlushDone
+from common.protocol.frontend import CallDone, FlushCache
 from common.protocol.worker import StepDone
 from common.request import SamplingParams
 from common.scheduling.batch_limits import BatchLimits
@@ -31,9 +31,9 @@ class Rig:
         self.outbox = Outbox()
         self.flushes = Flushes(self.account, self.batcher, self.outbox)
 
-    def answers(self) -> list[FlushDone]:
+    def answers(self) -> list[CallDone]:
         told = [effect.message for effect in self.outbox.take() if isinstance(effect, ToFrontend)]
-        return [message for message in told if isinstance(message, FlushDone)]
+        return [message for message in told if isinstance(message, CallDone)]
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -52,11 +52,11 @@ def test_cached_prefixes_go_only_when_no_request_is_open() -> None:
     assert rig.counts == (3, 8)
 
     rig.flushes.handle(FlushCache(7), request_count=2)
-    assert rig.answers() == [FlushDone(7, False, "2 requests are running")]
+    assert rig.answers() == [CallDone(7, False, "2 requests are running")]
     assert rig.counts == (3, 8)
 
     rig.flushes.handle(FlushCache(8), request_count=0)
-    assert rig.answers() == [FlushDone(8, True, "")]
+    assert rig.answers() == [CallDone(8, True, "")]
     assert rig.counts == (0, 8)
 
 
@@ -76,5 +76,5 @@ def test_a_flush_waits_for_the_step_that_still_computes_who_has_ended() -> None:
             rig.flushes.handle(FlushCache(7), request_count=0)
             assert rig.answers() == []
     rig.flushes.answer(request_count=0)
-    assert rig.answers() == [FlushDone(7, True, "")]
+    assert rig.answers() == [CallDone(7, True, "")]
     assert rig.counts == (0, 8)

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 from common.config import TransferMode, Verify
 from common.protocol.frontend import (
+    Continue,
     Drain,
     Failed,
     GetState,
     Outputs,
+    Pause,
     SetPeers,
     State,
     Submit,
+    Tokens,
     WantedPeer,
 )
 from common.protocol.peer import PROTOCOL_VERSION, Detached, TransferRequest
@@ -67,6 +70,9 @@ class Node:
     hung_up: links that its core has closed for good.
     returns_caches: caches of ended turns go back to prefill servers.
     unreachable_peers: of a decode server, as `SimTransfers.unreachable`.
+    is_paused: what its frontend said last; is_still: what its core has heard. is_cut_off: its
+    scheduler ends, and what it tells clients is not heard. weight_version: of its workers,
+    next_weight_version: once another scheduler takes them on.
     prompt_token_s: what its workers measured at the start; 0.0 for nothing.
     expects_short_outputs: it has seen many that ended with their first token, so it takes in more
     than its pool holds when the next ones are long.
@@ -110,6 +116,8 @@ class Node:
         self.is_unsettled = False
         self.thawed_at = 0.0
         self.is_frontend_stopped = False
+        self.is_paused = self.is_still = self.is_cut_off = False
+        self.weight_version = self.next_weight_version = 0
         self.backlog: list[Event] = []
         self._is_turning = False
         self._answers: list[Event] = []
@@ -131,6 +139,8 @@ class Node:
             self.ended_workers.append(predecessor)
         self.is_up, self.is_frozen, self.is_draining = True, False, False
         self.backlog = []
+        self.is_still = self.is_cut_off = False
+        self.weight_version = self.next_weight_version
         self.hung_up = set()
         self.peer_waits = PeerWaits()
         self.is_frontend_stopped = False
@@ -143,6 +153,8 @@ class Node:
             for _ in range(REMEMBERED_COUNT):
                 self.core.requests.answers.lengths.note_end(1)
         self._boot_worker(predecessor)
+        if self.is_paused:
+            self.pause()
         self.feed(Tick())
         if self.wanted is not None:
             self.want(self.wanted)
@@ -172,6 +184,7 @@ class Node:
             self.worker.transfers.unreachable = self.unreachable_peers
         self.worker.transfers.damage_rng = world.damage_rng
         self.worker.tier.changed_rate = self.changed_rate
+        self.worker.cache.version = self.weight_version
         if world.is_honest:
             self.worker.cache.owner = core.account.pool
             self.worker.tier.owner = core.account.host_pool
@@ -299,6 +312,19 @@ class Node:
             for output in message.items if isinstance(message, Outputs) else ():
                 self.world.reply(self.name, output)
 
+    def pause(self, *, retracts: bool = False) -> None:
+        """Its frontend is told so, and tells every scheduler that begins."""
+        self.is_paused = True
+        if self.is_up:
+            self.world.tally["pauses"] += 1
+            self.feed(FromFrontend(wire.from_frontend(Pause(1, retracts))))
+
+    def go_on(self) -> None:
+        self.is_paused = False
+        if self.is_up:
+            self.thawed_at = self.world.now
+            self.feed(FromFrontend(wire.from_frontend(Continue(2))))
+
     def freeze(self) -> None:
         if self.is_up:
             self.world.tell(self.name, "freezes")
@@ -326,7 +352,7 @@ class Node:
             self.backlog += beats
             return
         self.turn([*beats, Tick()], must_check=True)
-        if isinstance(self.core, DecodeScheduler):
+        if isinstance(self.core, DecodeScheduler) and not self.is_still:
             self.peer_waits.check(self.core, self.world.now, self.thawed_at)
 
     def feed(self, event: Event) -> None:
@@ -364,6 +390,8 @@ class Node:
             left = set(event.message.request_ids) - {*batcher._running, *batcher._prompts}
             self.world.tally["tokens of who had left"] += len(left)
         self.carry_out(self.core.handle(event, now))
+        if isinstance(event, FromFrontend) and isinstance(event.message, Pause | Continue):
+            self.is_still = isinstance(event.message, Pause)
 
     def schedule(self, *, must_check: bool) -> None:
         """Pages are looked at whenever they seem to have moved, and if that is asked for."""
@@ -411,6 +439,8 @@ class Node:
             for watch in self.world.watchers:
                 watch(self, effect)
             match effect:
+                case ToFrontend(message=Tokens() | Failed()) if self.is_cut_off:
+                    pass  # its frontend asks the next scheduler
                 case ToFrontend(message=message):
                     if isinstance(message, Failed) and message.message.startswith(NONE_THERE):
                         self.peer_waits.check_answer(message.request_id, self.world.now)
@@ -418,6 +448,8 @@ class Node:
                     if isinstance(message, Failed):
                         self.world.note_failed(message.request_id)
                 case ToWorkers(message=worker_message):
+                    if isinstance(worker_message, Step):
+                        assert not self.is_still, f"{self.name} is paused, and plans a step"
                     if self.role == "decode" and isinstance(worker_message, Step):
                         count = len(worker_message.chunks)
                         self.world.tally["prompts computed by decode servers"] += count

@@ -30,7 +30,7 @@ def facts_of(node: Node, predecessor: SimWorker | None) -> ServerFacts:
         layout=layout,
         layout_bytes=encode_layout(layout),
         page_counts=node.page_counts,
-        fingerprint={"model": "sim"},
+        fingerprint=fingerprint_of(node),
         sequence_token_max=512,
         eos_token_ids=frozenset({EOS}),
         host_ids=node.host_ids,
@@ -43,6 +43,11 @@ def facts_of(node: Node, predecessor: SimWorker | None) -> ServerFacts:
         host_page_counts=host_page_counts(node),
         earlier_writers=tuple(predecessor.transfers.writers.values()) if predecessor else (),
     )
+
+
+def fingerprint_of(node: Node) -> dict[str, str]:
+    named = {"weight_version": str(node.weight_version)} if node.weight_version else {}
+    return {"model": "sim", **named}
 
 
 def limits_of(node: Node) -> SchedulerLimits:

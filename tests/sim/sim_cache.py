@@ -16,6 +16,7 @@ from common.scheduling.page_pool import PagePool
 from tests.sim.oracle import drawn, fold
 
 UNWRITTEN = -1
+VERSION_STEP = 1 << 20  # more than there are tokens
 
 # Per group (first logical index, page ids), as messages carry them.
 PageLists = list[tuple[int, list[int]]]
@@ -32,11 +33,13 @@ class Known:
 
 
 class SimCache:
-    """owner: whose word counts for the pages; None if nobody's does, as after a crash."""
+    """owner: whose word counts for the pages; None if nobody's does, as after a crash. version: of
+    the weights; what others have computed reads as other tokens."""
 
     def __init__(self, groups: Sequence[PageGroup], page_counts: Sequence[int]) -> None:
         self.lives = [group.live for group in groups]
         self.owner: PagePool | None = None
+        self.version = 0
         self._row_counts = [group.page_items for group in groups]
         self._is_paged = [live.is_paged for live in self.lives]
         self._pools = [
@@ -52,7 +55,7 @@ class SimCache:
         for group, live in enumerate(self.lives):
             match live.kind:
                 case LiveKind.FULL | LiveKind.WINDOW | LiveKind.TAIL:
-                    self.put(known, group, position, token)
+                    self.put(known, group, position, token + self.version * VERSION_STEP)
                 case LiveKind.BLOCK:
                     if (position + 1) % live.size == 0:
                         block = known.tokens[position + 1 - live.size : position + 1]
@@ -74,9 +77,13 @@ class SimCache:
     def read(self, known: Known, group: int, count: int) -> list[int]:
         """What the last of `count` tokens sees in a group."""
         live = self.lives[group]
+        items = live.items(count)
         if live.kind is LiveKind.WINDOW:
-            return self.get(known, group, range(max(0, count - live.size), count))
-        return self.get(known, group, live.items(count))
+            items = range(max(0, count - live.size), count)
+        values = self.get(known, group, items)
+        if not self.version or live.kind in (LiveKind.BLOCK, LiveKind.SLOT):
+            return values
+        return [value - self.version * VERSION_STEP for value in values]
 
     def get(self, known: Known, group: int, items: range) -> list[int]:
         pages, row_count = known.pages[group], self._row_counts[group]

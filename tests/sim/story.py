@@ -19,11 +19,13 @@ from tests.sim.client import BUDGET_S, Client
 from tests.sim.comings import check_all_are_back, plan_comings
 from tests.sim.moves import plan_moves
 from tests.sim.node import Node
+from tests.sim.pauses import plan_pauses
 from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
 from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
 from tests.sim.succession import plan_successions
 from tests.sim.switches import SWITCH_SHARE, plan_switches
+from tests.sim.updates import plan_updates
 from tests.sim.upgrades import UPGRADE_SHARE, plan_upgrades
 from tests.sim.verdict import check_flush, judge, run_to_rest
 from tests.sim.world import World
@@ -82,6 +84,8 @@ def run_story(
     has_comings: bool = True,
     has_claims: bool = True,
     has_successions: bool = True,
+    has_pauses: bool = False,
+    has_updates: bool = False,
     switch_share: float | None = None,
     upgrade_share: float | None = None,
     log: list[str] | None = None,
@@ -93,6 +97,8 @@ def run_story(
     has_moves: whether requests go on elsewhere, and after a crash.
     has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
     has_claims: whether some requests may be more urgent than others, and clients show keys.
+    has_pauses: whether servers are told to stand still for a while. has_updates: whether they get
+    other weights.
     has_successions: whether schedulers may crash under workers that live.
     switch_share: of stories, in how many servers take on the other role.
     upgrade_share: in how many some servers are of the first release, and are upgraded. Where these
@@ -142,6 +148,10 @@ def run_story(
     plan_switches(world, random.Random(seed ^ 0x5317C4), switch_share)
     if has_moves:
         plan_moves(world, random.Random(seed ^ 0x30FE5))
+    if has_pauses:
+        plan_pauses(world, random.Random(seed ^ 0x9A05E))
+    if has_updates:
+        plan_updates(world, random.Random(seed ^ 0x3E16475))
     if has_accidents:
         _plan_accidents(world, rng, seed, is_crowded=is_crowded)
     world.run(QUIET_AT)

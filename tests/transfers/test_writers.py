@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from common.protocol.frontend import Submit
-from common.protocol.peer import Hello, Welcome
+from common.protocol.peer import Hello, Refuse, Welcome
 from common.protocol.worker import PeerClosed, PeerWriter, ReclaimPeer
 from common.request import SamplingParams
 from common.scheduling.events import (
@@ -95,11 +95,15 @@ WRITER = PeerWriter("p0-1", [HERE], [70])
         (FromPeer("p:1", greeting(incarnation="p0-2")), True),
         (FromPeer("p:1", greeting(incarnation="p0-2", pid=71)), False),
         (FromPeer("p:1", greeting(version=1, incarnation="p0-2")), True),
+        (FromPeer("p:1", Refuse("p0-1", ["weights: differ"], is_closed=True)), True),
+        (FromPeer("p:1", Refuse("p0-1", ["weights: differ"])), False),
+        (FromPeer("p:1", Refuse("p0-2", ["weights: differ"], is_closed=True)), False),
         (ProcessesGone("p0-1"), True),
         (ProcessesGone("p0-7"), False),
     ],
     ids=["it greets", "an older one greets", "another scheduler of it greets", "a stranger greets",
-         "an older one's next scheduler greets", "it has ended", "another has ended"],
+         "an older one's next scheduler greets", "it refuses us", "an older one refuses us",
+         "a stranger refuses us", "it has ended", "another has ended"],
 )  # fmt: skip
 def test_who_was_let_in_by_the_scheduler_before_is_waited_for(
     event: object, is_proof: bool

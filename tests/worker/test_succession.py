@@ -4,12 +4,14 @@ and what could still write is told."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.config import Verify
 from common.protocol.digests import Digest
+from common.protocol.weights import LoadWeights, WeightsLoaded
 from common.protocol.worker import (
     Begin,
     NewSequence,
@@ -24,7 +26,8 @@ from common.protocol.worker import (
     StepDone,
     WorkerReady,
 )
-from tests.engine.tiny_checkpoints import Reference, random_prompt
+from common.weights import ServedWeights
+from tests.engine.tiny_checkpoints import RECIPES, Reference, build_checkpoint, random_prompt
 from tests.worker.test_worker_processes import (
     DECODE_PAGES,
     GREEDY,
@@ -139,3 +142,37 @@ def test_who_was_let_in_is_told_until_it_is_out_of_reach(pair: Pair) -> None:
 
 def test_a_scheduler_that_asks_twice_is_answered_twice(pair: Pair) -> None:
     assert take_on(pair.decode, "second") == take_on(pair.decode, "second")
+
+
+@pytest.mark.parametrize("rank_count", [2])
+def test_all_ranks_take_on_other_weights_with_the_scheduler_that_asked_for_them(
+    pair: Pair, oracle: Reference, tmp_path: Path
+) -> None:
+    """Loaded beside steps that are computed; one that crashes first leaves the ranks as they
+    were."""
+    recipe, prompt = RECIPES["qwen3"], random_prompt(37, 5)
+    other = build_checkpoint(replace(recipe, seed=recipe.seed + 1), tmp_path)
+    old = oracle.greedy(prompt, GREEDY.max_new_tokens)
+    new = Reference.load(other).greedy(prompt, GREEDY.max_new_tokens)
+
+    def load(load_id: str) -> None:
+        pair.prefill.send(LoadWeights(ServedWeights(str(other), version="b", load_id=load_id)))
+        assert pair.prefill.generate(1, prompt, GREEDY, PREFILL_PAGES) == old
+        loaded = [pair.prefill.expect(WeightsLoaded) for _ in range(2)]
+        assert sorted((one.rank, one.load_id, one.error) for one in loaded) == [
+            (0, load_id, ""),
+            (1, load_id, ""),
+        ]
+
+    load("x")
+    first = take_on(pair.prefill, "second")
+    assert [one.weights.load_id for one in first] == ["", ""]
+    assert pair.prefill.generate(1, prompt, GREEDY, PREFILL_PAGES) == old
+    load("y")
+    leave_work(pair)
+    pair.prefill.send(Release(is_quiet=True, load_id="y"))
+    ready = take_on(pair.prefill, "third")
+    assert [one.weights.version for one in ready] == ["b", "b"]
+    assert ready[0].fingerprint == ready[1].fingerprint != first[0].fingerprint
+    assert pair.prefill.generate(1, prompt, GREEDY, PREFILL_PAGES) == new
+    assert take_on(pair.prefill, "fourth")[0].weights == ready[0].weights

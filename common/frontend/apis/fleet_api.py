@@ -27,6 +27,7 @@ from common.frontend.bodies.sample import Sample
 from common.frontend.context import FrontendContext
 from common.frontend.http.answers import EVENT_STREAM, answered_as
 from common.frontend.http.errors import error_body, json_response
+from common.frontend.http.headers import has_body
 from common.frontend.http.streaming import DONE, EVENT_END, EVENT_START, PULSE, EventStream
 from common.frontend.requests.fleet import SERVER_COUNT_MAX
 from common.frontend.requests.generation import request_limits
@@ -80,9 +81,7 @@ def build_router(context: FrontendContext) -> APIRouter:
         """Do what a first SIGTERM does: take nothing new, let open requests end or move, and stop.
         A SIGTERM after it ends the server at once."""
         order = context.drain_order
-        has_body = request.headers.get("content-length", "0") != "0"
-        has_body = has_body or "transfer-encoding" in request.headers
-        to = await context.bodies.read(request, read_targets) if has_body else None
+        to = await context.bodies.read(request, read_targets) if has_body(request.scope) else None
         is_decode = context.config.role is Role.DECODE
         if to is not None and not is_decode:
             raise RequestError("to: a prefill server moves nothing", field="to")

@@ -34,7 +34,6 @@ from common.request import SamplingParams
 
 PROBE_TIMEOUT_S = 20.0  # SGLang's; the time that a health check waits for one token
 FLUSH_TIMEOUT_S_MAX = 600.0
-WEIGHT_VERSION = "default"
 
 
 def build_router(context: FrontendContext) -> APIRouter:
@@ -80,11 +79,14 @@ def _health(context: FrontendContext) -> Response:
         raise RequestError(reason, status=503)
     state = context.scheduler.state
     assert state is not None, "a server without a state is not ready"
-    return json_response({"status": "ok", "step_count": state.step_count})
+    paused = {"is_paused": True} if state.is_paused else {}
+    return json_response({"status": "ok", "step_count": state.step_count, **paused})
 
 
 async def _generate_one(context: FrontendContext) -> None:
     """Raises: RequestError 503 unless the pair generates a token in time."""
+    if context.scheduler.calls.is_paused:
+        raise RequestError("generation is paused: POST /continue_generation", status=503)
     sampling = SamplingParams(max_new_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
     handle = context.submit(
         [0],
@@ -145,15 +147,15 @@ def _disaggregation_mode(context: FrontendContext) -> str:
 
 
 def _model_info(context: FrontendContext, architecture: dict[str, object]) -> dict[str, object]:
-    config = context.config
+    config, weights = context.config, context.scheduler.calls.weights
     return {
-        "model_path": config.model_path,
+        "model_path": weights.model_path or config.model_path,
         "served_model_name": config.served_model_name,
         "tokenizer_path": config.tokenizer_path,
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": WEIGHT_VERSION,
-        "load_format": config.load_format,
+        "weight_version": weights.version,
+        "load_format": weights.load_format,
         "reasoning_parser": config.reasoning_parser or None,
         "tool_call_parser": config.tool_call_parser or None,
         "disaggregation_mode": _disaggregation_mode(context),
@@ -186,6 +188,8 @@ async def _server_info(
         "vocab_size": info.vocab_size if info else None,
         "eos_token_ids": info.eos_token_ids if info else None,
         "fingerprint": info.fingerprint if info else {},
+        "weight_version": context.scheduler.calls.weights.version,
+        "is_paused": seen.state.is_paused if seen.state else False,
         "incarnation": info.incarnation if info else "",
         "workers": workers,
         "ucx_in_use": [
@@ -328,8 +332,8 @@ def _add_commands(router: APIRouter, context: FrontendContext) -> None:
     async def flush_cache(request: Request) -> Response:
         """Forget the prefixes and checkpoints that this server has cached: 200 if done, 400 if
         requests are under way. Its peers keep theirs."""
-        done = await context.scheduler.flush_cache(_flush_timeout_s(request))
-        if not done.is_flushed:
+        done = await context.scheduler.calls.flush_cache(_flush_timeout_s(request))
+        if not done.is_done:
             raise RequestError(done.message or "cached pages are still in use; try again")
         role = context.config.role
         message = done.message or f"the {role} server has no prefix cached; its peers keep theirs"

@@ -23,6 +23,7 @@ from common.frontend.apis import (
     responses_body,
     sglang_api,
     token_api,
+    weights_api,
 )
 from common.frontend.apis.cross_rules import CROSS_RULES
 from common.frontend.bodies import resume, validation
@@ -69,6 +70,10 @@ BODIES: dict[str, JsonObject] = {
     fleet_api.RESUME_PATH: resume.RESUME,
     fleet_api.DRAIN_PATH: fleet_api.DRAIN,
     fleet_api.SWITCH_PATH: fleet_api.SWITCH,
+    weights_api.PAUSE_PATH: weights_api.PAUSE,
+    weights_api.CONTINUE_PATH: weights_api.CONTINUE,
+    weights_api.UPDATE_PATH: weights_api.UPDATE,
+    weights_api.VERSION_PATH: weights_api.VERSION,
     peers.PATH: peers.ADDRESS,
 }
 UNAVAILABLE: JsonObject = {

@@ -27,7 +27,6 @@ from common.protocol.frontend import Failed
 from common.request import FinishKind, TokenLogprobs
 
 PATH = "/generate"
-WEIGHT_VERSION = "default"
 
 # One token's log-probability in SGLang's order: value, token id, text or null.
 Triple = tuple[float | None, int, str | None]
@@ -104,11 +103,14 @@ class GenerateRun:
         return event(item)
 
     def _item(self, one: Continuation) -> dict[str, object]:
+        spans = one.weight_spans.of_first(len(one.token_ids))
         meta: dict[str, object] = {
             "id": one.sample.rid,
             "finish_reason": finish_reason(one),
             "prompt_tokens": len(one.sample.token_ids),
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": spans[-1][0]
+            if spans
+            else self._context.scheduler.calls.weights.version,
             "num_retractions": 0 if one.trace is None else one.trace.retraction_count,
             "total_retractions": 0 if one.trace is None else one.trace.retraction_count,
             "reasoning_tokens": self._reasoning_count(one),
@@ -117,6 +119,8 @@ class GenerateRun:
             "cached_tokens_details": structs.asdict(one.cached),
             "dp_rank": 0,
         }
+        if len(spans) > 1:
+            meta["weight_versions"] = spans
         if one.is_ended:
             meta["e2e_latency"] = self._context.clock.now() - self._began_at
         if one.trace is not None:

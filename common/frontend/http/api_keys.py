@@ -21,7 +21,19 @@ from common.frontend.page.files import PAGE_PATHS
 # which hold nothing by themselves: its data comes from /state.
 OPEN_PATHS = PAGE_PATHS | {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 # What changes the state of the server for others than the one who asks.
-ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/drain", "/resume", "/switch_role"})
+ADMIN_PATHS = frozenset(
+    {
+        "/abort_request",
+        "/continue_generation",
+        "/drain",
+        "/flush_cache",
+        "/pause_generation",
+        "/resume",
+        "/switch_role",
+        "/update_weight_version",
+        "/update_weights_from_disk",
+    }
+)
 # The same, of paths that others may look at.
 CHANGED_PATHS = frozenset({"/peers"})
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -46,3 +46,9 @@ def warned(response: Response, warnings: Sequence[str]) -> Response:
         text = ", ".join(warnings).encode("ascii", "backslashreplace").decode()
         response.headers[WARNINGS] = "".join(one if one.isprintable() else "?" for one in text)
     return response
+
+
+def has_body(scope: Scope) -> bool:
+    """Whether a body comes with a request, of any length."""
+    headers = headers_of(scope)
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers

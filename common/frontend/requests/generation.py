@@ -20,6 +20,7 @@ from common.frontend.bodies.dial_rules import dial_rules
 from common.frontend.bodies.sample import Limits, Sample
 from common.frontend.context import FrontendContext
 from common.frontend.requests.request_handle import Asked, RequestHandle, SampleId
+from common.frontend.requests.weight_spans import WeightSpans
 from common.frontend.text.stop_strings import StopStrings
 from common.frontend.text.tokenizer import Tokenizer
 from common.grammar import RegexWatch
@@ -45,7 +46,8 @@ class Continuation:
     """The output of one sample as it grows; it has ended once `finish` or `failure` is set.
 
     pieces: the text so far, safe to show. logprobs: one per token if asked for. text_starts: where
-    in the text each token begins, in characters.
+    in the text each token begins, in characters. weight_spans: what made its tokens, and those cut
+    off behind them.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Continuation:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.cached = CachedTokens()
+        self.weight_spans = WeightSpans()
         self.finish: Finish | None = None
         self.failure: Failed | None = None
         self.trace: RequestTrace | None = None
@@ -245,6 +248,7 @@ class SampleGroup:
             ]
             self._handles = handles.pop_all()
         for one, handle in submitted:
+            one.weight_spans = handle.weight_spans
             handle.tell(partial(self._grow, one, handle))
 
     def _with_equal_prompts(self) -> list[list[Continuation]]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from common.frontend.requests.spans import RequestIds
+from common.frontend.requests.weight_spans import WeightSpans
 from common.protocol.frontend import Failed, Tokens
 from common.protocol.joined_tokens import JoinedTokens
 from common.request import NO_CLAIM, Bootstrap, Claim, Origin, SamplingParams
@@ -49,8 +50,8 @@ class RequestHandle:
 
     Messages that pile up while the reader is busy are joined into one, so what is held is bounded
     by the request's own output. Leaving the `with` block before the end cancels the request.
-    output_ids: what was delivered of the output. is_relayed: not this server's scheduler answers
-    it, but another server; then `on_cancel` ends that.
+    output_ids: what was delivered of the output; weight_spans: what made it. is_relayed: not this
+    server's scheduler answers it, but another server; then `on_cancel` ends that.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RequestHandle:
         self.on_cancel: Callable[[], object] = lambda: None
         self.cancel_reason = ""
         self.output_ids = array("i", output_ids)
+        self.weight_spans = WeightSpans()
         self._cancel = cancel
         self._pending = JoinedTokens()
         self._failed: Failed | None = None

@@ -32,11 +32,10 @@ from common.frontend.requests.tracing import Tracing
 from common.metrics.server import ServerMetrics
 from common.protocol.codec import decode_scheduler_to_frontend
 from common.protocol.frontend import (
+    CallDone,
     Cancel,
     Drain,
     Failed,
-    FlushCache,
-    FlushDone,
     GetState,
     Outputs,
     SchedulerToFrontend,
@@ -59,8 +58,8 @@ logger = logging.getLogger(__name__)
 class SchedulerClient:
     """Submits requests to the scheduler and hands its answers to the requests that wait for them.
 
-    server_info: None until every worker is ready. log: of requests that have ended.
-    is_draining: the server is to stop, nothing new is taken.
+    server_info: None until every worker is ready. log: of requests that have ended. calls: all
+    else that it is asked and told. is_draining: the server is to stop, nothing new is taken.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class SchedulerClient:
         self._look_now = asyncio.Event()
         self._line = SchedulerLine(channel)
         self._open = OpenRequests(self.cancel, tracing)
-        self._calls = SchedulerCalls(self._line.try_send)
+        self.calls = SchedulerCalls(self._line)
         self.is_draining = False
         self._has_changed = asyncio.Event()
 
@@ -109,8 +108,8 @@ class SchedulerClient:
             too much queued, 400 if a request of a rid is open, and 413 if it is larger than what
             the scheduler reads. None of them is submitted then.
         """
+        self.check_can_submit()
         now = self._clock.now()
-        self._check_can_submit(now)
         handles = self._open.make(
             asked, samples, output_ids, now, is_streaming=is_streaming, is_measured=is_measured
         )
@@ -133,7 +132,7 @@ class SchedulerClient:
         Raises: RequestError, as `submit_samples`.
         """
         now = self._clock.now()
-        self._check_can_submit(now)
+        self.check_can_submit()
         handles = self._open.make(
             asked, samples, (), now, is_streaming=is_streaming, is_measured=True
         )
@@ -142,7 +141,9 @@ class SchedulerClient:
             self._open.add(handle)
         return handles
 
-    def _check_can_submit(self, now: float) -> None:
+    def check_can_submit(self) -> None:
+        """Raises: RequestError 503 if it starts or ends, or its scheduler is lost."""
+        now = self._clock.now()
         if self.server_info is None:
             raise RequestError("the server is still starting", status=503)
         if self.is_draining:
@@ -232,14 +233,8 @@ class SchedulerClient:
 
     async def get_state(self, timeout_s: float = 5.0) -> State:
         """The scheduler's gauges. Raises: RequestError 503 if no answer comes in time."""
-        answer = await self._calls.ask(GetState, timeout_s)
+        answer = await self.calls.ask(GetState, timeout_s)
         assert isinstance(answer, State)
-        return answer
-
-    async def flush_cache(self, timeout_s: float = 30.0) -> FlushDone:
-        """Forget cached prefixes. Raises: RequestError 503 if no answer comes in time."""
-        answer = await self._calls.ask(FlushCache, timeout_s)
-        assert isinstance(answer, FlushDone)
         return answer
 
     def set_peers(self, message: SetPeers) -> bool:
@@ -329,12 +324,14 @@ class SchedulerClient:
             case Traced(trace):
                 self._tracing.end(self.log.add(trace), None)
                 self._metrics.observe_transfer(trace)
-            case State() | FlushDone():
-                if isinstance(message, State):
-                    self._liveness.hear_state(message, self._heard_at)
-                self.late_message_count += not self._calls.answer(message)
+            case State():
+                self._liveness.hear_state(message, self._heard_at)
+                self.late_message_count += not self.calls.answer(message)
+            case CallDone():
+                self.late_message_count += not self.calls.answer(message)
             case ServerInfo():
                 known, self.server_info = self.server_info, message
+                self.calls.go_on_with(message)
                 if known is not None and known.incarnation != message.incarnation:
                     self._go_on_after(known)
                 self._ready.set()
@@ -358,6 +355,7 @@ class SchedulerClient:
             self._pace.note(handle, len(message.token_ids), self._heard_at)
         if message.finish is not None:
             self._close(handle, message.trace, "", message.finish)
+        handle.weight_spans.add(self.calls.weights.version, len(message.token_ids))
         handle.deliver(message)
 
     def _handle_failed(self, message: Failed) -> None:

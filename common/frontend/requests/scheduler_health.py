@@ -72,5 +72,6 @@ class SchedulerHealth:
 
 
 def is_busy(state: State) -> bool:
-    """Whether a forward pass is due: requests that run, or prompts that are being computed."""
-    return state.queues.get("running", 0) > 0
+    """Whether a forward pass is due: requests that run, or prompts that are being computed, unless
+    they stand still by command."""
+    return state.queues.get("running", 0) > 0 and not state.is_paused

@@ -8,7 +8,20 @@ from __future__ import annotations
 from common.channel.local_async import AsyncLocalClient
 from common.channel.sockets import SendResult
 from common.protocol.codec import encode
-from common.protocol.frontend import Cancel, Drain, FlushCache, GetState, SetPeers, Submit
+from common.protocol.frontend import (
+    Cancel,
+    Continue,
+    Drain,
+    FlushCache,
+    GetState,
+    Pause,
+    SetPeers,
+    Submit,
+    UpdateWeights,
+)
+
+Queued = Submit | Cancel | Drain | Pause
+Sent = Submit | GetState | FlushCache | SetPeers | Pause | Continue | UpdateWeights
 
 
 class SchedulerLine:
@@ -16,17 +29,17 @@ class SchedulerLine:
 
     def __init__(self, channel: AsyncLocalClient) -> None:
         self._channel = channel
-        self._unsent: dict[tuple[type[Submit | Cancel | Drain], int], bytes] = {}
+        self._unsent: dict[tuple[type[Queued], int], bytes] = {}
 
-    def try_send(self, message: Submit | GetState | FlushCache | SetPeers) -> bool:
+    def try_send(self, message: Sent) -> bool:
         """Whether a message was sent, behind all that waited; not if the scheduler has not read for
         a long time. Raises: ProtocolError if it is too large."""
         payload = encode(message)
         return self.flush() and self._send(payload)
 
-    def queue(self, message: Submit | Cancel | Drain) -> None:
+    def queue(self, message: Queued) -> None:
         """Send it now, or as soon as there is room. Raises: ProtocolError if it is too large."""
-        request_id = 0 if isinstance(message, Drain) else message.request_id
+        request_id = message.request_id if isinstance(message, Submit | Cancel) else 0
         self._unsent[type(message), request_id] = encode(message)
         self.flush()
 
