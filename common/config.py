@@ -30,6 +30,7 @@ DEFAULT_SELF_TEST_INTERVAL_S = 30.0
 DEFAULT_BOOTSTRAP_TIMEOUT_S = 30.0
 """How long half of a routed request waits. Short: the other half may never come, as when a router
 tried again elsewhere. It may be early by the time in its decode server's queue."""
+DEFAULT_PROPOSAL_MAX = 4
 DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
 API_KEY_VARIABLE = "BATON_API_KEY"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
@@ -87,6 +88,16 @@ class ReturnCache(StrEnum):
     AUTO = "auto"
 
 
+class SpeculativeAlgorithm(StrEnum):
+    """Who proposes tokens ahead of a sequence, to be verified several in a step.
+
+    ngram: the sequence's own tokens, where the latest ones stood before (prompt lookup).
+    """
+
+    OFF = ""
+    NGRAM = "NGRAM"
+
+
 class LocalPrefill(StrEnum):
     """Which prompts a decode server with prefill servers computes itself; each level has those
     before it.
@@ -128,6 +139,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schedule_low_priority_values_first: of the priorities in bodies, smaller ones are more urgent.
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
+    speculative_algorithm: who proposes tokens ahead; with any, no step is sent before the last one
+        has returned. speculative_num_steps, speculative_num_draft_tokens: how many are proposed,
+        and how many tokens a step verifies of a sequence, its latest one included; None: what
+        follows from the other one, or the default.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport: "auto" is UCX over shared memory, CUDA IPC and RDMA, and a stream of our own where
@@ -224,6 +239,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graph_max_bs: int | None = None
     disable_overlap_schedule: bool = False
     schedule_low_priority_values_first: bool = False
+    speculative_algorithm: SpeculativeAlgorithm = SpeculativeAlgorithm.OFF
+    speculative_num_steps: int | None = None
+    speculative_num_draft_tokens: int | None = None
+    speculative_eagle_topk: int = 1
     transport: str = "auto"
     transfer_ports: str = ""
     net_devices: str = "all"
@@ -264,6 +283,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.stall_timeout_s is not None:
             return self.stall_timeout_s
         return DEFAULT_CPU_STALL_S if self.device == "cpu" else DEFAULT_GPU_STALL_S
+
+    @property
+    def proposal_max(self) -> int:
+        """Tokens that are proposed ahead of a sequence in a step at most; 0: nothing is."""
+        if self.speculative_algorithm is SpeculativeAlgorithm.OFF:
+            return 0
+        if self.speculative_num_steps is not None:
+            return self.speculative_num_steps
+        if self.speculative_num_draft_tokens is not None:
+            return self.speculative_num_draft_tokens - 1
+        return DEFAULT_PROPOSAL_MAX
 
     @property
     def trace_endpoint(self) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import Role, ServerConfig
+from common.config import Role, ServerConfig, SpeculativeAlgorithm
 from common.errors import ConfigError, config_error
 
 
@@ -64,12 +64,35 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(
             "--curve-secret-key-file and --curve-peer-keys-file: set both, or neither"
         )
+    _check_speculation(config)
     _check_nodes(config)
     _check_model(Path(config.model_path))
     tokenizer = Path(config.tokenizer_path)
     if not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(
             f"--tokenizer-path {config.tokenizer_path}: must be a directory with a tokenizer.json"
+        )
+
+
+def _check_speculation(config: ServerConfig) -> None:
+    steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if config.speculative_algorithm is SpeculativeAlgorithm.OFF:
+        for flag, value in (
+            ("--speculative-num-steps", steps),
+            ("--speculative-num-draft-tokens", tokens),
+        ):
+            if value is not None:
+                raise ConfigError(f"{flag} {value}: needs --speculative-algorithm")
+        return
+    if steps is not None and tokens not in (None, steps + 1):
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {tokens}: must be {steps + 1}, one more than "
+            f"--speculative-num-steps {steps}"
+        )
+    if config.pp_size > 1:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm}: must not be given with "
+            f"--pp-size {config.pp_size}: proposals are known to the last stage only"
         )
 
 

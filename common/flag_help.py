@@ -57,6 +57,12 @@ GROUPS: dict[str, dict[str, str]] = {
         "schedule_low_priority_values_first": "",
         "local_prefill": "WHEN",
     },
+    "speculation": {
+        "speculative_algorithm": "NAME",
+        "speculative_num_steps": "N",
+        "speculative_num_draft_tokens": "N",
+        "speculative_eagle_topk": "N",
+    },
     "transfers": {
         "transport": "TRANSPORT",
         "transfer_ports": "FIRST-LAST",

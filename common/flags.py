@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import DEFAULT_TRACE_ENDPOINT, MetricsNames, ReturnCache, TransferMode, Verify
+from common.config import (
+    DEFAULT_PROPOSAL_MAX,
+    DEFAULT_TRACE_ENDPOINT,
+    MetricsNames,
+    ReturnCache,
+    SpeculativeAlgorithm,
+    TransferMode,
+    Verify,
+)
 from common.flag_values import (
     DTYPES,
     OR_DTYPES,
@@ -35,7 +43,7 @@ from common.flag_values import (
     trace_endpoint,
     ucx_origin,
 )
-from common.request_bounds import REQUEST_TIMEOUT_S_MAX, TOKEN_COUNT_MAX
+from common.request_bounds import PROPOSAL_COUNT_MAX, REQUEST_TIMEOUT_S_MAX, TOKEN_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +256,32 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         switch,
         "a request's `priority` is more urgent the smaller it is, as with vLLM; else the larger",
         is_switch=True,
+    ),
+    Flag(
+        "speculative_algorithm",
+        ("speculative-algorithm",),
+        choice(*filter(None, SpeculativeAlgorithm)),
+        "verify several tokens in a step, proposed by NGRAM: where the latest ones stood before "
+        "[one token in a step]",
+    ),
+    Flag(
+        "speculative_num_steps",
+        ("speculative-num-steps",),
+        integer(1, PROPOSAL_COUNT_MAX),
+        f"tokens proposed ahead of a sequence [{DEFAULT_PROPOSAL_MAX}]",
+    ),
+    Flag(
+        "speculative_num_draft_tokens",
+        ("speculative-num-draft-tokens",),
+        integer(2, PROPOSAL_COUNT_MAX + 1),
+        "tokens of a sequence that a step verifies, one more than proposed "
+        "[--speculative-num-steps + 1]",
+    ),
+    Flag(
+        "speculative_eagle_topk",
+        ("speculative-eagle-topk",),
+        integer(1, 1),
+        "branches of proposals: one",
     ),
     Flag(
         "transport",
