@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.errors import ConfigError
+from common.speculative import SpeculativeAlgorithm, proposal_max
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 DEFAULT_MAX_RUNNING_REQUESTS = 256
@@ -30,7 +31,6 @@ DEFAULT_SELF_TEST_INTERVAL_S = 30.0
 DEFAULT_BOOTSTRAP_TIMEOUT_S = 30.0
 """How long half of a routed request waits. Short: the other half may never come, as when a router
 tried again elsewhere. It may be early by the time in its decode server's queue."""
-DEFAULT_PROPOSAL_MAX = 4
 DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
 API_KEY_VARIABLE = "BATON_API_KEY"
 ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
@@ -86,16 +86,6 @@ class ReturnCache(StrEnum):
 
     OFF = "off"
     AUTO = "auto"
-
-
-class SpeculativeAlgorithm(StrEnum):
-    """Who proposes tokens ahead of a sequence, to be verified several in a step.
-
-    ngram: the sequence's own tokens, where the latest ones stood before (prompt lookup).
-    """
-
-    OFF = ""
-    NGRAM = "NGRAM"
 
 
 class LocalPrefill(StrEnum):
@@ -287,13 +277,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def proposal_max(self) -> int:
         """Tokens that are proposed ahead of a sequence in a step at most; 0: nothing is."""
-        if self.speculative_algorithm is SpeculativeAlgorithm.OFF:
-            return 0
-        if self.speculative_num_steps is not None:
-            return self.speculative_num_steps
-        if self.speculative_num_draft_tokens is not None:
-            return self.speculative_num_draft_tokens - 1
-        return DEFAULT_PROPOSAL_MAX
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        return proposal_max(self.speculative_algorithm, steps, tokens)
 
     @property
     def trace_endpoint(self) -> str:

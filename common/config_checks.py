@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import Role, ServerConfig, SpeculativeAlgorithm
+from common.config import Role, ServerConfig
 from common.errors import ConfigError, config_error
+from common.speculative import SpeculativeAlgorithm
 
 
 def check_config(config: ServerConfig) -> None:
@@ -75,15 +76,9 @@ def check_config(config: ServerConfig) -> None:
 
 
 def _check_speculation(config: ServerConfig) -> None:
-    steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
     if config.speculative_algorithm is SpeculativeAlgorithm.OFF:
-        for flag, value in (
-            ("--speculative-num-steps", steps),
-            ("--speculative-num-draft-tokens", tokens),
-        ):
-            if value is not None:
-                raise ConfigError(f"{flag} {value}: needs --speculative-algorithm")
         return
+    steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not None and tokens not in (None, steps + 1):
         raise ConfigError(
             f"--speculative-num-draft-tokens {tokens}: must be {steps + 1}, one more than "

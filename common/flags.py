@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config import (
-    DEFAULT_PROPOSAL_MAX,
     DEFAULT_TRACE_ENDPOINT,
     MetricsNames,
     ReturnCache,
-    SpeculativeAlgorithm,
     TransferMode,
     Verify,
 )
@@ -44,6 +42,7 @@ from common.flag_values import (
     ucx_origin,
 )
 from common.request_bounds import PROPOSAL_COUNT_MAX, REQUEST_TIMEOUT_S_MAX, TOKEN_COUNT_MAX
+from common.speculative import DEFAULT_PROPOSAL_MAX, SpeculativeAlgorithm
 
 
 @dataclass(frozen=True, slots=True)

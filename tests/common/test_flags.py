@@ -289,10 +289,6 @@ def test_required_flags_are_named(model: Path) -> None:
         ),
         (["--transport", "shm", "--device", "cuda"], "shm: must be auto or ucx-tcp"),
         (
-            ["--speculative-num-steps", "3"],
-            "--speculative-num-steps 3: needs --speculative-algorithm",
-        ),
-        (
             [*NGRAM, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "3"],
             "--speculative-num-draft-tokens 3: must be 4, one more than",
         ),
@@ -373,7 +369,9 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     values |= {"tool-call-parser": "hermes", "transfer-ports": "40000-40031"}
     values |= {"verify-transfer": "full", "metrics-names": "both", "enable-trace": "true"}
     values |= {"disable-overlap-schedule": "true", "allowed-hosts": "chat.example"}
-    values |= {"schedule-low-priority-values-first": "true"}
+    values |= {"schedule-low-priority-values-first": "true", "speculative-algorithm": "NGRAM"}
+    values |= {"speculative-num-steps": "5", "speculative-num-draft-tokens": "6"}
+    values |= {"speculative-eagle-topk": "1"}
     values |= dict.fromkeys(("allowed-origins", "cors-allowed-origins"), "https://chat.example")
     values |= {"nnodes": "1", "node-rank": "0", "dist-init-addr": "10.0.0.1:5000"}
     values |= {"nccl-init-addr": "10.0.0.1:5000", "return-cache": "auto"}
