@@ -25,14 +25,15 @@ from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
 from common.engine.models.causal_lm import CausalLm
 from common.engine.pending_step import PendingStep, ScoredPrompt
+from common.engine.prompt_scores import PromptScores
 from common.engine.sampling.draw import Draw
-from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.engine.sampling.sampler import Sampler
 from common.engine.sampling.sampling_table import check_sampling
-from common.engine.sequence_table import SequenceTable, Slots
+from common.engine.sequence_table import SequenceTable
+from common.engine.step_work import StepWork
 from common.grammar import GrammarCompiler
 from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
-from common.request import SamplingParams, TokenLogprobs
+from common.request import SamplingParams
 
 OnLayer = Callable[[int], None]
 
@@ -40,25 +41,8 @@ NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """A step without what can't run, as arrays.
-
-    chunks, then decodes, in the order of the forward batch. Rows of the logits come in this order:
-    last chunks, decodes, then the prompt rows of each entry of `prompt_rows`.
-    sampled_slots: int64[R] of the rows that draw a token; samples of one chunk have equal rows.
-    prompt_rows: (chunk, first row, end row) in tokens of the sequence, whose next token is scored.
-    """
-
-    chunks: list[PrefillChunk]
-    chunk_slots: Slots
-    decode_slots: Slots
-    sampled_slots: Slots
-    prompt_rows: list[tuple[PrefillChunk, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Inputs of a forward pass on the device; `_Work` has the order.
+    """Inputs of a forward pass on the device; `StepWork` has the order.
 
     token_ids, positions: int64, of the batch's tokens. sampled_slots: int64[R]. logits_rows: int64,
     of the tokens whose logits are wanted; None for all. page_tables: one int32[B, pages] per page
@@ -103,7 +87,7 @@ class ModelRunner:
             self._device,
             grammars if self._draws_tokens else None,
         )
-        self._prompt_wants: dict[int, tuple[int, int]] = {}
+        self._prompt_scores = PromptScores(self._sequences, self._sampler)
         self._sampling: dict[int, tuple[SamplingParams, int]] = {}  # by slot, with prompt_count
         self._refused: dict[int, str] = {}
 
@@ -151,7 +135,7 @@ class ModelRunner:
             if logits is None:
                 return PendingStep(step.step_id, self._clock, started_at)
             row_count = len(work.sampled_slots)
-            scored = self._score_prompts(work, logits[row_count:])
+            scored = self._prompt_scores.score(work, logits[row_count:])
             draw = self._draw(work, sampled, logits[:row_count])
         elif step.copies:
             # One rank answers for all, and elsewhere the forward pass makes it wait for the others.
@@ -174,7 +158,7 @@ class ModelRunner:
             if self._refused.pop(request_id, None) is None:
                 slot = self._sequences.remove(request_id)
                 self._sampler.remove(slot)
-                self._prompt_wants.pop(slot, None)
+                self._prompt_scores.remove(slot)
                 del self._sampling[slot]
 
     def _introduce(self, new: NewSequence) -> None:
@@ -189,8 +173,7 @@ class ModelRunner:
         slot = self._sequences.add(new.request_id, token_ids)
         self._sampler.add(slot, new.sampling, token_ids, new.prompt_count)
         self._sampling[slot] = (new.sampling, new.prompt_count)
-        if new.sampling.return_logprob and new.sampling.logprob_start_len >= 0:
-            self._prompt_wants[slot] = (new.sampling.logprob_start_len, new.prompt_count)
+        self._prompt_scores.add(slot, new.sampling, new.prompt_count)
 
     def _introduce_samples(self, chunk: PrefillChunk) -> None:
         """Sequences that go on from a chunk's own, each as if it had come with the same tokens."""
@@ -233,7 +216,7 @@ class ModelRunner:
 
     # ---- the forward pass ------------------------------------------------------------------------
 
-    def _plan(self, step: Step) -> _Work:
+    def _plan(self, step: Step) -> StepWork:
         chunks = [chunk for chunk in step.chunks if chunk.request_id not in self._refused]
         decode = step.decode
         if self._refused:
@@ -245,7 +228,7 @@ class ModelRunner:
             length = self._sequences.lengths[slot]
             assert 0 <= chunk.start < chunk.stop <= length, (chunk, length)
             assert not chunk.is_last or chunk.stop == length, (chunk, length)
-        return _Work(
+        return StepWork(
             chunks=chunks,
             chunk_slots=chunk_slots,
             decode_slots=decode_slots,
@@ -253,26 +236,11 @@ class ModelRunner:
             prompt_rows=[
                 rows
                 for chunk, slot in zip(chunks, chunk_slots.tolist(), strict=True)
-                if (rows := self._prompt_rows(chunk, slot)) is not None
+                if (rows := self._prompt_scores.rows(chunk, slot)) is not None
             ],
         )
 
-    def _prompt_rows(self, chunk: PrefillChunk, slot: int) -> tuple[PrefillChunk, int, int] | None:
-        """Rows of a chunk that predict a wanted prompt token.
-
-        tokens   0  1  2  3  4  5 | 6        prompt_count 6, wanted from 2 on: tokens 2..5
-        rows        1  2  3  4               row i predicts token i + 1
-        """
-        wants = self._prompt_wants.get(slot)
-        if wants is None:
-            return None
-        first, prompt_count = wants
-        start = max(chunk.start, first - 1)
-        stop = min(chunk.stop, prompt_count - 1)
-        has_first_token = first == 0 and chunk.start == 0
-        return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
-
-    def _upload(self, work: _Work, rows: HostRows) -> _Inputs:
+    def _upload(self, work: StepWork, rows: HostRows) -> _Inputs:
         """The tokens of prompts from the host, those of decodes from where they were drawn."""
         table = self._sequences
         positions = table.lengths[work.decode_slots] - 1
@@ -290,7 +258,7 @@ class ModelRunner:
             positions,
             work.decode_slots,
             work.sampled_slots,
-            _logits_rows(work),
+            work.logits_rows(),
             *rows.page_tables,
         )
         token_ids, device_positions, decode_slots, sampled_slots, logits_rows, *tables = uploaded
@@ -306,8 +274,8 @@ class ModelRunner:
             page_tables=tables,
         )
 
-    def _forward(self, work: _Work, on_layer: OnLayer | None) -> tuple[Tensor, Tensor | None]:
-        """(int64[R] of the sampled slots on the device, float32 logits of the rows that `_Work`
+    def _forward(self, work: StepWork, on_layer: OnLayer | None) -> tuple[Tensor, Tensor | None]:
+        """(int64[R] of the sampled slots on the device, float32 logits of the rows that `StepWork`
         lists, None without the model's head)."""
         rows = self._rows(work)
         if self._graphs is not None and not work.chunks:
@@ -335,7 +303,7 @@ class ModelRunner:
         )
         return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer)
 
-    def _rows(self, work: _Work) -> HostRows:
+    def _rows(self, work: StepWork) -> HostRows:
         """Lengths and pages of all sequences of a step, those of chunks too."""
         chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
         lengths = np.concatenate((chunk_stops, self._sequences.lengths[work.decode_slots]))
@@ -346,44 +314,11 @@ class ModelRunner:
 
     # ---- the draw --------------------------------------------------------------------------------
 
-    def _draw(self, work: _Work, sampled: Tensor, logits: Tensor) -> Draw:
+    def _draw(self, work: StepWork, sampled: Tensor, logits: Tensor) -> Draw:
         slots = work.sampled_slots
         draw = self._sampler.draw(logits, slots, self._sequences.lengths[slots])
         self._sequences.append(slots, sampled, draw.tokens)
         return draw
-
-    def _score_prompts(self, work: _Work, logits: Tensor) -> list[ScoredPrompt]:
-        """Log-probabilities of prompt tokens; logits of all prompt rows in order."""
-        scored: list[ScoredPrompt] = []
-        first_row = 0
-        for chunk, start, stop in work.prompt_rows:
-            slot = self._sequences.slot(chunk.request_id)
-            tokens = self._sequences.tokens(slot)
-            rows = logits[first_row : first_row + stop - start]
-            first_row += stop - start
-            first: TokenLogprobs | None = None
-            rest: LaunchedLogprobs | None = None
-            if chunk.start == 0 and self._prompt_wants[slot][0] == 0:
-                first = TokenLogprobs(token_id=int(tokens[0]), logprob=None)
-            if start < stop:
-                (targets,) = upload(self._device, tokens[start + 1 : stop + 1].numpy())
-                rest = self._sampler.prompt_logprobs(rows, slot, targets)
-            scored.append(ScoredPrompt(chunk.request_id, first, rest))
-        return scored
-
-
-def _logits_rows(work: _Work) -> NDArray[np.int64]:
-    """Rows of the batch's tokens, in the order that `_Work` promises."""
-    ends = np.cumsum([chunk.stop - chunk.start for chunk in work.chunks], dtype=np.int64)
-    chunk_end = int(ends[-1]) if len(ends) else 0
-    draw_counts = np.array([len(chunk.drawing) for chunk in work.chunks], dtype=np.int64)
-    decode_rows = np.arange(chunk_end, chunk_end + len(work.decode_slots))
-    rows = [np.repeat(ends - 1, draw_counts), decode_rows]
-    end_of = {chunk.request_id: int(end) for chunk, end in zip(work.chunks, ends, strict=True)}
-    for chunk, start, stop in work.prompt_rows:
-        offset = end_of[chunk.request_id] - chunk.stop
-        rows.append(np.arange(offset + start, offset + stop))
-    return np.concatenate(rows)
 
 
 def _why_refused(

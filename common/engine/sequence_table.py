@@ -37,7 +37,7 @@ class SequenceTable:
 
     def __init__(self, groups: tuple[PageGroup, ...], device: torch.device) -> None:
         self._groups = groups
-        self._device = device
+        self.device = device
         self.lengths: Slots = np.zeros(0, dtype=np.int64)
         self.latest = torch.zeros(0, dtype=torch.int64, device=device)
         self.page_tables: list[PageTable] = [np.zeros((0, 0), dtype=np.int32) for _ in groups]
