@@ -8,7 +8,7 @@ one runs. Knows nothing of sockets, peers or the reasons for a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -30,9 +30,19 @@ from common.engine.sampling.draw import Draw
 from common.engine.sampling.sampler import Sampler
 from common.engine.sampling.sampling_table import check_sampling
 from common.engine.sequence_table import SequenceTable
+from common.engine.speculation.decode_rows import DecodeRows
+from common.engine.speculation.proposer import Proposer
+from common.engine.speculation.speculation import Run, Speculation
 from common.engine.step_work import StepWork
 from common.grammar import GrammarCompiler
-from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
+from common.protocol.worker import (
+    Accepted,
+    NewSequence,
+    PageGrant,
+    PrefillChunk,
+    Step,
+    StepDone,
+)
 from common.request import SamplingParams
 
 OnLayer = Callable[[int], None]
@@ -61,6 +71,8 @@ class ModelRunner:
 
     grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
     graphs: recorded passes of this model over this pool, for steps that only decode.
+    proposer: of tokens ahead of sequences, where any are verified. spare_count: pages at the end of
+    each slot group of the pool that are kept for that, and are no request's.
     """
 
     def __init__(
@@ -70,6 +82,8 @@ class ModelRunner:
         clock: Clock,
         grammars: GrammarCompiler | None = None,
         graphs: DecodeGraphs | None = None,
+        proposer: Proposer | None = None,
+        spare_count: int = 0,
     ) -> None:
         self._model = model
         self._graphs = graphs
@@ -88,6 +102,12 @@ class ModelRunner:
             grammars if self._draws_tokens else None,
         )
         self._prompt_scores = PromptScores(self._sequences, self._sampler)
+        self._speculation: Speculation | None = None
+        if proposer is not None:
+            assert self._draws_tokens, "proposals are made where tokens are drawn"
+            self._speculation = Speculation(
+                proposer, pool, self._sequences, self._sampler, eos_token_ids, spare_count
+            )
         self._sampling: dict[int, tuple[SamplingParams, int]] = {}  # by slot, with prompt_count
         self._refused: dict[int, str] = {}
 
@@ -130,13 +150,17 @@ class ModelRunner:
         work = self._plan(step)
         draw: Draw | None = None
         scored: list[ScoredPrompt] = []
-        if len(work.chunk_slots) or len(work.decode_slots):
+        accepted: dict[int, Accepted] = {}
+        if not work.is_empty:
             sampled, logits = self._forward(work, on_layer)
             if logits is None:
                 return PendingStep(step.step_id, self._clock, started_at)
-            row_count = len(work.sampled_slots)
-            scored = self._prompt_scores.score(work, logits[row_count:])
-            draw = self._draw(work, sampled, logits[:row_count])
+            scored = self._prompt_scores.score(work, logits[work.decode_logits.stop :])
+            draw = self._draw(work, sampled, logits)
+            if self._speculation is not None:
+                runs = self._speculation.finish(work, logits, draw)
+                decoded = [request_id for request_id in step.decode if request_id not in refused]
+                accepted = _accepted(decoded, work.decodes, runs)
         elif step.copies:
             # One rank answers for all, and elsewhere the forward pass makes it wait for the others.
             self._model.context.parallel.wait_for_ranks(self._device)
@@ -149,6 +173,7 @@ class ModelRunner:
             ran=[request_id for request_id in due if request_id not in refused],
             draw=draw,
             scored=scored,
+            accepted=accepted,
         )
 
     # ---- what changed ----------------------------------------------------------------------------
@@ -159,6 +184,8 @@ class ModelRunner:
                 slot = self._sequences.remove(request_id)
                 self._sampler.remove(slot)
                 self._prompt_scores.remove(slot)
+                if self._speculation is not None:
+                    self._speculation.remove(slot)
                 del self._sampling[slot]
 
     def _introduce(self, new: NewSequence) -> None:
@@ -174,6 +201,8 @@ class ModelRunner:
         self._sampler.add(slot, new.sampling, token_ids, new.prompt_count)
         self._sampling[slot] = (new.sampling, new.prompt_count)
         self._prompt_scores.add(slot, new.sampling, new.prompt_count)
+        if self._speculation is not None:
+            self._speculation.add(slot, new.sampling, token_ids, new.proposals)
 
     def _introduce_samples(self, chunk: PrefillChunk) -> None:
         """Sequences that go on from a chunk's own, each as if it had come with the same tokens."""
@@ -189,6 +218,8 @@ class ModelRunner:
             slot = self._sequences.add(sample.request_id, token_ids)
             self._sampler.add(slot, sampling, token_ids, prompt_count)
             self._sampling[slot] = (sampling, prompt_count)
+            if self._speculation is not None:
+                self._speculation.add(slot, sampling, token_ids)
 
     def _grant(self, grants: list[PageGrant]) -> None:
         by_group: list[list[tuple[int, int, list[int]]]] = [[] for _ in self._pool.groups]
@@ -218,21 +249,18 @@ class ModelRunner:
 
     def _plan(self, step: Step) -> StepWork:
         chunks = [chunk for chunk in step.chunks if chunk.request_id not in self._refused]
-        decode = step.decode
-        if self._refused:
-            decode = [request_id for request_id in decode if request_id not in self._refused]
         chunk_slots = self._sequences.slots([chunk.request_id for chunk in chunks])
-        decode_slots = self._sequences.slots(decode)
         drawing = self._sequences.slots([one for chunk in chunks for one in chunk.drawing])
         for chunk, slot in zip(chunks, chunk_slots, strict=True):
             length = self._sequences.lengths[slot]
             assert 0 <= chunk.start < chunk.stop <= length, (chunk, length)
             assert not chunk.is_last or chunk.stop == length, (chunk, length)
+        decodes = self._plan_decodes(step)
         return StepWork(
             chunks=chunks,
             chunk_slots=chunk_slots,
-            decode_slots=decode_slots,
-            sampled_slots=np.concatenate((drawing, decode_slots)),
+            decodes=decodes,
+            sampled_slots=np.concatenate((drawing, decodes.slots)),
             prompt_rows=[
                 rows
                 for chunk, slot in zip(chunks, chunk_slots.tolist(), strict=True)
@@ -240,10 +268,23 @@ class ModelRunner:
             ],
         )
 
+    def _plan_decodes(self, step: Step) -> DecodeRows:
+        counts = step.draft_counts or [0] * len(step.decode)
+        decode = [
+            (request_id, count)
+            for request_id, count in zip(step.decode, counts, strict=True)
+            if request_id not in self._refused
+        ]
+        slots = self._sequences.slots([request_id for request_id, _ in decode])
+        if self._speculation is None:
+            return DecodeRows(slots, [()] * len(slots))
+        return self._speculation.propose(slots, [count for _, count in decode])
+
     def _upload(self, work: StepWork, rows: HostRows) -> _Inputs:
-        """The tokens of prompts from the host, those of decodes from where they were drawn."""
-        table = self._sequences
-        positions = table.lengths[work.decode_slots] - 1
+        """The tokens of prompts and proposals from the host, the latest from where they were
+        drawn."""
+        table, decodes = self._sequences, work.decodes
+        positions = rows.lengths[len(work.chunks) :] - 1
         prompt = NO_TOKENS
         if work.chunks:
             spans = zip(work.chunks, work.chunk_slots.tolist(), strict=True)
@@ -256,19 +297,24 @@ class ModelRunner:
             self._device,
             prompt,
             positions,
-            work.decode_slots,
+            decodes.row_slots,
+            decodes.tokens,
+            decodes.depths,
             work.sampled_slots,
             work.logits_rows(),
             *rows.page_tables,
         )
-        token_ids, device_positions, decode_slots, sampled_slots, logits_rows, *tables = uploaded
-        latest = table.latest.index_select(0, decode_slots)
+        token_ids, device_positions, row_slots, proposed, depths, sampled, *rest = uploaded
+        latest = table.latest.index_select(0, row_slots)
+        if decodes.has_proposals:
+            latest = torch.where(depths > 0, proposed, latest)
         if work.chunks:
             latest = torch.cat((token_ids, latest))
+        logits_rows, *tables = rest
         return _Inputs(
             token_ids=latest,
             positions=device_positions,
-            sampled_slots=sampled_slots,
+            sampled_slots=sampled,
             # A pass that only decodes wants the logits of all its tokens, in their order.
             logits_rows=logits_rows if work.chunks else None,
             page_tables=tables,
@@ -278,36 +324,59 @@ class ModelRunner:
         """(int64[R] of the sampled slots on the device, float32 logits of the rows that `StepWork`
         lists, None without the model's head)."""
         rows = self._rows(work)
-        if self._graphs is not None and not work.chunks:
-            (index,) = upload(self._device, work.decode_slots)
-            recorded = self._graphs.run(rows, self._sequences.latest, index)
+        state_pages: dict[int, Sequence[int]] = {
+            row: chunk.state_pages for row, chunk in enumerate(work.chunks) if chunk.state_pages
+        }
+        if self._speculation is not None:
+            state_pages |= self._speculation.state_pages(work.decodes, len(work.chunks))
+        if self._graphs is not None and not work.chunks and not state_pages:
+            recorded = self._replay(self._graphs, work, rows, on_layer)
             if recorded is not None:
-                if on_layer is not None:
-                    for layer in self._model.layer_ids:
-                        on_layer(layer)
-                return index, recorded
+                return recorded
         inputs = self._upload(work, rows)
-        query_lengths = [chunk.stop - chunk.start for chunk in work.chunks]
-        query_lengths += [1] * len(work.decode_slots)
         batch = ForwardBatch.from_tensors(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            query_lengths=query_lengths,
+            query_lengths=work.query_lengths,
             kv_lengths=rows.lengths.tolist(),
             page_tables=inputs.page_tables,
             groups=self._pool.groups,
             logits_rows=inputs.logits_rows,
-            state_pages={
-                row: chunk.state_pages for row, chunk in enumerate(work.chunks) if chunk.state_pages
-            },
+            state_pages=state_pages,
         )
         return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer)
 
+    def _replay(
+        self, graphs: DecodeGraphs, work: StepWork, rows: HostRows, on_layer: OnLayer | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `_forward`, of a step that only decodes; None if no recording is large enough."""
+        decodes, tokens = work.decodes, self._sequences.latest
+        (sampled,) = upload(self._device, decodes.slots)
+        index = sampled
+        if decodes.has_proposals:
+            slots, proposed, depths, index = upload(
+                self._device,
+                decodes.row_slots,
+                decodes.tokens,
+                decodes.depths,
+                np.arange(len(decodes.depths)),
+            )
+            tokens = torch.where(depths > 0, proposed, tokens.index_select(0, slots))
+        logits = graphs.run(rows, tokens, index)
+        if logits is None:
+            return None
+        if on_layer is not None:
+            for layer in self._model.layer_ids:
+                on_layer(layer)
+        return sampled, logits
+
     def _rows(self, work: StepWork) -> HostRows:
-        """Lengths and pages of all sequences of a step, those of chunks too."""
+        """Lengths and pages of all sequences of a pass: chunks, then rows of decodes."""
+        decodes = work.decodes
         chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
-        lengths = np.concatenate((chunk_stops, self._sequences.lengths[work.decode_slots]))
-        slots = np.concatenate((work.chunk_slots, work.decode_slots))
+        decode_lengths = self._sequences.lengths[decodes.row_slots] + decodes.depths
+        lengths = np.concatenate((chunk_stops, decode_lengths))
+        slots = np.concatenate((work.chunk_slots, decodes.row_slots))
         groups = range(len(self._pool.groups))
         tables = [self._sequences.page_table(group, slots, lengths) for group in groups]
         return HostRows(lengths, tuple(tables))
@@ -315,10 +384,24 @@ class ModelRunner:
     # ---- the draw --------------------------------------------------------------------------------
 
     def _draw(self, work: StepWork, sampled: Tensor, logits: Tensor) -> Draw:
+        """Of all rows that `StepWork` lists, those draw that every sampled slot has."""
         slots = work.sampled_slots
-        draw = self._sampler.draw(logits, slots, self._sequences.lengths[slots])
+        rows = logits[: len(slots)]
+        if work.decodes.has_proposals:
+            (index,) = upload(self._device, work.first_logits)
+            rows = logits[index]
+        draw = self._sampler.draw(rows, slots, self._sequences.lengths[slots])
         self._sequences.append(slots, sampled, draw.tokens)
         return draw
+
+
+def _accepted(request_ids: list[int], decodes: DecodeRows, runs: list[Run]) -> dict[int, Accepted]:
+    """As `StepDone` has it; request_ids: of the sequences that decoded."""
+    return {
+        request_id: Accepted(len(proposals), run.tokens[1:], run.logprobs)
+        for request_id, proposals, run in zip(request_ids, decodes.proposals, runs, strict=True)
+        if proposals
+    }
 
 
 def _why_refused(

@@ -119,6 +119,10 @@ class SequenceTable:
         width = int(needed.max())
         return self.page_tables[group][slots, :width]
 
+    def first_pages(self, slot: int) -> list[int]:
+        """Per group, the page of logical index 0: of a slot or a tail the only one; 0 if none."""
+        return [int(table[slot, 0]) if table.shape[1] else 0 for table in self.page_tables]
+
     def _grow_slots(self) -> None:
         old = len(self.lengths)
         new = max(2 * old, SLOT_COUNT_START)
