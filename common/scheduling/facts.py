@@ -106,7 +106,8 @@ class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
     queue_max: requests that may wait; more are answered 503 at once.
     in_flight_max: steps that may be with the workers; 1 where pipeline stages learn from a step
-        what the one before it drew.
+        what the one before it drew, and where proposals are verified.
+    proposal_max: tokens that are proposed ahead of a sequence in a step.
     self_test_interval_s: time without a transfer until one is tried, as one is when a peer has
         been connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
@@ -119,6 +120,7 @@ class SchedulerLimits:
     pace: Pace = Pace()
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     in_flight_max: int = IN_FLIGHT_MAX
+    proposal_max: int = 0
 
     def of_batch(
         self, facts: ServerFacts, sequence_token_max: int, *, is_prompt_only: bool = False
@@ -131,4 +133,5 @@ class SchedulerLimits:
             facts.eos_token_ids,
             self.in_flight_max,
             is_prompt_only,
+            self.proposal_max,
         )

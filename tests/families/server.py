@@ -8,6 +8,7 @@ between them is tested with `turns.py`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from common.engine.cache.kv_pool import KvPool
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
+from common.engine.speculation.proposer import Proposer
 from common.layout.cache_layout import ServerLayout
+from common.layout.component import LiveKind
 from common.layout.parallel import split_layers
 from common.planner.copies import plan_copies
 from common.planner.pairing import TokenRange
@@ -37,6 +40,8 @@ from tests.families.ranks import Crew, contexts
 
 TOKEN_MAX = 4096
 REQUEST_MAX = 48
+SPECULATING_MAX = 3
+"""Less than decode at a time in tests: some sequences find no spare slots."""
 
 PageLists = list[tuple[int, list[int]]]
 """Per page group: the logical index of the first page, and page ids."""
@@ -60,7 +65,8 @@ class Server:
     """One server. Its pools start as NaN: nothing may read what nobody wrote.
 
     checkpoint_max: of its prefix cache; None if it has no prefix cache. host_share: how large its
-    tier in host memory is against its pool; 0 for none.
+    tier in host memory is against its pool; 0 for none. proposer: of every rank; with one, steps
+    verify up to proposal_max tokens ahead, with so many spare slots as if that many requests ran.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class Server:
         shape: Shape,
         checkpoint_max: int | None = None,
         host_share: float = 0.0,
+        proposer: Callable[[], Proposer] | None = None,
+        proposal_max: int = 0,
     ) -> None:
         self.shape = shape
         ranks = contexts(shape.tp_size, shape.pp_size)
@@ -85,7 +93,10 @@ class Server:
         counts = page_counts_for(
             self.layout.ranks[0], TOKEN_MAX, REQUEST_MAX, shape.chunk, checkpoint_max or 0
         )
-        self.pools = [KvPool.allocate(rank, counts, "cpu") for rank in self.layout.ranks]
+        spare_count = SPECULATING_MAX * proposal_max
+        is_slot = [group.live.kind is LiveKind.SLOT for group in self.layout.groups]
+        held = [n + spare_count * own for n, own in zip(counts, is_slot, strict=True)]
+        self.pools = [KvPool.allocate(rank, held, "cpu") for rank in self.layout.ranks]
         for pool in self.pools:
             for buffer in pool.buffers:
                 buffer.view(torch.float32).fill_(float("nan"))
@@ -100,12 +111,25 @@ class Server:
             host_page_counts=host_counts,
         )
         # Stages without the head are told what was drawn, so nothing can be planned ahead.
-        in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 else 1
-        limits = BatchLimits(shape.chunk, REQUEST_MAX, TOKEN_MAX, frozenset(), in_flight_max)
+        in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 and not proposal_max else 1
+        limits = BatchLimits(
+            shape.chunk,
+            REQUEST_MAX,
+            TOKEN_MAX,
+            frozenset(),
+            in_flight_max,
+            proposal_max=proposal_max,
+        )
         self.batcher = Batcher(self.account, limits)
         self._sent: deque[Step] = deque()
         self._runners = [
-            ModelRunner(model, pool, ManualClock())
+            ModelRunner(
+                model,
+                pool,
+                ManualClock(),
+                proposer=None if proposer is None else proposer(),
+                spare_count=spare_count,
+            )
             for model, pool in zip(models, self.pools, strict=True)
         ]
         self._crew = Crew(ranks)

@@ -121,9 +121,12 @@ def blocks_are_found_before_their_chunk_has_returned(patch: Patch) -> None:
     begin = Batcher._begin
 
     def begin_early(
-        self: Batcher, chunks: list[PrefillChunk], decoding: list[Sequence]
+        self: Batcher,
+        chunks: list[PrefillChunk],
+        decoding: list[Sequence],
+        draft_counts: list[int] | None = None,
     ) -> Step | None:
-        step = begin(self, chunks, decoding)
+        step = begin(self, chunks, decoding, draft_counts)
         for chunk in chunks:
             sequence = self._prompts[chunk.request_id]
             computed_count, sequence.computed_count = sequence.computed_count, chunk.stop
