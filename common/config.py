@@ -7,8 +7,6 @@ runtime directory. How settings are written on a command line or in a file is th
 
 from __future__ import annotations
 
-import os
-import stat
 from enum import StrEnum
 from pathlib import Path
 from socket import gethostname
@@ -16,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from common.config_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, gather_keys
 from common.errors import ConfigError
 from common.speculative import SpeculativeAlgorithm, proposal_max
 
@@ -32,8 +31,6 @@ DEFAULT_BOOTSTRAP_TIMEOUT_S = 30.0
 """How long half of a routed request waits. Short: the other half may never come, as when a router
 tried again elsewhere. It may be early by the time in its decode server's queue."""
 DEFAULT_TRACE_ENDPOINT = "http://127.0.0.1:4318/v1/traces"
-API_KEY_VARIABLE = "BATON_API_KEY"
-ADMIN_API_KEY_VARIABLE = "BATON_ADMIN_API_KEY"
 # What --host says to listen on every address.
 ANY_HOST = ("0.0.0.0", "::")
 # Settings that are shown to no client.
@@ -385,51 +382,6 @@ def with_api_keys(config: ServerConfig) -> ServerConfig:
         ADMIN_API_KEY_VARIABLE,
     )
     return msgspec.structs.replace(config, api_keys=keys, admin_api_keys=admin_keys)
-
-
-def gather_keys(given: tuple[str, ...], flag: str, path: str, variable: str) -> tuple[str, ...]:
-    """Keys of a flag, a file and the environment. Raises: ConfigError naming one of the latter."""
-    found = [*given]
-    if path:
-        lines = (line.strip() for line in read_secret_text(flag, path).splitlines())
-        in_file = [line for line in lines if line and not line.startswith("#")]
-        if not in_file:
-            raise ConfigError(f"{flag} {path}: must have one key per line, and has none")
-        found += check_keys(f"{flag} {path}", in_file)
-    if os.environ.get(variable):
-        found += check_keys(variable, os.environ[variable].split(","))
-    return tuple(dict.fromkeys(found))
-
-
-def check_keys(where: str, keys: list[str]) -> list[str]:
-    """`keys`. Raises: ConfigError without showing any, if one can't stand in a header."""
-    for number, key in enumerate(keys, 1):
-        if not is_api_key(key):
-            raise ConfigError(f"{where}: key {number} {API_KEY_RULE}")
-    return keys
-
-
-def is_api_key(text: str) -> bool:
-    return 1 <= len(text) <= 512 and all("!" <= char <= "~" and char != "," for char in text)
-
-
-API_KEY_RULE = "must be 1..512 printable ASCII characters without spaces and commas"
-
-
-def read_secret_text(flag: str, path: str) -> str:
-    """A file that only its owner, and perhaps its group, can read. Raises: ConfigError."""
-    try:
-        mode = stat.S_IMODE(Path(path).stat().st_mode)
-        text = Path(path).read_text(encoding="ascii")
-    except OSError as exc:
-        raise ConfigError(f"{flag} {path}: can't be read: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{flag} {path}: must be ASCII text") from exc
-    if mode & 0o007:
-        raise ConfigError(
-            f"{flag} {path}: has mode {mode:04o}, others can read it; chmod 0600 and make new keys"
-        )
-    return text
 
 
 def write_config(config: ServerConfig) -> None:

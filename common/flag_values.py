@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.config import API_KEY_RULE, is_api_key
+from common.config_keys import API_KEY_RULE, is_api_key
 
 Value = str | int | float | bool | tuple[str, ...] | None
 SERVER_NAME_LENGTH_MAX = 64  # half of what peers take: it stands in log lines and labels

@@ -27,7 +27,7 @@ LAYERS = [
      "common.flag_reading",
      "common.flag_values", "common.grammar", "common.stopped",
      "common.prefix_digests", "common.prefill_entries", "common.role_flags",
-     "common.speculative"},
+     "common.speculative", "common.config_keys"},
     {"common.layout"},
     {"common.planner"},
     {"common.protocol"},

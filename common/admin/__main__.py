@@ -23,7 +23,8 @@ from common.admin.answers import NotUnderstood
 from common.admin.calls import Caller, Refused, Unreachable
 from common.admin.commands import EXIT_DONE, complain
 from common.clock import SystemClock
-from common.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, Role, gather_keys
+from common.config import Role
+from common.config_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, gather_keys
 from common.errors import ConfigError
 from common.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from common.flag_reading import OneLineParser

@@ -24,7 +24,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from common.config import read_secret_text
+from common.config_keys import read_secret_text
 from common.errors import ConfigError
 
 KEY_NBYTES = 32

@@ -16,7 +16,7 @@ import pytest
 from common.admin import commands, walk
 from common.admin.__main__ import main
 from common.admin.calls import ANSWER_NBYTES_MAX, Caller
-from common.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
+from common.config_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
 from common.failures import STOPPING
 from common.frontend.http.client import parse_url
 from tests.admin.scripted_servers import ScriptedServer, serving, silent_listener
