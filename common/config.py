@@ -278,6 +278,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return proposal_max(self.speculative_algorithm, steps, tokens)
 
     @property
+    def verified_max(self) -> int:
+        """Proposals for a sequence that its workers verify in a step; 0 where none decode."""
+        decodes = self.role is Role.DECODE or self.enable_role_switch
+        return self.proposal_max if decodes else 0
+
+    @property
     def trace_endpoint(self) -> str:
         """Where spans are sent; "" for nowhere."""
         return self.otlp_traces_endpoint or (DEFAULT_TRACE_ENDPOINT if self.enable_trace else "")

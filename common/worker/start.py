@@ -27,6 +27,7 @@ from common.engine.loader import attention_shape, fused_shape, load_model, read_
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
+from common.engine.speculation.choose import choose_proposer
 from common.environment import shared_memory_dir
 from common.errors import ConfigError, GrammarError
 from common.grammar import GrammarCompiler
@@ -44,6 +45,7 @@ from common.worker.pools import (
     allocate_pool,
     decide_pool_size,
     free_nbytes,
+    with_spares,
 )
 from common.worker.staging.source import StagingSource
 from common.worker.staging.start import start_source, start_target
@@ -112,13 +114,16 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     size = decide_pool_size(layout, config, context_length, free)
     page_counts = size.page_counts
     transport = start_transport(config, device)
-    pool = allocate_pool(transport, layout, page_counts, device)
+    # Ranks have to verify the same proposals.
+    spare_count = parallel.least(size.spare_count, device)
+    pool = allocate_pool(transport, layout, with_spares(layout, page_counts, spare_count), device)
     host_pages = start_host_pages(config, pool)
     staging_source = start_source(config, transport, layout, pool, clock)
     staging_target = start_target(config, transport, layout, pool)
     grammars = _grammars(config, model_config) if model.head is not None else None
     graphs, plan = start_graphs(plan, model, pool, choice, context_length)
-    runner = ModelRunner(model, pool, clock, grammars, graphs)
+    proposer = choose_proposer(config.speculative_algorithm) if config.verified_max else None
+    runner = ModelRunner(model, pool, clock, grammars, graphs, proposer, spare_count)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
         times = warm_up(runner, layout, model_config.vocab_size, tokens)
