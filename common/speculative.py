@@ -8,6 +8,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 DEFAULT_PROPOSAL_MAX = 4
+ACCEPTED_AT = "spec_accepted_at_"
+"""Counters of tokens that were accepted, with their place among the proposals behind it."""
 
 
 class SpeculativeAlgorithm(StrEnum):

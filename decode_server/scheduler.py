@@ -395,6 +395,7 @@ class DecodeScheduler:
             self.requests.fork(parent, drawn.tokens, drawn.logprobs, now, is_known=True)
         for token in outcome.tokens:
             request = self.requests.of_sequence(token.sequence)
+            request.speculated += token.speculated
             self.requests.send_tokens(request, token.token_ids, token.logprobs, token.finish, now)
 
     # ---- what others may know --------------------------------------------------------------------
@@ -421,6 +422,7 @@ class DecodeScheduler:
                 **self.tier.counters,
                 **incoming.counters,
                 **self.account.prefix_counters(),
+                **self.batcher.proposals.counters,
                 "waited_for_equal": float(self._admission.followed_count),
                 **self._self_tests.counters,
                 "stale_messages": self._counters["stale_messages"] + self.transfers.stale_count,

@@ -6,23 +6,24 @@ Workers propose and verify; here is known for how many there are pages. Knows no
 from __future__ import annotations
 
 from common.protocol.worker import Accepted, StepDone
-from common.request import FinishReason
+from common.request import FinishReason, Speculated
 from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
 from common.scheduling.step_outcome import TokensDone
+from common.speculative import ACCEPTED_AT
 
 NOTHING_PROPOSED = Accepted(0)
+NOT_SPECULATED = Speculated()
 
 
 class Proposals:
-    """step_count: verifications of a sequence's proposals. proposed_count: tokens in them.
-    accepted_counts: of these, by their place behind the latest token."""
+    """total: of all sequences since the start. accepted_counts: tokens that were accepted, by their
+    place behind the latest one."""
 
     def __init__(self, account: PageAccount) -> None:
         self._account = account
-        self.step_count = 0
-        self.proposed_count = 0
+        self.total = Speculated()
         self.accepted_counts: list[int] = []
 
     def count(self, decoding: list[Sequence], limits: BatchLimits) -> list[int]:
@@ -49,7 +50,7 @@ class Proposals:
     ) -> TokensDone:
         """Take what was drawn for a sequence, up to a token that ends it."""
         accepted = done.accepted.get(sequence.request_id, NOTHING_PROPOSED)
-        self._note(accepted)
+        speculated = self._note(accepted)
         taken: list[int] = []
         finish: FinishReason | None = None
         for one in (token_id, *accepted.token_ids):
@@ -60,14 +61,30 @@ class Proposals:
                 break
         first = done.logprobs.get(sequence.request_id)
         logprobs = [] if first is None else [first, *accepted.logprobs][: len(taken)]
-        return TokensDone(sequence, taken, logprobs, finish, accepted.proposed_count > 0)
+        return TokensDone(sequence, taken, logprobs, finish, speculated)
 
-    def _note(self, accepted: Accepted) -> None:
+    def _note(self, accepted: Accepted) -> Speculated:
         if not accepted.proposed_count:
-            return
-        self.step_count += 1
-        self.proposed_count += accepted.proposed_count
+            return NOT_SPECULATED
         counts = self.accepted_counts
         counts += [0] * (accepted.proposed_count - len(counts))
         for place in range(len(accepted.token_ids)):
             counts[place] += 1
+        noted = Speculated(1, accepted.proposed_count, len(accepted.token_ids))
+        self.total += noted
+        return noted
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """By the names of the scheduler's counters; none of a server that verifies nothing."""
+        if not self.total.step_count:
+            return {}
+        return {
+            "spec_steps": float(self.total.step_count),
+            "spec_proposed_tokens": float(self.total.proposed_count),
+            "spec_accepted_tokens": float(self.total.accepted_count),
+            **{
+                f"{ACCEPTED_AT}{place}": float(count)
+                for place, count in enumerate(self.accepted_counts)
+            },
+        }

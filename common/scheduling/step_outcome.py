@@ -8,7 +8,7 @@ import msgspec
 
 from common.failures import Failure, FailureKind
 from common.protocol.worker import StepDone
-from common.request import FinishReason, TokenLogprobs
+from common.request import FinishReason, Speculated, TokenLogprobs
 from common.scheduling.sequence import Sequence
 
 
@@ -25,14 +25,14 @@ class ChunkDone(msgspec.Struct, frozen=True):
 class TokensDone(msgspec.Struct, frozen=True):
     """A sequence has new tokens at its end, mostly one; `finish` says whether that ends it.
 
-    logprobs: one entry per token if asked for. is_verified: whether any had been proposed.
+    logprobs: one entry per token if asked for. speculated: of this step.
     """
 
     sequence: Sequence
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish: FinishReason | None
-    is_verified: bool = False
+    speculated: Speculated = Speculated()
 
 
 class SamplesDrawn(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ def test_proposals_change_no_token(world: World, proposal_max: int) -> None:
     server = world.server(PAGED, proposal_max, right=0.75)
     assert server.generate(world.prompts, world.case.output_count) == world.outputs
     proposals = server.batcher.proposals
-    assert 0 < sum(proposals.accepted_counts) < proposals.proposed_count
+    assert 0 < sum(proposals.accepted_counts) < proposals.total.proposed_count
     server.account.pool.check()
     assert not any(map(server.account.pool.used_count, range(len(server.layout.groups))))
 
