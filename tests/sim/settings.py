@@ -46,6 +46,7 @@ def facts_of(node: Node, predecessor: SimWorker | None) -> ServerFacts:
 
 
 def limits_of(node: Node) -> SchedulerLimits:
+    proposal_max = node.proposal_max if node.role == "decode" else 0
     return SchedulerLimits(
         chunk_token_max=24,
         running_max=node.running_max,
@@ -53,7 +54,8 @@ def limits_of(node: Node) -> SchedulerLimits:
         pace=node.pace,
         self_test_interval_s=node.self_test_interval_s,
         bootstrap_timeout_s=node.world.hold_s,
-        in_flight_max=node.in_flight_max,
+        in_flight_max=1 if proposal_max else node.in_flight_max,
+        proposal_max=proposal_max,
         has_prefix_cache=node.has_prefix_cache,
     )
 

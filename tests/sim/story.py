@@ -22,6 +22,7 @@ from tests.sim.node import Node
 from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
 from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
+from tests.sim.speculation import SPECULATION_SHARE, choose_speculation
 from tests.sim.succession import plan_successions
 from tests.sim.switches import SWITCH_SHARE, plan_switches
 from tests.sim.upgrades import UPGRADE_SHARE, plan_upgrades
@@ -79,6 +80,7 @@ def run_story(
     has_comings: bool = True,
     has_claims: bool = True,
     has_successions: bool = True,
+    speculation_share: float = SPECULATION_SHARE,
     switch_share: float | None = None,
     upgrade_share: float | None = None,
     log: list[str] | None = None,
@@ -91,6 +93,7 @@ def run_story(
     has_comings: whether prefill servers may be taken out of decode servers' lists for a while.
     has_claims: whether some requests may be more urgent than others, and clients show keys.
     has_successions: whether schedulers may crash under workers that live.
+    speculation_share: of stories, in how many decode servers verify proposals.
     switch_share: of stories, in how many servers take on the other role.
     upgrade_share: in how many some servers are of the first release, and are upgraded. Where these
     are not said, only stories with accidents have such changes.
@@ -111,6 +114,7 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
+    choose_speculation(world, seed, speculation_share)
     if has_claims:
         _choose_claims(world, seed)
     plan_upgrades(world, random.Random(seed ^ 0x6BADE), upgrade_share)
