@@ -39,6 +39,7 @@ SECTIONS = {
     "planner": "bench.planner",
     "scheduler": "bench.scheduler",
     "engine": "bench.engine",
+    "speculation": "bench.speculation",
     "pair": "bench.pair",
     "prefix_tree": "bench.prefix_tree",
     "prefix_reuse": "bench.prefix_reuse",

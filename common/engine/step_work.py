@@ -62,7 +62,8 @@ class StepWork:
 
     def drawn_rows(self) -> list[int]:
         """Rows of the batch's tokens behind which the sampled slots draw."""
-        return self.logits_rows()[self.first_logits].tolist()
+        rows: list[int] = self.logits_rows()[self.first_logits].tolist()
+        return rows
 
     def logits_rows(self) -> NDArray[np.int64]:
         """Rows of the batch's tokens whose logits are wanted, in the order of the logits."""

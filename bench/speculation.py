@@ -1,0 +1,168 @@
+"""Verified proposals on a CPU: tokens a second with NGRAM over without, and the cost of proposals
+that are never right.
+
+The demo model answers questions of `demo/facts.py` and goes on behind the answers, greedily, in one
+thread, driven by the scheduler's own batcher. Prompts are not timed. Outputs are compared first;
+the share of proposals that was accepted has a row of its own, since it decides the speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.report import NotRun, Row, at_most, row_of_medians
+from common.clock import SystemClock
+from common.engine.cache.kv_pool import KvPool
+from common.engine.heap import keep_freed_memory
+from common.engine.loader import load_model
+from common.engine.model_runner import ModelRunner
+from common.engine.models.registry import cache_components
+from common.engine.speculation.ngram import NgramProposer
+from common.engine.speculation.proposer import Drawn, Proposer
+from common.frontend.text.tokenizer import load_tokenizer
+from common.layout.cache_layout import ServerLayout
+from common.layout.parallel import split_layers
+from common.request import SamplingParams
+from common.scheduling.batch_limits import BatchLimits
+from common.scheduling.batcher import Batcher
+from common.scheduling.page_account import PageAccount
+from common.speculative import DEFAULT_PROPOSAL_MAX
+from demo.facts import make_question
+
+CHECKPOINT = Path(__file__).parent.parent / "demo" / "checkpoint"
+BATCHES = (1, 4)
+OUTPUT_LENGTH = 128
+PAGE_SIZE, PAGE_COUNT = 16, 400
+ROUND_COUNT = 15
+FACT_COUNT = 6
+OVERHEAD_MAX = 1.25
+
+Tokens = list[list[int]]
+
+
+def run() -> list[Row | NotRun]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    try:
+        return [row for batch in BATCHES for row in _measure(batch)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(batch: int) -> list[Row]:
+    tokenizer = load_tokenizer(str(CHECKPOINT), time.monotonic)
+    questions = [make_question(700 + index, FACT_COUNT) for index in range(batch)]
+    prompts = [tokenizer.encode(question.prompt) for question in questions]
+    plain, ngram = _Engine(), _Engine(NgramProposer())
+    expected = plain.generate(prompts)[0]
+    texts = [prompt + output for prompt, output in zip(prompts, expected, strict=True)]
+    wrong = _Engine(_WrongProposer(texts))
+    for engine in (ngram, wrong):
+        assert engine.generate(prompts)[0] == expected
+    assert wrong.batcher.proposals.total.accepted_count == 0
+    rates: dict[str, list[float]] = {"plain": [], "ngram": []}
+    step_ms: dict[str, list[float]] = {"plain": [], "wrong": []}
+    for _ in range(ROUND_COUNT):
+        for name, engine in (("plain", plain), ("ngram", ngram), ("wrong", wrong)):
+            _, seconds, steps = engine.generate(prompts)
+            if name in rates:
+                rates[name].append(batch * (OUTPUT_LENGTH - 1) / seconds)
+            if name in step_ms:
+                step_ms[name].append(1e3 * seconds / steps)
+    total = ngram.batcher.proposals.total
+    name = f"speculation_batch_{batch}"
+    return [
+        row_of_medians(f"{name}_ngram", "tokens/s", rates["ngram"], "no proposals", rates["plain"]),
+        Row(f"{name}_ngram_accepted", total.accepted_count / total.proposed_count, "share"),
+        Row(f"{name}_ngram_length", 1 + total.accepted_count / total.step_count, "tokens"),
+        row_of_medians(
+            f"{name}_nothing_accepted",
+            "ms/step",
+            step_ms["wrong"],
+            "no proposals",
+            step_ms["plain"],
+            at_most(OVERHEAD_MAX),
+        ),
+    ]
+
+
+class _WrongProposer:
+    """Proposes as many tokens as it may, and none that will be drawn."""
+
+    name = "wrong"
+    needs_hidden = False
+
+    def __init__(self, texts: Tokens) -> None:
+        self._texts = texts
+        self._rest: dict[int, list[int]] = {}
+
+    def add(self, slot: int, token_ids: NDArray[np.int64]) -> None:
+        known = token_ids.tolist()
+        (text,) = [text for text in self._texts if text[: len(known)] == known]
+        self._rest[slot] = text[len(known) :]
+
+    def remove(self, slot: int) -> None:
+        del self._rest[slot]
+
+    def note(self, drawn: Drawn) -> None:
+        for slot, tokens in zip(drawn.slots, drawn.tokens, strict=True):
+            del self._rest[slot][: len(tokens)]
+
+    def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        pairs = zip(slots, counts, strict=True)
+        return [[abs(token - 1) for token in self._rest[slot][:count]] for slot, count in pairs]
+
+
+class _Engine:
+    """A runner under a batcher, in one thread."""
+
+    def __init__(self, proposer: Proposer | None = None) -> None:
+        model = load_model(CHECKPOINT, dtype="float32", packs=True)
+        layout = ServerLayout(
+            components=cache_components(model.config, "auto"),
+            tp_size=1,
+            stages=split_layers(model.config.layer_count, 1),
+            page_size=PAGE_SIZE,
+        )
+        pool = KvPool.allocate(layout.rank(0, 0), [PAGE_COUNT], "cpu")
+        self._runner = ModelRunner(model, pool, SystemClock(), proposer=proposer)
+        self._account = PageAccount(layout.groups, [PAGE_COUNT], has_prefix_cache=False)
+        proposal_max = DEFAULT_PROPOSAL_MAX if proposer is not None else 0
+        limits = BatchLimits(2048, 64, 4096, frozenset(), proposal_max=proposal_max)
+        self.batcher = Batcher(self._account, limits)
+        self._next_id = 1
+
+    def generate(self, prompts: Tokens) -> tuple[Tokens, float, int]:
+        """Outputs, and the thread's seconds and the steps from their first tokens on."""
+        sampling = SamplingParams(
+            max_new_tokens=OUTPUT_LENGTH, seed=1, temperature=0.0, ignore_eos=True
+        )
+        sequences = []
+        for prompt in prompts:
+            self._next_id += 1
+            sequence = self._account.open(self._next_id, list(prompt), len(prompt), sampling)
+            assert sequence is not None
+            self.batcher.add(sequence)
+            sequences.append(sequence)
+        while self.batcher.prompt_count:
+            self._step()
+        began_at, steps = time.thread_time(), 0
+        while self.batcher.running_count:
+            self._step()
+            steps += 1
+        seconds = time.thread_time() - began_at
+        return [one.token_ids[one.prompt_count :] for one in sequences], seconds, steps
+
+    def _step(self) -> None:
+        step = self.batcher.plan_step().step
+        assert step is not None
+        for drawn in self.batcher.apply_done(self._runner.run(step)).tokens:
+            if drawn.finish is not None:
+                self.batcher.remove(drawn.sequence)
