@@ -23,6 +23,7 @@ from common.engine.heap import keep_freed_memory
 from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
+from common.engine.speculation.backoff import Backoff
 from common.engine.speculation.ngram import NgramProposer
 from common.engine.speculation.proposer import Drawn, Proposer
 from common.frontend.text.tokenizer import load_tokenizer
@@ -63,19 +64,18 @@ def _measure(batch: int) -> list[Row]:
     plain, ngram = _Engine(), _Engine(NgramProposer())
     expected = plain.generate(prompts)[0]
     texts = [prompt + output for prompt, output in zip(prompts, expected, strict=True)]
-    wrong = _Engine(_WrongProposer(texts))
-    for engine in (ngram, wrong):
+    wrong, stubborn = (_Engine(_WrongProposer(texts, is_stubborn=is_so)) for is_so in (False, True))
+    for engine in (ngram, wrong, stubborn):
         assert engine.generate(prompts)[0] == expected
     assert wrong.batcher.proposals.total.accepted_count == 0
-    rates: dict[str, list[float]] = {"plain": [], "ngram": []}
-    step_ms: dict[str, list[float]] = {"plain": [], "wrong": []}
+    engines = {"plain": plain, "ngram": ngram, "wrong": wrong, "stubborn": stubborn}
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    step_ms: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(ROUND_COUNT):
-        for name, engine in (("plain", plain), ("ngram", ngram), ("wrong", wrong)):
+        for name, engine in engines.items():
             _, seconds, steps = engine.generate(prompts)
-            if name in rates:
-                rates[name].append(batch * (OUTPUT_LENGTH - 1) / seconds)
-            if name in step_ms:
-                step_ms[name].append(1e3 * seconds / steps)
+            rates[name].append(batch * (OUTPUT_LENGTH - 1) / seconds)
+            step_ms[name].append(1e3 * seconds / steps)
     total = ngram.batcher.proposals.total
     name = f"speculation_batch_{batch}"
     return [
@@ -90,34 +90,52 @@ def _measure(batch: int) -> list[Row]:
             step_ms["plain"],
             at_most(OVERHEAD_MAX),
         ),
+        row_of_medians(
+            f"{name}_nothing_accepted_of_{DEFAULT_PROPOSAL_MAX}_in_every_step",
+            "ms/step",
+            step_ms["stubborn"],
+            "no proposals",
+            step_ms["plain"],
+        ),
     ]
 
 
 class _WrongProposer:
-    """Proposes as many tokens as it may, and none that will be drawn."""
+    """Proposes no token that will be drawn: as many and as often as NGRAM does in spite of that, or
+    as it may in every step."""
 
     name = "wrong"
     needs_hidden = False
 
-    def __init__(self, texts: Tokens) -> None:
+    def __init__(self, texts: Tokens, *, is_stubborn: bool) -> None:
         self._texts = texts
+        self._is_stubborn = is_stubborn
         self._rest: dict[int, list[int]] = {}
+        self._backoffs: dict[int, Backoff] = {}
+        self._proposed: dict[int, int] = {}
 
     def add(self, slot: int, token_ids: NDArray[np.int64]) -> None:
         known = token_ids.tolist()
         (text,) = [text for text in self._texts if text[: len(known)] == known]
         self._rest[slot] = text[len(known) :]
+        self._backoffs[slot], self._proposed[slot] = Backoff(), 0
 
     def remove(self, slot: int) -> None:
         del self._rest[slot]
 
     def note(self, drawn: Drawn) -> None:
         for slot, tokens in zip(drawn.slots, drawn.tokens, strict=True):
+            self._backoffs[slot].note(self._proposed[slot], 0)
             del self._rest[slot][: len(tokens)]
 
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        pairs = zip(slots, counts, strict=True)
-        return [[abs(token - 1) for token in self._rest[slot][:count]] for slot, count in pairs]
+        return [self._propose(slot, count) for slot, count in zip(slots, counts, strict=True)]
+
+    def _propose(self, slot: int, count: int) -> list[int]:
+        limit = count if self._is_stubborn else self._backoffs[slot].limit(count)
+        proposed = [abs(token - 1) for token in self._rest[slot][:limit]]
+        self._proposed[slot] = len(proposed)
+        return proposed
 
 
 class _Engine:

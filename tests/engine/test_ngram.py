@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from common.engine.speculation.backoff import Backoff
 from common.engine.speculation.ngram import (
     MATCH_MAX,
     MATCH_MIN,
@@ -75,3 +76,39 @@ def test_a_sequence_is_searched_with_all_that_was_drawn_since() -> None:
     proposer.remove(3)
     proposer.add(3, np.array([8]))
     assert proposer.propose([3], [4]) == [[]]
+
+
+def test_proposals_that_fail_become_few_and_those_that_succeed_many_again() -> None:
+    """Tokens repeat with a period of two, and what is drawn is something else for a while."""
+    proposer = NgramProposer()
+    proposer.add(0, np.array([5, 6] * 8))
+    counts = []
+    for step in range(60):
+        (proposed,) = proposer.propose([0], [8])
+        counts.append(len(proposed))
+        # A token that never stood before, and two that did: what followed them is proposed next.
+        proposer.note(Drawn([0], [[1000 + step]], [0]))
+        proposer.note(Drawn([0], [[5]], [0]))
+        proposer.note(Drawn([0], [[6]], [0]))
+    assert counts[0] == 8 and max(counts[1:]) <= 1
+    assert 0 < sum(counts[20:]) <= 40 // 3
+    counts.clear()
+    for _ in range(12):
+        (proposed,) = proposer.propose([0], [8])
+        counts.append(len(proposed))
+        proposer.note(Drawn([0], [[*proposed, 5 if len(proposed) % 2 == 0 else 6]], [0]))
+    assert max(counts) == 8
+
+
+def test_a_first_failure_costs_no_pause() -> None:
+    backoff = Backoff()
+    assert backoff.limit(4) == 4
+    backoff.note(4, 0)
+    assert backoff.limit(4) == 1
+    backoff.note(1, 1)
+    assert backoff.limit(4) == 3
+    backoff.note(3, 3)
+    assert backoff.limit(4) == 4
+    for _ in range(2):
+        backoff.note(4, 0)
+    assert [backoff.limit(4) for _ in range(3)] == [0, 1, 1]

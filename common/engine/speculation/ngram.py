@@ -3,7 +3,8 @@
     tokens   a b c d e | x y | a b c          the latest `a b c` stood at the beginning
     proposed                        d e x y
 
-Needs no weights. Source: github.com/apoorvumang/prompt-lookup-decoding; vLLM's method `ngram`.
+Where that fails, less is proposed, and less often (`backoff.py`). Needs no weights.
+Source: github.com/apoorvumang/prompt-lookup-decoding; vLLM's method `ngram`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from common.engine.speculation.backoff import Backoff
 from common.engine.speculation.proposer import Drawn
 
 MATCH_MIN = 2
@@ -30,39 +32,44 @@ class NgramProposer:
     needs_hidden = False
 
     def __init__(self) -> None:
-        self._tokens: dict[int, _Tokens] = {}
+        self._sequences: dict[int, _Sequence] = {}
 
     def add(self, slot: int, token_ids: NDArray[np.int64]) -> None:
-        assert slot not in self._tokens, slot
-        self._tokens[slot] = _Tokens(token_ids)
+        assert slot not in self._sequences, slot
+        self._sequences[slot] = _Sequence(token_ids)
 
     def remove(self, slot: int) -> None:
-        del self._tokens[slot]
+        del self._sequences[slot]
 
     def note(self, drawn: Drawn) -> None:
         for slot, tokens in zip(drawn.slots, drawn.tokens, strict=True):
-            self._tokens[slot].extend(tokens)
+            self._sequences[slot].extend(tokens)
 
     def propose(self, slots: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
         pairs = zip(slots, counts, strict=True)
-        return [find_continuation(self._tokens[slot].known, count) for slot, count in pairs]
+        return [self._sequences[slot].propose(count) for slot, count in pairs]
 
 
-class _Tokens:
-    """A growing int32[n]."""
+class _Sequence:
+    """A growing int32[n], and what was proposed behind it."""
 
     def __init__(self, token_ids: NDArray[np.int64]) -> None:
         self._count = len(token_ids)
         self._memory = token_ids.astype(np.int32)
+        self._backoff = Backoff()
+        self._proposed_count = 0
 
-    @property
-    def known(self) -> NDArray[np.int32]:
-        return self._memory[: self._count]
+    def propose(self, count: int) -> list[int]:
+        proposed = find_continuation(self._memory[: self._count], self._backoff.limit(count))
+        self._proposed_count = len(proposed)
+        return proposed
 
     def extend(self, tokens: Sequence[int]) -> None:
+        self._backoff.note(self._proposed_count, max(0, len(tokens) - 1))
+        self._proposed_count = 0
         count = self._count + len(tokens)
         if count > len(self._memory):
-            self._memory = np.concatenate((self.known, np.zeros(count, dtype=np.int32)))
+            self._memory = np.concatenate((self._memory, np.zeros(count, dtype=np.int32)))
         self._memory[self._count : count] = tokens
         self._count = count
 
