@@ -28,11 +28,11 @@ from common.engine.pending_step import PendingStep, ScoredPrompt
 from common.engine.prompt_scores import PromptScores
 from common.engine.sampling.draw import Draw
 from common.engine.sampling.sampler import Sampler
-from common.engine.sampling.sampling_table import check_sampling
+from common.engine.sampling.sampling_table import why_refused
 from common.engine.sequence_table import SequenceTable
 from common.engine.speculation.decode_rows import DecodeRows
 from common.engine.speculation.proposer import Proposer
-from common.engine.speculation.speculation import Run, Speculation
+from common.engine.speculation.speculation import Speculation, accepted_of
 from common.engine.step_work import StepWork
 from common.grammar import GrammarCompiler
 from common.protocol.worker import (
@@ -160,7 +160,7 @@ class ModelRunner:
             if self._speculation is not None:
                 runs = self._speculation.finish(work, logits, draw)
                 decoded = [request_id for request_id in step.decode if request_id not in refused]
-                accepted = _accepted(decoded, work.decodes, runs)
+                accepted = accepted_of(decoded, work.decodes, runs)
         elif step.copies:
             # One rank answers for all, and elsewhere the forward pass makes it wait for the others.
             self._model.context.parallel.wait_for_ranks(self._device)
@@ -190,7 +190,7 @@ class ModelRunner:
 
     def _introduce(self, new: NewSequence) -> None:
         tokens = np.array(new.token_ids, dtype=np.int64)
-        reason = _why_refused(tokens, new.prompt_count, new.sampling, self._vocab_size)
+        reason = why_refused(tokens, new.prompt_count, new.sampling, self._vocab_size)
         if new.sampling.grammar is not None and self._lacks_grammars:
             reason = reason or "a grammar: this server has no tokenizer to follow it with"
         if reason is not None:
@@ -393,25 +393,3 @@ class ModelRunner:
         draw = self._sampler.draw(rows, slots, self._sequences.lengths[slots])
         self._sequences.append(slots, sampled, draw.tokens)
         return draw
-
-
-def _accepted(request_ids: list[int], decodes: DecodeRows, runs: list[Run]) -> dict[int, Accepted]:
-    """As `StepDone` has it; request_ids: of the sequences that decoded."""
-    return {
-        request_id: Accepted(len(proposals), run.tokens[1:], run.logprobs)
-        for request_id, proposals, run in zip(request_ids, decodes.proposals, runs, strict=True)
-        if proposals
-    }
-
-
-def _why_refused(
-    token_ids: NDArray[np.int64], prompt_count: int, sampling: SamplingParams, vocab_size: int
-) -> str | None:
-    """A peer's values reach this far; a bad one must fail its own request, not the batch."""
-    if len(token_ids) == 0 or not 1 <= prompt_count <= len(token_ids):
-        return f"prompt_count={prompt_count}: must be in 1..{len(token_ids)}, the tokens given"
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        return f"token id {bad}: must be in 0..{vocab_size - 1}"
-    return check_sampling(sampling, vocab_size)

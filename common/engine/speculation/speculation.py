@@ -29,6 +29,7 @@ from common.engine.speculation.proposer import Drawn, Proposer
 from common.engine.speculation.spare_states import SpareStates
 from common.engine.step_work import StepWork
 from common.layout.component import LiveKind
+from common.protocol.worker import Accepted
 from common.request import SamplingParams, TokenLogprobs
 from common.request_bounds import PROPOSAL_COUNT_MAX
 
@@ -202,3 +203,14 @@ class Speculation:
             if 0 < len(run.tokens) <= rows.counts[i]
         ]
         self._states.take_over(kept)
+
+
+def accepted_of(
+    request_ids: Sequence[int], rows: DecodeRows, runs: Sequence[Run]
+) -> dict[int, Accepted]:
+    """As `StepDone` has it; request_ids: of the sequences of `rows`."""
+    return {
+        request_id: Accepted(len(proposals), run.tokens[1:], run.logprobs)
+        for request_id, proposals, run in zip(request_ids, rows.proposals, runs, strict=True)
+        if proposals
+    }
