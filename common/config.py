@@ -127,7 +127,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
     speculative_algorithm: who proposes tokens ahead; with any, no step is sent before the last one
-        has returned. speculative_num_steps, speculative_num_draft_tokens: how many are proposed,
+        has returned. speculative_draft_model_path: of the draft that has a checkpoint of its own.
+        speculative_num_steps, speculative_num_draft_tokens: how many are proposed,
         and how many tokens a step verifies of a sequence, its latest one included; None: what
         follows from the other one, or the default.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
@@ -227,6 +228,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_overlap_schedule: bool = False
     schedule_low_priority_values_first: bool = False
     speculative_algorithm: SpeculativeAlgorithm = SpeculativeAlgorithm.OFF
+    speculative_draft_model_path: str = ""
     speculative_num_steps: int | None = None
     speculative_num_draft_tokens: int | None = None
     speculative_eagle_topk: int = 1

@@ -59,6 +59,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "speculation": {
         "speculative_algorithm": "NAME",
+        "speculative_draft_model_path": "DIR",
         "speculative_num_steps": "N",
         "speculative_num_draft_tokens": "N",
         "speculative_eagle_topk": "N",

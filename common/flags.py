@@ -260,8 +260,15 @@ COMMON_FLAGS: tuple[Flag, ...] = (
         "speculative_algorithm",
         ("speculative-algorithm",),
         choice(*filter(None, SpeculativeAlgorithm)),
-        "verify several tokens in a step, proposed by NGRAM: where the latest ones stood before "
-        "[one token in a step]",
+        "verify several tokens in a step, proposed by NGRAM: where the latest ones stood before; "
+        "by NEXTN: the checkpoint's layer for that; or by EAGLE3: a head with files of its own. "
+        "The last two have a cache, so a pair needs them on both sides [one token in a step]",
+    ),
+    Flag(
+        "speculative_draft_model_path",
+        ("speculative-draft-model-path",),
+        str,
+        "checkpoint directory of an EAGLE3 head",
     ),
     Flag(
         "speculative_num_steps",

@@ -16,10 +16,19 @@ class SpeculativeAlgorithm(StrEnum):
     """Who proposes tokens ahead of a sequence, to be verified several in a step.
 
     NGRAM: the sequence's own tokens, where the latest ones stood before (prompt lookup).
+    NEXTN: a layer of the checkpoint that predicts more tokens at a time (multi-token prediction).
+    EAGLE3: a layer of another checkpoint, trained to guess what the model draws.
     """
 
     OFF = ""
     NGRAM = "NGRAM"
+    NEXTN = "NEXTN"
+    EAGLE3 = "EAGLE3"
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether layers propose, whose cache lies behind the model's own."""
+        return self in (SpeculativeAlgorithm.NEXTN, SpeculativeAlgorithm.EAGLE3)
 
 
 def proposal_max(algorithm: SpeculativeAlgorithm, steps: int | None, tokens: int | None) -> int:

@@ -24,6 +24,7 @@ from common.engine.forward_batch import ForwardBatch, HostRows
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.draft import HiddenTap
 from common.engine.pending_step import PendingStep, ScoredPrompt
 from common.engine.prompt_scores import PromptScores
 from common.engine.sampling.draw import Draw
@@ -31,6 +32,7 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.sampling.sampling_table import why_refused
 from common.engine.sequence_table import SequenceTable
 from common.engine.speculation.decode_rows import DecodeRows
+from common.engine.speculation.draft_proposer import DraftProposer
 from common.engine.speculation.proposer import Proposer
 from common.engine.speculation.speculation import Speculation, accepted_of
 from common.engine.step_work import StepWork
@@ -71,7 +73,8 @@ class ModelRunner:
 
     grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
     graphs: recorded passes of this model over this pool, for steps that only decode.
-    proposer: of tokens ahead of sequences, where any are verified. spare_count: pages at the end of
+    proposer: of tokens ahead of sequences, where any are verified; a model with a draft proposes by
+    that. spare_count: pages at the end of
     each slot group of the pool that are kept for that, and are no request's.
     """
 
@@ -103,6 +106,8 @@ class ModelRunner:
         )
         self._prompt_scores = PromptScores(self._sequences, self._sampler)
         self._speculation: Speculation | None = None
+        if model.draft is not None:
+            proposer = DraftProposer(model, pool, self._sequences)
         if proposer is not None:
             assert self._draws_tokens, "proposals are made where tokens are drawn"
             self._speculation = Speculation(
@@ -151,14 +156,21 @@ class ModelRunner:
         draw: Draw | None = None
         scored: list[ScoredPrompt] = []
         accepted: dict[int, Accepted] = {}
+        guesses: dict[int, list[int]] = {}
         if not work.is_empty:
-            sampled, logits = self._forward(work, on_layer)
+            tap = None if self._speculation is None else self._speculation.tap()
+            sampled, logits = self._forward(work, on_layer, tap)
             if logits is None:
                 return PendingStep(step.step_id, self._clock, started_at)
             scored = self._prompt_scores.score(work, logits[work.decode_logits.stop :])
             draw = self._draw(work, sampled, logits)
             if self._speculation is not None:
-                runs = self._speculation.finish(work, logits, draw)
+                runs = self._speculation.finish(work, logits, draw, tap)
+                if on_layer is not None:
+                    for layer in self._speculation.proposer.layer_ids:
+                        on_layer(layer)
+                if step.guess_count:
+                    guesses = self._speculation.guess(work, step.guess_count)
                 decoded = [request_id for request_id in step.decode if request_id not in refused]
                 accepted = accepted_of(decoded, work.decodes, runs)
         elif step.copies:
@@ -174,6 +186,7 @@ class ModelRunner:
             draw=draw,
             scored=scored,
             accepted=accepted,
+            guesses=guesses,
         )
 
     # ---- what changed ----------------------------------------------------------------------------
@@ -320,7 +333,9 @@ class ModelRunner:
             page_tables=tables,
         )
 
-    def _forward(self, work: StepWork, on_layer: OnLayer | None) -> tuple[Tensor, Tensor | None]:
+    def _forward(
+        self, work: StepWork, on_layer: OnLayer | None, tap: HiddenTap | None
+    ) -> tuple[Tensor, Tensor | None]:
         """(int64[R] of the sampled slots on the device, float32 logits of the rows that `StepWork`
         lists, None without the model's head)."""
         rows = self._rows(work)
@@ -329,7 +344,8 @@ class ModelRunner:
         }
         if self._speculation is not None:
             state_pages |= self._speculation.state_pages(work.decodes, len(work.chunks))
-        if self._graphs is not None and not work.chunks and not state_pages:
+        is_plain = not work.chunks and not state_pages and tap is None
+        if self._graphs is not None and is_plain:
             recorded = self._replay(self._graphs, work, rows, on_layer)
             if recorded is not None:
                 return recorded
@@ -344,7 +360,7 @@ class ModelRunner:
             logits_rows=inputs.logits_rows,
             state_pages=state_pages,
         )
-        return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer)
+        return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer, tap)
 
     def _replay(
         self, graphs: DecodeGraphs, work: StepWork, rows: HostRows, on_layer: OnLayer | None

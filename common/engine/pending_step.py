@@ -47,7 +47,7 @@ class PendingStep:
 
     due: requests that were due a token. refused: those of them that can't be run, with the reason.
     ran: the requests of `draw`, row by row. draw: None if nothing was drawn. accepted: what was
-    drawn behind that, of proposals.
+    drawn behind that, of proposals. guesses: as `StepDone` has them.
     """
 
     step_id: int
@@ -59,6 +59,7 @@ class PendingStep:
     draw: Draw | None = None
     scored: list[ScoredPrompt] = field(default_factory=list)
     accepted: dict[int, Accepted] = field(default_factory=dict)
+    guesses: dict[int, list[int]] = field(default_factory=dict)
 
     def finish(self) -> StepDone:
         """Waits for what was drawn, not for what was launched after it. Safe on any thread."""
@@ -82,4 +83,5 @@ class PendingStep:
             seconds=self.clock.now() - self.started_at,
             unfit=sorted(unfit),
             accepted=self.accepted,
+            guesses=self.guesses,
         )

@@ -95,6 +95,7 @@ class Step(_Message, frozen=True):
         learns them from here. None where steps are sent before those tokens are known.
     draft_counts: how many proposals for each of `decode` may be verified: there are pages for so
         many tokens behind the latest one. Empty: none of any.
+    guess_count: of tokens to guess behind the first one of each prompt that ends, if pages allow.
     """
 
     step_id: int
@@ -106,6 +107,7 @@ class Step(_Message, frozen=True):
     decode_tokens: list[int] = []
     copies: list[PageCopies] = []
     draft_counts: list[int] = []
+    guess_count: int = 0
 
 
 class OpenPeer(_Message, frozen=True):
@@ -304,10 +306,8 @@ class WorkerReady(_Message, frozen=True):
 
 
 class WorkerBeat(_Message, frozen=True):
-    """This rank's I/O thread runs; its engine may not. progress: grows as the engine computes.
-
-    It counts finished layers and, on a CPU, the time that the engine's thread has computed.
-    """
+    """This rank's I/O thread runs; its engine may not. progress: counts finished layers and, on a
+    CPU, the time that the engine's thread has computed."""
 
     rank: int
     progress: int
@@ -333,7 +333,7 @@ class StepDone(_Message, frozen=True):
     prompt_logprobs: `encode_logprobs` of the chunk's prompt tokens, by request id.
     failed: request id -> reason, for sequences that have no token. unfit: those of them that
         failed by their own request, such as its grammar. The others had logits that are not finite.
-    accepted: by request id, of sequences that had proposals.
+    accepted: by request id, of sequences that had proposals. guesses: likewise, of `guess_count`.
     """
 
     step_id: int
@@ -345,6 +345,7 @@ class StepDone(_Message, frozen=True):
     seconds: float = 0.0
     unfit: list[int] = []
     accepted: dict[int, Accepted] = {}
+    guesses: dict[int, list[int]] = {}
 
 
 class PeerOpened(_Message, frozen=True):

@@ -17,13 +17,20 @@ from common.clock import Clock
 from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cache.cast import CACHE_DTYPES
-from common.engine.checkpoint.fingerprint import model_fingerprint
+from common.engine.checkpoint.fingerprint import draft_fingerprint, model_fingerprint
+from common.engine.config.draft import DraftConfig, split_stages
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
+from common.engine.draft_loader import read_draft
 from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
 from common.engine.layers.narrow import NarrowWeights
-from common.engine.loader import attention_shape, fused_shape, load_model, read_served_config
+from common.engine.loader import (
+    attention_shape,
+    fused_shape,
+    load_model,
+    read_served_config,
+)
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
@@ -32,7 +39,6 @@ from common.environment import shared_memory_dir
 from common.errors import ConfigError, GrammarError
 from common.grammar import GrammarCompiler
 from common.layout.cache_layout import RankLayout, ServerLayout
-from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
 from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
@@ -96,18 +102,19 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     _set_up_process(config, device)
     model_config = read_served_config(config.model_path, dtype=config.dtype)
     context_length = _context_length(config, model_config)
-    layout = _server_layout(config, model_config).ranks[rank]
+    draft = _read_draft(config, model_config)
+    layout = _server_layout(config, model_config, draft).ranks[rank]
     before_nbytes = free_nbytes(device)
     # Before the ranks meet, none has taken its share: all shares must be free at once.
     check_host_memory(config, len(config.local_ranks) * host_share_nbytes(config))
     parallel = _meet_other_ranks(config, rank, device)
     cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
     choice = choose_attention(
-        attention_shape(model_config, parallel, device, config.page_size, cache_dtype),
+        attention_shape(model_config, parallel, device, config.page_size, cache_dtype, draft),
         config.attention_backend,
         may_record=not why_not_recorded(config, device),
     )
-    model = _load_model(config, device, parallel, choice)
+    model = _load_model(config, device, parallel, choice, draft)
     now_nbytes = free_nbytes(device)
     plan = plan_graphs(config, model, layout, choice, context_length)
     free = FreeMemory(before_nbytes, now_nbytes, _shared_nbytes(config, device), plan.nbytes)
@@ -131,7 +138,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         rank=rank,
         page_counts=page_counts,
         layout=encode_layout(layout.server),
-        fingerprint=_fingerprint(config, model_config, device),
+        fingerprint=_fingerprint(config, model_config, draft, device),
         vocab_size=model_config.vocab_size,
         context_length=context_length,
         eos_token_ids=list(model_config.eos_token_ids),
@@ -159,7 +166,11 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
 
 
 def _load_model(
-    config: ServerConfig, device: torch.device, parallel: ParallelContext, choice: AttentionChoice
+    config: ServerConfig,
+    device: torch.device,
+    parallel: ParallelContext,
+    choice: AttentionChoice,
+    draft: DraftConfig | None,
 ) -> CausalLm:
     with enough_memory("the weights", MORE_ROOM_FOR_WEIGHTS):
         return load_model(
@@ -172,6 +183,8 @@ def _load_model(
             attention=choice.attention,
             packs=True,
             narrow=NarrowWeights(config.quantized_weights),
+            draft=draft,
+            draft_path=config.speculative_draft_model_path,
         )
 
 
@@ -231,6 +244,11 @@ def _meeting_place(config: ServerConfig) -> str:
     return f"file://{config.runtime_dir}/ranks"
 
 
+def _read_draft(config: ServerConfig, model_config: ModelConfig) -> DraftConfig | None:
+    draft_path = config.speculative_draft_model_path
+    return read_draft(model_config, config.speculative_algorithm, draft_path)
+
+
 def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
     if config.context_length is None:
         return model_config.context_length
@@ -242,7 +260,9 @@ def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
     return config.context_length
 
 
-def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLayout:
+def _server_layout(
+    config: ServerConfig, model_config: ModelConfig, draft: DraftConfig | None
+) -> ServerLayout:
     check_parallel(model_config, config.tp_size, config.pp_size)
     if config.layer_group_count > model_config.layer_count:
         raise ConfigError(
@@ -250,9 +270,9 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
             f"1..{model_config.layer_count}, the model's layers"
         )
     layout = ServerLayout(
-        components=cache_components(model_config, config.kv_cache_dtype),
+        components=cache_components(model_config, config.kv_cache_dtype, draft),
         tp_size=config.tp_size,
-        stages=split_layers(model_config.layer_count, config.pp_size),
+        stages=split_stages(model_config, config.pp_size, draft),
         page_size=config.page_size,
         layer_group_count=config.layer_group_count,
     )
@@ -261,16 +281,26 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
 
 
 def _fingerprint(
-    config: ServerConfig, model_config: ModelConfig, device: torch.device
+    config: ServerConfig,
+    model_config: ModelConfig,
+    draft: DraftConfig | None,
+    device: torch.device,
 ) -> dict[str, str]:
     """The fingerprint that servers compare.
 
-    Pools of different kinds of memory have no transport in common.
+    Pools of different kinds of memory have no transport in common. Servers without a draft don't
+    name it, so that those of releases without drafts fit them.
     """
     of_model = model_fingerprint(
         config.model_path, model_config, load_format=config.load_format, seed=config.random_seed
     )
-    return of_model | {"memory": device.type}
+    draft_path = config.speculative_draft_model_path
+    of_draft = (
+        {}
+        if draft is None
+        else {"draft": draft_fingerprint(draft, draft_path, load_format=config.load_format)}
+    )
+    return of_model | of_draft | {"memory": device.type}
 
 
 def _shared_nbytes(config: ServerConfig, device: torch.device) -> int | None:

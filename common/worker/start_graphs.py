@@ -45,6 +45,8 @@ def why_not_recorded(config: ServerConfig, device: torch.device) -> str:
         return "a prefill server decodes nothing"
     if config.disable_cuda_graph:
         return "--disable-cuda-graph"
+    if config.speculative_algorithm.has_draft:
+        return "a draft reads the hidden states of every pass"
     if config.pp_size > 1:
         return "a pipeline stage waits for another one inside its pass"
     return ""

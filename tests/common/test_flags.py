@@ -193,7 +193,7 @@ BAD = [
     ("--random-seed", str(2**63), "0..9223372036854775807"),
     ("--tp-size", "0", "1..1024"),
     ("--layer-group-count", "9999", "1..1024"),
-    ("--speculative-algorithm", "EAGLE", "must be one of NGRAM"),
+    ("--speculative-algorithm", "EAGLE", "must be one of NGRAM, NEXTN, EAGLE3"),
     ("--speculative-num-steps", "33", "must be an integer in 1..32"),
     ("--speculative-num-draft-tokens", "1", "must be an integer in 2..33"),
     ("--speculative-eagle-topk", "4", "must be an integer in 1..1"),
@@ -293,6 +293,11 @@ def test_required_flags_are_named(model: Path) -> None:
             "--speculative-num-draft-tokens 3: must be 4, one more than",
         ),
         ([*NGRAM, "--pp-size", "2"], "NGRAM: must not be given with --pp-size 2"),
+        (["--speculative-algorithm", "EAGLE3"], "--speculative-draft-model-path (none): must be a"),
+        (
+            ["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "/head"],
+            "--speculative-draft-model-path /head: must not be given with",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(

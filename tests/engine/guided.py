@@ -16,7 +16,8 @@ class GuidedProposer:
     right: the chance of each proposal to be the right token."""
 
     name = "guided"
-    needs_hidden = False
+    tapped: tuple[int, ...] = ()
+    layer_ids: tuple[int, ...] = ()
 
     def __init__(self, texts: list[list[int]], right: float, vocab_size: int) -> None:
         self._texts = texts

@@ -7,7 +7,6 @@ from common.engine.speculation.proposer import Proposer
 from common.speculative import SpeculativeAlgorithm
 
 
-def choose_proposer(algorithm: SpeculativeAlgorithm) -> Proposer:
-    """algorithm: any but none."""
-    assert algorithm is SpeculativeAlgorithm.NGRAM, algorithm
-    return NgramProposer()
+def choose_proposer(algorithm: SpeculativeAlgorithm) -> Proposer | None:
+    """None if nothing proposes, or a draft does, which is a part of its model."""
+    return NgramProposer() if algorithm is SpeculativeAlgorithm.NGRAM else None

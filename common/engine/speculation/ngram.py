@@ -29,7 +29,8 @@ class NgramProposer:
     """See `Proposer`."""
 
     name = "NGRAM"
-    needs_hidden = False
+    tapped: tuple[int, ...] = ()
+    layer_ids: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._sequences: dict[int, _Sequence] = {}

@@ -14,7 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.forward_batch import ForwardBatch
+
+@dataclass(frozen=True, slots=True)
+class FollowedRows:
+    """Consecutive rows of one sequence in a pass, and the tokens behind them.
+
+    slot: of the sequence. first_row: in the pass. start: position of that row. next_tokens: of each
+    row, the token behind it. Behind the last row of a prompt that is what its first sample drew;
+    rows of a prompt of which nothing was drawn end before that.
+    """
+
+    slot: int
+    first_row: int
+    start: int
+    next_tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +35,32 @@ class Drawn:
     """What one step drew, in the order of its rows: sequences whose prompt it completed, then those
     that decoded.
 
-    slots: of the `SequenceTable`, distinct. tokens: of each, what was drawn, one or more; none of a
-    sequence that failed. batch, hidden: the pass, and what its last layer made of every token of
-    it, [T, hidden]; None unless the proposer asks for them (`needs_hidden`). first_rows: the row of
-    T behind which the first of `tokens` was drawn, the others behind the next rows.
+    slots: of the `SequenceTable`, distinct; from `decode_start` on those that decoded.
+    tokens: of each, what was drawn, one or more; none of a sequence that failed.
+    first_rows: the row of the pass behind which the first of `tokens` was drawn, the others behind
+    the next rows. prompts: rows of chunks, whose next tokens are known. tapped: of every row of the
+    pass, the hidden states that the proposer asks for (`tapped`), side by side; None if it asks for
+    none.
     """
 
     slots: Sequence[int]
     tokens: Sequence[Sequence[int]]
     first_rows: Sequence[int]
-    batch: ForwardBatch | None = None
-    hidden: Tensor | None = None
+    decode_start: int = 0
+    prompts: Sequence[FollowedRows] = ()
+    tapped: Tensor | None = None
 
 
 class Proposer(Protocol):
     """One writer: the thread that runs the model. All ranks of a server propose the same.
 
-    needs_hidden: whether `Drawn.batch` and `Drawn.hidden` are to be there.
+    tapped: layers whose inputs are to be in `Drawn.tapped`, as `DraftConfig` names them.
+    layer_ids: of the layers of its own, whose cache is complete when `note` returns.
     """
 
     name: str
-    needs_hidden: bool
+    tapped: tuple[int, ...]
+    layer_ids: tuple[int, ...]
 
     def add(self, slot: int, token_ids: NDArray[np.int64]) -> None:
         """A sequence begins with int64[n] tokens, prompt and output so far."""

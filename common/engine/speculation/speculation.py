@@ -21,11 +21,12 @@ from torch import Tensor
 
 from common.engine.cache.kv_pool import KvPool
 from common.engine.host_copy import upload
+from common.engine.models.draft import HiddenTap
 from common.engine.sampling.draw import Draw
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequence_table import SequenceTable, Slots
 from common.engine.speculation.decode_rows import DecodeRows
-from common.engine.speculation.proposer import Drawn, Proposer
+from common.engine.speculation.proposer import Drawn, FollowedRows, Proposer
 from common.engine.speculation.spare_states import SpareStates
 from common.engine.step_work import StepWork
 from common.layout.component import LiveKind
@@ -138,11 +139,17 @@ class Speculation:
 
     # ---- behind the pass -------------------------------------------------------------------------
 
-    def finish(self, work: StepWork, logits: Tensor, draw: Draw) -> list[Run]:
+    def tap(self) -> HiddenTap | None:
+        """Takes out of a pass what the proposer wants to see of it."""
+        return HiddenTap(self.proposer.tapped) if self.proposer.tapped else None
+
+    def finish(
+        self, work: StepWork, logits: Tensor, draw: Draw, tap: HiddenTap | None = None
+    ) -> list[Run]:
         """Draw behind proposals for as long as they turn out right, and tell the proposer.
 
         logits: float32[rows, vocabulary] of the whole step, overwritten. draw: of the sampled
-        slots, to which it was appended.
+        slots, to which it was appended. tap: of this pass.
         Returns: what was drawn of each sequence that decodes.
         """
         sampled, first = draw.finish(), work.prompt_draw_count
@@ -152,8 +159,47 @@ class Speculation:
         runs = [Run(tokens, []) for tokens in drawn[first:]]
         if work.decodes.has_proposals:
             self._verify(work.decodes, logits[work.decode_logits], runs)
-        self.proposer.note(Drawn(work.sampled_slots.tolist(), drawn, work.drawn_rows()))
+        self.proposer.note(
+            Drawn(
+                slots=work.sampled_slots.tolist(),
+                tokens=drawn,
+                first_rows=work.drawn_rows(),
+                decode_start=first,
+                prompts=self._prompts(work, drawn) if tap is not None else (),
+                tapped=None if tap is None else tap.states,
+            )
+        )
         return runs
+
+    def _prompts(self, work: StepWork, drawn: Sequence[Sequence[int]]) -> list[FollowedRows]:
+        """Chunks and the tokens behind their rows. drawn: for each of the sampled slots."""
+        prompts: list[FollowedRows] = []
+        first_row, place = 0, 0
+        for chunk, slot in zip(work.chunks, work.chunk_slots.tolist(), strict=True):
+            known = self._sequences.tokens(slot)[chunk.start + 1 : chunk.stop + 1].tolist()
+            if chunk.is_last:
+                known += drawn[place][:1]
+                place += len(chunk.drawing)
+            prompts.append(FollowedRows(slot, first_row, chunk.start, known))
+            first_row += chunk.stop - chunk.start
+        return prompts
+
+    def guess(self, work: StepWork, count: int) -> dict[int, list[int]]:
+        """At most `count` tokens behind the first one of each prompt that ended, by request id; as
+        far as its pages have rows for them. None for samples, which are of no sequence yet."""
+        ended = [
+            (chunk.request_id, slot)
+            for chunk, slot in zip(work.chunks, work.chunk_slots.tolist(), strict=True)
+            if chunk.is_last and not chunk.samples
+        ]
+        if not ended:
+            return {}
+        slots = np.array([slot for _, slot in ended], dtype=np.int64)
+        # The first guess needs no row; the row of each one but the last is a token's.
+        room = self._sequences.covered(slots) - self._sequences.lengths[slots] + 2
+        counts = np.clip(room, 0, count).tolist()
+        guesses = self.proposer.propose(slots.tolist(), counts)
+        return {request_id: found for (request_id, _), found in zip(ended, guesses, strict=True)}
 
     def _verify(self, rows: DecodeRows, logits: Tensor, runs: list[Run]) -> None:
         going = list(range(len(runs)))
