@@ -280,6 +280,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return proposal_max(self.speculative_algorithm, steps, tokens)
 
     @property
+    def digest_lookahead(self) -> int:
+        """Tokens behind the beginning of a prompt that its cache depends on."""
+        return 1 if self.speculative_algorithm.has_draft else 0
+
+    @property
     def verified_max(self) -> int:
         """Proposals for a sequence that its workers verify in a step; 0 where none decode."""
         decodes = self.role is Role.DECODE or self.enable_role_switch

@@ -37,7 +37,8 @@ class ServerFacts:
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
     it wants compared.
     pass_times: what steps took at the start, of the slowest rank.
-    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
+    digest_tokens, digest_lookahead: of each digest of a prompt's beginnings (see
+    prefix_digests.py).
     host_page_counts: per page group, of the tier in host memory; () without one.
     earlier_writers: peers of schedulers before this one, over the same workers, that may still
     write into their pages."""
@@ -60,6 +61,7 @@ class ServerFacts:
 
     pass_times: PassTimes = NOT_TIMED
     digest_tokens: int = DIGEST_TOKENS
+    digest_lookahead: int = 0
     host_page_counts: tuple[int, ...] = ()
     earlier_writers: tuple[PeerWriter, ...] = ()
 

@@ -178,7 +178,12 @@ class Outgoing:
         )
         counts = target.outbound.page_counts
         problem = check_transfer_request(
-            self._facts.layout, remote.layout, counts, message, self._facts.digest_tokens
+            self._facts.layout,
+            remote.layout,
+            counts,
+            message,
+            self._facts.digest_tokens,
+            self._facts.digest_lookahead,
         )
         if problem is None and message.token_count > self._token_max:
             problem = f"token_count={message.token_count}: at most {self._token_max} here"
