@@ -17,7 +17,8 @@ class BatchLimits:
     sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less).
     in_flight_max: steps that may be with the workers. is_prompt_only: sequences leave with the
     token after their prompt. proposal_max: tokens that are proposed ahead of a decoding sequence in
-    a step; how many are accepted decides where the next step begins, so then one is in flight."""
+    a step; how many are accepted decides where the next step begins, so then one is in flight.
+    guess_count: tokens that are guessed behind the first one of a prompt, for another server."""
 
     chunk_token_max: int
     running_max: int
@@ -26,6 +27,7 @@ class BatchLimits:
     in_flight_max: int = 1
     is_prompt_only: bool = False
     proposal_max: int = 0
+    guess_count: int = 0
 
     def __post_init__(self) -> None:
         assert not self.proposal_max or self.in_flight_max == 1, self

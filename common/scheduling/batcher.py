@@ -294,10 +294,7 @@ class Batcher:
         decoding: list[Sequence],
         draft_counts: list[int] | None = None,
     ) -> Step | None:
-        """The step of these, which is in flight from now on; None if there is nothing in it.
-
-        draft_counts: as `Step` has them.
-        """
+        """The step of these, which is in flight from now on; None if there is nothing in it."""
         computing = [self._prompts[chunk.request_id] for chunk in chunks] + decoding
         if not computing:
             return None
@@ -328,6 +325,7 @@ class Batcher:
             latest,
             copies,
             draft_counts or [],
+            self.limits.guess_count,
         )
         self._next_step_id += 1
         self.unplanned_count -= sum(chunk.stop - chunk.start for chunk in chunks)

@@ -109,7 +109,8 @@ class SchedulerLimits:
     queue_max: requests that may wait; more are answered 503 at once.
     in_flight_max: steps that may be with the workers; 1 where pipeline stages learn from a step
         what the one before it drew, and where proposals are verified.
-    proposal_max: tokens that are proposed ahead of a sequence in a step.
+    proposal_max: tokens that are proposed ahead of a sequence in a step. guess_count: that are
+        guessed behind the first one of a prompt for another server.
     self_test_interval_s: time without a transfer until one is tried, as one is when a peer has
         been connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
@@ -123,6 +124,7 @@ class SchedulerLimits:
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     in_flight_max: int = IN_FLIGHT_MAX
     proposal_max: int = 0
+    guess_count: int = 0
 
     def of_batch(
         self, facts: ServerFacts, sequence_token_max: int, *, is_prompt_only: bool = False
@@ -136,4 +138,5 @@ class SchedulerLimits:
             self.in_flight_max,
             is_prompt_only,
             self.proposal_max,
+            self.guess_count,
         )

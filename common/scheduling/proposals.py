@@ -48,7 +48,9 @@ class Proposals:
     def append(
         self, sequence: Sequence, token_id: int, done: StepDone, limits: BatchLimits
     ) -> TokensDone:
-        """Take what was drawn for a sequence, up to a token that ends it."""
+        """Take what was drawn for a sequence, up to a token that ends it, and what was guessed
+        behind the first one for whoever decodes it elsewhere."""
+        sequence.first_proposals = done.guesses.get(sequence.request_id, [])
         accepted = done.accepted.get(sequence.request_id, NOTHING_PROPOSED)
         speculated = self._note(accepted)
         taken: list[int] = []
