@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from common.protocol.frontend import Tokens
-from common.protocol.peer import TransferDone
 from common.protocol.worker import NewSequence, Step
 from common.scheduling.events import ToFrontend, ToWorkers
 from tests.decode_server.test_samples import Pair
 
-FIRST = [5, 6, 7]
+GUESS_COUNT = 3
 
 
 @pytest.fixture
@@ -31,16 +28,22 @@ def steps_of(pair: Pair) -> list[Step]:
     ]
 
 
-def test_first_proposals_of_the_prefill_server_reach_the_workers_with_the_sequence(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "common.transfers.outgoing.TransferDone", partial(TransferDone, proposals=FIRST)
-    )
+def test_first_proposals_of_the_prefill_server_reach_the_workers_with_the_sequence() -> None:
+    """Its workers guess behind the first token, and all right."""
+    pair = Pair()
+    pair.decode.proposal_max, pair.prefill.guess_count = 4, GUESS_COUNT
+    pair.world.begin()
     (client,) = pair.submit(1)
     pair.end(client)
     new: list[NewSequence] = [one for step in steps_of(pair) for one in step.new]
-    assert [one.proposals for one in new if one.request_id > 0] == [FIRST]
+    (first,) = [one.proposals for one in new if one.request_id > 0]
+    assert first == client.output[1 : 1 + GUESS_COUNT]
+
+
+def test_without_a_draft_nothing_is_guessed_behind_a_prompt(pair: Pair) -> None:
+    (client,) = pair.submit(1)
+    pair.end(client)
+    assert not any(one.proposals for step in steps_of(pair) for one in step.new)
 
 
 def test_a_client_has_all_tokens_of_a_step_in_one_message(pair: Pair) -> None:

@@ -90,6 +90,7 @@ class Node:
         self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
         self.proposal_max, self.right_rate = 0, 0.0
+        self.guess_count = 0
         self.returns_caches = False
         self.host_share = self.changed_rate = 0.0
         self.unreachable_peers = ""

@@ -56,6 +56,7 @@ def limits_of(node: Node) -> SchedulerLimits:
         bootstrap_timeout_s=node.world.hold_s,
         in_flight_max=1 if proposal_max else node.in_flight_max,
         proposal_max=proposal_max,
+        guess_count=node.guess_count if node.role == "prefill" else 0,
         has_prefix_cache=node.has_prefix_cache,
     )
 

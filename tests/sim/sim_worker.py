@@ -190,7 +190,14 @@ class SimWorker:
         self._finished_step = step.step_id
         self.transfers.apply_step(step.step_id)
         tokens = list(sampled.values())
-        done = StepDone(step.step_id, list(sampled), tokens, seconds=duration_s, accepted=accepted)
+        done = StepDone(
+            step.step_id,
+            list(sampled),
+            tokens,
+            seconds=duration_s,
+            accepted=accepted,
+            guesses=self._guesses(step, sampled),
+        )
         self.process.say(done)
         self._compute_next()
 
@@ -226,6 +233,18 @@ class SimWorker:
             if proposed:
                 accepted[request_id] = Accepted(proposed, drawn[1:])
         return sampled
+
+    def _guesses(self, step: Step, sampled: dict[int, int]) -> dict[int, list[int]]:
+        """Behind the first token of each prompt that ended, and all right."""
+        guesses: dict[int, list[int]] = {}
+        for chunk in step.chunks if step.guess_count else []:
+            if chunk.is_last and not chunk.samples:
+                known = self._known[chunk.request_id]
+                tokens = [*known.tokens[: chunk.stop], sampled[chunk.request_id]]
+                guesses[chunk.request_id] = speculation.continuation(
+                    self.cache, Known(tokens, known.pages, known.seed), step.guess_count, 1.0
+                )
+        return guesses
 
     def _compare(self, job: Digest) -> None:
         """What lies in the pages by now, as the real one reads them while others are written."""

@@ -59,9 +59,26 @@ def decode(
 
 
 def _propose(cache: SimCache, known: Known, count: int, right_rate: float) -> list[int]:
-    rng = random.Random(f"{known.seed} {len(known.tokens)} {known.tokens[-1]}")
+    rng = _rng_of(known)
+    count = rng.randint(min(1, count), count)
+    return continuation(cache, known, count, right_rate, rng)
+
+
+def _rng_of(known: Known) -> random.Random:
+    return random.Random(f"{known.seed} {len(known.tokens)} {known.tokens[-1]}")
+
+
+def continuation(
+    cache: SimCache,
+    known: Known,
+    count: int,
+    right_rate: float,
+    rng: random.Random | None = None,
+) -> list[int]:
+    """What is guessed to follow."""
+    rng = rng or _rng_of(known)
     tokens = list(known.tokens)
-    for _ in range(rng.randint(min(1, count), count)):
+    for _ in range(count):
         right = next_token(tokens, cache.lives, known.seed)
         tokens.append(right if rng.random() < right_rate else rng.randrange(VOCAB_SIZE))
     return tokens[len(known.tokens) :]
