@@ -139,6 +139,8 @@ def _failed(exc: Exception) -> GraphPlan:
 
 
 def largest_batch(config: ServerConfig) -> int:
-    """Of those that are recorded: no batch is larger than the requests that may run."""
+    """Of those that are recorded: no batch is larger than the requests that may run, each with as
+    many rows as are verified of it. Without a wish, a row for each is enough."""
     running_max = config.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS
-    return min(config.cuda_graph_max_bs or running_max, running_max)
+    row_max = running_max * (1 + config.verified_max)
+    return min(config.cuda_graph_max_bs or running_max, row_max)
