@@ -1,5 +1,5 @@
-"""Verified proposals on a CPU: tokens a second with NGRAM over without, and the cost of proposals
-that are never right.
+"""Verified proposals on a CPU: tokens a second with NGRAM and with the demo model's draft over
+without, and the cost of proposals that are never right.
 
 The demo model answers questions of `demo/facts.py` and goes on behind the answers, greedily, in one
 thread, driven by the scheduler's own batcher. Prompts are not timed. Outputs are compared first;
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from bench.report import NotRun, Row, at_most, row_of_medians
 from common.clock import SystemClock
 from common.engine.cache.kv_pool import KvPool
+from common.engine.config.draft import split_stages
+from common.engine.draft_loader import read_draft
 from common.engine.heap import keep_freed_memory
-from common.engine.loader import load_model
+from common.engine.loader import load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
 from common.engine.speculation.backoff import Backoff
@@ -28,15 +30,17 @@ from common.engine.speculation.ngram import NgramProposer
 from common.engine.speculation.proposer import Drawn, Proposer
 from common.frontend.text.tokenizer import load_tokenizer
 from common.layout.cache_layout import ServerLayout
-from common.layout.parallel import split_layers
 from common.request import SamplingParams
 from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.batcher import Batcher
 from common.scheduling.page_account import PageAccount
-from common.speculative import DEFAULT_PROPOSAL_MAX
+from common.speculative import DEFAULT_PROPOSAL_MAX, SpeculativeAlgorithm
 from demo.facts import make_question
 
 CHECKPOINT = Path(__file__).parent.parent / "demo" / "checkpoint"
+DRAFT_CHECKPOINT = CHECKPOINT.parent / "draft_checkpoint"
+DRAFT_PROPOSAL_MAX = 1
+"""More guesses are slower: a pass of the head takes a third of the time of one of the model."""
 BATCHES = (1, 4)
 OUTPUT_LENGTH = 128
 PAGE_SIZE, PAGE_COUNT = 16, 400
@@ -65,10 +69,12 @@ def _measure(batch: int) -> list[Row]:
     expected = plain.generate(prompts)[0]
     texts = [prompt + output for prompt, output in zip(prompts, expected, strict=True)]
     wrong, stubborn = (_Engine(_WrongProposer(texts, is_stubborn=is_so)) for is_so in (False, True))
-    for engine in (ngram, wrong, stubborn):
+    draft = _Engine(has_draft=True)
+    for engine in (ngram, draft, wrong, stubborn):
         assert engine.generate(prompts)[0] == expected
     assert wrong.batcher.proposals.total.accepted_count == 0
-    engines = {"plain": plain, "ngram": ngram, "wrong": wrong, "stubborn": stubborn}
+    engines = {"plain": plain, "ngram": ngram, "draft": draft}
+    engines |= {"wrong": wrong, "stubborn": stubborn}
     rates: dict[str, list[float]] = {name: [] for name in engines}
     step_ms: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(ROUND_COUNT):
@@ -76,12 +82,10 @@ def _measure(batch: int) -> list[Row]:
             _, seconds, steps = engine.generate(prompts)
             rates[name].append(batch * (OUTPUT_LENGTH - 1) / seconds)
             step_ms[name].append(1e3 * seconds / steps)
-    total = ngram.batcher.proposals.total
     name = f"speculation_batch_{batch}"
     return [
-        row_of_medians(f"{name}_ngram", "tokens/s", rates["ngram"], "no proposals", rates["plain"]),
-        Row(f"{name}_ngram_accepted", total.accepted_count / total.proposed_count, "share"),
-        Row(f"{name}_ngram_length", 1 + total.accepted_count / total.step_count, "tokens"),
+        *_gains(f"{name}_ngram", ngram, rates["ngram"], rates["plain"]),
+        *_gains(f"{name}_draft", draft, rates["draft"], rates["plain"]),
         row_of_medians(
             f"{name}_nothing_accepted",
             "ms/step",
@@ -100,12 +104,22 @@ def _measure(batch: int) -> list[Row]:
     ]
 
 
+def _gains(name: str, engine: _Engine, rates: list[float], plain: list[float]) -> list[Row]:
+    total = engine.batcher.proposals.total
+    return [
+        row_of_medians(name, "tokens/s", rates, "no proposals", plain),
+        Row(f"{name}_accepted", total.accepted_count / total.proposed_count, "share"),
+        Row(f"{name}_length", 1 + total.accepted_count / total.step_count, "tokens"),
+    ]
+
+
 class _WrongProposer:
     """Proposes no token that will be drawn: as many and as often as NGRAM does in spite of that, or
     as it may in every step."""
 
     name = "wrong"
-    needs_hidden = False
+    tapped: tuple[int, ...] = ()
+    layer_ids: tuple[int, ...] = ()
 
     def __init__(self, texts: Tokens, *, is_stubborn: bool) -> None:
         self._texts = texts
@@ -139,20 +153,28 @@ class _WrongProposer:
 
 
 class _Engine:
-    """A runner under a batcher, in one thread."""
+    """A runner under a batcher, in one thread. has_draft: the demo model's head proposes."""
 
-    def __init__(self, proposer: Proposer | None = None) -> None:
-        model = load_model(CHECKPOINT, dtype="float32", packs=True)
+    def __init__(self, proposer: Proposer | None = None, *, has_draft: bool = False) -> None:
+        config = read_served_config(CHECKPOINT, dtype="float32")
+        algorithm = SpeculativeAlgorithm.EAGLE3 if has_draft else SpeculativeAlgorithm.OFF
+        draft_path = str(DRAFT_CHECKPOINT) if has_draft else ""
+        draft = read_draft(config, algorithm, draft_path)
+        model = load_model(
+            CHECKPOINT, dtype="float32", packs=True, draft=draft, draft_path=draft_path
+        )
         layout = ServerLayout(
-            components=cache_components(model.config, "auto"),
+            components=cache_components(config, "auto", draft),
             tp_size=1,
-            stages=split_layers(model.config.layer_count, 1),
+            stages=split_stages(config, 1, draft),
             page_size=PAGE_SIZE,
         )
         pool = KvPool.allocate(layout.rank(0, 0), [PAGE_COUNT], "cpu")
         self._runner = ModelRunner(model, pool, SystemClock(), proposer=proposer)
         self._account = PageAccount(layout.groups, [PAGE_COUNT], has_prefix_cache=False)
         proposal_max = DEFAULT_PROPOSAL_MAX if proposer is not None else 0
+        if has_draft:
+            proposal_max = DRAFT_PROPOSAL_MAX
         limits = BatchLimits(2048, 64, 4096, frozenset(), proposal_max=proposal_max)
         self.batcher = Batcher(self._account, limits)
         self._next_id = 1

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen3Config
 
+from demo.model import ROPE_THETA
+
 TAPPED: Final = (0, 1, 2)
 """Layers of the model whose outputs the head reads."""
 
@@ -30,7 +32,7 @@ class DraftHead(nn.Module):
         self.midlayer = _MidLayer(config)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         half = torch.arange(dim // 2) / (dim // 2)
-        self._rates = config.rope_parameters["rope_theta"] ** -half
+        self._rates = ROPE_THETA**-half
 
     def reduce(self, tapped: Tensor) -> Tensor:
         """float32[.., 3 * hidden] to the states that the layer takes."""
@@ -62,7 +64,8 @@ class _Attention(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         size, self._dim = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads or heads
         self.q_proj = nn.Linear(2 * size, heads * self._dim, bias=False)
         self.k_proj = nn.Linear(2 * size, kv_heads * self._dim, bias=False)
         self.v_proj = nn.Linear(2 * size, kv_heads * self._dim, bias=False)
@@ -117,7 +120,7 @@ def write_draft(head: DraftHead, folder: Path) -> None:
         "num_key_value_heads": config.num_key_value_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_scaling": None,
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": ROPE_THETA,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vocab_size": config.vocab_size,

@@ -32,7 +32,7 @@ class DraftTrainer:
     """Owns the head and its optimizer."""
 
     def __init__(self, model: Qwen3ForCausalLM, seed: int, lr: float) -> None:
-        self._model = model.eval().requires_grad_(False)
+        self._model = model.requires_grad_(False)
         self.head = DraftHead(model.config, seed)
         self._lr = lr
         self._optimizer = torch.optim.AdamW(
