@@ -40,6 +40,7 @@ SECTIONS = {
     "scheduler": "bench.scheduler",
     "engine": "bench.engine",
     "cpu_attention": "bench.cpu_attention",
+    "speculation": "bench.speculation",
     "pair": "bench.pair",
     "prefix_tree": "bench.prefix_tree",
     "prefix_reuse": "bench.prefix_reuse",

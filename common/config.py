@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.errors import ConfigError
+from common.speculative import SpeculativeAlgorithm, proposal_max
 from common.weights import DEFAULT_VERSION
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -130,6 +131,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schedule_low_priority_values_first: of the priorities in bodies, smaller ones are more urgent.
     disable_overlap_schedule: send no step before the last one has returned; so it is with more than
         one pipeline stage, of which all but the last learn drawn tokens with the next step.
+    speculative_algorithm: who proposes tokens ahead; with any, no step is sent before the last one
+        has returned. speculative_draft_model_path: of the draft that has a checkpoint of its own.
+        speculative_num_steps, speculative_num_draft_tokens: how many are proposed,
+        and how many tokens a step verifies of a sequence, its latest one included; None: what
+        follows from the other one, or the default.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport: "auto" is UCX over shared memory, CUDA IPC and RDMA, and a stream of our own where
@@ -232,6 +238,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graph_max_bs: int | None = None
     disable_overlap_schedule: bool = False
     schedule_low_priority_values_first: bool = False
+    speculative_algorithm: SpeculativeAlgorithm = SpeculativeAlgorithm.OFF
+    speculative_draft_model_path: str = ""
+    speculative_num_steps: int | None = None
+    speculative_num_draft_tokens: int | None = None
+    speculative_eagle_topk: int = 1
     transport: str = "auto"
     transfer_ports: str = ""
     net_devices: str = "all"
@@ -275,6 +286,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.stall_timeout_s is not None:
             return self.stall_timeout_s
         return DEFAULT_CPU_STALL_S if device == "cpu" else DEFAULT_GPU_STALL_S
+
+    @property
+    def proposal_max(self) -> int:
+        """Tokens that are proposed ahead of a sequence in a step at most; 0: nothing is."""
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        return proposal_max(self.speculative_algorithm, steps, tokens)
+
+    @property
+    def digest_lookahead(self) -> int:
+        """Tokens behind the beginning of a prompt that its cache depends on."""
+        return 1 if self.speculative_algorithm.has_draft else 0
+
+    @property
+    def verified_max(self) -> int:
+        """Proposals for a sequence that its workers verify in a step; 0 where none decode."""
+        decodes = self.role is Role.DECODE or self.enable_role_switch
+        return self.proposal_max if decodes else 0
 
     @property
     def trace_endpoint(self) -> str:

@@ -8,6 +8,7 @@ import msgspec
 
 from common.config import Role, ServerConfig
 from common.errors import ConfigError, config_error
+from common.speculative import SpeculativeAlgorithm
 
 
 def check_config(config: ServerConfig) -> None:
@@ -60,6 +61,7 @@ def check_config(config: ServerConfig) -> None:
         raise ConfigError(
             "--curve-secret-key-file and --curve-peer-keys-file: set both, or neither"
         )
+    _check_speculation(config)
     _check_nodes(config)
     _check_model(Path(config.model_path))
     tokenizer = Path(config.tokenizer_path)
@@ -75,6 +77,33 @@ def check_device(config: ServerConfig) -> None:
         raise ConfigError(
             f"--transport {config.transport}: must be auto or ucx-tcp with --device cuda: neither "
             "shared memory nor streams can carry what is in a GPU's memory"
+        )
+
+
+def _check_speculation(config: ServerConfig) -> None:
+    algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
+    if algorithm is SpeculativeAlgorithm.OFF:
+        return
+    if algorithm is SpeculativeAlgorithm.EAGLE3 and not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"--speculative-draft-model-path {path or '(none)'}: must be a directory with the "
+            f"config.json of an EAGLE3 head"
+        )
+    if algorithm is not SpeculativeAlgorithm.EAGLE3 and path:
+        raise ConfigError(
+            f"--speculative-draft-model-path {path}: must not be given with "
+            f"--speculative-algorithm {algorithm}"
+        )
+    steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if steps is not None and tokens not in (None, steps + 1):
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {tokens}: must be {steps + 1}, one more than "
+            f"--speculative-num-steps {steps}"
+        )
+    if config.pp_size > 1 and (config.verified_max or not algorithm.has_draft):
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative_algorithm}: must not be given with "
+            f"--pp-size {config.pp_size}: proposals are known to the last stage only"
         )
 
 

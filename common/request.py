@@ -196,6 +196,22 @@ class TransferTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     chunk_ends_s: list[float] = []
 
 
+class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of tokens that were proposed ahead of an output: in how many steps it had any,
+    how many there were, and how many were accepted."""
+
+    step_count: int = 0
+    proposed_count: int = 0
+    accepted_count: int = 0
+
+    def __add__(self, other: Speculated) -> Speculated:
+        return Speculated(
+            self.step_count + other.step_count,
+            self.proposed_count + other.proposed_count,
+            self.accepted_count + other.accepted_count,
+        )
+
+
 class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     """What happened to one request, for metrics and timelines; durations in seconds.
 
@@ -222,3 +238,4 @@ class RequestTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_s: float = 0.0
     e2e_s: float = 0.0
     origin: Origin = Origin()
+    speculated: Speculated = Speculated()

@@ -57,6 +57,9 @@ SEED_MAX = INT64_MAX
 GRAMMAR_LENGTH_MAX = 1 << 16
 """Characters of a grammar: what is compiled for a request takes a time that grows with its text."""
 
+PROPOSAL_COUNT_MAX = 32
+"""Tokens that are guessed ahead of a sequence, to be verified in one step."""
+
 # ---- a request and what is told of it ------------------------------------------------------------
 
 TOKEN_ID_MAX = INT32_MAX

@@ -27,37 +27,39 @@ class Answers:
         self.lengths = OutputLengths()
         self.counters = dict.fromkeys(COUNTED, 0.0)
 
-    def send_token(
+    def send_tokens(
         self,
         request: DecodeRequest,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
         finish: FinishReason | None,
         now: float,
         *,
         is_first: bool,
     ) -> None:
-        """One new token, the last one with why it is that."""
+        """New tokens, the last one of an output with why it is that."""
         if not request.has_client:
             return
-        self._note_length(request, finish.kind if finish is not None else None)
+        first = request.output_count - len(token_ids)
+        for count in range(first + 1, request.output_count + 1):
+            self.lengths.note_token(count)
+        self._note_end(request, finish.kind if finish is not None else None)
         self.counters["finished"] += finish is not None
         self._outbox.to_frontend(
             Tokens(
                 request.request_id,
-                [token_id],
-                logprobs=[logprobs] if logprobs is not None else [],
+                token_ids,
+                logprobs=logprobs,
                 prompt_logprobs=request.prompt_logprobs if is_first else [],
                 cached=request.cached,
                 finish=finish,
                 trace=request.trace(now) if finish is not None else None,
-                offset=request.output_count - 1,
+                offset=first,
             )
         )
 
-    def _note_length(self, request: DecodeRequest, finish: FinishKind | None) -> None:
-        """What is learned from a token of an output, perhaps its last."""
-        self.lengths.note_token(request.output_count)
+    def _note_end(self, request: DecodeRequest, finish: FinishKind | None) -> None:
+        """What is learned from the end of an output, if it has ended."""
         if finish is FinishKind.STOP:
             self.lengths.note_end(request.output_count)
         elif finish is FinishKind.LENGTH:

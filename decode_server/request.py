@@ -14,6 +14,7 @@ from common.request import (
     Origin,
     RequestTrace,
     SamplingParams,
+    Speculated,
     TransferTrace,
 )
 from common.scheduling.cached_sequences import HeldPrefix
@@ -59,6 +60,7 @@ class DecodeRequest:
     sequence: Sequence | None = None
     failure_count: int = 0
     retraction_count: int = 0
+    speculated: Speculated = field(default_factory=Speculated)
     is_computed_here: bool = False
     tested_link: str = ""
     is_sample: bool = False
@@ -137,6 +139,7 @@ class DecodeRequest:
             decode_s=now - first_token_at,
             e2e_s=now - self.arrived_at,
             origin=self.origin,
+            speculated=self.speculated,
         )
 
     def ask(self, now: float) -> Ask:

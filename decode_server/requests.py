@@ -15,12 +15,7 @@ import msgspec
 
 from common.failures import Failure
 from common.protocol.frontend import Failed, Submit
-from common.request import (
-    CachedTokens,
-    FinishReason,
-    TokenLogprobs,
-    TransferTrace,
-)
+from common.request import CachedTokens, FinishReason, TokenLogprobs, TransferTrace
 from common.scheduling.batcher import Batcher
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.fair_share import OUTPUT_TOKEN_COST
@@ -242,6 +237,7 @@ class Requests:
             held,
         )
         sequence.priority = request.claim.priority
+        sequence.first_proposals = done.proposals
         request.sequence = sequence
         if request.children:
             return None
@@ -288,7 +284,8 @@ class Requests:
         for child, finish in begun:
             self.samples.leave(child)
             first = tokens[child.request_id]
-            self.send_token(child, first, logprobs.get(child.request_id), finish, now)
+            told = [logprobs[child.request_id]] if child.request_id in logprobs else []
+            self.send_tokens(child, [first], told, finish, now)
         self._advance(parent, DecodeEvent.LAST_TOKEN)
         self._forget(parent)
 
@@ -396,22 +393,22 @@ class Requests:
         request.cached = CachedTokens(decode=request.sequence.cached_count)
         return True
 
-    def send_token(
+    def send_tokens(
         self,
         request: DecodeRequest,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
         finish: FinishReason | None,
         now: float,
     ) -> None:
-        """One new token to the client; the last one ends the request."""
+        """New tokens to the client; the last one may end the request."""
         is_first = request.first_token_at == 0.0
         if is_first:
             request.first_token_at = now
-        self.queue.share.charge(request.claim.client, 1, OUTPUT_TOKEN_COST)
+        self.queue.share.charge(request.claim.client, len(token_ids), OUTPUT_TOKEN_COST)
         if finish is not None:
             self.finish(request)
-        self.answers.send_token(request, token_id, logprobs, finish, now, is_first=is_first)
+        self.answers.send_tokens(request, token_ids, logprobs, finish, now, is_first=is_first)
 
     # ---- helpers ---------------------------------------------------------------------------------
 

@@ -343,8 +343,7 @@ class DecodeScheduler:
         if request.children:
             self._fork_ready(request, done, now)
             return
-        logprobs = done.logprobs[0] if done.logprobs else None
-        self.requests.send_token(request, done.first_token, logprobs, finish, now)
+        self.requests.send_tokens(request, [done.first_token], done.logprobs[:1], finish, now)
         if finish is not None and request.tested_link:
             self._self_tests.note_end(request.tested_link, "", now)
 
@@ -414,7 +413,8 @@ class DecodeScheduler:
             self.requests.fork(parent, drawn.tokens, drawn.logprobs, now, is_known=True)
         for token in outcome.tokens:
             request = self.requests.of_sequence(token.sequence)
-            self.requests.send_token(request, token.token_id, token.logprobs, token.finish, now)
+            request.speculated += token.speculated
+            self.requests.send_tokens(request, token.token_ids, token.logprobs, token.finish, now)
 
     # ---- what others may know --------------------------------------------------------------------
 
@@ -440,6 +440,7 @@ class DecodeScheduler:
                 **self.tier.counters,
                 **incoming.counters,
                 **self.account.prefix_counters(),
+                **self.batcher.proposals.counters,
                 "waited_for_equal": float(self._admission.followed_count),
                 **self._self_tests.counters,
                 "stale_messages": self._counters["stale_messages"] + self.transfers.stale_count,

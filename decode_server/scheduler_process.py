@@ -16,12 +16,14 @@ from decode_server.scheduler import DecodeScheduler
 
 
 def make_core(facts: ServerFacts, config: ServerConfig) -> DecodeScheduler:
+    may_plan_ahead = not (config.disable_overlap_schedule or config.proposal_max)
     limits = SchedulerLimits(
         chunk_token_max=config.chunked_prefill_size,
         running_max=facts.running_max(config.max_running_requests),
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
-        in_flight_max=1 if config.disable_overlap_schedule else IN_FLIGHT_MAX,
+        in_flight_max=IN_FLIGHT_MAX if may_plan_ahead else 1,
+        proposal_max=config.proposal_max,
         self_test_interval_s=config.self_test_interval_s,
         pace=Pace(
             config.heartbeat_interval_s,

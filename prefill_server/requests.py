@@ -279,6 +279,7 @@ class Requests:
             seen_by_target,
             request.first_logprobs,
             request.prompt_logprobs,
+            sequence.first_proposals,
         )
         self._answer(request, now)
         if not request.clients and not request.is_self_test:

@@ -138,7 +138,7 @@ class Returns:
             return 0
         _, ours = cache.keys_of(request.digests)
         _, theirs = cache.keys_of(one.digests)
-        start, count = match.block_count, cache.blocks_in(len(one.token_ids))
+        start, count = match.block_count, cache.named_blocks(len(one.token_ids))
         most = min(len(ours) // DIGEST_NBYTES, count) - start
         if request.digests[:DIGEST_NBYTES] != one.digests[:DIGEST_NBYTES] or most < 0:
             return 0

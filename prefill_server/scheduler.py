@@ -372,8 +372,7 @@ class PrefillScheduler:
             assert failed is not None
             self.meetings.fail(failed, undrawn.failure, now)
         for token in outcome.tokens:
-            told = [token.logprobs] if token.logprobs is not None else []
-            self._handle_computed(token.sequence, [token.token_id], told, now)
+            self._handle_computed(token.sequence, token.token_ids, token.logprobs, now)
         for drawn in outcome.samples:
             self.batcher.retire(drawn.tokens)
             told = [drawn.logprobs[one] for one in drawn.tokens if one in drawn.logprobs]

@@ -21,6 +21,7 @@ def make_core(facts: ServerFacts, config: ServerConfig) -> PrefillScheduler:
         queue_max=config.max_queued_requests,
         has_prefix_cache=not config.disable_radix_cache,
         in_flight_max=1 if config.disable_overlap_schedule else IN_FLIGHT_MAX,
+        guess_count=config.proposal_max if config.speculative_algorithm.has_draft else 0,
         pace=Pace(
             config.heartbeat_interval_s,
             config.peer_timeout_s,

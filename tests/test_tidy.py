@@ -24,7 +24,7 @@ LAYERS = [
     {"common.config", "common.flags", "common.errors", "common.metrics",
      "common.log", "common.clock", "common.request", "common.request_bounds",
      "common.environment", "common.failures", "common.exit_codes", "common.config_checks",
-     "common.config_keys", "common.output_formats", "common.weights",
+     "common.config_keys", "common.output_formats", "common.weights", "common.speculative",
      "common.grammar", "common.stopped", "common.prefix_digests", "common.prefill_entries"},
     {"common.layout"},
     {"common.planner"},

@@ -14,8 +14,15 @@ from common.engine.attention.sparse import INDEX_KEY
 from common.engine.attention.trial import AttentionShape
 from common.engine.cache.kv_pool import DTYPES
 from common.engine.checkpoint.weights import fill_with_noise, load_weights
+from common.engine.config.draft import DraftConfig
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
+from common.engine.draft_loader import (
+    add_draft,
+    fill_eagle3,
+    has_own_head,
+    nextn_renaming,
+)
 from common.engine.layers.choose_fused import FusedShape, choose_fused
 from common.engine.layers.fused import ROTATED_HEAD_DIMS, RotationShape
 from common.engine.layers.fused_experts import (
@@ -59,6 +66,8 @@ def load_model(
     attention: Attention | None = None,
     packs: bool = False,
     narrow: NarrowWeights = NarrowWeights.WIDE,
+    draft: DraftConfig | None = None,
+    draft_path: str = "",
 ) -> CausalLm:
     """Build this rank's part of a model and fill its tensors.
 
@@ -67,6 +76,8 @@ def load_model(
     tokens. attention: chosen by device, and checked, if None. packs: whether weights are arranged
     for the library that multiplies, after which `weights()` can't be read any more; nor with
     other quantised weights than wide ones. narrow: which of them stay as they are stored.
+    draft: layers behind the model's own, which its last stage has, that guess tokens.
+    draft_path: of their checkpoint; "" if they are in the model's own.
     Raises: ConfigError naming what is wrong with the checkpoint or an argument.
     """
     if load_format not in LOAD_FORMATS:
@@ -82,18 +93,28 @@ def load_model(
     else:
         choice = AttentionChoice(attention, "asked for")
     family = FAMILIES[config.architecture]
-    model = family.model(config, context, choice, family.build_layer)
+    if draft is None:
+        model = family.model(config, context, choice, family.build_layer)
+    else:
+        model = family.model(config, context, choice, family.build_layer, has_draft=True)
+        has_head = load_format == "dummy" or (bool(draft_path) and has_own_head(draft_path))
+        add_draft(model, draft, has_head=has_head)
     with torch.inference_mode():
+        weights = list(model.weights())
+        if model.draft is not None and not draft_path:
+            weights += model.draft.weights()
         if load_format == "dummy":
-            fill_with_noise(model.weights(), seed=seed)
+            fill_with_noise(weights, seed=seed)
         else:
             load_weights(
                 Path(model_path),
-                model.weights(),
+                weights,
                 is_ignored=model.is_ignored,
-                rename=family.rename,
+                rename=nextn_renaming(draft if parallel.is_last_stage else None, family.rename),
                 weight_format=config.weight_format,
             )
+        if draft_path:
+            fill_eagle3(model, draft_path, load_format=load_format, seed=seed)
         if packs:
             for matrix in context.matrices:
                 matrix.pack()
@@ -106,10 +127,15 @@ def attention_shape(
     device: torch.device,
     page_size: int,
     cache_dtype: torch.dtype | None = None,
+    draft: DraftConfig | None = None,
 ) -> AttentionShape:
-    """Requirements on a rank's attention. cache_dtype: None for the model's own."""
+    """Requirements on a rank's attention. cache_dtype: None for the model's own. draft: whose
+    layers attend as well."""
+    kinds = _attention_kinds(config, parallel)
+    if draft is not None:
+        kinds = tuple(dict.fromkeys((*kinds, *_attention_kinds(draft.model, parallel))))
     return AttentionShape(
-        kinds=_attention_kinds(config, parallel),
+        kinds=kinds,
         dtype=DTYPES[config.dtype],
         device=device,
         page_size=page_size,

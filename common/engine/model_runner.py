@@ -8,7 +8,7 @@ one runs. Knows nothing of sockets, peers or the reasons for a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,15 +24,28 @@ from common.engine.forward_batch import ForwardBatch, HostRows
 from common.engine.graphs.decode_graphs import DecodeGraphs
 from common.engine.host_copy import upload
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.draft import HiddenTap
 from common.engine.pending_step import PendingStep, ScoredPrompt
+from common.engine.prompt_scores import PromptScores
 from common.engine.sampling.draw import Draw
-from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.engine.sampling.sampler import Sampler
-from common.engine.sampling.sampling_table import check_sampling
-from common.engine.sequence_table import SequenceTable, Slots
+from common.engine.sampling.sampling_table import why_refused
+from common.engine.sequence_table import SequenceTable
+from common.engine.speculation.decode_rows import DecodeRows
+from common.engine.speculation.draft_proposer import DraftProposer
+from common.engine.speculation.proposer import Proposer
+from common.engine.speculation.speculation import Speculation, accepted_of
+from common.engine.step_work import StepWork
 from common.grammar import GrammarCompiler
-from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step, StepDone
-from common.request import SamplingParams, TokenLogprobs
+from common.protocol.worker import (
+    Accepted,
+    NewSequence,
+    PageGrant,
+    PrefillChunk,
+    Step,
+    StepDone,
+)
+from common.request import SamplingParams
 
 OnLayer = Callable[[int], None]
 
@@ -40,25 +53,8 @@ NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """A step without what can't run, as arrays.
-
-    chunks, then decodes, in the order of the forward batch. Rows of the logits come in this order:
-    last chunks, decodes, then the prompt rows of each entry of `prompt_rows`.
-    sampled_slots: int64[R] of the rows that draw a token; samples of one chunk have equal rows.
-    prompt_rows: (chunk, first row, end row) in tokens of the sequence, whose next token is scored.
-    """
-
-    chunks: list[PrefillChunk]
-    chunk_slots: Slots
-    decode_slots: Slots
-    sampled_slots: Slots
-    prompt_rows: list[tuple[PrefillChunk, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Inputs of a forward pass on the device; `_Work` has the order.
+    """Inputs of a forward pass on the device; `StepWork` has the order.
 
     token_ids, positions: int64, of the batch's tokens. sampled_slots: int64[R]. logits_rows: int64,
     of the tokens whose logits are wanted; None for all. page_tables: one int32[B, pages] per page
@@ -77,6 +73,9 @@ class ModelRunner:
 
     grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
     graphs: recorded passes of this model over this pool, for steps that only decode.
+    proposer: of tokens ahead of sequences, where any are verified; a model with a draft proposes by
+    that. spare_count: pages at the end of
+    each slot group of the pool that are kept for that, and are no request's.
     """
 
     def __init__(
@@ -86,6 +85,8 @@ class ModelRunner:
         clock: Clock,
         grammars: GrammarCompiler | None = None,
         graphs: DecodeGraphs | None = None,
+        proposer: Proposer | None = None,
+        spare_count: int = 0,
     ) -> None:
         self._model = model
         self._graphs = graphs
@@ -103,7 +104,15 @@ class ModelRunner:
             self._device,
             grammars if self._draws_tokens else None,
         )
-        self._prompt_wants: dict[int, tuple[int, int]] = {}
+        self._prompt_scores = PromptScores(self._sequences, self._sampler)
+        self._speculation: Speculation | None = None
+        if model.draft is not None:
+            proposer = DraftProposer(model, pool, self._sequences)
+        if proposer is not None:
+            assert self._draws_tokens, "proposals are made where tokens are drawn"
+            self._speculation = Speculation(
+                proposer, pool, self._sequences, self._sampler, eos_token_ids, spare_count
+            )
         self._sampling: dict[int, tuple[SamplingParams, int]] = {}  # by slot, with prompt_count
         self._refused: dict[int, str] = {}
 
@@ -152,13 +161,24 @@ class ModelRunner:
         work = self._plan(step)
         draw: Draw | None = None
         scored: list[ScoredPrompt] = []
-        if len(work.chunk_slots) or len(work.decode_slots):
-            sampled, logits = self._forward(work, on_layer)
+        accepted: dict[int, Accepted] = {}
+        guesses: dict[int, list[int]] = {}
+        if not work.is_empty:
+            tap = None if self._speculation is None else self._speculation.tap()
+            sampled, logits = self._forward(work, on_layer, tap)
             if logits is None:
                 return PendingStep(step.step_id, self._clock, started_at)
-            row_count = len(work.sampled_slots)
-            scored = self._score_prompts(work, logits[row_count:])
-            draw = self._draw(work, sampled, logits[:row_count])
+            scored = self._prompt_scores.score(work, logits[work.decode_logits.stop :])
+            draw = self._draw(work, sampled, logits)
+            if self._speculation is not None:
+                runs = self._speculation.finish(work, logits, draw, tap)
+                if on_layer is not None:
+                    for layer in self._speculation.proposer.layer_ids:
+                        on_layer(layer)
+                if step.guess_count:
+                    guesses = self._speculation.guess(work, step.guess_count)
+                decoded = [request_id for request_id in step.decode if request_id not in refused]
+                accepted = accepted_of(decoded, work.decodes, runs)
         elif step.copies:
             # One rank answers for all, and elsewhere the forward pass makes it wait for the others.
             self._model.context.parallel.wait_for_ranks(self._device)
@@ -171,6 +191,8 @@ class ModelRunner:
             ran=[request_id for request_id in due if request_id not in refused],
             draw=draw,
             scored=scored,
+            accepted=accepted,
+            guesses=guesses,
         )
 
     # ---- what changed ----------------------------------------------------------------------------
@@ -180,12 +202,14 @@ class ModelRunner:
             if self._refused.pop(request_id, None) is None:
                 slot = self._sequences.remove(request_id)
                 self._sampler.remove(slot)
-                self._prompt_wants.pop(slot, None)
+                self._prompt_scores.remove(slot)
+                if self._speculation is not None:
+                    self._speculation.remove(slot)
                 del self._sampling[slot]
 
     def _introduce(self, new: NewSequence) -> None:
         tokens = np.array(new.token_ids, dtype=np.int64)
-        reason = _why_refused(tokens, new.prompt_count, new.sampling, self._vocab_size)
+        reason = why_refused(tokens, new.prompt_count, new.sampling, self._vocab_size)
         if new.sampling.grammar is not None and self._lacks_grammars:
             reason = reason or "a grammar: this server has no tokenizer to follow it with"
         if reason is not None:
@@ -195,8 +219,9 @@ class ModelRunner:
         slot = self._sequences.add(new.request_id, token_ids)
         self._sampler.add(slot, new.sampling, token_ids, new.prompt_count)
         self._sampling[slot] = (new.sampling, new.prompt_count)
-        if new.sampling.return_logprob and new.sampling.logprob_start_len >= 0:
-            self._prompt_wants[slot] = (new.sampling.logprob_start_len, new.prompt_count)
+        self._prompt_scores.add(slot, new.sampling, new.prompt_count)
+        if self._speculation is not None:
+            self._speculation.add(slot, new.sampling, token_ids, new.proposals)
 
     def _introduce_samples(self, chunk: PrefillChunk) -> None:
         """Sequences that go on from a chunk's own, each as if it had come with the same tokens."""
@@ -212,6 +237,8 @@ class ModelRunner:
             slot = self._sequences.add(sample.request_id, token_ids)
             self._sampler.add(slot, sampling, token_ids, prompt_count)
             self._sampling[slot] = (sampling, prompt_count)
+            if self._speculation is not None:
+                self._speculation.add(slot, sampling, token_ids)
 
     def _grant(self, grants: list[PageGrant]) -> None:
         by_group: list[list[tuple[int, int, list[int]]]] = [[] for _ in self._pool.groups]
@@ -239,49 +266,44 @@ class ModelRunner:
 
     # ---- the forward pass ------------------------------------------------------------------------
 
-    def _plan(self, step: Step) -> _Work:
+    def _plan(self, step: Step) -> StepWork:
         chunks = [chunk for chunk in step.chunks if chunk.request_id not in self._refused]
-        decode = step.decode
-        if self._refused:
-            decode = [request_id for request_id in decode if request_id not in self._refused]
         chunk_slots = self._sequences.slots([chunk.request_id for chunk in chunks])
-        decode_slots = self._sequences.slots(decode)
         drawing = self._sequences.slots([one for chunk in chunks for one in chunk.drawing])
         for chunk, slot in zip(chunks, chunk_slots, strict=True):
             length = self._sequences.lengths[slot]
             assert 0 <= chunk.start < chunk.stop <= length, (chunk, length)
             assert not chunk.is_last or chunk.stop == length, (chunk, length)
-        return _Work(
+        decodes = self._plan_decodes(step)
+        return StepWork(
             chunks=chunks,
             chunk_slots=chunk_slots,
-            decode_slots=decode_slots,
-            sampled_slots=np.concatenate((drawing, decode_slots)),
+            decodes=decodes,
+            sampled_slots=np.concatenate((drawing, decodes.slots)),
             prompt_rows=[
                 rows
                 for chunk, slot in zip(chunks, chunk_slots.tolist(), strict=True)
-                if (rows := self._prompt_rows(chunk, slot)) is not None
+                if (rows := self._prompt_scores.rows(chunk, slot)) is not None
             ],
         )
 
-    def _prompt_rows(self, chunk: PrefillChunk, slot: int) -> tuple[PrefillChunk, int, int] | None:
-        """Rows of a chunk that predict a wanted prompt token.
+    def _plan_decodes(self, step: Step) -> DecodeRows:
+        counts = step.draft_counts or [0] * len(step.decode)
+        decode = [
+            (request_id, count)
+            for request_id, count in zip(step.decode, counts, strict=True)
+            if request_id not in self._refused
+        ]
+        slots = self._sequences.slots([request_id for request_id, _ in decode])
+        if self._speculation is None:
+            return DecodeRows(slots, [()] * len(slots))
+        return self._speculation.propose(slots, [count for _, count in decode])
 
-        tokens   0  1  2  3  4  5 | 6        prompt_count 6, wanted from 2 on: tokens 2..5
-        rows        1  2  3  4               row i predicts token i + 1
-        """
-        wants = self._prompt_wants.get(slot)
-        if wants is None:
-            return None
-        first, prompt_count = wants
-        start = max(chunk.start, first - 1)
-        stop = min(chunk.stop, prompt_count - 1)
-        has_first_token = first == 0 and chunk.start == 0
-        return (chunk, start, max(start, stop)) if start < stop or has_first_token else None
-
-    def _upload(self, work: _Work, rows: HostRows) -> _Inputs:
-        """The tokens of prompts from the host, those of decodes from where they were drawn."""
-        table = self._sequences
-        positions = table.lengths[work.decode_slots] - 1
+    def _upload(self, work: StepWork, rows: HostRows) -> _Inputs:
+        """The tokens of prompts and proposals from the host, the latest from where they were
+        drawn."""
+        table, decodes = self._sequences, work.decodes
+        positions = rows.lengths[len(work.chunks) :] - 1
         prompt = NO_TOKENS
         if work.chunks:
             spans = zip(work.chunks, work.chunk_slots.tolist(), strict=True)
@@ -294,112 +316,102 @@ class ModelRunner:
             self._device,
             prompt,
             positions,
-            work.decode_slots,
+            decodes.row_slots,
+            decodes.tokens,
+            decodes.depths,
             work.sampled_slots,
-            _logits_rows(work),
+            work.logits_rows(),
             *rows.page_tables,
         )
-        token_ids, device_positions, decode_slots, sampled_slots, logits_rows, *tables = uploaded
-        latest = table.latest.index_select(0, decode_slots)
+        token_ids, device_positions, row_slots, proposed, depths, sampled, *rest = uploaded
+        latest = table.latest.index_select(0, row_slots)
+        if decodes.has_proposals:
+            latest = torch.where(depths > 0, proposed, latest)
         if work.chunks:
             latest = torch.cat((token_ids, latest))
+        logits_rows, *tables = rest
         return _Inputs(
             token_ids=latest,
             positions=device_positions,
-            sampled_slots=sampled_slots,
+            sampled_slots=sampled,
             # A pass that only decodes wants the logits of all its tokens, in their order.
             logits_rows=logits_rows if work.chunks else None,
             page_tables=tables,
         )
 
-    def _forward(self, work: _Work, on_layer: OnLayer | None) -> tuple[Tensor, Tensor | None]:
-        """(int64[R] of the sampled slots on the device, float32 logits of the rows that `_Work`
+    def _forward(
+        self, work: StepWork, on_layer: OnLayer | None, tap: HiddenTap | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(int64[R] of the sampled slots on the device, float32 logits of the rows that `StepWork`
         lists, None without the model's head)."""
         rows = self._rows(work)
-        if self._graphs is not None and not work.chunks:
-            (index,) = upload(self._device, work.decode_slots)
-            recorded = self._graphs.run(rows, self._sequences.latest, index)
+        state_pages: dict[int, Sequence[int]] = {
+            row: chunk.state_pages for row, chunk in enumerate(work.chunks) if chunk.state_pages
+        }
+        if self._speculation is not None:
+            state_pages |= self._speculation.state_pages(work.decodes, len(work.chunks))
+        is_plain = not work.chunks and not state_pages and tap is None
+        if self._graphs is not None and is_plain:
+            recorded = self._replay(self._graphs, work, rows, on_layer)
             if recorded is not None:
-                if on_layer is not None:
-                    for layer in self._model.layer_ids:
-                        on_layer(layer)
-                return index, recorded
+                return recorded
         inputs = self._upload(work, rows)
-        query_lengths = [chunk.stop - chunk.start for chunk in work.chunks]
-        query_lengths += [1] * len(work.decode_slots)
         batch = ForwardBatch.from_tensors(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
-            query_lengths=query_lengths,
+            query_lengths=work.query_lengths,
             kv_lengths=rows.lengths.tolist(),
             page_tables=inputs.page_tables,
             groups=self._pool.groups,
             logits_rows=inputs.logits_rows,
-            state_pages={
-                row: chunk.state_pages for row, chunk in enumerate(work.chunks) if chunk.state_pages
-            },
+            state_pages=state_pages,
         )
-        return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer)
+        return inputs.sampled_slots, self._model.forward(batch, self._pool, on_layer, tap)
 
-    def _rows(self, work: _Work) -> HostRows:
-        """Lengths and pages of all sequences of a step, those of chunks too."""
+    def _replay(
+        self, graphs: DecodeGraphs, work: StepWork, rows: HostRows, on_layer: OnLayer | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `_forward`, of a step that only decodes; None if no recording is large enough."""
+        decodes, tokens = work.decodes, self._sequences.latest
+        (sampled,) = upload(self._device, decodes.slots)
+        index = sampled
+        if decodes.has_proposals:
+            slots, proposed, depths, index = upload(
+                self._device,
+                decodes.row_slots,
+                decodes.tokens,
+                decodes.depths,
+                np.arange(len(decodes.depths)),
+            )
+            tokens = torch.where(depths > 0, proposed, tokens.index_select(0, slots))
+        logits = graphs.run(rows, tokens, index)
+        if logits is None:
+            return None
+        if on_layer is not None:
+            for layer in self._model.layer_ids:
+                on_layer(layer)
+        return sampled, logits
+
+    def _rows(self, work: StepWork) -> HostRows:
+        """Lengths and pages of all sequences of a pass: chunks, then rows of decodes."""
+        decodes = work.decodes
         chunk_stops = np.array([chunk.stop for chunk in work.chunks], dtype=np.int64)
-        lengths = np.concatenate((chunk_stops, self._sequences.lengths[work.decode_slots]))
-        slots = np.concatenate((work.chunk_slots, work.decode_slots))
+        decode_lengths = self._sequences.lengths[decodes.row_slots] + decodes.depths
+        lengths = np.concatenate((chunk_stops, decode_lengths))
+        slots = np.concatenate((work.chunk_slots, decodes.row_slots))
         groups = range(len(self._pool.groups))
         tables = [self._sequences.page_table(group, slots, lengths) for group in groups]
         return HostRows(lengths, tuple(tables))
 
     # ---- the draw --------------------------------------------------------------------------------
 
-    def _draw(self, work: _Work, sampled: Tensor, logits: Tensor) -> Draw:
+    def _draw(self, work: StepWork, sampled: Tensor, logits: Tensor) -> Draw:
+        """Of all rows that `StepWork` lists, those draw that every sampled slot has."""
         slots = work.sampled_slots
-        draw = self._sampler.draw(logits, slots, self._sequences.lengths[slots])
+        rows = logits[: len(slots)]
+        if work.decodes.has_proposals:
+            (index,) = upload(self._device, work.first_logits)
+            rows = logits[index]
+        draw = self._sampler.draw(rows, slots, self._sequences.lengths[slots])
         self._sequences.append(slots, sampled, draw.tokens)
         return draw
-
-    def _score_prompts(self, work: _Work, logits: Tensor) -> list[ScoredPrompt]:
-        """Log-probabilities of prompt tokens; logits of all prompt rows in order."""
-        scored: list[ScoredPrompt] = []
-        first_row = 0
-        for chunk, start, stop in work.prompt_rows:
-            slot = self._sequences.slot(chunk.request_id)
-            tokens = self._sequences.tokens(slot)
-            rows = logits[first_row : first_row + stop - start]
-            first_row += stop - start
-            first: TokenLogprobs | None = None
-            rest: LaunchedLogprobs | None = None
-            if chunk.start == 0 and self._prompt_wants[slot][0] == 0:
-                first = TokenLogprobs(token_id=int(tokens[0]), logprob=None)
-            if start < stop:
-                (targets,) = upload(self._device, tokens[start + 1 : stop + 1].numpy())
-                rest = self._sampler.prompt_logprobs(rows, slot, targets)
-            scored.append(ScoredPrompt(chunk.request_id, first, rest))
-        return scored
-
-
-def _logits_rows(work: _Work) -> NDArray[np.int64]:
-    """Rows of the batch's tokens, in the order that `_Work` promises."""
-    ends = np.cumsum([chunk.stop - chunk.start for chunk in work.chunks], dtype=np.int64)
-    chunk_end = int(ends[-1]) if len(ends) else 0
-    draw_counts = np.array([len(chunk.drawing) for chunk in work.chunks], dtype=np.int64)
-    decode_rows = np.arange(chunk_end, chunk_end + len(work.decode_slots))
-    rows = [np.repeat(ends - 1, draw_counts), decode_rows]
-    end_of = {chunk.request_id: int(end) for chunk, end in zip(work.chunks, ends, strict=True)}
-    for chunk, start, stop in work.prompt_rows:
-        offset = end_of[chunk.request_id] - chunk.stop
-        rows.append(np.arange(offset + start, offset + stop))
-    return np.concatenate(rows)
-
-
-def _why_refused(
-    token_ids: NDArray[np.int64], prompt_count: int, sampling: SamplingParams, vocab_size: int
-) -> str | None:
-    """A peer's values reach this far; a bad one must fail its own request, not the batch."""
-    if len(token_ids) == 0 or not 1 <= prompt_count <= len(token_ids):
-        return f"prompt_count={prompt_count}: must be in 1..{len(token_ids)}, the tokens given"
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        return f"token id {bad}: must be in 0..{vocab_size - 1}"
-    return check_sampling(sampling, vocab_size)

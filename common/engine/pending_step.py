@@ -12,7 +12,7 @@ from common.engine.host_copy import HostCopy
 from common.engine.sampling.draw import Draw
 from common.engine.sampling.logprobs import LaunchedLogprobs
 from common.protocol.codec import encode_logprobs
-from common.protocol.worker import StepDone
+from common.protocol.worker import Accepted, StepDone
 from common.request import TokenLogprobs
 
 NO_TOKEN = 0
@@ -46,7 +46,8 @@ class PendingStep:
     """The future answer of a launched step.
 
     due: requests that were due a token. refused: those of them that can't be run, with the reason.
-    ran: the requests of `draw`, row by row. draw: None if nothing was drawn.
+    ran: the requests of `draw`, row by row. draw: None if nothing was drawn. accepted: what was
+    drawn behind that, of proposals. guesses: as `StepDone` has them.
     """
 
     step_id: int
@@ -57,6 +58,8 @@ class PendingStep:
     ran: list[int] = field(default_factory=list)
     draw: Draw | None = None
     scored: list[ScoredPrompt] = field(default_factory=list)
+    accepted: dict[int, Accepted] = field(default_factory=dict)
+    guesses: dict[int, list[int]] = field(default_factory=dict)
 
     def finish(self) -> StepDone:
         """Waits for what was drawn, not for what was launched after it. Safe on any thread."""
@@ -79,4 +82,6 @@ class PendingStep:
             failed=failed,
             seconds=self.clock.now() - self.started_at,
             unfit=sorted(unfit),
+            accepted=self.accepted,
+            guesses=self.guesses,
         )

@@ -37,7 +37,7 @@ class SequenceTable:
 
     def __init__(self, groups: tuple[PageGroup, ...], device: torch.device) -> None:
         self._groups = groups
-        self._device = device
+        self.device = device
         self.lengths: Slots = np.zeros(0, dtype=np.int64)
         self.latest = torch.zeros(0, dtype=torch.int64, device=device)
         self.page_tables: list[PageTable] = [np.zeros((0, 0), dtype=np.int32) for _ in groups]
@@ -119,6 +119,17 @@ class SequenceTable:
         width = int(needed.max())
         return self.page_tables[group][slots, :width]
 
+    def covered(self, slots: Slots) -> Slots:
+        """Tokens of each slot that its pages have room for, in every page group."""
+        covered = np.full(len(slots), np.iinfo(np.int64).max)
+        for group, granted in zip(self._groups, self._granted, strict=True):
+            covered = np.minimum(covered, _covered_tokens(group, granted[slots]))
+        return covered
+
+    def first_pages(self, slot: int) -> list[int]:
+        """Per group, the page of logical index 0: of a slot or a tail the only one; 0 if none."""
+        return [int(table[slot, 0]) if table.shape[1] else 0 for table in self.page_tables]
+
     def _grow_slots(self) -> None:
         old = len(self.lengths)
         new = max(2 * old, SLOT_COUNT_START)
@@ -144,6 +155,19 @@ def _page_ends(group: PageGroup, kv_lengths: NDArray[np.int64]) -> NDArray[np.in
             return -(-(kv_lengths // group.live.size) // group.page_items)
         case LiveKind.TAIL | LiveKind.SLOT:
             return np.ones_like(kv_lengths)
+        case _:
+            assert_never(group.live.kind)
+
+
+def _covered_tokens(group: PageGroup, page_ends: Slots) -> Slots:
+    """The most tokens whose `_page_ends` are these."""
+    match group.live.kind:
+        case LiveKind.FULL | LiveKind.WINDOW:
+            return page_ends * group.page_items
+        case LiveKind.BLOCK:
+            return (page_ends * group.page_items + 1) * group.live.size - 1
+        case LiveKind.TAIL | LiveKind.SLOT:
+            return np.full_like(page_ends, np.iinfo(np.int64).max)
         case _:
             assert_never(group.live.kind)
 

@@ -7,6 +7,7 @@ from common.flags.flag import Flag, Group
 from common.flags.model import DEVICE, MODEL
 from common.flags.operation import LOGS, SECURITY, TIME, TRANSFERS
 from common.flags.serving import ADDRESSES, CACHE, ROLES
+from common.flags.speculation import SPECULATION
 
 GROUPS: tuple[Group, ...] = (
     Group("model", MODEL),
@@ -14,6 +15,7 @@ GROUPS: tuple[Group, ...] = (
     Group("roles", ROLES),
     Group("device and ranks", DEVICE),
     Group("cache and batches", CACHE),
+    Group("speculation", SPECULATION),
     Group("transfers", TRANSFERS),
     Group("time", TIME),
     Group("security", SECURITY),

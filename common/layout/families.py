@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.layout.component import (
     DTYPE_NBYTES,
@@ -83,6 +83,22 @@ def windowed_gqa_components(
     """
     shapes = [CachedHeads(window, kv_head_count, head_dim) for window in windows]
     return mixed_gqa_components(shapes, dtype)
+
+
+def with_more_layers(
+    components: Sequence[CacheComponent], more: Sequence[CacheComponent]
+) -> tuple[CacheComponent, ...]:
+    """Components of a model, and those of layers behind its own. Layers that are cached alike are
+    of one component."""
+    joined = list(components)
+    for one in more:
+        alike = [i for i, own in enumerate(joined) if replace(own, layers=one.layers) == one]
+        if alike:
+            own = joined[alike[0]]
+            joined[alike[0]] = replace(own, layers=(*own.layers, *one.layers))
+        else:
+            joined.append(one)
+    return tuple(joined)
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -213,6 +213,24 @@ COUNTERS = (
         "Copies from host memory that failed, so that their tokens were computed again.",
         "baton:host_failed_loads",
     ),
+    _counter(
+        "spec_steps",
+        "Times that proposals for a sequence were verified.",
+        "vllm:spec_decode_num_drafts",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "spec_proposed_tokens",
+        "Tokens that were proposed.",
+        "vllm:spec_decode_num_draft_tokens",
+        side=Side.DECODE,
+    ),
+    _counter(
+        "spec_accepted_tokens",
+        "Proposed tokens that were accepted.",
+        "vllm:spec_decode_num_accepted_tokens",
+        side=Side.DECODE,
+    ),
     _counter("self_tests", "Self-tests that ended.", "baton:self_tests", side=Side.DECODE),
     _counter(
         "self_tests_failed",
@@ -291,6 +309,18 @@ GAUGES = (
         "baton:host_cache_token_max",
         "sglang:hicache_host_total_tokens",
     ),
+    _gauge(
+        "spec_accept_length",
+        "Tokens that came of each verification, since the start.",
+        "sglang:spec_accept_length",
+        side=Side.DECODE,
+    ),
+    _gauge(
+        "spec_accept_rate",
+        "Share of proposed tokens that were accepted, since the start.",
+        "sglang:spec_accept_rate",
+        side=Side.DECODE,
+    ),
     _labelled(
         "pages",
         "Pages by state; the states of a group add up to its pool.",
@@ -339,6 +369,14 @@ NAMED_COUNTERS = (
         "Events that the scheduler counts, by name.",
         (View("baton:events", ("event",)),),
         ("event",),
+    ),
+    Metric(
+        "spec_accepted_at",
+        Kind.COUNTER,
+        "Proposed tokens that were accepted, by their place behind the latest token.",
+        (View("vllm:spec_decode_num_accepted_tokens_per_pos", ("position",)),),
+        ("position",),
+        side=Side.DECODE,
     ),
     Metric(
         "peer_breaker_opened",

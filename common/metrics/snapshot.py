@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from common.speculative import ACCEPTED_AT
+
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
@@ -124,8 +126,21 @@ def see(now: Snapshot) -> Iterator[Seen]:
         yield Seen("queue_depth", depth, (queue,))
     for event, value in sorted(now.counters.items()):
         yield Seen("events", value, (event,))
+    yield from _see_speculation(now)
     for peer in now.peers:
         yield from _see_peer(peer)
+
+
+def _see_speculation(now: Snapshot) -> Iterator[Seen]:
+    steps, proposed = sum_of(now, "spec_steps"), sum_of(now, "spec_proposed_tokens")
+    if not proposed:
+        return
+    accepted = sum_of(now, "spec_accepted_tokens")
+    yield Seen("spec_accept_length", 1 + accepted / steps)
+    yield Seen("spec_accept_rate", accepted / proposed)
+    for counter, value in sorted(now.counters.items()):
+        if counter.startswith(ACCEPTED_AT):
+            yield Seen("spec_accepted_at", value, (counter.removeprefix(ACCEPTED_AT),))
 
 
 def _usage(group: PageCounts) -> float:

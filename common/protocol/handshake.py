@@ -163,15 +163,18 @@ def check_transfer_request(
     page_counts: Sequence[int],
     request: TransferRequest,
     digest_tokens: int = DIGEST_TOKENS,
+    digest_lookahead: int = 0,
 ) -> str | None:
     """The first fault of a reservation; None if its pages can be planned for.
 
     source: our layout. target: the peer's. page_counts: pages per group that the peer announced.
-    digest_tokens: of each digest of a prompt's beginnings.
+    digest_tokens, digest_lookahead: of each digest of a prompt's beginnings.
     """
     if request.token_count < 1:
         return f"token_count={request.token_count}: must be at least 1"
-    problem = _check_prefix(request, target, digest_tokens)
+    problem = _check_prefix(
+        request, target, digests_nbytes(request.token_count, digest_tokens, digest_lookahead)
+    )
     if problem is None and request.room is None:
         problem = _check_prompt(request)
     if problem is not None:
@@ -194,10 +197,11 @@ def check_transfer_request(
 # ---- helpers -------------------------------------------------------------------------------------
 
 
-def _check_prefix(request: TransferRequest, target: ServerLayout, digest_tokens: int) -> str | None:
-    """What the target has already are whole pages of every group that grows."""
+def _check_prefix(request: TransferRequest, target: ServerLayout, due: int) -> str | None:
+    """What the target has already are whole pages of every group that grows. due: bytes of the
+    prompt's digests."""
     start, count = request.token_start, request.token_count
-    nbytes, due = len(request.prefix_digests), digests_nbytes(count, digest_tokens)
+    nbytes = len(request.prefix_digests)
     if nbytes not in (0, due):
         return f"prefix_digests of {nbytes} bytes: must be 0, or {due} for {count} tokens"
     if not 0 <= start <= count:

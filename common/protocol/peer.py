@@ -234,6 +234,8 @@ class TransferDone(_Message, frozen=True):
     prompt_logprobs: `encode_logprobs` of each chunk. Schedulers pass them on unread: reading a
         million of them takes longer than a peer may be silent.
     digests: per decode rank, of the bytes written to it; empty without verification.
+    proposals: tokens that may follow first_token, guessed by a draft; to be verified, not to be
+        believed. None for samples.
     """
 
     transfer_id: int
@@ -246,6 +248,7 @@ class TransferDone(_Message, frozen=True):
     prompt_logprobs: list[bytes] = []
     digests: list[bytes] = []
     first_tokens: list[int] = []
+    proposals: list[int] = []
 
 
 class TransferFailed(_Message, frozen=True):

@@ -28,12 +28,14 @@ class NewSequence(_Message, frozen=True):
     """A request the worker does not know yet.
 
     token_ids: the prompt and tokens generated elsewhere; prompt_count of them are the prompt.
+    proposals: what may follow them, guessed elsewhere, for the first step that decodes.
     """
 
     request_id: int
     token_ids: list[int]
     prompt_count: int
     sampling: SamplingParams
+    proposals: list[int] = []
 
 
 class PageGrant(_Message, frozen=True):
@@ -93,6 +95,9 @@ class Step(_Message, frozen=True):
     retired: sequences to forget before anything else is applied.
     decode_tokens: the latest token of each of `decode`, where a pipeline stage that draws no tokens
         learns them from here. None where steps are sent before those tokens are known.
+    draft_counts: how many proposals for each of `decode` may be verified: there are pages for so
+        many tokens behind the latest one. Empty: none of any.
+    guess_count: of tokens to guess behind the first one of each prompt that ends, if pages allow.
     """
 
     step_id: int
@@ -103,6 +108,8 @@ class Step(_Message, frozen=True):
     retired: list[int] = []
     decode_tokens: list[int] = []
     copies: list[PageCopies] = []
+    draft_counts: list[int] = []
+    guess_count: int = 0
 
 
 class OpenPeer(_Message, frozen=True):
@@ -307,13 +314,24 @@ class WorkerReady(_Message, frozen=True):
 
 
 class WorkerBeat(_Message, frozen=True):
-    """This rank's I/O thread runs; its engine may not. progress: grows as the engine computes.
-
-    It counts finished layers and, on a CPU, the time that the engine's thread has computed.
-    """
+    """This rank's I/O thread runs; its engine may not. progress: counts finished layers and, on a
+    CPU, the time that the engine's thread has computed."""
 
     rank: int
     progress: int
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the proposals for one sequence in a step.
+
+    proposed_count: how many were verified. token_ids: what was drawn behind the sequence's token
+    in `StepDone.token_ids`, one for each proposal that was accepted; the cache of all tokens before
+    the last of these is there. logprobs: of them, where asked for.
+    """
+
+    proposed_count: int
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
 
 
 class StepDone(_Message, frozen=True):
@@ -323,6 +341,7 @@ class StepDone(_Message, frozen=True):
     prompt_logprobs: `encode_logprobs` of the chunk's prompt tokens, by request id.
     failed: request id -> reason, for sequences that have no token. unfit: those of them that
         failed by their own request, such as its grammar. The others had logits that are not finite.
+    accepted: by request id, of sequences that had proposals. guesses: likewise, of `guess_count`.
     """
 
     step_id: int
@@ -333,6 +352,8 @@ class StepDone(_Message, frozen=True):
     failed: dict[int, str] = {}
     seconds: float = 0.0
     unfit: list[int] = []
+    accepted: dict[int, Accepted] = {}
+    guesses: dict[int, list[int]] = {}
 
 
 class PeerOpened(_Message, frozen=True):

@@ -40,6 +40,7 @@ def gather_facts(config: ServerConfig, workers: dict[int, WorkerReady]) -> Serve
         transfer_mode=config.transfer_mode,
         verify=config.verify_transfer,
         host_page_counts=host_counts,
+        digest_lookahead=config.digest_lookahead,
         earlier_writers=_earlier_writers(ordered),
         device=first.device,
         checkpoint_max=min(worker.checkpoint_max for worker in ordered),

@@ -16,7 +16,9 @@ class BatchLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that a step computes at most.
     sequence_token_max: tokens a sequence may reach (context length or pool, whichever is less).
     in_flight_max: steps that may be with the workers. is_prompt_only: sequences leave with the
-    token after their prompt."""
+    token after their prompt. proposal_max: tokens that are proposed ahead of a decoding sequence in
+    a step; how many are accepted decides where the next step begins, so then one is in flight.
+    guess_count: tokens that are guessed behind the first one of a prompt, for another server."""
 
     chunk_token_max: int
     running_max: int
@@ -24,6 +26,17 @@ class BatchLimits:
     eos_token_ids: frozenset[int]
     in_flight_max: int = 1
     is_prompt_only: bool = False
+    proposal_max: int = 0
+    guess_count: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.proposal_max or self.in_flight_max == 1, self
+
+    def proposals_for(self, sequence: Sequence) -> int:
+        """How many may be verified for one that decodes: with all accepted, it ends at the last."""
+        lengths = self.sequence_token_max - len(sequence.token_ids)
+        outputs = sequence.sampling.max_new_tokens - sequence.output_count
+        return max(0, min(self.proposal_max, min(lengths, outputs) - 1))
 
     def finish_of(self, sequence: Sequence) -> FinishReason | None:
         """Whether the last token of a sequence ends it."""

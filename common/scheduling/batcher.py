@@ -19,7 +19,6 @@ from itertools import chain
 
 import msgspec
 
-from common.failures import Failure, FailureKind
 from common.protocol.worker import (
     NewSequence,
     PageCopies,
@@ -35,6 +34,7 @@ from common.scheduling.fork_copies import ForkCopies
 from common.scheduling.in_flight import Flight, InFlight
 from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match
+from common.scheduling.proposals import Proposals
 from common.scheduling.rates import StepRates
 from common.scheduling.sequence import Sequence
 from common.scheduling.step_checkpoints import StepCheckpoints
@@ -42,7 +42,6 @@ from common.scheduling.step_outcome import (
     ChunkDone,
     SamplesDrawn,
     StepOutcome,
-    TokenDone,
     Undrawn,
 )
 
@@ -58,6 +57,7 @@ class Batcher:
     """Sequences that compute on this server's workers.
 
     unplanned_count: prompt tokens that are in no step yet. rates: of the steps that returned.
+    proposals: tokens that steps verify ahead of sequences.
     shared_step_tokens: prompt tokens that a step may have which also decodes; None for no limit.
     """
 
@@ -75,6 +75,7 @@ class Batcher:
         self._under_way = BlocksUnderWay(account)
         self._fork_copies = ForkCopies()
         self._step_checkpoints = StepCheckpoints(account)
+        self.proposals = Proposals(account)
         self._next_step_id = 1
         self.unplanned_count = 0
         self.step_count = 0
@@ -249,7 +250,9 @@ class Batcher:
         planned = PlannedStep(None)
         standing = self._make_room(planned)
         decoding = [one for one in self._running.values() if one not in standing]
-        planned.step = self._begin(self._plan_chunks(len(decoding)), decoding)
+        counts = self.proposals.count(decoding, self.limits)
+        chunks = self._plan_chunks(len(decoding) + sum(counts))
+        planned.step = self._begin(chunks, decoding, counts)
         return planned
 
     def _plan_ahead(self) -> Step | None:
@@ -285,7 +288,12 @@ class Batcher:
         stop = min(len(sequence.token_ids), sequence.chunk_start + self.limits.chunk_token_max)
         return self._account.chunk_stop_max(sequence) < stop
 
-    def _begin(self, chunks: list[PrefillChunk], decoding: list[Sequence]) -> Step | None:
+    def _begin(
+        self,
+        chunks: list[PrefillChunk],
+        decoding: list[Sequence],
+        draft_counts: list[int] | None = None,
+    ) -> Step | None:
         """The step of these, which is in flight from now on; None if there is nothing in it."""
         computing = [self._prompts[chunk.request_id] for chunk in chunks] + decoding
         if not computing:
@@ -300,14 +308,25 @@ class Batcher:
                 copies += sequence.take_copies()
             if not sequence.is_known:
                 sequence.is_known = True
-                new.append(_introduce(sequence))
+                new.append(sequence.introduce())
             grants += sequence.take_grants()
         retired, self._retired = self._retired, []
         decode = [sequence.request_id for sequence in decoding]
         # Ahead of the step that draws them they are not known, so then no sequence may need them.
         is_told = self.limits.in_flight_max == 1
         latest = [sequence.token_ids[-1] for sequence in decoding] if is_told else []
-        step = Step(self._next_step_id, new, grants, chunks, decode, retired, latest, copies)
+        step = Step(
+            self._next_step_id,
+            new,
+            grants,
+            chunks,
+            decode,
+            retired,
+            latest,
+            copies,
+            draft_counts or [],
+            self.limits.guess_count,
+        )
         self._next_step_id += 1
         self.unplanned_count -= sum(chunk.stop - chunk.start for chunk in chunks)
         self._in_flight.begin(step, computing, checkpoints, copying)
@@ -346,7 +365,7 @@ class Batcher:
         return min(self.sequences(), key=cost)
 
     def _plan_chunks(self, decode_count: int) -> list[PrefillChunk]:
-        """Within the token budget that the decodes leave."""
+        """Within the token budget that the decodes and what is proposed for them leave."""
         budget = max(1, self.limits.chunk_token_max - decode_count)
         if decode_count and self.shared_step_tokens is not None:
             budget = min(budget, self.shared_step_tokens)
@@ -376,12 +395,9 @@ class Batcher:
             if sampled is None:
                 continue
             if request_id in done.failed:
-                outcome.failed.append(_undrawn(sampled, request_id, done))
+                outcome.failed.append(Undrawn.of(sampled, request_id, done))
                 continue
-            sampled.token_ids.append(token_id)
-            finish = self.limits.finish_of(sampled)
-            logprobs = done.logprobs.get(request_id)
-            outcome.tokens.append(TokenDone(sampled, token_id, logprobs, finish))
+            outcome.tokens.append(self.proposals.append(sampled, token_id, done, self.limits))
         self._close_left()
         return outcome
 
@@ -424,24 +440,9 @@ class Batcher:
         failed = [request_id for request_id in request_ids if request_id in done.failed]
         if failed:
             self.retire(request_ids)
-            outcome.failed.append(_undrawn(sequence, failed[0], done))
+            outcome.failed.append(Undrawn.of(sequence, failed[0], done))
             return
         drawn = dict(zip(done.request_ids, done.token_ids, strict=True))
         tokens = {request_id: drawn[request_id] for request_id in request_ids}
         told = {one: done.logprobs[one] for one in request_ids if one in done.logprobs}
         outcome.samples.append(SamplesDrawn(sequence, tokens, told))
-
-
-def _undrawn(sequence: Sequence, request_id: int, done: StepDone) -> Undrawn:
-    is_unfit = request_id in done.unfit  # no other server would do better
-    kind = FailureKind.NO_TOKEN if is_unfit else FailureKind.BAD_LOGITS
-    return Undrawn(sequence, Failure(kind, done.failed[request_id]))
-
-
-def _introduce(sequence: Sequence) -> NewSequence:
-    return NewSequence(
-        sequence.request_id,
-        list(sequence.token_ids),
-        sequence.prompt_count,
-        sequence.sampling,
-    )

@@ -52,7 +52,8 @@ class LentCache:
 class CachedSequences:
     """Owner of what a sequence has of the cache: its node, blocks, copies, checkpoint and cuts.
 
-    cache: None if there is none. host: of the tier in host memory.
+    cache: None if there is none. host: of the tier in host memory. lookahead: of digests, see
+    prefix_digests.py.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class CachedSequences:
         groups: List[PageGroup],
         digest_tokens: int,
         host: PrefixCache | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.cache = cache
         self._host = host
         self._groups = tuple(groups)
         self._digest_tokens = digest_tokens
+        self._lookahead = lookahead
 
     def whole_blocks(self, token_count: int) -> int:
         """Tokens of the whole blocks among so many; 0 without a cache."""
@@ -88,7 +91,7 @@ class CachedSequences:
         """Of more tokens than they were made of: those that were generated since."""
         if self.cache is None or not digests:
             return b""
-        return extend_digests(digests, token_ids, self._digest_tokens)
+        return extend_digests(digests, token_ids, self._digest_tokens, self._lookahead)
 
     def let_go(self, held: HeldPrefix) -> None:
         """The rest did not come."""
@@ -97,7 +100,7 @@ class CachedSequences:
 
     def digest_nbytes(self, token_count: int) -> int:
         """Of the seed and the digests of so many tokens."""
-        return digests_nbytes(token_count, self._digest_tokens)
+        return digests_nbytes(token_count, self._digest_tokens, self._lookahead)
 
     def digests_up_to(self, digests: bytes, token_count: int) -> bytes:
         """Those of the first tokens."""
@@ -212,10 +215,14 @@ class CachedSequences:
         return ranges
 
     def _new_checkpoint(self, sequence: Sequence, token_count: int) -> Checkpoint:
-        """One without pages. It serves for a token less, if the rows for that are there."""
+        """One without pages. It serves for a token less, if the rows for that are there.
+
+        If a cache depends on the next token, and that is not known, it serves for that only.
+        """
         assert self.cache is not None
         blocks = self.cache.blocks_in(token_count)
-        rest = tuple(sequence.token_ids[blocks * self.cache.block_tokens : token_count])
+        known = sequence.token_ids[: token_count + self._lookahead]
+        rest = tuple(known[blocks * self.cache.block_tokens :])
         has_rows = token_count > sequence.received_count or not self.cache.needs_checkpoint
         least = token_count - 1 if self.cache.can_step_back and has_rows else token_count
         first = [r.start for r in self._checkpoint_indices(token_count, least)]
@@ -318,7 +325,8 @@ class CachedSequences:
         checkpoint = self._new_checkpoint(sequence, count)
         is_whole = checkpoint.block_count == sequence.block_count and count > 0
         is_there = sequence.checkpoint is None and is_whole
-        if node is None or not is_there or not (checkpoint.rest or cache.needs_checkpoint):
+        has_rest = count % cache.block_tokens > 0
+        if node is None or not is_there or not (has_rest or cache.needs_checkpoint):
             return
         indices = self._checkpoint_indices(count, checkpoint.least_count)
         spans = sequence.spans
@@ -339,11 +347,11 @@ class CachedSequences:
         if cache is None or not sequence.digests or sequence.node is None:
             return
         # A token that was drawn for who had left is computed, and not known.
-        count = min(sequence.computed_count, len(sequence.token_ids))
+        count = min(sequence.computed_count, len(sequence.token_ids) - self._lookahead)
         known, blocks = sequence.block_count, cache.blocks_in(count)
         if blocks <= known:
             return
-        sequence.digests = extend_digests(sequence.digests, sequence.token_ids, self._digest_tokens)
+        sequence.digests = self.digests_of(sequence.digests, sequence.token_ids)
         pages = [span.page_ids for span in sequence.spans]
         node, twice = cache.extend(sequence.node, sequence.digests, pages, blocks)
         sequence.node, sequence.block_count = node, blocks

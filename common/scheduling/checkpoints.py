@@ -46,22 +46,28 @@ class Checkpoints:
         block_tokens: int,
         token_ids: Sequence[int],
         token_max: int,
+        lookahead: int = 0,
     ) -> tuple[Checkpoint | None, int]:
         """Which one lets a prompt go on from the most tokens, at most `token_max`, and from how
         many; None and 0 if there is none.
 
-        block_count: of the prompt that are on the path to this node.
+        block_count: of the prompt that are on the path to this node. lookahead: tokens behind those
+        that have to be equal as well.
         """
         for one in node.path():
             best: tuple[Checkpoint | None, int] = (None, 0)
             for checkpoint in one.checkpoints:
-                count = min(checkpoint.token_count, token_max)
-                if checkpoint.block_count > block_count or count < checkpoint.least_count:
+                if checkpoint.block_count > block_count:
                     continue
+                most = min(checkpoint.token_count, token_max)
                 start = checkpoint.block_count * block_tokens
-                rest = tuple(token_ids[start:count])
-                if rest == checkpoint.rest[: len(rest)] and count > best[1]:
-                    best = (checkpoint, count)
+                for count in range(most, max(best[1], checkpoint.least_count - 1), -1):
+                    rest = token_ids[start : count + lookahead]
+                    if _serves(checkpoint, count, rest):
+                        best = (checkpoint, count)
+                        break
+                    if not lookahead:
+                        break
             if best[1]:
                 return best
         return None, 0
@@ -186,6 +192,18 @@ class Checkpoints:
             if any(helps):
                 self.forget([checkpoint])
                 left = [n - len(pages) for n, pages in zip(left, checkpoint.pages, strict=True)]
+
+
+def _serves(checkpoint: Checkpoint, count: int, rest: Sequence[int]) -> bool:
+    """Whether a prompt can go on from so many tokens.
+
+    rest: of the prompt, behind the checkpoint's blocks. What a checkpoint does not know of it, for
+    it was made before the next token was there, has to be as it was for whoever can't take a token
+    back, who has nothing else.
+    """
+    known = checkpoint.rest[: len(rest)]
+    is_known = len(known) == len(rest) or checkpoint.least_count == count
+    return is_known and tuple(rest[: len(known)]) == known
 
 
 def equals_of(node: Node, checkpoint: Checkpoint) -> list[Checkpoint]:

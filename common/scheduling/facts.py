@@ -37,7 +37,8 @@ class ServerFacts:
     transfer_mode: how caches may travel, as far as this side is concerned. verify: how much of them
     it wants compared.
     pass_times: what steps took at the start, of the slowest rank.
-    digest_tokens: of each digest of a prompt's beginnings (see prefix_digests.py).
+    digest_tokens, digest_lookahead: of each digest of a prompt's beginnings (see
+    prefix_digests.py).
     host_page_counts: per page group, of the tier in host memory; () without one.
     device: what the workers compute on, cpu or cuda.
     earlier_writers: peers of schedulers before this one, over the same workers, that may still
@@ -62,6 +63,7 @@ class ServerFacts:
 
     pass_times: PassTimes = NOT_TIMED
     digest_tokens: int = DIGEST_TOKENS
+    digest_lookahead: int = 0
     host_page_counts: tuple[int, ...] = ()
     earlier_writers: tuple[PeerWriter, ...] = ()
 
@@ -108,7 +110,9 @@ class SchedulerLimits:
     """chunk_token_max: prompt tokens per step. running_max: sequences that compute at a time.
     queue_max: requests that may wait; more are answered 503 at once.
     in_flight_max: steps that may be with the workers; 1 where pipeline stages learn from a step
-        what the one before it drew.
+        what the one before it drew, and where proposals are verified.
+    proposal_max: tokens that are proposed ahead of a sequence in a step. guess_count: that are
+        guessed behind the first one of a prompt for another server.
     self_test_interval_s: time without a transfer until one is tried, as one is when a peer has
         been connected; 0: never.
     bootstrap_timeout_s: how long half of a routed request waits for a reservation."""
@@ -121,6 +125,8 @@ class SchedulerLimits:
     pace: Pace = Pace()
     self_test_interval_s: float = DEFAULT_SELF_TEST_INTERVAL_S
     in_flight_max: int = IN_FLIGHT_MAX
+    proposal_max: int = 0
+    guess_count: int = 0
 
     def of_batch(
         self, facts: ServerFacts, sequence_token_max: int, *, is_prompt_only: bool = False
@@ -133,4 +139,6 @@ class SchedulerLimits:
             facts.eos_token_ids,
             self.in_flight_max,
             is_prompt_only,
+            self.proposal_max,
+            self.guess_count,
         )

@@ -32,7 +32,7 @@ class Forks:
     def own_indices(self, token_count: int, held_count: int) -> list[range]:
         """Per group, the logical indices of the pages that a sample of a prompt of `token_count`
         tokens has for itself, once it holds `held_count` tokens."""
-        blocks = self._cache.blocks_in(token_count)
+        blocks = self._cache.named_blocks(token_count)
         ranges: list[range] = []
         for group, each in zip(self._account.groups, self._cache.page_counts, strict=True):
             first = blocks * each if each else group.page_first(token_count)
@@ -83,7 +83,7 @@ class Forks:
         first, *others = samples
         token_count = prompt.computed_count
         assert token_count == len(first.token_ids) - 1 and not prompt.making
-        assert prompt.block_count == self._cache.blocks_in(token_count), "its blocks are found"
+        assert prompt.block_count == self._cache.named_blocks(token_count), "its blocks are found"
         _hand_over(prompt, first)
         shared = zip(others, pages, strict=True)
         return [(one, self._share(first, token_count, one, own)) for one, own in shared]

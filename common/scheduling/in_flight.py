@@ -81,6 +81,8 @@ class InFlight:
             sequence.pending_count -= 1
         for request_id, sequence in flight.sequences.items():
             sequence.computed_count = flight.counts[request_id]
+        for request_id, accepted in done.accepted.items():
+            flight.sequences[request_id].computed_count += len(accepted.token_ids)
         return flight
 
     def touches(self, sequence: Sequence) -> bool:

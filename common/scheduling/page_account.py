@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from functools import lru_cache
+from math import ceil
 from typing import Protocol
 
 from common.layout.cache_layout import PageGroup, ServerLayout
@@ -44,7 +45,8 @@ class PageAccount:
 
     chunk_token_max: prompt tokens that are computed in one step; a window group keeps that many
     beside the window. None for whole prompts.
-    digest_tokens: tokens of a digest (see prefix_digests.py). checkpoint_max: of the prefix cache.
+    digest_tokens, digest_lookahead: of a digest (see prefix_digests.py). checkpoint_max: of the
+    prefix cache.
     shares_samples: samples of a prompt share its blocks. Where no prefix is kept, a block goes with
     the last of them.
     host_page_counts: of the tier in host memory, whose prefix cache is `host`; () without one.
@@ -62,6 +64,7 @@ class PageAccount:
         digest_tokens: int = DIGEST_TOKENS,
         shares_samples: bool = False,
         host_page_counts: List[int] = (),
+        digest_lookahead: int = 0,
     ) -> None:
         self.groups = tuple(groups)
         self.pool = PagePool(page_counts)
@@ -71,25 +74,23 @@ class PageAccount:
         self._windows = [
             index for index, group in enumerate(groups) if group.live.kind is LiveKind.WINDOW
         ]
-        cache: PrefixCache | None = None
-        self.keeps_prefixes = has_prefix_cache
-        if has_prefix_cache or shares_samples:
-            count_max = checkpoint_max if has_prefix_cache else 0
-            cache = PrefixCache(self.pool, self.groups, digest_tokens, count_max)
-        self.cache = cache
-        self.host = self._host_cache(host_page_counts, digest_tokens, checkpoint_max)
-        self.saver: Saver | None = None
-        self.cached = CachedSequences(cache, self.groups, digest_tokens, self.host)
 
-    def _host_cache(
-        self, page_counts: List[int], digest_tokens: int, checkpoint_max: int
-    ) -> PrefixCache | None:
-        """Of the tier in host memory, which has its share of checkpoints."""
-        if not page_counts or not self.keeps_prefixes:
-            return None
-        share = sum(page_counts) / sum(self.pool.page_counts)
-        count_max = -(-checkpoint_max * share // 1)
-        return PrefixCache(PagePool(page_counts), self.groups, digest_tokens, int(count_max))
+        def new_cache(pool: PagePool, count_max: int) -> PrefixCache:
+            return PrefixCache(pool, self.groups, digest_tokens, count_max, digest_lookahead)
+
+        self.keeps_prefixes = has_prefix_cache
+        self.cache: PrefixCache | None = None
+        if has_prefix_cache or shares_samples:
+            self.cache = new_cache(self.pool, checkpoint_max if has_prefix_cache else 0)
+        self.host: PrefixCache | None = None
+        if host_page_counts and has_prefix_cache:
+            # The tier in host memory has its share of checkpoints.
+            share = sum(host_page_counts) / sum(page_counts)
+            self.host = new_cache(PagePool(host_page_counts), ceil(checkpoint_max * share))
+        self.saver: Saver | None = None
+        self.cached = CachedSequences(
+            self.cache, self.groups, digest_tokens, self.host, digest_lookahead
+        )
 
     @property
     def host_pool(self) -> PagePool | None:
@@ -440,6 +441,7 @@ def account_of(
         digest_tokens=facts.digest_tokens,
         shares_samples=shares_samples,
         host_page_counts=facts.host_page_counts,
+        digest_lookahead=facts.digest_lookahead,
     )
 
 

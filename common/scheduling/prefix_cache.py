@@ -62,6 +62,7 @@ class PrefixCache:
     """tree, checkpoints: of one server. pool: what its pages are of. block_tokens: of one block.
 
     page_counts: pages of a block per page group, 0 for groups that don't grow.
+    lookahead: tokens behind a block that its digest covers (see prefix_digests.py).
     relief_count: pages so far that were adopted, or let go of by their last reader.
     evicted_token_count: so far.
     """
@@ -72,11 +73,13 @@ class PrefixCache:
         groups: Sequence[PageGroup],
         digest_tokens: int,
         checkpoint_max: int,
+        lookahead: int = 0,
     ) -> None:
         self.pool = pool
         self._growing = [i for i, group in enumerate(groups) if group.live.is_streamable]
         self.block_tokens = lcm(digest_tokens, *(groups[i].page_tokens for i in self._growing))
         self._key_stride = self.block_tokens // digest_tokens
+        self.lookahead = lookahead
         self.page_counts = [
             self.block_tokens // group.page_tokens if group.live.is_streamable else 0
             for group in groups
@@ -111,7 +114,7 @@ class PrefixCache:
             return NOTHING
         match = self.without_checkpoint(Match(node, min(count, self.blocks_in(token_max))))
         checkpoint, start = self.checkpoints.find(
-            node, count, self.block_tokens, token_ids, token_max
+            node, count, self.block_tokens, token_ids, token_max, self.lookahead
         )
         if checkpoint is not None and start > match.token_count:
             return Match(node, match.block_count, start, checkpoint)
@@ -124,6 +127,10 @@ class PrefixCache:
 
     def blocks_in(self, token_count: int) -> int:
         return token_count // self.block_tokens
+
+    def named_blocks(self, token_count: int) -> int:
+        """Blocks of a text of so many tokens that have a digest."""
+        return self.blocks_in(max(0, token_count - self.lookahead))
 
     def pages(self, node: Node, block_count: int) -> list[list[int]]:
         """Per page group, the pages of the first blocks of a path; none for those that don't

@@ -89,7 +89,8 @@ class Checkpoint:
     """What else is needed to go on from the first `token_count` tokens: pages of its own.
 
     least_count: tokens that it serves to go on from as well, the last one being computed again.
-    block_count: whole blocks among them; rest: the tokens behind. pages: per page group: those
+    block_count: whole blocks among them; rest: the tokens behind, and the next one if the cache
+    depends on that and it is known. pages: per page group: those
     behind the last whole block, a window's, a tail, a slot. node: where it hangs; None while its
     pages are still to be filled. users: sequences that copy it. is_spare: serves equal prompts and
     few others, as there will be one of a few tokens more: until it is used it goes before the rest.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-from common.protocol.worker import PageCopies, PageGrant, SampleDraw
+from common.protocol.worker import NewSequence, PageCopies, PageGrant, SampleDraw
 from common.request import SamplingParams
 from common.scheduling.prefix_tree import Checkpoint, Node
 
@@ -73,6 +73,7 @@ class Sequence:
     pending_count: tokens that steps in flight draw, not known yet.
     wanted_count: tokens of the prompt that another one waits for; 0 if none does.
     samples: for which its last chunk draws tokens instead of one for itself.
+    first_proposals: tokens that may follow, guessed where its prompt was computed.
     priority: larger is more urgent: of its request, or of one that waits for what it computes.
     """
 
@@ -99,6 +100,7 @@ class Sequence:
     making: list[int] = field(default_factory=list)
     made: list[Checkpoint] = field(default_factory=list)
     samples: list[SampleDraw] = field(default_factory=list)
+    first_proposals: list[int] = field(default_factory=list)
     is_known: bool = False
     priority: int = 0
 
@@ -129,6 +131,13 @@ class Sequence:
         """Tokens of the prompt that are in no chunk yet, or as far as another one waits for it."""
         start = self.chunk_start
         return (self.wanted_count if self.wanted_count > start else len(self.token_ids)) - start
+
+    def introduce(self) -> NewSequence:
+        """As workers are told of it."""
+        proposals, self.first_proposals = self.first_proposals, []
+        return NewSequence(
+            self.request_id, list(self.token_ids), self.prompt_count, self.sampling, proposals
+        )
 
     def take_grants(self) -> list[PageGrant]:
         """What the workers have not been told of the pages yet."""

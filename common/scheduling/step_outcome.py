@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.failures import Failure
-from common.request import FinishReason, TokenLogprobs
+from common.failures import Failure, FailureKind
+from common.protocol.worker import StepDone
+from common.request import FinishReason, Speculated, TokenLogprobs
 from common.scheduling.sequence import Sequence
 
 
@@ -21,13 +22,17 @@ class ChunkDone(msgspec.Struct, frozen=True):
     prompt_logprobs: bytes
 
 
-class TokenDone(msgspec.Struct, frozen=True):
-    """A sequence has a new token at its end; `finish` says whether it was the last one."""
+class TokensDone(msgspec.Struct, frozen=True):
+    """A sequence has new tokens at its end, mostly one; `finish` says whether that ends it.
+
+    logprobs: one entry per token if asked for. speculated: of this step.
+    """
 
     sequence: Sequence
-    token_id: int
-    logprobs: TokenLogprobs | None
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
     finish: FinishReason | None
+    speculated: Speculated = Speculated()
 
 
 class SamplesDrawn(msgspec.Struct, frozen=True):
@@ -45,12 +50,19 @@ class Undrawn(msgspec.Struct, frozen=True):
     sequence: Sequence
     failure: Failure
 
+    @staticmethod
+    def of(sequence: Sequence, request_id: int, done: StepDone) -> Undrawn:
+        """request_id: that no token was drawn for, the sequence's own or one of its samples'."""
+        is_unfit = request_id in done.unfit  # no other server would do better
+        kind = FailureKind.NO_TOKEN if is_unfit else FailureKind.BAD_LOGITS
+        return Undrawn(sequence, Failure(kind, done.failed[request_id]))
+
 
 @dataclass(slots=True)
 class StepOutcome:
     """What a step brought. Order: chunks first, then tokens, as the worker computed them."""
 
     chunks: list[ChunkDone] = field(default_factory=list)
-    tokens: list[TokenDone] = field(default_factory=list)
+    tokens: list[TokensDone] = field(default_factory=list)
     samples: list[SamplesDrawn] = field(default_factory=list)
     failed: list[Undrawn] = field(default_factory=list)

@@ -178,7 +178,12 @@ class Outgoing:
         )
         counts = target.outbound.page_counts
         problem = check_transfer_request(
-            self._facts.layout, remote.layout, counts, message, self._facts.digest_tokens
+            self._facts.layout,
+            remote.layout,
+            counts,
+            message,
+            self._facts.digest_tokens,
+            self._facts.digest_lookahead,
         )
         if problem is None and message.token_count > self._token_max:
             problem = f"token_count={message.token_count}: at most {self._token_max} here"
@@ -349,10 +354,11 @@ class Outgoing:
         trace: TransferTrace,
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[bytes],
+        proposals: Sequence[int] = (),
     ) -> None:
         """Everything is flushed at the target: the last message says so.
 
-        first_tokens: of every sample.
+        first_tokens: of every sample. proposals: of tokens that may follow the only one.
         """
         assert not transfer.is_on_its_way
         self.health.note_success(transfer.peer)
@@ -370,6 +376,7 @@ class Outgoing:
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 digests=transfer.digests,
+                proposals=list(proposals),
             ),
         )
         self._forget(transfer)

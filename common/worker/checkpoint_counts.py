@@ -43,20 +43,28 @@ def share_out(layout: RankLayout, config: ServerConfig, budget: int) -> Shares:
         count = 0 if why_none else config.max_checkpoints or 0
         left = budget - count * checkpoint_nbytes(layout)
         asked = config.max_running_requests
-        return Shares(asked or max(1, _request_room(layout, left)), count, why_none)
+        return Shares(asked or max(1, _request_room(layout, config, left)), count, why_none)
     if config.max_running_requests is not None:
         request_count = config.max_running_requests
-        left = budget - (request_count + 1) * state_nbytes(layout)  # and the scratch page
+        # And the scratch page.
+        left = budget - (request_count + 1) * state_nbytes(layout, config)
         count = _checkpoint_room(layout, left, request_count)
     else:
-        room = _request_room(layout, budget, 2 * DEFAULT_MAX_RUNNING_REQUESTS)
+        room = _request_room(layout, config, budget, 2 * DEFAULT_MAX_RUNNING_REQUESTS)
         count = _checkpoint_room(layout, budget, room // 2)
         request_count = max(1, min(DEFAULT_MAX_RUNNING_REQUESTS, room - count))
     return Shares(request_count, count, "" if count else "no memory for one")
 
 
-def state_nbytes(layout: RankLayout) -> int:
-    """Bytes of a request's slot and tails, which do not depend on its token count."""
+def state_nbytes(layout: RankLayout, config: ServerConfig) -> int:
+    """Bytes of a request's slots and tails, which do not depend on its token count, and of the
+    spare slots behind its proposals."""
+    return _own_state_nbytes(layout) + config.verified_max * sum(
+        group.page_nbytes for group in layout.groups if group.group.live.kind is LiveKind.SLOT
+    )
+
+
+def _own_state_nbytes(layout: RankLayout) -> int:
     return sum(group.page_nbytes for group in layout.groups if not group.group.live.is_paged)
 
 
@@ -67,7 +75,7 @@ def checkpoint_nbytes(layout: RankLayout) -> int:
         for group in layout.groups
         if group.group.live.kind is LiveKind.WINDOW
     )
-    return state_nbytes(layout) + sum(windows)
+    return _own_state_nbytes(layout) + sum(windows)
 
 
 def window_page_max(group: PageGroup) -> int:
@@ -91,10 +99,13 @@ def _why_none(config: ServerConfig) -> str:
 
 
 def _request_room(
-    layout: RankLayout, budget: int, count_max: int = DEFAULT_MAX_RUNNING_REQUESTS
+    layout: RankLayout,
+    config: ServerConfig,
+    budget: int,
+    count_max: int = DEFAULT_MAX_RUNNING_REQUESTS,
 ) -> int:
     """Slots and tails that their share of the budget holds, `count_max` at most."""
-    nbytes = state_nbytes(layout)
+    nbytes = state_nbytes(layout, config)
     if nbytes == 0:
         return count_max
     room = int(budget * STATE_FRACTION_MAX) // nbytes - 1  # and the scratch page

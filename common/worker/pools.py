@@ -75,11 +75,13 @@ def free_nbytes(device: torch.device) -> int:
 class PoolSize:
     """page_counts: per page group, without the scratch page. checkpoint_max: checkpoints of
     prefixes that have pages beside those of running requests. checkpoints: the same for people.
+    spare_count: slots of every slot group beside these, for states behind proposals.
     """
 
     page_counts: list[int]
     checkpoint_max: int
     checkpoints: str
+    spare_count: int = 0
 
 
 def decide_pool_size(
@@ -107,7 +109,8 @@ def decide_pool_size(
     if config.max_total_tokens is None:
         token_count = _most_tokens(layout, config, limit, context_length, shares)
     counts = _counts_of(layout, config, token_count, shares)
-    return PoolSize(counts, shares.checkpoint_max, _describe_checkpoints(layout, shares))
+    described = _describe_checkpoints(layout, shares)
+    return PoolSize(counts, shares.checkpoint_max, described, _spare_count(config, shares))
 
 
 def page_counts_for(
@@ -125,6 +128,17 @@ def page_counts_for(
         + _checkpoint_page_count(group.group, checkpoint_count)
         for group in layout.groups
     ]
+
+
+def with_spares(layout: RankLayout, page_counts: list[int], spare_count: int) -> list[int]:
+    """Pages per group, those included that no scheduler knows of: of slot groups, behind the
+    others."""
+    is_slot = [group.group.live.kind is LiveKind.SLOT for group in layout.groups]
+    return [n + spare_count * own for n, own in zip(page_counts, is_slot, strict=True)]
+
+
+def _spare_count(config: ServerConfig, shares: Shares) -> int:
+    return config.verified_max * shares.request_count
 
 
 def _most_tokens(
@@ -152,7 +166,9 @@ def _fits(
 def _needed_nbytes(
     layout: RankLayout, config: ServerConfig, token_count: int, shares: Shares
 ) -> int:
-    return sum(KvPool.buffer_nbytes(layout, _counts_of(layout, config, token_count, shares)))
+    counts = _counts_of(layout, config, token_count, shares)
+    counts = with_spares(layout, counts, _spare_count(config, shares))
+    return sum(KvPool.buffer_nbytes(layout, counts))
 
 
 def _counts_of(
@@ -217,7 +233,7 @@ def _check_checkpoints(
 def _check_slots(layout: RankLayout, config: ServerConfig, limit: int, token_count: int) -> None:
     """Raises: ConfigError if slots for `max_running_requests` leave no room for `token_count`
     tokens, and slots for fewer requests would."""
-    asked, nbytes = config.max_running_requests, state_nbytes(layout)
+    asked, nbytes = config.max_running_requests, state_nbytes(layout, config)
     if asked is None or nbytes == 0:
         return
     for count in range(asked, 0, -1):

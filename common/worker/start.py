@@ -18,19 +18,21 @@ from common.clock import Clock
 from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice, choose_attention
 from common.engine.cache.cast import CACHE_DTYPES
+from common.engine.config.draft import DraftConfig, split_stages
 from common.engine.config.model import ModelConfig, check_parallel
 from common.engine.distributed import ParallelContext
+from common.engine.draft_loader import read_draft
 from common.engine.heap import keep_freed_memory
 from common.engine.layers.choose_fused import choose_fused
 from common.engine.loader import attention_shape, fused_shape, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
+from common.engine.speculation.choose import choose_proposer
 from common.environment import shared_memory_dir
 from common.errors import ConfigError, GrammarError
 from common.grammar import GrammarCompiler
 from common.layout.cache_layout import RankLayout, ServerLayout
-from common.layout.parallel import split_layers
 from common.protocol.codec import encode_layout
 from common.protocol.worker import WorkerReady
 from common.transport.transport import Transport
@@ -44,6 +46,7 @@ from common.worker.pools import (
     allocate_pool,
     decide_pool_size,
     free_nbytes,
+    with_spares,
 )
 from common.worker.staging.source import StagingSource
 from common.worker.staging.start import start_source, start_target
@@ -96,18 +99,19 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     _set_up_process(config, device)
     model_config = read_served_config(config.model_path, dtype=config.dtype)
     context_length = _context_length(config, model_config)
-    layout = _server_layout(config, model_config).ranks[rank]
+    draft = _read_draft(config, model_config)
+    layout = _server_layout(config, model_config, draft).ranks[rank]
     before_nbytes = free_nbytes(device)
     # Before the ranks meet, none has taken its share: all shares must be free at once.
     check_host_memory(config, len(config.local_ranks) * host_share_nbytes(config))
     parallel = _meet_other_ranks(config, rank, device)
     cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
     choice = choose_attention(
-        attention_shape(model_config, parallel, device, config.page_size, cache_dtype),
+        attention_shape(model_config, parallel, device, config.page_size, cache_dtype, draft),
         config.attention_backend,
         may_record=not why_not_recorded(config, device),
     )
-    source = RankModel(config, device, parallel, choice)
+    source = RankModel(config, device, parallel, choice, draft)
     model = source.load()
     now_nbytes = free_nbytes(device)
     plan = plan_graphs(config, model, layout, choice, context_length)
@@ -115,14 +119,17 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     size = decide_pool_size(layout, config, context_length, free)
     page_counts = size.page_counts
     transport = start_transport(config, device)
-    pool = allocate_pool(transport, layout, page_counts, device)
+    # Ranks have to verify the same proposals.
+    spare_count = parallel.least(size.spare_count, device)
+    pool = allocate_pool(transport, layout, with_spares(layout, page_counts, spare_count), device)
     host_pages = start_host_pages(config, pool)
     staging_source = start_source(config, transport, layout, pool, clock)
     staging_target = start_target(config, transport, layout, pool)
     grammars = _grammars(config, model_config) if model.head is not None else None
     record = partial(start_graphs, plan, pool=pool, choice=choice, context_length=context_length)
     graphs, plan = record(model)
-    runner = ModelRunner(model, pool, clock, grammars, graphs)
+    proposer = choose_proposer(config.speculative_algorithm) if config.verified_max else None
+    runner = ModelRunner(model, pool, clock, grammars, graphs, proposer, spare_count)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
         times = warm_up(runner, layout, model_config.vocab_size, tokens)
@@ -216,6 +223,11 @@ def _meeting_place(config: ServerConfig) -> str:
     return f"file://{config.runtime_dir}/ranks"
 
 
+def _read_draft(config: ServerConfig, model_config: ModelConfig) -> DraftConfig | None:
+    draft_path = config.speculative_draft_model_path
+    return read_draft(model_config, config.speculative_algorithm, draft_path)
+
+
 def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
     if config.context_length is None:
         return model_config.context_length
@@ -227,7 +239,9 @@ def _context_length(config: ServerConfig, model_config: ModelConfig) -> int:
     return config.context_length
 
 
-def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLayout:
+def _server_layout(
+    config: ServerConfig, model_config: ModelConfig, draft: DraftConfig | None
+) -> ServerLayout:
     check_parallel(model_config, config.tp_size, config.pp_size)
     if config.layer_group_count > model_config.layer_count:
         raise ConfigError(
@@ -235,9 +249,9 @@ def _server_layout(config: ServerConfig, model_config: ModelConfig) -> ServerLay
             f"1..{model_config.layer_count}, the model's layers"
         )
     layout = ServerLayout(
-        components=cache_components(model_config, config.kv_cache_dtype),
+        components=cache_components(model_config, config.kv_cache_dtype, draft),
         tp_size=config.tp_size,
-        stages=split_layers(model_config.layer_count, config.pp_size),
+        stages=split_stages(model_config, config.pp_size, draft),
         page_size=config.page_size,
         layer_group_count=config.layer_group_count,
     )

@@ -45,6 +45,8 @@ def why_not_recorded(config: ServerConfig, device: torch.device) -> str:
         return "a prefill server decodes nothing"
     if config.disable_cuda_graph:
         return "--disable-cuda-graph"
+    if config.speculative_algorithm.has_draft:
+        return "a draft reads the hidden states of every pass"
     if config.pp_size > 1:
         return "a pipeline stage waits for another one inside its pass"
     return ""
@@ -137,6 +139,8 @@ def _failed(exc: Exception) -> GraphPlan:
 
 
 def largest_batch(config: ServerConfig) -> int:
-    """Of those that are recorded: no batch is larger than the requests that may run."""
+    """Of those that are recorded: no batch is larger than the requests that may run, each with as
+    many rows as are verified of it. Without a wish, a row for each is enough."""
     running_max = config.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS
-    return min(config.cuda_graph_max_bs or running_max, running_max)
+    row_max = running_max * (1 + config.verified_max)
+    return min(config.cuda_graph_max_bs or running_max, row_max)

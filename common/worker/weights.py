@@ -23,7 +23,8 @@ import torch
 from common.config import ServerConfig
 from common.engine.attention.choose import AttentionChoice
 from common.engine.checkpoint.files import read_tensor_entries
-from common.engine.checkpoint.fingerprint import model_fingerprint
+from common.engine.checkpoint.fingerprint import draft_fingerprint, model_fingerprint
+from common.engine.config.draft import DraftConfig
 from common.engine.config.model import ModelConfig
 from common.engine.distributed import ParallelContext
 from common.engine.graphs.decode_graphs import DecodeGraphs
@@ -56,6 +57,7 @@ class RankModel:
     device: torch.device
     parallel: ParallelContext
     choice: AttentionChoice
+    draft: DraftConfig | None = None
 
     def load(self) -> CausalLm:
         """Raises: ConfigError that names what is wrong with the checkpoint."""
@@ -70,6 +72,8 @@ class RankModel:
                 attention=self.choice.attention,
                 packs=True,
                 narrow=NarrowWeights(self.config.quantized_weights),
+                draft=self.draft,
+                draft_path=self.config.speculative_draft_model_path,
             )
 
     def fingerprint(self, model_config: ModelConfig, version: str) -> dict[str, str]:
@@ -77,14 +81,19 @@ class RankModel:
 
         Pools of different kinds of memory have no transport in common. Weights that their operator
         calls differently are different ones, whatever their files hold: a fingerprint reads samples
-        of a tensor, and a few steps of training may leave those as they were.
+        of a tensor, and a few steps of training may leave those as they were. Servers without a
+        draft don't name it, so that those of releases without drafts fit them.
         """
         config = self.config
         named = {} if version == DEFAULT_VERSION else {"weight_version": version}
         of_model = model_fingerprint(
             config.model_path, model_config, load_format=config.load_format, seed=config.random_seed
         )
-        return of_model | {"memory": self.device.type} | named
+        of_draft = {}
+        if self.draft is not None:
+            path = config.speculative_draft_model_path
+            of_draft["draft"] = draft_fingerprint(self.draft, path, load_format=config.load_format)
+        return of_model | of_draft | {"memory": self.device.type} | named
 
     def replaced(self, weights: ServedWeights) -> RankModel:
         """With another checkpoint."""
@@ -168,6 +177,12 @@ class WeightLoader:
 
     def _check_config(self, config: ServerConfig) -> None:
         """Raises: ConfigError naming each value that is not the served model's."""
+        if self._source.draft is not None:
+            raise ConfigError(
+                f"{config.model_path}: other weights can't be loaded beside "
+                f"--speculative-algorithm {config.speculative_algorithm}, whose draft fits its own "
+                "model only: must be off or NGRAM"
+            )
         found = read_served_config(config.model_path, dtype=config.dtype)
         differing = [
             f"{name}={other!r}, served {own!r}"

@@ -23,6 +23,7 @@ from prefill_server.config import parse_args as parse_prefill
 PREFILL_FLAGS, DECODE_FLAGS = flags_of(Role.PREFILL), flags_of(Role.DECODE)
 COMMON_FLAGS = [flag for flag in ALL_FLAGS if flag.role is None]
 Parse = Callable[[Sequence[str]], ServerConfig]
+NGRAM = ("--speculative-algorithm", "NGRAM")
 
 
 @pytest.fixture
@@ -129,6 +130,16 @@ VALID = [
     (("--disable-overlap-schedule",), "disable_overlap_schedule", True),
     (("--pp-size", "2"), "disable_overlap_schedule", True),
     ((), "schedule_low_priority_values_first", False),
+    ((), "proposal_max", 0),
+    (("--speculative-algorithm", "NGRAM"), "proposal_max", 4),
+    ((*NGRAM, "--speculative-num-steps", "1"), "proposal_max", 1),
+    ((*NGRAM, "--speculative-num-draft-tokens", "8"), "proposal_max", 7),
+    (
+        (*NGRAM, "--speculative-num-draft-tokens", "6", "--speculative-num-steps", "5"),
+        "proposal_max",
+        5,
+    ),
+    ((*NGRAM, "--speculative-eagle-topk", "1"), "speculative_eagle_topk", 1),
     (
         ("--schedule-low-priority-values-first",),
         "schedule_low_priority_values_first",
@@ -201,6 +212,10 @@ BAD = [
     ("--random-seed", str(2**63), "0..9223372036854775807"),
     ("--tp-size", "0", "1..1024"),
     ("--layer-group-count", "9999", "1..1024"),
+    ("--speculative-algorithm", "EAGLE", "must be one of NGRAM, NEXTN, EAGLE3"),
+    ("--speculative-num-steps", "33", "must be an integer in 1..32"),
+    ("--speculative-num-draft-tokens", "1", "must be an integer in 2..33"),
+    ("--speculative-eagle-topk", "4", "must be an integer in 1..1"),
     ("--transport", "tcp", "auto, shm, stream, ucx-tcp"),
     ("--transfer-ports", "40031-40000", "FIRST-LAST"),
     ("--net-devices", "lo,nosuch0", "must be all, or some of"),
@@ -293,6 +308,16 @@ def test_required_flags_are_named(model: Path) -> None:
             "stream: must be auto or ucx-tcp",
         ),
         (["--transport", "shm", "--device", "cuda"], "shm: must be auto or ucx-tcp"),
+        (
+            [*NGRAM, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "3"],
+            "--speculative-num-draft-tokens 3: must be 4, one more than",
+        ),
+        ([*NGRAM, "--pp-size", "2"], "NGRAM: must not be given with --pp-size 2"),
+        (["--speculative-algorithm", "EAGLE3"], "--speculative-draft-model-path (none): must be a"),
+        (
+            ["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "/head"],
+            "--speculative-draft-model-path /head: must not be given with",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(

@@ -43,7 +43,7 @@ PORTS = ("30000", "30001", "30002", "8998")
 SMALL = {"num-prompts": "2", "request-rate": "50", "max-concurrency": "2"}
 LENGTH_MAX = 6
 NOT_RUN = {
-    "demo/README.md": ["needs twenty minutes"],
+    "demo/README.md": ["needs twenty minutes", "needs half an hour"],
     "deploy/README.md": ["needs Docker", "needs a Kubernetes cluster", "needs root and systemd"],
     "docs/clients.md": ["needs guidellm", "needs locust", "needs locust", "needs lm-eval"],
     "docs/fleet.md": ["needs a server that may end", "needs a server that may change its role"],

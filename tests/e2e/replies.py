@@ -55,6 +55,11 @@ class Meta(msgspec.Struct):
     weight_version: str = ""
     weight_versions: list[tuple[str, int]] = []
     cached_tokens_details: Cached = Cached()
+    spec_verify_ct: int = 0
+    spec_draft_token_num: int = 0
+    spec_accept_token_num: int = 0
+    spec_accept_rate: float = 0.0
+    spec_accept_length: float = 0.0
     timeline: Timeline | None = None
     input_token_logprobs: list[Logprob] = []
     output_token_logprobs: list[Logprob] = []

@@ -14,6 +14,8 @@ from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from common.engine.models.registry import cache_components
+from common.engine.speculation.proposer import Proposer
+from common.grammar import GrammarCompiler
 from common.layout.cache_layout import ServerLayout
 from common.layout.parallel import split_layers
 from common.protocol.codec import decode_logprobs
@@ -31,7 +33,8 @@ def greedy(**changes: object) -> SamplingParams:
 
 @dataclass
 class Tracked:
-    """What the driver knows of one sequence. tokens: prompt and output so far."""
+    """What the driver knows of one sequence. tokens: prompt and output so far. proposals: that come
+    with it. verified: (tokens proposed, tokens accepted) of each step that had any."""
 
     request_id: int
     tokens: list[int]
@@ -42,6 +45,8 @@ class Tracked:
     is_known: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    proposals: list[int] = field(default_factory=list)
+    verified: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -60,11 +65,19 @@ def layout_of(model: CausalLm, page_size: int = PAGE_SIZE) -> ServerLayout:
 class Driver:
     """A runner over a fresh pool, and the least scheduler that can drive it."""
 
-    def __init__(self, checkpoint: Path, *, page_size: int = PAGE_SIZE, seed: int = 0) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        page_size: int = PAGE_SIZE,
+        seed: int = 0,
+        grammars: GrammarCompiler | None = None,
+        proposer: Proposer | None = None,
+    ) -> None:
         model = load_model(checkpoint, dtype="float32")
         self.page_size = page_size
         self.pool = KvPool.allocate(layout_of(model, page_size).rank(0, 0), [PAGE_COUNT], "cpu")
-        self.runner = ModelRunner(model, self.pool, ManualClock())
+        self.runner = ModelRunner(model, self.pool, ManualClock(), grammars, proposer=proposer)
         self.vocab_size = model.config.vocab_size
         self._free = list(range(1, PAGE_COUNT + 1))
         random.Random(seed).shuffle(self._free)
@@ -75,8 +88,10 @@ class Driver:
         chunks: list[tuple[Tracked, int]] | None = None,
         decode: list[Tracked] | None = None,
         retired: list[Tracked] | None = None,
+        drafts: int = 0,
     ) -> StepDone:
-        """One step: (sequence, how many tokens to compute) each, and sequences to decode."""
+        """One step: (sequence, how many tokens to compute) each, and sequences to decode, with at
+        most so many proposals each."""
         chunks, decode, retired = chunks or [], decode or [], retired or []
         for tracked in retired:
             self._free += tracked.pages
@@ -91,7 +106,7 @@ class Driver:
             prefill.append(PrefillChunk(tracked.request_id, tracked.computed, stop, is_last))
             tracked.computed = stop
         for tracked in decode:
-            self._prepare(tracked, len(tracked.tokens), new, grants)
+            self._prepare(tracked, len(tracked.tokens) + drafts, new, grants)
             tracked.computed = len(tracked.tokens)
         step = Step(
             self._next_step_id,
@@ -100,6 +115,7 @@ class Driver:
             prefill,
             [tracked.request_id for tracked in decode],
             [tracked.request_id for tracked in retired],
+            draft_counts=[drafts] * len(decode) if drafts else [],
         )
         self._next_step_id += 1
         done = self.runner.run(step)
@@ -116,6 +132,12 @@ class Driver:
             tracked.tokens.append(token_id)
             if tracked.request_id in done.logprobs:
                 tracked.logprobs.append(done.logprobs[tracked.request_id])
+            accepted = done.accepted.get(tracked.request_id)
+            if accepted is not None:
+                tracked.computed += len(accepted.token_ids)
+                tracked.tokens += accepted.token_ids
+                tracked.logprobs += accepted.logprobs
+                tracked.verified.append((accepted.proposed_count, len(accepted.token_ids)))
         return done
 
     def prefill(self, tracked: Tracked, chunk: int | None = None) -> None:
@@ -147,6 +169,7 @@ class Driver:
                     list(tracked.tokens),
                     tracked.prompt_count,
                     tracked.sampling,
+                    tracked.proposals,
                 )
             )
             if tracked.pages:

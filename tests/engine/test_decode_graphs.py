@@ -24,6 +24,7 @@ from common.engine.loader import load_model
 from common.engine.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLm
 from tests.engine.dense_attention import DenseAttention
+from tests.engine.guided import GuidedProposer
 from tests.engine.paged_decoding import PAGE_SIZE, make_batch, make_pool
 from tests.engine.runner_driver import Driver, random_prompt, track
 
@@ -156,6 +157,35 @@ def test_a_runner_draws_the_same_tokens_with_recordings(tiny_checkpoint: Checkpo
         outputs.append([one.output for one in tracked])
     assert outputs[0] == outputs[1]
     assert len(attention.planned) == len(SIZES) + 10
+
+
+def test_a_runner_verifies_proposals_with_recordings(tiny_checkpoint: Checkpoints) -> None:
+    checkpoint = tiny_checkpoint("qwen3")
+    model = load_model(checkpoint, dtype="float32")
+    vocab_size = model.config.vocab_size
+    prompts = [random_prompt(count, vocab_size, count) for count in (9, 17)]
+    plain = Driver(checkpoint)
+    expected = [track(i, prompt) for i, prompt in enumerate(prompts)]
+    for one in expected:
+        plain.prefill(one)
+    plain.decode(expected, 30)
+    proposer = GuidedProposer([one.tokens for one in expected], 0.7, vocab_size)
+    replaying = Driver(checkpoint)
+    graphs, attention = make_graphs(model, replaying.pool)
+    replaying.runner = ModelRunner(
+        model, replaying.pool, ManualClock(), graphs=graphs, proposer=proposer
+    )
+    tracked = [track(i, prompt) for i, prompt in enumerate(prompts)]
+    for one in tracked:
+        replaying.prefill(one)
+    for _ in range(8):
+        replaying.step(decode=tracked, drafts=3)  # 8 rows, the largest recording
+    for one, other in zip(tracked, expected, strict=True):
+        assert one.output == other.output[: len(one.output)]
+        assert sum(accepted for _, accepted in one.verified) > 0
+    assert len(attention.planned) == len(SIZES) + 8
+    replaying.step(decode=tracked, drafts=4)  # 10 rows are launched one by one
+    assert len(attention.planned) == len(SIZES) + 8
 
 
 def test_recorded_sizes_end_with_the_largest() -> None:

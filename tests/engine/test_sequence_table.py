@@ -50,3 +50,17 @@ def page_table(
     table: SequenceTable, group: int, slots: list[int], lengths: list[int]
 ) -> NDArray[np.int32]:
     return table.page_table(group, np.array(slots), np.array(lengths))
+
+
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_pages_cover_as_many_tokens_as_need_no_more_of_them(group: int) -> None:
+    table = SequenceTable(GROUPS[group : group + 1], torch.device("cpu"))
+    slot = table.add(7, torch.zeros(1))
+    for page_count in range(1, 6):
+        table.grant(0, [(slot, 0, list(range(1, page_count + 1)))])
+        (covered,) = table.covered(np.array([slot]))
+        if GROUPS[group].live.is_paged:
+            assert GROUPS[group].page_end(int(covered)) <= page_count
+            assert GROUPS[group].page_end(int(covered) + 1) > page_count
+        else:
+            assert covered > 1 << 40

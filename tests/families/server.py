@@ -8,6 +8,7 @@ between them is tested with `turns.py`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from common.clock import ManualClock
 from common.engine.cache.kv_pool import KvPool
-from common.engine.loader import load_model
+from common.engine.config.draft import split_stages
+from common.engine.draft_loader import read_draft
+from common.engine.loader import load_model, read_served_config
 from common.engine.model_runner import ModelRunner
 from common.engine.models.registry import cache_components
+from common.engine.speculation.proposer import Proposer
 from common.layout.cache_layout import ServerLayout
-from common.layout.parallel import split_layers
+from common.layout.component import LiveKind
 from common.planner.copies import plan_copies
 from common.planner.pairing import TokenRange
 from common.prefix_digests import extend_digests, prefix_seed
@@ -31,12 +35,15 @@ from common.scheduling.batcher import Batcher
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 from common.scheduling.page_account import PageAccount
 from common.scheduling.sequence import Sequence
+from common.speculative import SpeculativeAlgorithm
 from common.worker.host_pages import HostPages
 from common.worker.pools import page_counts_for
 from tests.families.ranks import Crew, contexts
 
 TOKEN_MAX = 4096
 REQUEST_MAX = 48
+SPECULATING_MAX = 3
+"""Less than decode at a time in tests: some sequences find no spare slots."""
 
 PageLists = list[tuple[int, list[int]]]
 """Per page group: the logical index of the first page, and page ids."""
@@ -60,7 +67,9 @@ class Server:
     """One server. Its pools start as NaN: nothing may read what nobody wrote.
 
     checkpoint_max: of its prefix cache; None if it has no prefix cache. host_share: how large its
-    tier in host memory is against its pool; 0 for none.
+    tier in host memory is against its pool; 0 for none. proposer: of every rank; with one, steps
+    verify up to proposal_max tokens ahead, with so many spare slots as if that many requests ran.
+    algorithm, head: of a draft, which proposes instead; head: of EAGLE-3, its checkpoint.
     """
 
     def __init__(
@@ -69,15 +78,25 @@ class Server:
         shape: Shape,
         checkpoint_max: int | None = None,
         host_share: float = 0.0,
+        proposer: Callable[[], Proposer] | None = None,
+        proposal_max: int = 0,
+        algorithm: SpeculativeAlgorithm = SpeculativeAlgorithm.OFF,
+        head: Path | None = None,
     ) -> None:
         self.shape = shape
         ranks = contexts(shape.tp_size, shape.pp_size)
-        models = [load_model(checkpoint, parallel=rank) for rank in ranks]
-        config = models[0].config
+        config, draft_path = read_served_config(checkpoint), str(head or "")
+        draft = read_draft(config, algorithm, draft_path)
+        models = [
+            load_model(checkpoint, parallel=rank, draft=draft, draft_path=draft_path)
+            for rank in ranks
+        ]
+        self.lookahead = 0 if draft is None else 1
+        self._guess_count = 0 if draft is None else proposal_max
         self.layout = ServerLayout(
-            components=cache_components(config, "auto"),
+            components=cache_components(config, "auto", draft),
             tp_size=shape.tp_size,
-            stages=split_layers(config.layer_count, shape.pp_size),
+            stages=split_stages(config, shape.pp_size, draft),
             page_size=shape.page_size,
             layer_group_count=shape.layer_group_count,
         )
@@ -85,7 +104,10 @@ class Server:
         counts = page_counts_for(
             self.layout.ranks[0], TOKEN_MAX, REQUEST_MAX, shape.chunk, checkpoint_max or 0
         )
-        self.pools = [KvPool.allocate(rank, counts, "cpu") for rank in self.layout.ranks]
+        spare_count = SPECULATING_MAX * proposal_max
+        is_slot = [group.live.kind is LiveKind.SLOT for group in self.layout.groups]
+        held = [n + spare_count * own for n, own in zip(counts, is_slot, strict=True)]
+        self.pools = [KvPool.allocate(rank, held, "cpu") for rank in self.layout.ranks]
         for pool in self.pools:
             for buffer in pool.buffers:
                 buffer.view(torch.float32).fill_(float("nan"))
@@ -98,14 +120,28 @@ class Server:
             chunk_token_max=shape.chunk,
             checkpoint_max=checkpoint_max or 0,
             host_page_counts=host_counts,
+            digest_lookahead=self.lookahead,
         )
         # Stages without the head are told what was drawn, so nothing can be planned ahead.
-        in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 else 1
-        limits = BatchLimits(shape.chunk, REQUEST_MAX, TOKEN_MAX, frozenset(), in_flight_max)
+        in_flight_max = IN_FLIGHT_MAX if shape.pp_size == 1 and not proposal_max else 1
+        limits = BatchLimits(
+            shape.chunk,
+            REQUEST_MAX,
+            TOKEN_MAX,
+            frozenset(),
+            in_flight_max,
+            proposal_max=proposal_max,
+        )
         self.batcher = Batcher(self.account, limits)
         self._sent: deque[Step] = deque()
         self._runners = [
-            ModelRunner(model, pool, ManualClock())
+            ModelRunner(
+                model,
+                pool,
+                ManualClock(),
+                proposer=None if proposer is None else proposer(),
+                spare_count=spare_count,
+            )
             for model, pool in zip(models, self.pools, strict=True)
         ]
         self._crew = Crew(ranks)
@@ -120,7 +156,7 @@ class Server:
 
     def open_sampled(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """As `open`. It goes on from what the prefix cache has, if there is one."""
-        digests = digests_of(prompt)
+        digests = digests_of(prompt, self.lookahead)
         match = self.account.match(digests, prompt, len(prompt) - 1)
         sequence = self.account.open(
             self.take_id(), list(prompt), len(prompt), sampling, digests, match
@@ -164,6 +200,7 @@ class Server:
             sequence.sampling,
             spans,
             computed_count=token_count,
+            first_proposals=list(sequence.first_proposals),
         )
         tokens = TokenRange(0, token_count, True)
         nbytes = transfer(source, sequence.page_lists(), self, taken.page_lists(), tokens)
@@ -210,7 +247,10 @@ class Server:
 
     def _limit(self, *, is_prompt_only: bool) -> None:
         """As the batcher of a prefill server has it, or of another one."""
-        self.batcher.limits = replace(self.batcher.limits, is_prompt_only=is_prompt_only)
+        guess_count = self._guess_count if is_prompt_only else 0
+        self.batcher.limits = replace(
+            self.batcher.limits, is_prompt_only=is_prompt_only, guess_count=guess_count
+        )
 
     def _run(self, step: Step) -> StepDone:
         answers = self._crew.run(lambda rank: self._runners[rank].run(step))
@@ -319,9 +359,9 @@ def places_of(server: Server, sequence: Sequence) -> list[Place]:
     return sorted(found, key=lambda place: (place.component, place.segment, place.layer))
 
 
-def digests_of(token_ids: list[int]) -> bytes:
+def digests_of(token_ids: list[int], lookahead: int = 0) -> bytes:
     """As a frontend makes them of a prompt."""
-    return extend_digests(prefix_seed({"model": "tiny"}), token_ids)
+    return extend_digests(prefix_seed({"model": "tiny"}), token_ids, lookahead=lookahead)
 
 
 def greedy(output_count: int) -> SamplingParams:

@@ -189,13 +189,15 @@ SCHEDULER_TO_FRONTEND: list[frontend.SchedulerToFrontend] = [
 SCHEDULER_TO_WORKER: list[worker.SchedulerToWorker] = [
     worker.Step(
         5,
-        [worker.NewSequence(1, [5, 6], 2, SAMPLING)],
+        [worker.NewSequence(1, [5, 6], 2, SAMPLING, [9])],
         [worker.PageGrant(1, 0, 3, [9, 8])],
         [worker.PrefillChunk(1, 0, 2, True, [3], [worker.SampleDraw(8, 2**63 - 1)])],
         [7],
         [6],
         [41],
         [worker.PageCopies(0, [9], [4])],
+        [3],
+        2,
     ),
     worker.OpenPeer("inc", encode_layout(LAYOUT), "host:8998", TransferMode.STAGED, ["host"], [17]),
     worker.ConnectPeer("inc", encode_layout(LAYOUT), [DESCRIPTOR], TransferMode.AUTO),
@@ -236,7 +238,18 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         WEIGHTS,
     ),
     worker.WorkerBeat(3, 2**40),
-    worker.StepDone(5, [1], [8], {1: LOGPROBS[1]}, {1: TOLD}, {2: "not finite"}, 0.25, [2]),
+    worker.StepDone(
+        5,
+        [1],
+        [8],
+        {1: LOGPROBS[1]},
+        {1: TOLD},
+        {2: "not finite"},
+        0.25,
+        [2],
+        {1: worker.Accepted(3, [9, 4], [LOGPROBS[1]])},
+        {1: [7, 5]},
+    ),
     worker.PeerOpened("inc", 1, DESCRIPTOR),
     worker.PeerConnected("inc", 1, "tcp", "direct"),
     worker.Forgotten(2**62, 1),
@@ -316,7 +329,7 @@ PREFILL_TO_DECODE: list[peer.PrefillToDecode] = [
     peer.Attached("inc-p", "inc-d", ["tcp"], 4),
     peer.Detached("inc-p", "inc-d", "lost", True),
     peer.TransferDone(
-        1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""], [8, 9]
+        1, "inc-p", 3, 8, [0, 1], TRANSFER, LOGPROBS, [TOLD], [b"12345678", b""], [8, 9], [7]
     ),
     peer.TransferFailed(1, "inc-p", "deadline", "too late", 504, True),
     peer.Quiesced(1, "inc-p"),

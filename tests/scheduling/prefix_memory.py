@@ -1,7 +1,8 @@
 """The memory of a worker in which every row says of which tokens it is, from the first one on.
 
 A row that another prompt left, one that was computed too early or too late, and one that was copied
-before it was written are all told apart. Knows nothing of who owns a page.
+before it was written are all told apart. A draft's row says of the next token as well, and is
+written once that is known. Knows nothing of who owns a page.
 """
 
 from __future__ import annotations
@@ -50,9 +51,15 @@ class KnownSequence:
 
 
 class PrefixMemory:
-    """Pages 1.. of every group. pool: whose word counts for who may touch them."""
+    """Pages 1.. of every group. pool: whose word counts for who may touch them.
 
-    def __init__(self, groups: Sequence[PageGroup], pool: PagePool) -> None:
+    has_draft: whether rows of full groups are those of a draft.
+    """
+
+    def __init__(
+        self, groups: Sequence[PageGroup], pool: PagePool, *, has_draft: bool = False
+    ) -> None:
+        self._has_draft = has_draft
         self._groups = tuple(groups)
         self._pool = pool
         self._pages = [
@@ -85,13 +92,26 @@ class PrefixMemory:
             known.is_bad = True
         count = position + 1
         for group, page_group in enumerate(self._groups):
-            for item in written_items(page_group.live, count):
+            for item in () if self._is_draft(group) else written_items(page_group.live, count):
                 self._put(known, group, item, BAD if known.is_bad else known.names[count])
         for group, page_group in enumerate(self._groups):
             for item in seen_items(page_group.live, count):
-                self._compare(
-                    known, group, item, known.names[row_tokens(page_group.live, item, count)]
-                )
+                if item < position or not self._is_draft(group):
+                    self._compare(known, group, item, self._name(known, group, item, count))
+
+    def follow(self, known: KnownSequence, position: int) -> None:
+        """The draft's row of a token whose next one is known."""
+        for group in range(len(self._groups)):
+            if self._is_draft(group):
+                name = BAD if known.is_bad else known.names[position + 2]
+                self._put(known, group, position, name)
+
+    def _is_draft(self, group: int) -> bool:
+        return self._has_draft and self._groups[group].live.kind is LiveKind.FULL
+
+    def _name(self, known: KnownSequence, group: int, item: int, count: int) -> int:
+        tokens = row_tokens(self._groups[group].live, item, count)
+        return known.names[tokens + self._is_draft(group)]
 
     def receive(self, known: KnownSequence, count: int, streamed_from: int) -> None:
         """What a transfer leaves of a prompt, behind the tokens that were here."""
@@ -100,7 +120,7 @@ class PrefixMemory:
             for item in live.items(count):
                 tokens = row_tokens(live, item, count)
                 if tokens > streamed_from or not live.is_streamable:
-                    self._put(known, group, item, known.names[tokens])
+                    self._put(known, group, item, self._name(known, group, item, count))
 
     def check_streamed(self, known: KnownSequence, start: int, stop: int) -> None:
         """What tokens [start, stop) have left behind in groups that grow."""
@@ -109,8 +129,10 @@ class PrefixMemory:
             if live.is_streamable:
                 for item in live.items(stop):
                     tokens = row_tokens(live, item, stop)
-                    if tokens > start:
-                        self._compare(known, group, item, known.names[tokens])
+                    # A draft's last row is not to be read before the next token is known.
+                    is_told = tokens + self._is_draft(group) < len(known.names)
+                    if tokens > start and is_told:
+                        self._compare(known, group, item, self._name(known, group, item, stop))
 
     def check_live(self, known: KnownSequence, start: int, count: int, least: int) -> None:
         """What is live after any of `least` to `count` tokens, once all of them are there; of

@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from common.layout.component import LiveKind
+from common.prefix_digests import extend_digests
 from common.protocol.worker import PageCopies, PrefillChunk, Step
+from common.scheduling import cached_sequences
 from common.scheduling.batcher import Batcher
 from common.scheduling.cached_sequences import CachedSequences
 from common.scheduling.checkpoints import Checkpoints
@@ -21,6 +23,7 @@ from common.scheduling.page_account import PageAccount
 from common.scheduling.prefix_cache import Match, PrefixCache
 from common.scheduling.prefix_tree import Checkpoint, Node, PrefixTree
 from common.scheduling.sequence import Sequence
+from tests.scheduling import prefix_setup, prefix_world
 from tests.scheduling.prefix_setup import SALTS
 from tests.scheduling.prefix_workers import PrefixWorkers
 
@@ -72,6 +75,7 @@ def the_rest_of_a_checkpoint_is_not_compared(patch: Patch) -> None:
         block_tokens: int,
         token_ids: List[int],
         token_max: int,
+        lookahead: int,
     ) -> tuple[Checkpoint | None, int]:
         for one in node.path():
             for checkpoint in one.checkpoints:
@@ -121,9 +125,12 @@ def blocks_are_found_before_their_chunk_has_returned(patch: Patch) -> None:
     begin = Batcher._begin
 
     def begin_early(
-        self: Batcher, chunks: list[PrefillChunk], decoding: list[Sequence]
+        self: Batcher,
+        chunks: list[PrefillChunk],
+        decoding: list[Sequence],
+        draft_counts: list[int] | None = None,
     ) -> Step | None:
-        step = begin(self, chunks, decoding)
+        step = begin(self, chunks, decoding, draft_counts)
         for chunk in chunks:
             sequence = self._prompts[chunk.request_id]
             computed_count, sequence.computed_count = sequence.computed_count, chunk.stop
@@ -242,6 +249,52 @@ def blocks_that_nobody_knows_the_tokens_of_are_kept(patch: Patch) -> None:
     patch.setattr(CachedSequences, "remember", remember_all)
 
 
+def the_token_behind_a_block_is_not_in_its_digest(patch: Patch) -> None:
+    def extend(
+        digests: bytes, token_ids: List[int], digest_tokens: int, lookahead: int = 0
+    ) -> bytes:
+        """Of tokens that have a digest, but of these alone."""
+        return extend_digests(digests, token_ids[: len(token_ids) - lookahead], digest_tokens)
+
+    for module in (cached_sequences, prefix_setup, prefix_world):
+        patch.setattr(module, "extend_digests", extend)
+
+
+def the_token_behind_a_checkpoint_is_not_compared(patch: Patch) -> None:
+    find = Checkpoints.find
+
+    def find_without(
+        self: Checkpoints,
+        node: Node,
+        block_count: int,
+        block_tokens: int,
+        token_ids: List[int],
+        token_max: int,
+        lookahead: int,
+    ) -> tuple[Checkpoint | None, int]:
+        return find(self, node, block_count, block_tokens, token_ids, token_max, 0 * lookahead)
+
+    patch.setattr(Checkpoints, "find", find_without)
+
+
+def a_block_is_found_before_the_next_token_is_known(patch: Patch) -> None:
+    """Its name is that of a zero behind it."""
+    remember = CachedSequences.remember
+
+    def remember_all(self: CachedSequences, sequence: Sequence) -> None:
+        tokens = sequence.token_ids
+        sequence.token_ids = [*tokens, 0]
+        remember(self, sequence)
+        sequence.token_ids = tokens
+
+    patch.setattr(CachedSequences, "remember", remember_all)
+
+
+DRAFT_PLANTS: tuple[Callable[[Patch], None], ...] = (
+    the_token_behind_a_block_is_not_in_its_digest,
+    the_token_behind_a_checkpoint_is_not_compared,
+    a_block_is_found_before_the_next_token_is_known,
+)
 PLANTS: tuple[Callable[[Patch], None], ...] = (
     a_lock_is_forgotten,
     a_lock_is_never_let_go_of,

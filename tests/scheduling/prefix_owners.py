@@ -119,7 +119,7 @@ def check_contents(world: World, cache: PrefixCache) -> None:
             for of_group, known_pages in zip(pages, known.pages, strict=True):
                 known_pages.update(enumerate(of_group))
             start = node.start * cache.block_tokens
-            world.workers.memory.check_streamed(known, start, len(tokens))
+            world.workers.memory.check_streamed(known, start, node.end * cache.block_tokens)
             assert not known.is_bad or world.may_find_bad, "what came out wrong is found"
         for checkpoint in node.checkpoints:
             check_checkpoint(world, cache, node, checkpoint)
@@ -132,15 +132,16 @@ def check_checkpoint(world: World, cache: PrefixCache, node: Node, checkpoint: C
         salt, tokens = world.account.tokens[key_of(node, checkpoint.block_count - 1)]
     count = checkpoint.token_count
     assert checkpoint.least_count in (count - 1, count)
-    assert count == checkpoint.block_count * cache.block_tokens + len(checkpoint.rest)
-    known = known_of(world, salt, [*tokens, *checkpoint.rest])
+    start = checkpoint.block_count * cache.block_tokens
+    assert start + len(checkpoint.rest) in (count, count + cache.lookahead)
+    known = known_of(world, salt, [*tokens[:start], *checkpoint.rest])
     for group, pages in enumerate(checkpoint.pages):
         page_group, each = world.layout.groups[group], cache.page_counts[group]
         first = (
             checkpoint.block_count * each if each else page_group.page_first(checkpoint.least_count)
         )
         known.pages[group].update(enumerate(pages, first))
-    world.workers.memory.check_live(known, len(tokens), count, checkpoint.least_count)
+    world.workers.memory.check_live(known, start, count, checkpoint.least_count)
     assert not known.is_bad or world.may_find_bad, "what came out wrong can be gone on from"
 
 

@@ -71,7 +71,8 @@ class Sent:
 class WatchedAccount(PageAccount):
     """Knows who has not been closed, and which tokens a block of the cache stands for.
 
-    sequences: that are open. tokens: by key, those of a block and all before it.
+    sequences: that are open. tokens: by key, those of a block and all before it, and the next one
+    where there is a draft.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class WatchedAccount(PageAccount):
         chunk_max: int,
         checkpoint_max: int,
         digest_tokens: int,
+        lookahead: int = 0,
     ) -> None:
         super().__init__(
             groups,
@@ -89,8 +91,10 @@ class WatchedAccount(PageAccount):
             chunk_token_max=chunk_max,
             checkpoint_max=checkpoint_max,
             digest_tokens=digest_tokens,
+            digest_lookahead=lookahead,
         )
         self.digest_tokens = digest_tokens
+        self.lookahead = lookahead
         self.sequences: list[Sequence] = []
         self.tokens: dict[bytes, tuple[bytes, list[int]]] = {}
 
@@ -98,12 +102,12 @@ class WatchedAccount(PageAccount):
         """What the keys of these digests stand for."""
         if self.cache is None or not digests:
             return
-        digests = extend_digests(digests, tokens, self.digest_tokens)
+        digests = extend_digests(digests, tokens, self.digest_tokens, self.lookahead)
         salt, keys = self.cache.keys_of(digests)
         size = self.cache.block_tokens
         for index in range(len(keys) // DIGEST_NBYTES):
             key = keys[index * DIGEST_NBYTES : (index + 1) * DIGEST_NBYTES]
-            self.tokens[key] = (salt, list(tokens[: (index + 1) * size]))
+            self.tokens[key] = (salt, list(tokens[: (index + 1) * size + self.lookahead]))
 
     def close(self, sequence: Sequence) -> None:
         self.note_tokens(sequence.digests, sequence.token_ids)
@@ -111,7 +115,19 @@ class WatchedAccount(PageAccount):
         self.sequences.remove(sequence)
 
 
-def random_layout(rng: random.Random) -> ServerLayout:
+def random_layout(rng: random.Random, *, has_draft: bool = False) -> ServerLayout:
+    """has_draft: of groups only whose checkpoints can all take their last token back."""
+    kinds: list[Live] = [FULL] if has_draft else _random_kinds(rng)
+    segment = (Segment("h", 1, 8),)
+    components = tuple(
+        CacheComponent(f"c{i}", (i,), segment, live, Shard.SPLIT, "float32")
+        for i, live in enumerate(dict.fromkeys(kinds))
+    )
+    stages = ((0, len(components)),)
+    return ServerLayout(components, 1, stages, rng.choice([1, 2, 4, 4, 8, 16]))
+
+
+def _random_kinds(rng: random.Random) -> list[Live]:
     kinds: list[Live] = []
     if rng.random() < 0.8:
         kinds.append(FULL)
@@ -125,13 +141,7 @@ def random_layout(rng: random.Random) -> ServerLayout:
     if rng.random() < 0.4 or not kinds:
         kinds.append(SLOT)
     rng.shuffle(kinds)
-    segment = (Segment("h", 1, 8),)
-    components = tuple(
-        CacheComponent(f"c{i}", (i,), segment, live, Shard.SPLIT, "float32")
-        for i, live in enumerate(dict.fromkeys(kinds))
-    )
-    stages = ((0, len(components)),)
-    return ServerLayout(components, 1, stages, rng.choice([1, 2, 4, 4, 8, 16]))
+    return kinds
 
 
 def own_pages(account: PageAccount, one: Arriving) -> list[list[int]]:

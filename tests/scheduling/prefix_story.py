@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.scheduling.prefix_world import World
 
@@ -20,19 +20,23 @@ OPERATION_COUNT = 400
 
 @dataclass(frozen=True, slots=True)
 class Story:
+    """has_draft: whether rows of the cache depend on the next token."""
+
     server: int
     operations: tuple[int, ...]
+    has_draft: bool = False
 
 
-def story_of(seed: int) -> Story:
+def story_of(seed: int, *, has_draft: bool = False) -> Story:
     rng = random.Random(seed)
     count = rng.randint(10, OPERATION_COUNT)
-    return Story(rng.getrandbits(32), tuple(rng.getrandbits(32) for _ in range(count)))
+    operations = tuple(rng.getrandbits(32) for _ in range(count + 1))
+    return Story(operations[0], operations[1:], has_draft)
 
 
 def run_story(story: Story) -> Counter[str]:
     """What happened. Raises: AssertionError for any promise that is broken."""
-    world = World(random.Random(story.server))
+    world = World(random.Random(story.server), has_draft=story.has_draft)
     for number in story.operations:
         world.operate(number)
     world.rng = random.Random(story.server)
@@ -56,12 +60,12 @@ def shortened(story: Story) -> Story:
         at = 0
         while at < len(operations):
             fewer = operations[:at] + operations[at + size :]
-            if problem_of(Story(story.server, tuple(fewer))):
+            if problem_of(replace(story, operations=tuple(fewer))):
                 operations = fewer
             else:
                 at += size
         size //= 2
-    return Story(story.server, tuple(operations))
+    return replace(story, operations=tuple(operations))
 
 
 if __name__ == "__main__":

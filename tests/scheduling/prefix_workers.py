@@ -27,8 +27,10 @@ class PrefixWorkers:
         requests: dict[int, Request],
         may_be_bad: Callable[[Request], bool],
         tally: Counter[str],
+        *,
+        has_draft: bool = False,
     ) -> None:
-        self.memory = PrefixMemory(groups, pool)
+        self.memory = PrefixMemory(groups, pool, has_draft=has_draft)
         self._group_count = len(groups)
         self._requests = requests
         self._may_be_bad = may_be_bad
@@ -49,18 +51,23 @@ class PrefixWorkers:
         self.copy(step.copies)
         drawn: dict[int, int | None] = {}
         for chunk in step.chunks:
+            known = self._known[chunk.request_id]
             for position in range(chunk.start, chunk.stop):
                 self._compute(chunk.request_id, position)
-            known = self._known[chunk.request_id]
+                if position + 2 < len(known.names):
+                    self.memory.follow(known, position)
             for group, page in enumerate(chunk.state_pages):
                 if page:
                     self.memory.copy([PageCopies(group, [known.pages[group][0]], [page])])
                     self._tally["states kept inside steps"] += 1
             if chunk.is_last:
                 drawn[chunk.request_id] = self._draw(chunk.request_id)
+                self.memory.follow(known, chunk.stop - 1)
         for request_id in step.decode:
             self._compute(request_id, len(self._known[request_id].names) - 2)
             drawn[request_id] = self._draw(request_id)
+            known = self._known[request_id]
+            self.memory.follow(known, len(known.names) - 3)
         self._tally["steps"] += 1
         return drawn
 

@@ -42,14 +42,16 @@ END_ROUND_MAX = 3000
 
 @dataclass
 class World:
-    """step_count, and all else of `tally`: what has happened, by name."""
+    """step_count, and all else of `tally`: what has happened, by name. has_draft: whether rows of
+    the cache depend on the next token."""
 
     rng: random.Random
+    has_draft: bool = False
     tally: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         rng = self.rng
-        self.layout = random_layout(rng)
+        self.layout = random_layout(rng, has_draft=self.has_draft)
         groups = self.layout.groups
         chunk_max = rng.choice([1, 3, 5, 8, 16, 64])
         lone = PageAccount(groups, [0] * len(groups), has_prefix_cache=False)
@@ -67,6 +69,7 @@ class World:
             chunk_max,
             rng.choice([0, 1, 2, 4, 8]),
             rng.choice([2, 4, 4, 16]),
+            int(self.has_draft),
         )
         self.is_prompt_only = rng.random() < 0.4
         self.has_bad = rng.random() < 0.3
@@ -94,6 +97,7 @@ class World:
             self.requests,
             lambda request: request.may_read_bad or self.is_tainted,
             self.tally,
+            has_draft=self.has_draft,
         )
 
     # ---- operations ------------------------------------------------------------------------------
@@ -154,7 +158,10 @@ class World:
     def _digests(self, request: Request) -> bytes:
         if not request.has_digests:
             return b""
-        digests = extend_digests(request.salt, request.tokens, self.account.digest_tokens)
+        account = self.account
+        digests = extend_digests(
+            request.salt, request.tokens, account.digest_tokens, account.lookahead
+        )
         self.account.note_tokens(digests, request.tokens)
         return digests
 
@@ -274,9 +281,12 @@ class World:
         known.bad_from = None
         for group, span in enumerate(one.spans):
             known.pages[group].update(enumerate(span.page_ids, span.first_index))
+        first = drawn_token(known)
+        known.add(first)
         self.workers.memory.receive(known, count, one.streamed_from)
         request.bad_from = None
-        request.tokens = [*request.tokens, drawn_token(known)]
+        request.tokens = [*request.tokens, first]
+        self.account.note_tokens(one.digests, request.tokens)
         sequence = self.account.adopt(
             request.request_id,
             list(request.tokens),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.scheduling.prefix_mutations import PLANTS
+from tests.scheduling.prefix_mutations import DRAFT_PLANTS, PLANTS
 from tests.scheduling.prefix_story import Story, problem_of, run_story, shortened, story_of
 
 STORY_COUNT = 240
@@ -55,6 +55,23 @@ def test_all_that_stories_are_for_happens_in_some() -> None:
         "flushed",
     }
     assert {name: tally[name] for name in wanted if not tally[name]} == {}
+
+
+@pytest.mark.slow
+def test_rows_of_a_draft_are_found_with_the_next_token_that_they_were_made_of() -> None:
+    tally: Counter[str] = Counter()
+    for seed in range(STORY_COUNT // 6):
+        tally += run_story(story_of(seed, has_draft=True))
+    assert all(tally[name] for name in ("reused", "checkpoints used", "held", "adopted", "waited"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", DRAFT_PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_of_sharing_a_drafts_rows_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(problem_of(story_of(seed, has_draft=True)) for seed in range(PLANTED_COUNT))
 
 
 @pytest.mark.slow

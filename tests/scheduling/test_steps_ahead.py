@@ -89,7 +89,7 @@ class Rig:
 
 
 def told(outcome: StepOutcome) -> dict[int, int]:
-    return {token.sequence.request_id: token.token_id for token in outcome.tokens}
+    return {token.sequence.request_id: token.token_ids[0] for token in outcome.tokens}
 
 
 def test_who_decodes_or_ends_its_prompt_in_a_step_decodes_in_the_next() -> None:

@@ -30,6 +30,7 @@ from tests.sim.fleet import tell_large
 from tests.sim.mutations import MUTATIONS
 from tests.sim.planted import Mutation
 from tests.sim.replay import concerned, of_all, of_request, of_transfer, shown
+from tests.sim.speculation import SPECULATION_SHARE
 from tests.sim.story import run_story
 from tests.sim.switches import SWITCH_SHARE
 from tests.sim.tally import table
@@ -106,6 +107,7 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
                 has_comings=has(mutations_peers.MUTATIONS),
                 has_claims=planted is None or is_whole or planted.has_claims,
                 has_successions=has(mutations_succession.MUTATIONS),
+                speculation_share=SPECULATION_SHARE if is_sound else planted_share(planted),
                 switch_share=share(SWITCH_SHARE, mutations_switches.MUTATIONS),
                 upgrade_share=share(UPGRADE_SHARE, mutations_upgrades.MUTATIONS),
                 log=log,
@@ -113,6 +115,11 @@ def problem_of(seed: int, mutation_index: int = -1, log: list[str] | None = None
         except BROKEN as error:
             return told_as(error)
     return ""
+
+
+def planted_share(planted: Mutation | None) -> float:
+    """Of stories with a planted bug, how many verify proposals."""
+    return 1.0 if planted is not None and planted.has_proposals else 0.0
 
 
 def told_as(error: Exception) -> str:

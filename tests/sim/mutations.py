@@ -13,6 +13,7 @@ from tests.sim import (
     mutations_returns,
     mutations_samples,
     mutations_shared,
+    mutations_speculation,
     mutations_succession,
     mutations_switches,
     mutations_tier,
@@ -39,4 +40,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *mutations_switches.MUTATIONS,
     *mutations_upgrades.MUTATIONS,
     *mutations_order.MUTATIONS,
+    *mutations_speculation.MUTATIONS,
 )

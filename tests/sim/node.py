@@ -95,6 +95,8 @@ class Node:
         self.has_prefix_cache = True
         self.checkpoint_max = 0
         self.in_flight_max = IN_FLIGHT_MAX
+        self.proposal_max, self.right_rate = 0, 0.0
+        self.guess_count = 0
         self.returns_caches = False
         self.host_share = self.changed_rate = 0.0
         self.unreachable_peers = ""
@@ -179,6 +181,7 @@ class Node:
             self.facts, world.rng, world.after, reply, world.transport, world.tally, predecessor
         )
         self.worker.slow_step_rate = world.slow_step_rate
+        self.worker.right_rate = self.right_rate
         self.worker.transfers.damage_rate = world.damage_rate
         if self.role == "decode":
             self.worker.transfers.unreachable = self.unreachable_peers

@@ -15,11 +15,12 @@ import pytest
 class Mutation:
     """found_by: a seed whose story fails with it, as long as nothing else changes.
 
-    has_claims: whether its stories have priorities and keys. Others' have none, so that their seeds
-    stay.
+    has_claims: whether its stories have priorities and keys. has_proposals: whether they verify
+    proposals, all of them. Others' have none, so that their seeds stay.
     """
 
     name: str
     plant: Callable[[pytest.MonkeyPatch], None]
     found_by: int
     has_claims: bool = False
+    has_proposals: bool = False

@@ -27,7 +27,7 @@ LATER_FIELDS: dict[type, tuple[str, ...]] = {
     Welcome: ("sends_rest",),
     Heartbeat: ("cached_prefixes",),
     TransferRequest: ("prefix_digests", "token_start", "claim", "seeds"),
-    TransferDone: ("first_tokens",),
+    TransferDone: ("first_tokens", "proposals"),
 }
 LATER_KINDS = (Offer,)
 

@@ -51,6 +51,7 @@ def fingerprint_of(node: Node) -> dict[str, str]:
 
 
 def limits_of(node: Node) -> SchedulerLimits:
+    proposal_max = node.proposal_max if node.role == "decode" else 0
     return SchedulerLimits(
         chunk_token_max=24,
         running_max=node.running_max,
@@ -58,7 +59,9 @@ def limits_of(node: Node) -> SchedulerLimits:
         pace=node.pace,
         self_test_interval_s=node.self_test_interval_s,
         bootstrap_timeout_s=node.world.hold_s,
-        in_flight_max=node.in_flight_max,
+        in_flight_max=1 if proposal_max else node.in_flight_max,
+        proposal_max=proposal_max,
+        guess_count=node.guess_count if node.role == "prefill" else 0,
         has_prefix_cache=node.has_prefix_cache,
     )
 

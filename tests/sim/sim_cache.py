@@ -67,6 +67,15 @@ class SimCache:
                 case _:
                     assert_never(live.kind)
 
+    def states(self, known: Known) -> list[tuple[int, int]]:
+        """(group, state) of what a sequence has in slots."""
+        slots = [group for group, live in enumerate(self.lives) if live.kind is LiveKind.SLOT]
+        return [(group, self.get(known, group, range(1))[0]) for group in slots]
+
+    def take_states(self, known: Known, states: list[tuple[int, int]]) -> None:
+        for group, state in states:
+            self.put(known, group, 0, state)
+
     def sample(self, known: Known, count: int) -> int:
         """All that is seen of the groups, one after the other."""
         values: list[int] = []

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from common.protocol.digests import Digest, Digested
 from common.protocol.worker import (
+    Accepted,
     CancelSends,
     ClosePeer,
     CloseTransfer,
@@ -30,6 +31,7 @@ from common.protocol.worker import (
     WorkerBeat,
 )
 from common.scheduling.facts import ServerFacts
+from tests.sim import speculation
 from tests.sim.digests import digest_pages
 from tests.sim.oracle import seen
 from tests.sim.sim_cache import Known, SimCache
@@ -43,7 +45,7 @@ END_POLL_S = 0.002
 class SimWorker:
     """All ranks of one simulated server; those behind the first cache nothing.
 
-    slow_step_rate: of steps, how many take long.
+    slow_step_rate: of steps, how many take long. right_rate: of proposals, how many are right.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class SimWorker:
         own = random.Random(f"{facts.incarnation} {facts.page_counts}")
         self.tier = SimTier(facts, self.cache, self.process, tally, own)
         self.slow_step_rate = 0.0
+        self.right_rate = 0.0
         self._tally = tally
         self._rng = rng
         self._known: dict[int, Known] = {}
@@ -178,18 +181,28 @@ class SimWorker:
         for copies in step.copies:
             self.cache.copy(copies.group, copies.source_ids, copies.target_ids)
             self._tally["pages copied"] += len(copies.source_ids)
-        sampled = self._compute(step)
+        accepted: dict[int, Accepted] = {}
+        sampled = self._compute(step, accepted)
         for request_id, token in sampled.items():
-            self._known[request_id].tokens.append(token)
+            more = accepted.get(request_id, Accepted(0)).token_ids
+            self._known[request_id].tokens += [token, *more]
         self._is_computing = False
         self._finished_step = step.step_id
         self.transfers.apply_step(step.step_id)
-        done = StepDone(step.step_id, list(sampled), list(sampled.values()), seconds=duration_s)
+        tokens = list(sampled.values())
+        done = StepDone(
+            step.step_id,
+            list(sampled),
+            tokens,
+            seconds=duration_s,
+            accepted=accepted,
+            guesses=self._guesses(step, sampled),
+        )
         self.process.say(done)
         self._compute_next()
 
-    def _compute(self, step: Step) -> dict[int, int]:
-        """The tokens that are drawn, by request."""
+    def _compute(self, step: Step, accepted: dict[int, Accepted]) -> dict[int, int]:
+        """The tokens that are drawn, by request; those behind them are put into `accepted`."""
         cache = self.cache
         sampled: dict[int, int] = {}
         for chunk in step.chunks:
@@ -212,11 +225,26 @@ class SimWorker:
                     Known(known.tokens, known.pages, seed), chunk.stop
                 )
             self._tally["samples drawn from one row"] += len(chunk.samples)
-        for request_id in step.decode:
+        counts = step.draft_counts or [0] * len(step.decode)
+        for request_id, count in zip(step.decode, counts, strict=True):
             known = self._known[request_id]
-            cache.write(known, len(known.tokens) - 1)
-            sampled[request_id] = cache.sample(known, len(known.tokens))
+            proposed, drawn = speculation.decode(cache, known, count, self.right_rate, self._tally)
+            sampled[request_id] = drawn[0]
+            if proposed:
+                accepted[request_id] = Accepted(proposed, drawn[1:])
         return sampled
+
+    def _guesses(self, step: Step, sampled: dict[int, int]) -> dict[int, list[int]]:
+        """Behind the first token of each prompt that ended, and all right."""
+        guesses: dict[int, list[int]] = {}
+        for chunk in step.chunks if step.guess_count else []:
+            if chunk.is_last and not chunk.samples:
+                known = self._known[chunk.request_id]
+                tokens = [*known.tokens[: chunk.stop], sampled[chunk.request_id]]
+                guesses[chunk.request_id] = speculation.continuation(
+                    self.cache, Known(tokens, known.pages, known.seed), step.guess_count, 1.0
+                )
+        return guesses
 
     def _compare(self, job: Digest) -> None:
         """What lies in the pages by now, as the real one reads them while others are written."""

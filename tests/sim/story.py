@@ -23,6 +23,7 @@ from tests.sim.pauses import plan_pauses
 from tests.sim.samples import plan_samples
 from tests.sim.servers import add_servers, count_traits
 from tests.sim.sessions import POLL_S, plan_bursts, plan_sessions
+from tests.sim.speculation import SPECULATION_SHARE, choose_speculation
 from tests.sim.succession import plan_successions
 from tests.sim.switches import SWITCH_SHARE, plan_switches
 from tests.sim.updates import plan_updates
@@ -86,6 +87,7 @@ def run_story(
     has_successions: bool = True,
     has_pauses: bool = False,
     has_updates: bool = False,
+    speculation_share: float = SPECULATION_SHARE,
     switch_share: float | None = None,
     upgrade_share: float | None = None,
     log: list[str] | None = None,
@@ -100,6 +102,7 @@ def run_story(
     has_pauses: whether servers are told to stand still for a while. has_updates: whether they get
     other weights.
     has_successions: whether schedulers may crash under workers that live.
+    speculation_share: of stories, in how many decode servers verify proposals.
     switch_share: of stories, in how many servers take on the other role.
     upgrade_share: in how many some servers are of the first release, and are upgraded. Where these
     are not said, only stories with accidents have such changes.
@@ -120,6 +123,7 @@ def run_story(
     world.tally["crowded"] += is_crowded
     rng = random.Random(seed ^ 0x5EED)
     add_servers(world, rng, seed, is_crowded=is_crowded, is_verified=is_verified)
+    choose_speculation(world, seed, speculation_share)
     if has_claims:
         _choose_claims(world, seed)
     plan_upgrades(world, random.Random(seed ^ 0x6BADE), upgrade_share)

@@ -18,7 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "without a way back",
         *("verified off", "verified sample", "verified full", "with page sizes that differ"),
         *("with steps sent ahead", "with one step at a time", "crowded"),
-        *("with priorities and keys", "with servers of two releases"),
+        *("with priorities and keys", "with servers of two releases", "with proposals"),
     ),
     "accidents": tuple(f"accident: {kind}" for kind in dict.fromkeys(ACCIDENTS)),
     "processes": (
@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("outages", "peers added", "peers removed", "peers kept", "peers let go"),
         *("stopped workers", "stopped frontends", "slow steps", "pools that ran full"),
         *("steps sent ahead", "tokens of who had left"),
+        *("proposals accepted", "proposals taken back"),
     ),
     "messages": (
         *("messages lost in a cut", "messages lost with a process", "messages late"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.config import Role
+from common.speculative import SpeculativeAlgorithm
 from common.worker.start_graphs import kept_nbytes, largest_batch, why_not_recorded
 from tests.worker.test_pools import config_of
 
@@ -39,6 +40,18 @@ def test_as_many_rows_are_recorded_as_requests_may_run(
     running_max: int | None, asked: int | None, largest: int
 ) -> None:
     config = config_of(max_running_requests=running_max, cuda_graph_max_bs=asked)
+    assert largest_batch(config) == largest
+
+
+@pytest.mark.parametrize(("asked", "largest"), [(None, 32), (100, 100), (4096, 128)])
+def test_rows_of_proposals_are_recorded_if_asked_for(asked: int | None, largest: int) -> None:
+    config = config_of(
+        role=Role.DECODE,
+        max_running_requests=32,
+        cuda_graph_max_bs=asked,
+        speculative_algorithm=SpeculativeAlgorithm.NGRAM,
+        speculative_num_steps=3,
+    )
     assert largest_batch(config) == largest
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.attention.attention import CacheWriter
 from common.engine.cache.cast import raw
 from common.engine.cache.kv_pool import Geometry, KvPool, WriteIndex, write_index
 from common.engine.forward_batch import ForwardBatch
+from common.engine.host_copy import upload
 from common.layout.component import LiveKind
 
 
@@ -136,8 +139,13 @@ class BlockPass:
         device = readers.device
         span = torch.arange(-live.back, live.size, device=device)
         positions = closed.first_positions[:, None] + span
-        starts = batch.starts[closed.sequences].to(torch.int64)[:, None]
-        first_rows = batch.query_starts[closed.sequences].to(torch.int64)[:, None]
+        # A sequence that goes on from another one of the pass has its rows there.
+        firsts = closed.sequences
+        if batch.state_pages:
+            (first_of,) = upload(device, _firsts(batch))
+            firsts = first_of[closed.sequences]
+        starts = batch.starts[firsts].to(torch.int64)[:, None]
+        first_rows = batch.query_starts[firsts].to(torch.int64)[:, None]
         old = reader[:, None] * ring_size + positions % ring_size
         new = len(readers) * ring_size + first_rows + positions - starts
         is_missing = positions < 0
@@ -146,3 +154,11 @@ class BlockPass:
         places = places.masked_fill(is_missing, len(readers) * ring_size)
         pages = batch.page_tables[group][readers, 0].to(torch.int64)
         return _TailPlan(pages, places, is_missing[:, :, None])
+
+
+def _firsts(batch: ForwardBatch) -> NDArray[np.int64]:
+    """int64[B], the sequence of the pass that each goes on from, over others too; or itself."""
+    firsts = np.arange(batch.sequence_count)
+    for before in sorted(batch.state_pages):
+        firsts[before + 1] = firsts[before]
+    return firsts

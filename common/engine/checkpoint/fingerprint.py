@@ -14,6 +14,7 @@ from pathlib import Path
 
 from common.engine.checkpoint.files import TensorEntry, read_tensor_entries
 from common.engine.config.added import named_fields
+from common.engine.config.draft import DraftConfig
 from common.engine.config.model import ModelConfig
 from common.errors import config_error
 
@@ -52,6 +53,21 @@ def model_fingerprint(
         "config": config_digest(config),
         "weights": weights,
     }
+
+
+def draft_fingerprint(draft: DraftConfig, draft_path: str, *, load_format: str = "auto") -> str:
+    """Two servers with equal ones can read each other's cache of its layers, if their models are
+    equal.
+
+    draft_path: of its own checkpoint; "" if it is in the model's.
+    Raises: ConfigError if the weights can't be read.
+    """
+    layers = ", ".join(str(layer) for layer in draft.layer_ids)
+    of_layers = f"{draft.algorithm}, layer {layers}, config {config_digest(draft.model)}"
+    if not draft_path:
+        return of_layers
+    weights = "dummy" if load_format == "dummy" else weights_digest(Path(draft_path))
+    return f"{of_layers}, weights {weights}"
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -5,7 +5,7 @@ What a layer is made of is the family's business. Knows nothing of sampling, req
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -25,19 +25,10 @@ from common.engine.layers.matrix import describe_matrices
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.layers.sequence_rows import SequenceRows
-from common.engine.models.layer_pass import MAIN, LayerPass
+from common.engine.models.draft import Draft, HiddenTap
+from common.engine.models.layer_pass import MAIN, DecoderLayer, LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer
 from common.layout.parallel import split_layers
-
-
-class DecoderLayer(Protocol):
-    """One layer of a family."""
-
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
-        """hidden: [T, hidden size], to the same shape."""
-        ...
-
-    def weights(self) -> Iterator[Weight]: ...
 
 
 class LayerBuilder(Protocol):
@@ -53,7 +44,8 @@ class CausalLm:
     overrides the methods that say so.
 
     config, context: what it was built from. layer_ids: global ids of this stage's layers.
-    norm_type: spelling of the norm behind the last layer.
+    norm_type: spelling of the norm behind the last layer. draft: layers behind the last stage's
+    that guess tokens, if there are any.
     """
 
     norm_type: ClassVar[type[RmsNorm]] = RmsNorm
@@ -64,7 +56,10 @@ class CausalLm:
         context: LayerContext,
         attention: AttentionChoice,
         build_layer: LayerBuilder,
+        *,
+        has_draft: bool = False,
     ) -> None:
+        """has_draft: whether a draft is to share its embedding."""
         parallel = context.parallel
         self.config = config
         self.context = context
@@ -83,8 +78,9 @@ class CausalLm:
         self.embedding: Embedding | None = None
         self.norm: RmsNorm | None = None
         self.head: Head | None = None
+        self.draft: Draft | None = None
         self._tables: list[VocabTable] = []
-        if parallel.is_first_stage:
+        if parallel.is_first_stage or (parallel.is_last_stage and has_draft):
             self.embedding = Embedding(context, embed_table)
             self._tables.append(embed_table)
         if parallel.is_last_stage:
@@ -137,15 +133,20 @@ class CausalLm:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, pool: KvPool, on_layer: Callable[[int], None] | None = None
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        on_layer: Callable[[int], None] | None = None,
+        tap: HiddenTap | None = None,
     ) -> Tensor | None:
         """Compute a batch and append what it caches to the pool.
 
         on_layer: called with a layer's global id once its part of the cache is complete.
+        tap: takes the hidden states that a draft reads.
         Returns: logits float32[R, vocabulary] of batch.logits_rows, on every rank of the last
             pipeline stage; None on the others.
         """
-        return self.compute(batch, pool, self.attention.start(batch, pool), on_layer)
+        return self.compute(batch, pool, self.attention.start(batch, pool), on_layer, tap)
 
     def compute(
         self,
@@ -153,26 +154,28 @@ class CausalLm:
         pool: KvPool,
         attention: AttentionPass,
         on_layer: Callable[[int], None] | None = None,
+        tap: HiddenTap | None = None,
     ) -> Tensor | None:
         """As `forward`; attention: the pass of this batch."""
         parallel = self.context.parallel
-        if self.embedding is not None:
+        if parallel.is_first_stage:
+            assert self.embedding is not None
             hidden = self.embed(self.embedding, batch)
         else:
             hidden = parallel.receive_from_previous_stage(self.stage_input(batch.token_count))
-        layer_pass = LayerPass(
-            batch=batch,
-            attention=attention,
-            slots=SlotPass(batch, pool),
-            rows=SequenceRows(
-                batch.query_lengths, self.context.device, frozenset(batch.state_pages)
-            ),
-            rotations=self.rotate(batch),
-        )
-        hidden, added = self._run_layers(hidden, layer_pass, on_layer)
+        layer_pass = self.layer_pass(batch, pool, attention, self.rotate(batch))
+        hidden, added = self._run_layers(hidden, layer_pass, on_layer, tap)
         if self.norm is None or self.head is None:
             parallel.send_to_next_stage(hidden if added is None else hidden + added)
             return None
+        layer_count = self.config.layer_count
+        if tap is not None:
+            tap.take(layer_count, hidden, added)
+        if tap is not None and layer_count + 1 in tap.layers:
+            normed = self.norm(hidden if added is None else hidden + added)
+            tap.put(layer_count + 1, normed)
+            rows = batch.logits_rows
+            return self.finish(self.head, normed if rows is None else normed[rows])
         if batch.logits_rows is not None:
             hidden = hidden[batch.logits_rows]
             added = None if added is None else added[batch.logits_rows]
@@ -180,12 +183,29 @@ class CausalLm:
             return self.finish(self.head, self.norm(hidden))
         return self.finish(self.head, self.norm.after_add(hidden, added)[1])
 
+    def layer_pass(
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        attention: AttentionPass,
+        rotations: Mapping[str, AnyRotation],
+    ) -> LayerPass:
+        """Inputs of layers in one pass, of this model's or of its draft's."""
+        rows = SequenceRows(batch.query_lengths, self.context.device, frozenset(batch.state_pages))
+        return LayerPass(batch, attention, SlotPass(batch, pool), rows, rotations)
+
     def _run_layers(
-        self, hidden: Tensor, layer_pass: LayerPass, on_layer: Callable[[int], None] | None
+        self,
+        hidden: Tensor,
+        layer_pass: LayerPass,
+        on_layer: Callable[[int], None] | None,
+        tap: HiddenTap | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states behind the last layer, and what is still to be added to them."""
         added: Tensor | None = None
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
+            if tap is not None:
+                tap.take(layer_id, hidden, added)
             if isinstance(layer, PreNormLayer):
                 hidden, added = layer.carry(hidden, added, layer_pass)
             else:
@@ -207,6 +227,7 @@ class CausalLm:
             "layers": f"{self.layer_ids.start}..{self.layer_ids.stop - 1}",
             "tp": f"{parallel.tp_rank} of {parallel.tp_size}",
             "pp": f"{parallel.pp_rank} of {parallel.pp_size}",
+            "draft": "none" if self.draft is None else self.draft.config.algorithm,
         }
 
     def weights(self) -> Iterator[Weight]:

@@ -21,6 +21,7 @@ from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import score_scale
 from common.engine.models.deepseek_config import read_deepseek
+from common.engine.models.draft import NextnFamily, NextnNames, with_layer
 from common.engine.models.family import Family, mla_cache
 from common.engine.models.layer_pass import LayerPass
 from common.engine.models.pre_norm_layer import LayerMlp, PreNormLayer
@@ -159,5 +160,18 @@ def _head_linear(
     return ColumnLinear(context, input_size, [block], is_read=is_read)
 
 
-_DEEPSEEK = Family(read_deepseek, build_deepseek_layer, mla_cache)
+def nextn_names(layer: int) -> NextnNames:
+    """Of the layer that predicts one token more: they lie among its own tensors."""
+    name = f"model.layers.{layer}"
+    return NextnNames(
+        state_norm=f"{name}.hnorm",
+        token_norm=f"{name}.enorm",
+        join=f"{name}.eh_proj",
+        norm=f"{name}.shared_head.norm",
+    )
+
+
+_DEEPSEEK = Family(
+    read_deepseek, build_deepseek_layer, mla_cache, nextn=NextnFamily(with_layer, nextn_names)
+)
 FAMILIES = {"DeepseekV2ForCausalLM": _DEEPSEEK, "DeepseekV3ForCausalLM": _DEEPSEEK}

@@ -23,8 +23,9 @@ from common.engine.layers.linear import whole_linear
 from common.engine.layers.norm import LayerNorm
 from common.engine.layers.rotary import RotaryEmbedding
 from common.engine.models.causal_lm import CausalLm
-from common.engine.models.deepseek import MlaAttention, build_mlp
+from common.engine.models.deepseek import MlaAttention, build_mlp, nextn_names
 from common.engine.models.deepseek_sparse_config import read_sparse, sparse_config
+from common.engine.models.draft import NextnFamily, with_layer
 from common.engine.models.family import Family
 from common.engine.models.layer_pass import MAIN, LayerPass
 from common.engine.models.pre_norm_layer import PreNormLayer
@@ -157,5 +158,18 @@ def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     )
 
 
-_SPARSE = Family(read_sparse, build_sparse_layer, _cache, model=SparseLm)
+def _with_layer(config: ModelConfig) -> ModelConfig:
+    """The layer that predicts one token more chooses by itself."""
+    sparse = sparse_config(config)
+    chooses = replace(sparse, layers=(*sparse.layers, config.layer_count))
+    return replace(with_layer(config), family=chooses)
+
+
+_SPARSE = Family(
+    read_sparse,
+    build_sparse_layer,
+    _cache,
+    model=SparseLm,
+    nextn=NextnFamily(_with_layer, nextn_names),
+)
 FAMILIES = {"DeepseekV32ForCausalLM": _SPARSE, "GlmMoeDsaForCausalLM": _SPARSE}

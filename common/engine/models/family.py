@@ -9,13 +9,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.engine.checkpoint.weights import same_name
+from common.engine.config.draft import DraftConfig
 from common.engine.config.model import ModelConfig
 from common.engine.config.reading import CheckpointConfig
 from common.engine.models.causal_lm import CausalLm, LayerBuilder
+from common.engine.models.draft import NextnFamily
 from common.layout.component import CacheComponent
 from common.layout.families import (
+    CachedHeads,
     gqa_components,
     hybrid_mla_components,
+    mixed_gqa_components,
     mla_components,
     windowed_gqa_components,
 )
@@ -27,7 +31,8 @@ class Family:
 
     components: (config, cache dtype) to what it caches. model: what stands around the layers.
     rename: a checkpoint's tensor name to the one that layers ask for, None for a tensor that is
-        not of the decoder.
+        not of the decoder. nextn: how its checkpoints predict more tokens at a time, if that is
+        served.
     """
 
     read: Callable[[CheckpointConfig], ModelConfig]
@@ -35,6 +40,15 @@ class Family:
     components: Callable[[ModelConfig, str], tuple[CacheComponent, ...]]
     model: type[CausalLm] = CausalLm
     rename: Callable[[str], str | None] = same_name
+    nextn: NextnFamily | None = None
+
+
+def draft_gqa_cache(draft: DraftConfig, dtype: str) -> tuple[CacheComponent, ...]:
+    """Keys and values of a draft's layers."""
+    config = draft.model
+    heads = CachedHeads(0, config.kv_head_count, config.head_dim)
+    shapes = [heads if layer in draft.layer_ids else None for layer in range(config.layer_count)]
+    return mixed_gqa_components(shapes, dtype)
 
 
 def gqa_cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:

@@ -35,11 +35,13 @@ class GqaAttention:
         norm: type[QkNorm] = QkNorm,
         rotation: str = MAIN,
         rule: ScoreRule | None = None,
+        input_size: int | None = None,
     ) -> None:
         """query_parts: how many heads q_proj makes for each query head; `mix` uses them up.
 
         norm: spelling of the q/k norms, if there are any. rotation: name of the layer's.
-        rule: how scores become weights, None for the softmax of scaled scores.
+        rule: how scores become weights, None for the softmax of scaled scores. input_size: of what
+        is projected, None for the hidden size.
         """
         name = f"model.layers.{layer}.self_attn"
         dim, has_bias = config.head_dim, config.has_qkv_bias
@@ -53,7 +55,7 @@ class GqaAttention:
         self.rule = rule
         self.qkv = ColumnLinear(
             context,
-            config.hidden_size,
+            input_size or config.hidden_size,
             [
                 OutputBlock.of_units(f"{name}.{part}", count, owned, width, has_bias)
                 for part, count, owned, width in (

@@ -1,12 +1,16 @@
-"""Inputs of every layer of one forward pass, beside the hidden states."""
+"""A layer, and its inputs in one forward pass beside the hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from common.engine.attention.attention import AttentionPass
 from common.engine.cache.slots import SlotPass
+from common.engine.checkpoint.weights import Weight
 from common.engine.forward_batch import ForwardBatch
 from common.engine.layers.fused_rotation import AnyRotation
 from common.engine.layers.sequence_rows import SequenceRows
@@ -35,3 +39,13 @@ class LayerPass:
     def rotation(self) -> AnyRotation:
         """Of layers that have no rotation of their own."""
         return self.rotations[MAIN]
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family."""
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor:
+        """hidden: [T, hidden size], to the same shape."""
+        ...
+
+    def weights(self) -> Iterator[Weight]: ...

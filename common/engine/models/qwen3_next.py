@@ -24,6 +24,7 @@ from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.moe import MoeMlp
 from common.engine.layers.norm import OffsetNorm, OffsetQkNorm
 from common.engine.models.causal_lm import CausalLm
+from common.engine.models.draft import NextnFamily, NextnNames, one_layer_more
 from common.engine.models.family import Family, gqa_cache
 from common.engine.models.gated_delta_net import GatedDeltaNet, delta_config, delta_shape
 from common.engine.models.gqa import GqaAttention
@@ -135,12 +136,29 @@ def _cache(config: ModelConfig, dtype: str) -> tuple[CacheComponent, ...]:
     return (*keys_values, *slots)
 
 
+_MTP_LAYER = "mtp.layers.0."
+_MTP_NAMES = NextnNames(
+    state_norm="mtp.pre_fc_norm_hidden",
+    token_norm="mtp.pre_fc_norm_embedding",
+    join="mtp.fc",
+    norm="mtp.norm",
+)
+
+
+def _rename_mtp(layer: int, name: str) -> str | None:
+    if name.startswith(_MTP_LAYER):
+        return f"model.layers.{layer}." + name.removeprefix(_MTP_LAYER)
+    is_ours = name.startswith(("mtp.fc.", "mtp.norm.", "mtp.pre_fc_norm_"))
+    return name if is_ours else None
+
+
 _QWEN3_NEXT = Family(
     read_qwen3_next,
     build_qwen3_next_layer,
     _cache,
     model=Qwen3NextLm,
     rename=rename_qwen3_next,
+    nextn=NextnFamily(one_layer_more, lambda layer: _MTP_NAMES, _rename_mtp, OffsetNorm),
 )
 FAMILIES = {
     "Qwen3NextForCausalLM": _QWEN3_NEXT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.engine.cache.cast import CACHE_DTYPES
+from common.engine.config.draft import DraftConfig
 from common.engine.config.model import ModelConfig
 from common.engine.config.reading import CheckpointConfig
 from common.engine.models import (
@@ -22,9 +23,11 @@ from common.engine.models import (
     qwen3_moe,
     qwen3_next,
 )
-from common.engine.models.family import Family
+from common.engine.models.family import Family, draft_gqa_cache
 from common.errors import ConfigError
 from common.layout.component import CacheComponent
+from common.layout.families import with_more_layers
+from common.speculative import SpeculativeAlgorithm
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
@@ -55,8 +58,10 @@ def read_model_config(model_path: Path) -> ModelConfig:
     return FAMILIES[source.architecture].read(source)
 
 
-def cache_components(config: ModelConfig, kv_cache_dtype: str) -> tuple[CacheComponent, ...]:
-    """Components of a model's cache, for `ServerLayout`.
+def cache_components(
+    config: ModelConfig, kv_cache_dtype: str, draft: DraftConfig | None = None
+) -> tuple[CacheComponent, ...]:
+    """Components of a model's cache, for `ServerLayout`, with those of its draft's layers.
 
     kv_cache_dtype: element type of the cache; "auto": that of the computation.
     Raises: ConfigError for a type that can't be stored.
@@ -65,4 +70,10 @@ def cache_components(config: ModelConfig, kv_cache_dtype: str) -> tuple[CacheCom
     if dtype not in CACHE_DTYPES:
         allowed = ", ".join(CACHE_DTYPES)
         raise ConfigError(f"kv_cache_dtype={dtype}: must be auto or one of {allowed}")
-    return FAMILIES[config.architecture].components(config, dtype)
+    family = FAMILIES[config.architecture]
+    if draft is not None and draft.algorithm is SpeculativeAlgorithm.NEXTN:
+        return family.components(draft.model, dtype)
+    components = family.components(config, dtype)
+    return (
+        components if draft is None else with_more_layers(components, draft_gqa_cache(draft, dtype))
+    )

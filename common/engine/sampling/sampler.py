@@ -79,7 +79,7 @@ class Sampler:
         self._table = SamplingTable(vocab_size, eos_token_ids, device)
         self._grammars = GrammarTable(grammars, vocab_size, device)
         self._masks = TokenMasks(vocab_size, device)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device
         self._kernel = choose_draw(vocab_size, device).kernel
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
@@ -114,7 +114,7 @@ class Sampler:
             slots: int64[R], distinct: one row per request.
             positions: int64[R], absolute: how many tokens precede the drawn one.
         """
-        assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots))
+        assert logits.shape == (len(slots), self.vocab_size), (logits.shape, len(slots))
         features = self._table.features[slots]
         union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
         # The kernel looks at what it draws from, which is what the model gave if nothing shapes it.
@@ -275,7 +275,7 @@ class Sampler:
         """Replace the argmax in `tokens` where `is_drawn`, of rows with a temperature above 0."""
         is_filtered = features & Feature.FILTERED != 0
         # Whether enough candidates were sorted only the device knows, and only a CPU may be asked.
-        is_nucleus = is_filtered & (self._table.top_k.values[slots] == self._vocab_size)
+        is_nucleus = is_filtered & (self._table.top_k.values[slots] == self.vocab_size)
         is_nucleus &= self._device.type != "cpu"
         for rows, draw in (
             (np.flatnonzero(is_drawn & ~is_filtered), self._draw_from_all),
@@ -298,7 +298,7 @@ class Sampler:
         if min_p.any():
             floor = x.amax(dim=-1, keepdim=True) + self._table.min_p.rows(slots, self._device).log()
             x.masked_fill_(x < floor, -torch.inf)
-        block = max(1, NOISE_BLOCK_ELEMENTS // self._vocab_size)
+        block = max(1, NOISE_BLOCK_ELEMENTS // self.vocab_size)
         for first in range(0, len(slots), block):
             rows = slice(first, first + block)
             x[rows] += gumbel(keys[rows], self._vocab_ids)
@@ -316,11 +316,11 @@ class Sampler:
         rounding at the border of a nucleus may depend on it.
         """
         top_k = self._table.top_k.values[slots]
-        is_open = top_k == self._vocab_size
+        is_open = top_k == self.vocab_size
         is_drawn = np.zeros(len(slots), dtype=np.bool_)
         tokens = torch.zeros(len(slots), dtype=torch.int64, device=self._device)
-        for count in (*CANDIDATE_COUNTS, self._vocab_size):
-            count = min(count, self._vocab_size)
+        for count in (*CANDIDATE_COUNTS, self.vocab_size):
+            count = min(count, self.vocab_size)
             rows = np.flatnonzero(~is_drawn & (is_open | (top_k <= count)))
             if len(rows) == 0:
                 continue
@@ -328,7 +328,7 @@ class Sampler:
             drawn, is_contained = self._draw_from_top(x[index], slots[rows], keys[index], count)
             tokens[index] = drawn
             is_drawn[rows] = True
-            if count < self._vocab_size and is_open[rows].any():
+            if count < self.vocab_size and is_open[rows].any():
                 is_drawn[rows] = is_contained.cpu().numpy() | ~is_open[rows]
         return tokens
 
@@ -344,7 +344,7 @@ class Sampler:
         values = top.values
         top_k = table.top_k.rows(slots, self._device)
         rank = torch.arange(count, device=self._device)
-        is_open = top_k == self._vocab_size
+        is_open = top_k == self.vocab_size
         values.masked_fill_(rank >= top_k, -torch.inf)
         # Over all tokens if the row has no top_k, else over those that top_k left.
         total = torch.where(

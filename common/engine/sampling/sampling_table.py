@@ -65,6 +65,19 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
     return None
 
 
+def why_refused(
+    token_ids: NDArray[np.int64], prompt_count: int, sampling: SamplingParams, vocab_size: int
+) -> str | None:
+    """A peer's values reach this far; a bad one must fail its own request, not the batch."""
+    if len(token_ids) == 0 or not 1 <= prompt_count <= len(token_ids):
+        return f"prompt_count={prompt_count}: must be in 1..{len(token_ids)}, the tokens given"
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        return f"token id {bad}: must be in 0..{vocab_size - 1}"
+    return check_sampling(sampling, vocab_size)
+
+
 class SamplingTable:
     """Sampling state of the running requests. One writer: the thread that runs the model.
 

@@ -24,7 +24,7 @@ from common.frontend.requests.generation import Continuation, SampleGroup, reque
 from common.frontend.requests.stages import trace_fields
 from common.frontend.text.tokenizer import Tokenizer
 from common.protocol.frontend import Failed
-from common.request import FinishKind, TokenLogprobs
+from common.request import FinishKind, Speculated, TokenLogprobs
 
 PATH = "/generate"
 
@@ -125,6 +125,7 @@ class GenerateRun:
             meta["e2e_latency"] = self._context.clock.now() - self._began_at
         if one.trace is not None:
             meta["timeline"] = trace_fields(one.trace)
+            meta.update(speculation_fields(one.trace.speculated))
         if one.sample.sampling.return_logprob:
             texts = self._context.tokenizer if self._call.shows_logprob_text else None
             meta.update(logprob_fields(one, texts))
@@ -132,6 +133,19 @@ class GenerateRun:
         if one.is_ended and self._call.transfer_params is not None:
             item["kv_transfer_params"] = self._call.transfer_params
         return item
+
+
+def speculation_fields(speculated: Speculated) -> dict[str, object]:
+    """SGLang's, of an output that tokens were proposed for; none of another one."""
+    if not speculated.proposed_count:
+        return {}
+    return {
+        "spec_verify_ct": speculated.step_count,
+        "spec_draft_token_num": speculated.proposed_count,
+        "spec_accept_token_num": speculated.accepted_count,
+        "spec_accept_rate": speculated.accepted_count / speculated.proposed_count,
+        "spec_accept_length": 1 + speculated.accepted_count / speculated.step_count,
+    }
 
 
 def finish_reason(one: Continuation) -> dict[str, object] | None:

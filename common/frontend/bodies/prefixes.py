@@ -60,9 +60,10 @@ def read_prefix_digests(
     if fingerprint is None:
         if n == 1:
             return [b""] * len(prompts)
-        return [extend_digests(secrets.token_bytes(DIGEST_NBYTES), one) for one in prompts]
-    seeds = {salt: prefix_seed(fingerprint, salt) for salt in set(salts)}
+        seeds = [secrets.token_bytes(DIGEST_NBYTES) for _ in prompts]
+    else:
+        seeds = [prefix_seed(fingerprint, salt) for salt in salts]
     return [
-        extend_digests(seeds[salt], token_ids)
-        for salt, token_ids in zip(salts, prompts, strict=True)
+        extend_digests(seed, token_ids, lookahead=limits.digest_lookahead)
+        for seed, token_ids in zip(seeds, prompts, strict=True)
     ]

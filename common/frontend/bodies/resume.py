@@ -151,7 +151,8 @@ def parse_resume(body: JsonObject, limits: Limits) -> Sample:
         raise refusal("logprob_start_len", start, "-1, since there are output_ids")
     digests = b""
     if given.prefix_seed and limits.prefix_fingerprint is not None:
-        digests = extend_digests(bytes.fromhex(given.prefix_seed), prompt.token_ids)
+        seed = bytes.fromhex(given.prefix_seed)
+        digests = extend_digests(seed, prompt.token_ids, lookahead=limits.digest_lookahead)
     return Sample(
         index=0,
         rid=given.rid,

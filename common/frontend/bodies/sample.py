@@ -26,6 +26,7 @@ class Limits:
     engine: this prefill server's incarnation; named_host: how its client calls it.
     request_timeout_s: the longest time of a request, and its time unless it asks for less.
     prefix_fingerprint: the server's, which the digests of prompts begin with; None: none are made.
+    digest_lookahead: of these digests (see prefix_digests.py).
     plain: of requests without a room on a prefill server, where decode servers answer them; its
         request_token_max is 0 if none is connected.
     client: who asks, see `Claim`. is_low_first: smaller priorities are more urgent.
@@ -43,6 +44,7 @@ class Limits:
     named_host: str = ""
     request_timeout_s: float = 600.0
     prefix_fingerprint: Mapping[str, str] | None = None
+    digest_lookahead: int = 0
     plain: Limits | None = None
     client: str = ""
     is_low_first: bool = False

@@ -368,6 +368,7 @@ def request_limits(
         named_host=_named_host(config.host, find_host) if is_prefill else "",
         request_timeout_s=config.request_timeout_s,
         prefix_fingerprint=None if config.disable_radix_cache else known.fingerprint,
+        digest_lookahead=config.digest_lookahead,
         dial_rules=None if is_prefill else dial_rules(config.bootstrap_allow, wanted.allowed),
         client=client,
         is_low_first=config.schedule_low_priority_values_first,

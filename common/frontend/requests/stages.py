@@ -84,4 +84,5 @@ def trace_fields(trace: RequestTrace) -> dict[str, object]:
         "origin": structs.asdict(trace.origin),
         "cached": structs.asdict(trace.cached),
         "transfer": structs.asdict(trace.transfer),
+        "speculated": structs.asdict(trace.speculated),
     }

@@ -51,6 +51,8 @@ export const COUNTERS = {
   host_saved_tokens: "tokens saved to host memory",
   host_loaded_tokens: "tokens loaded from host memory",
   host_failed_loads: "loads from host memory that failed",
+  spec_proposed_tokens: "tokens proposed",
+  spec_accepted_tokens: "proposed tokens accepted",
   verified: "caches verified",
   mismatched: "caches that differed",
   self_tests_failed: "self-tests failed",

@@ -1,0 +1,1 @@
+"""Several tokens of a sequence in one step: proposed, verified in one pass, drawn one by one."""

@@ -1,0 +1,116 @@
+"""A pair with a draft: the tokens of servers without one, guessed as well as by a server alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
+from tests.e2e.replies import Reply
+from tests.engine.drafts import add_copying_nextn
+from tests.engine.tiny_checkpoints import Reference, random_prompt
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--context-length", "400")
+DRAFT = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3")
+LENGTHS = (5, 16, 33, 64, 90)
+OUTPUT_COUNT = 40
+GREEDY: Body = {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True}
+DRAWN: Body = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 7}
+TOLERANCE = 0.05
+
+
+@dataclass
+class House:
+    """alone: with the draft; other: a decode server without."""
+
+    decode: Node
+    alone: Node
+    other: Node
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def house(
+    fleet: Fleet, tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> House:
+    path = tmp_path_factory.mktemp("draft")
+    fleet.model_path = add_copying_nextn(tiny_checkpoint("deepseek_v3"), path, noise=0.02)
+    prefill = fleet.prefill(*FLAGS, *DRAFT, "--tp-size", "2", "--chunked-prefill-size", "48")
+    flags = ("--page-size", "8", "--verify-transfer", "full")
+    decode = fleet.decode([prefill], *FLAGS, *DRAFT, *flags)
+    alone = fleet.decode([], *FLAGS, *DRAFT, name="alone")
+    other = fleet.decode([prefill], *FLAGS, name="other")
+    oracle = Reference.load(fleet.model_path)
+    prompts = [random_prompt(length, seed=length) for length in LENGTHS]
+    expected = [oracle.greedy(prompt, OUTPUT_COUNT) for prompt in prompts]
+    for node in (prefill, decode, alone):
+        node.wait_ready()
+    return House(decode, alone, other, prompts, expected)
+
+
+def accept_length(replies: list[Reply]) -> float:
+    """Tokens of a verification, on average."""
+    steps = sum(reply.meta_info.spec_verify_ct for reply in replies)
+    accepted = sum(reply.meta_info.spec_accept_token_num for reply in replies)
+    return 1.0 + accepted / steps
+
+
+def ask(fleet: Fleet, node: Node, prompts: list[list[int]], sampling: Body) -> list[list[int]]:
+    return [reply.output_ids for reply in replies(fleet, node, prompts, sampling)]
+
+
+def replies(fleet: Fleet, node: Node, prompts: list[list[int]], sampling: Body) -> list[Reply]:
+    pending = [
+        fleet.in_background(node, {"input_ids": prompt, "sampling_params": sampling})
+        for prompt in prompts
+    ]
+    return [reply_of(future.result()) for future in pending]
+
+
+def test_greedy_and_drawn_outputs_are_those_without_a_draft(fleet: Fleet, house: House) -> None:
+    assert ask(fleet, house.alone, house.prompts, GREEDY) == house.expected
+    assert ask(fleet, house.decode, house.prompts, GREEDY) == house.expected
+    drawn = ask(fleet, house.decode, house.prompts, DRAWN)
+    assert drawn == ask(fleet, house.alone, house.prompts, DRAWN)
+    assert drawn != [tokens[:24] for tokens in house.expected]
+
+
+def test_a_pair_accepts_as_much_as_a_server_alone_after_prefix_hits_too(
+    fleet: Fleet, house: House
+) -> None:
+    """Prompts that go on from earlier ones and from their answers, or leave them inside."""
+    turns = [
+        prompt[: len(prompt) - cut] + more + random_prompt(9, seed=cut + len(prompt))
+        for prompt, answer in zip(house.prompts, house.expected, strict=True)
+        for cut, more in ((0, answer), (2, []))
+    ]
+    found = [replies(fleet, node, turns, GREEDY) for node in (house.decode, house.alone)]
+    outputs = [[reply.output_ids for reply in of_node] for of_node in found]
+    assert outputs[0] == outputs[1]
+    assert any(reply.meta_info.cached_tokens_details.decode for reply in found[0])
+    lengths = [accept_length(of_node) for of_node in found]
+    assert lengths[0] == pytest.approx(lengths[1], rel=TOLERANCE)
+    assert lengths[0] > 2.0
+
+
+def test_samples_of_one_prompt_go_on_from_one_cache(fleet: Fleet, house: House) -> None:
+    body: Body = {"input_ids": house.prompts[-1], "sampling_params": {**DRAWN, "n": 3}}
+    outputs = [
+        [reply.output_ids for reply in node.generate_list(body)]
+        for node in (house.decode, house.alone)
+    ]
+    assert outputs[0] == outputs[1] and len(set(map(tuple, outputs[0]))) == 3
+
+
+def test_a_server_without_the_draft_is_refused_and_told_so(house: House) -> None:
+    house.other.wait_refused()
+    (refused,) = house.other.refusals()
+    assert "draft: ours NEXTN, layer 3" in refused.detail
+    assert "theirs (none)" in refused.detail
+    assert "draft" in error_message(house.other.get("/health"))
