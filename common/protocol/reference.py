@@ -14,7 +14,7 @@ from typing import get_args
 import msgspec
 
 from common import request
-from common.protocol import descriptor, frontend, peer, staging, worker
+from common.protocol import descriptor, frontend, peer, staging, worker, worker_values
 from common.protocol.bounds import RANK_COUNT_MAX
 from common.protocol.layout_bounds import PAGE_NBYTES_MAX
 from common.request_bounds import TOKEN_COUNT_MAX
@@ -50,7 +50,7 @@ SECTIONS: tuple[tuple[str, ModuleType, dict[str, tuple[Message, ...]]], ...] = (
     ),
 )
 # Modules of the values in messages; values that a message names are shown.
-VALUES = (request, descriptor, frontend, worker)
+VALUES = (request, descriptor, frontend, worker, worker_values)
 HEAD = f"""\
 # Messages
 

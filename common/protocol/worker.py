@@ -13,6 +13,7 @@ from common.config import TransferMode
 from common.protocol.descriptor import RankDescriptor
 from common.protocol.digests import Digest, Digested
 from common.protocol.weights import DropWeights, LoadWeights, WeightsLoaded
+from common.protocol.worker_values import PassTimes, PeerWriter
 from common.request import SamplingParams, TokenLogprobs
 from common.weights import ServedWeights
 
@@ -259,23 +260,7 @@ class Shutdown(_Message, frozen=True):
     """End the worker after its current step."""
 
 
-class PassTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds: prompt_token_s per token of a prompt, decode_s of a step that decodes one sequence;
-    0 if it was not measured."""
-
-    prompt_token_s: float = 0.0
-    decode_s: float = 0.0
-
-
 # ---- to the scheduler ---------------------------------------------------------------------------
-
-
-class PeerWriter(msgspec.Struct, frozen=True, array_like=True):
-    """A peer incarnation that could write into memory of a rank. host_ids, pids: of its ranks."""
-
-    incarnation: str
-    host_ids: list[str] = []
-    pids: list[int] = []
 
 
 class WorkerReady(_Message, frozen=True):

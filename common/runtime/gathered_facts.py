@@ -9,7 +9,8 @@ import secrets
 from common.config import ServerConfig
 from common.protocol.codec import decode_layout
 from common.protocol.frontend import ServerInfo
-from common.protocol.worker import PassTimes, PeerWriter, WorkerReady
+from common.protocol.worker import WorkerReady
+from common.protocol.worker_values import PassTimes, PeerWriter
 from common.request_bounds import TOKEN_COUNT_MAX
 from common.scheduling.facts import ServerFacts
 

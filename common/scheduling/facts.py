@@ -17,7 +17,7 @@ from common.config import (
 )
 from common.layout.cache_layout import ServerLayout
 from common.prefix_digests import DIGEST_TOKENS
-from common.protocol.worker import PassTimes, PeerWriter
+from common.protocol.worker_values import PassTimes, PeerWriter
 from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.in_flight import IN_FLIGHT_MAX
 

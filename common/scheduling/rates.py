@@ -6,7 +6,7 @@ Both are averages that forget: the load changes, and so do contexts.
 
 from __future__ import annotations
 
-from common.protocol.worker import PassTimes
+from common.protocol.worker_values import PassTimes
 
 # Of an average, what one more step replaces.
 FORGOTTEN_SHARE = 0.1

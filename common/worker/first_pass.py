@@ -9,7 +9,8 @@ from common.engine.distributed import ParallelContext
 from common.engine.model_runner import ModelRunner
 from common.errors import ConfigError
 from common.layout.cache_layout import RankLayout
-from common.protocol.worker import NewSequence, PageGrant, PassTimes, PrefillChunk, Step
+from common.protocol.worker import NewSequence, PageGrant, PrefillChunk, Step
+from common.protocol.worker_values import PassTimes
 from common.request import SamplingParams
 
 REQUEST = 0

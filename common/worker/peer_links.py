@@ -30,9 +30,9 @@ from common.protocol.worker import (
     PeerConnected,
     PeerFailed,
     PeerOpened,
-    PeerWriter,
     WorkerToScheduler,
 )
+from common.protocol.worker_values import PeerWriter
 from common.transport.transport import (
     LOOPBACK,
     ConnectionClosed,

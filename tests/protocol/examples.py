@@ -6,7 +6,16 @@ from common.config import TransferMode, Verify
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import FULL, SLOT, CacheComponent, Live, LiveKind, Segment, Shard
 from common.layout.families import gqa_components
-from common.protocol import descriptor, digests, frontend, peer, staging, weights, worker
+from common.protocol import (
+    descriptor,
+    digests,
+    frontend,
+    peer,
+    staging,
+    weights,
+    worker,
+    worker_values,
+)
 from common.protocol.codec import encode_layout, encode_logprobs
 from common.protocol.descriptor import StagingBufferDescriptor, StagingRing
 from common.request import (
@@ -230,10 +239,10 @@ WORKER_TO_SCHEDULER: list[worker.WorkerToScheduler] = [
         "host",
         17,
         3,
-        worker.PassTimes(0.5, 0.25),
+        worker_values.PassTimes(0.5, 0.25),
         [500],
         "5e55",
-        [worker.PeerWriter("inc", ["host"], [17])],
+        [worker_values.PeerWriter("inc", ["host"], [17])],
         "cuda",
         WEIGHTS,
     ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from common.layout.cache_layout import ServerLayout
 from common.layout.component import CacheComponent, Segment, Shard
 from common.protocol.codec import encode_layout
-from common.protocol.worker import PassTimes
+from common.protocol.worker_values import PassTimes
 from common.scheduling.facts import SchedulerLimits, ServerFacts
 from decode_server.scheduler import DecodeScheduler
 from prefill_server.scheduler import PrefillScheduler

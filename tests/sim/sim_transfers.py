@@ -30,9 +30,9 @@ from common.protocol.worker import (
     PeerConnected,
     PeerFailed,
     PeerOpened,
-    PeerWriter,
     SendSettled,
 )
+from common.protocol.worker_values import PeerWriter
 from common.scheduling.facts import ServerFacts
 from tests.sim.digests import regions_of
 from tests.sim.oracle import rows_to_send

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from common.protocol.frontend import Submit
 from common.protocol.peer import Hello, Refuse, Welcome
-from common.protocol.worker import PeerClosed, PeerWriter, ReclaimPeer
+from common.protocol.worker import PeerClosed, ReclaimPeer
+from common.protocol.worker_values import PeerWriter
 from common.request import SamplingParams
 from common.scheduling.events import (
     Effect,

@@ -18,7 +18,6 @@ from common.protocol.worker import (
     OpenPeer,
     PageGrant,
     PeerOpened,
-    PeerWriter,
     PrefillChunk,
     ReclaimPeer,
     Release,
@@ -26,6 +25,7 @@ from common.protocol.worker import (
     StepDone,
     WorkerReady,
 )
+from common.protocol.worker_values import PeerWriter
 from common.weights import ServedWeights
 from tests.engine.tiny_checkpoints import RECIPES, Reference, build_checkpoint, random_prompt
 from tests.worker.test_worker_processes import (
