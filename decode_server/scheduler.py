@@ -420,27 +420,21 @@ class DecodeScheduler:
 
     def _state(self, call_id: int, now: float) -> State:
         requests, incoming = self.requests, self.transfers.incoming
+        troubled = (self._worker_health, self._starvation, self.transfers.writers)
         return State(
             call_id=call_id,
             is_ready=self.is_ready,
             queues={
-                "waiting": requests.waiting_count,
+                "waiting": requests.waiting_count, "transfer": incoming.under_way_count,
                 "prealloc": self._admission.short_count(requests.queue, now),
-                "transfer": incoming.under_way_count,
                 "retracted": sum(r.output_count > 0 for r in requests.queue),
-                "ready": self.batcher.ready_count,
+                "ready": self.batcher.ready_count, "draining": incoming.abandoned_count,
                 "running": self.batcher.running_count + self.batcher.prompt_count,
-                "draining": incoming.abandoned_count,
             },
             counters={
-                **self._counters,
-                **self._starvation.counters,
-                **requests.counters,
-                **self.returns.counters,
-                **self.tier.counters,
-                **incoming.counters,
-                **self.account.prefix_counters(),
-                **self.batcher.proposals.counters,
+                **self._counters, **self._starvation.counters, **requests.counters,
+                **self.returns.counters, **self.tier.counters, **incoming.counters,
+                **self.account.prefix_counters(), **self.batcher.proposals.counters,
                 "waited_for_equal": float(self._admission.followed_count),
                 **self._self_tests.counters,
                 "stale_messages": self._counters["stale_messages"] + self.transfers.stale_count,
@@ -452,7 +446,5 @@ class DecodeScheduler:
             step_count=self.batcher.step_count,
             workers=list(self._facts.workers),
             is_paused=self._interruptions.is_paused,
-            trouble=self._worker_health.trouble
-            or self._starvation.trouble
-            or self.transfers.writers.trouble,
-        )
+            trouble=next((one.trouble for one in troubled if one.trouble), ""),
+        )  # fmt: skip

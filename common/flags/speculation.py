@@ -22,7 +22,7 @@ SPECULATION: tuple[Flag, ...] = (
         ("speculative-draft-model-path",),
         "DIR",
         str,
-        "checkpoint directory of an EAGLE3 head",
+        "checkpoint directory of an EAGLE3 head [none]",
     ),
     Flag(
         "speculative_num_steps",

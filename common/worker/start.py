@@ -105,12 +105,7 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     # Before the ranks meet, none has taken its share: all shares must be free at once.
     check_host_memory(config, len(config.local_ranks) * host_share_nbytes(config))
     parallel = _meet_other_ranks(config, rank, device)
-    cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
-    choice = choose_attention(
-        attention_shape(model_config, parallel, device, config.page_size, cache_dtype, draft),
-        config.attention_backend,
-        may_record=not why_not_recorded(config, device),
-    )
+    choice = _choose_attention(config, model_config, parallel, device, draft)
     source = RankModel(config, device, parallel, choice, draft)
     model = source.load()
     now_nbytes = free_nbytes(device)
@@ -152,18 +147,26 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
         device=device.type,
         weights=ServedWeights(config.model_path, config.load_format, config.weight_version),
     )
+    loader = WeightLoader(source, model_config, runner, record, ready)
+    digester = Digester(pool.buffers, layout)
     return StartedRank(
-        device,
-        layout,
-        runner,
-        transport,
-        page_counts,
-        staging_target,
-        staging_source,
-        Digester(pool.buffers, layout),
-        host_pages,
-        WeightLoader(source, model_config, runner, record, ready),
-        ready,
+        device, layout, runner, transport, page_counts, staging_target, staging_source, digester,
+        host_pages, loader, ready,
+    )  # fmt: skip
+
+
+def _choose_attention(
+    config: ServerConfig,
+    model_config: ModelConfig,
+    parallel: ParallelContext,
+    device: torch.device,
+    draft: DraftConfig | None,
+) -> AttentionChoice:
+    cache_dtype = CACHE_DTYPES[cache_components(model_config, config.kv_cache_dtype)[0].dtype]
+    return choose_attention(
+        attention_shape(model_config, parallel, device, config.page_size, cache_dtype, draft),
+        config.attention_backend,
+        may_record=not why_not_recorded(config, device),
     )
 
 

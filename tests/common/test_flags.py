@@ -395,6 +395,8 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
         "tool_call_parser": "hermes",
         "reasoning_parser": "auto",
     }
+    values |= {"speculative_algorithm": "NGRAM", "speculative_num_steps": "5"}
+    values |= {"speculative_num_draft_tokens": "6", "speculative_eagle_topk": "1"}
     values |= {"net_devices": "all", "ucx": "auto", "transfer_ports": "40000-40031"}
     values |= {"nnodes": "1", "node_rank": "0", "dist_init_addr": "10.0.0.1:5000"}
     values |= {"heartbeat_interval_s": "0.2", "max_body_nbytes": "4096"}
