@@ -88,7 +88,7 @@ def test_sampled_outputs_with_log_probabilities_are_those_without_proposals(town
         told, expected = (one.meta_info.output_token_logprobs for one in (reply, plain))
         assert [token for _, token, _ in told] == reply.output_ids
         assert [value for value, _, _ in told] == pytest.approx(
-            [value for value, _, _ in expected], abs=1e-4
+            [value for value, _, _ in expected], abs=2e-4
         )
         meta = reply.meta_info
         accepted += meta.spec_accept_token_num
