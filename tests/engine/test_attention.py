@@ -332,3 +332,9 @@ def test_a_last_bit_of_a_large_value_is_within_the_tolerance() -> None:
     shape = AttentionShape((kind,), torch.bfloat16, torch.device("cpu"), 16)
     difference = check_attention(Rounded(), kind, shape)
     assert 0.0 < difference <= TOLERANCE[torch.bfloat16] / 2
+
+
+def test_ranks_of_one_process_have_an_attention_each() -> None:
+    """It has memory that its passes write to."""
+    shape = replace(SHAPE, dtype=torch.float16)
+    assert choose_attention(shape).attention is not choose_attention(shape).attention

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "sdpa", "flashinfer")
 IN_RECORDING = "flashinfer in a recording"
-_SDPA: Attention = SdpaAttention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,8 @@ def _torch_choice(shape: AttentionShape, reason: str) -> AttentionChoice:
 
 def _choose_on_cpu(shape: AttentionShape) -> AttentionChoice:
     """Each kind of layer is tried on its own; what fails is SDPA's."""
+    # Of this rank alone: it has memory that its passes write to.
+    plain: Attention = SdpaAttention()
     trusted: list[AttentionKind] = []
     found: list[str] = []
     for kind in shape.kinds:
@@ -114,13 +115,13 @@ def _choose_on_cpu(shape: AttentionShape) -> AttentionChoice:
                 return candidate, check_attention(candidate, kind, shape)
 
             chosen, reason = try_kernels(
-                PagedCpuAttention.name, build_and_check, TOLERANCE[shape.dtype], _SDPA
+                PagedCpuAttention.name, build_and_check, TOLERANCE[shape.dtype], plain
             )
-            trusted += [kind] if chosen is not _SDPA else []
+            trusted += [kind] if chosen is not plain else []
         found.append(f"{kind}: {reason}")
     reason = f"the path of {shape.device.type}; {'; '.join(found)}"
     if not trusted:
-        return AttentionChoice(_SDPA, reason)
+        return AttentionChoice(plain, reason)
     return AttentionChoice(PagedCpuAttention(trusted), reason)
 
 
