@@ -45,7 +45,13 @@ LENGTH_MAX = 6
 NOT_RUN = {
     "demo/README.md": ["needs twenty minutes", "needs half an hour"],
     "deploy/README.md": ["needs Docker", "needs a Kubernetes cluster", "needs root and systemd"],
-    "docs/clients.md": ["needs guidellm", "needs locust", "needs locust", "needs lm-eval"],
+    "docs/clients.md": [
+        "needs a checkpoint of a model that thinks",
+        "needs guidellm",
+        "needs locust",
+        "needs locust",
+        "needs lm-eval",
+    ],
     "docs/fleet.md": ["needs a server that may end", "needs a server that may change its role"],
     "docs/rdma.md": [
         "needs an RDMA NIC and a UCX that knows it",
