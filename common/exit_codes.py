@@ -16,8 +16,8 @@ EXIT_START_AGAIN = 75
 # A frontend has let its requests end, and the server is to go on in another role. Its supervisor
 # alone sees these.
 EXIT_SWITCHED = {81: Role.PREFILL, 82: Role.DECODE}
-# A scheduler has left its workers to another one, which its supervisor starts. Neither does anybody
-# else see this one.
+# A scheduler has left its workers to another one, which its supervisor starts. The supervisor
+# alone sees this one, too.
 EXIT_FOLLOWED = 83
 
 

@@ -174,7 +174,7 @@ def check_conv(candidate: Step, shape: ConvShape) -> float:
         memory = [draw(pages, sum(sizes) * kept + 16)]
         memory.append(memory[0].clone())
         read = torch.arange(count, device=shape.device) * 2
-        # Each its own, or one that nobody reads.
+        # Each sequence its own page, or one that no sequence reads.
         write = read + torch.arange(count, device=shape.device) % 2
         found = []
         for content, compute in zip(memory, (step_plain, candidate), strict=True):

@@ -73,7 +73,7 @@ class ExpertMatrix:
         return None if self._rows is not None else self._stored
 
     def take(self, way: str) -> None:
-        """Products are made by somebody else. way: how, in words."""
+        """Products are made by a kernel that reads the stored weights. way: how, in words."""
         assert self._stored is not None
         self._stored.way, self._is_taken = way, True
 

@@ -52,7 +52,7 @@ class HiddenTap:
             self._states[layer] = hidden.clone() if added is None else hidden + added
 
     def put(self, layer: int, states: Tensor) -> None:
-        """What nobody changes any more."""
+        """Hidden states that no layer changes any more."""
         self._states[layer] = states
 
     @property

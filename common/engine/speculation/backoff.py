@@ -2,8 +2,8 @@
 
 A row that is verified in vain costs its share of a pass, on a CPU almost that of another sequence.
 After a success twice as many are proposed as were accepted, and one more; after a failure one; and
-where that fails again and again, none for some steps. Nobody knows what the text does next, so no
-pause is long.
+where that fails again and again, none for some steps. What the text does next is not
+known, so no pause is long.
 """
 
 from __future__ import annotations

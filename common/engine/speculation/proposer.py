@@ -1,4 +1,4 @@
-"""What proposes tokens ahead of sequences, and what it is told of them.
+"""Proposers of tokens ahead of sequences, and what they are given of each sequence.
 
 A proposal is a guess: the pass that reads it draws the token that belongs there in any case. Knows
 nothing of how proposals are verified.

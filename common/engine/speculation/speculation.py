@@ -116,7 +116,7 @@ class Speculation:
 
     def _taken_back_max(self, slot: int) -> int:
         """Proposals that a sequence's tails can take back, all of them. A row overwrites the one
-        that is size + back tokens older; whoever goes on from here, or from one token before, reads
+        that is size + back tokens older. The next token, here or one token earlier, reads
         the open block and `back` rows before it.
 
             size 4, back 4, token 10 decodes    ring  8  9  2  3  4  5  6  7     reads 4 .. 9
