@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from subprocess import PIPE
 
 import pytest
@@ -371,7 +372,9 @@ def test_a_watch_ends_in_peace_by_the_keyboard_and_with_its_reader() -> None:
     with serving("a") as (a,):
         command = [sys.executable, "-m", "common.admin", "fleet", a.url, "--watch", "0.1"]
         for end, code in (("keyboard", 0), ("reader", 1)):
-            with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as watch:
+            # A shell's background job hands on that the keyboard is ignored.
+            heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+            with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, preexec_fn=heard) as watch:
                 assert watch.stdout is not None and watch.stderr is not None
                 assert watch.stdout.readline().startswith(b"NAME")
                 if end == "keyboard":

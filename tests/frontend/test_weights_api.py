@@ -75,6 +75,7 @@ def test_other_pauses_end_nothing(tmp_path: Path, mode: str) -> None:
             assert probe.status_code == 503 and "paused" in probe.text
             assert (await post(rig, "/continue_generation")).json() == CONTINUED
             assert (await rig.http.get("/server_info")).json()["is_paused"] is False
+            assert "is_paused" not in (await rig.http.get("/health")).json()
             rig.scheduler.release()
         assert (await answer).json()["output_ids"] == counted_up(PROMPT, COUNT)
         (told,) = [m for m in rig.scheduler.seen if isinstance(m, Pause)]

@@ -79,7 +79,8 @@ def _health(context: FrontendContext) -> Response:
         raise RequestError(reason, status=503)
     state = context.scheduler.state
     assert state is not None, "a server without a state is not ready"
-    paused = {"is_paused": True} if state.is_paused else {}
+    # As it was commanded last: the scheduler's own state is heard of a little later.
+    paused = {"is_paused": True} if context.scheduler.calls.is_paused else {}
     return json_response({"status": "ok", "step_count": state.step_count, **paused})
 
 
