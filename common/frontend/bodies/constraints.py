@@ -27,7 +27,7 @@ from common.frontend.bodies.body import (
     read,
     refusal,
 )
-from common.frontend.bodies.fields import JsonObject, JsonValue, is_given, parse_object, shown
+from common.frontend.bodies.fields import JsonObject, JsonValue, parse_object, shown
 from common.grammar import STYLE_KEY, lark_of
 from common.request import Grammar, GrammarKind
 from common.request_bounds import GRAMMAR_LENGTH_MAX
@@ -172,9 +172,17 @@ READERS: dict[str, Callable[[JsonValue, str], Grammar]] = {
 }
 
 
+CHOICES = ("choice", "guided_choice")
+
+
 def _read_asked(kind: type[B], values: JsonObject, where: str) -> B:
-    """Options that ask for nothing count as not given, of whatever type they are."""
-    asked = {key: item for key, item in values.items() if is_given(item) or item == {}}
+    """An empty text asks for nothing, nor does an empty list of choices: clients send them for what
+    they don't want. Anything else is of its type or is refused."""
+    asked = {
+        key: item
+        for key, item in values.items()
+        if item is not None and item != ([] if key in CHOICES else "")
+    }
     return read(kind, asked, where)
 
 
