@@ -69,9 +69,9 @@ def save_pages(
 ) -> Digests:
     """Copies whole pages between two buffers, and digests what arrived, as `digest_pages` does.
 
-    After every `piece_nbytes` nothing is copied for `pause_ratio` times as long as they took. The
-    interpreter lock is not taken once in between: a thread that asks for it page by page holds up
-    one that computes, which gives it up with every operation and then has to wait for it.
+    After every `piece_nbytes`, and at the end, nothing is copied for `pause_ratio` times as long as
+    they took. The interpreter lock is not taken once in between: a thread that asks for it page by
+    page holds up one that computes, which gives it up with every operation and then waits for it.
     Raises: ValueError if a page lies outside its buffer.
     """
     digests = np.empty(len(target_ids), dtype=np.uint64)

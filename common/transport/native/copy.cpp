@@ -122,7 +122,8 @@ void save_pages(char* target, const char* source, const int64_t* target_ids, con
         std::memcpy(to, source + source_ids[page] * page_nbytes, page_nbytes);
         digests[page] = digest_bytes(to, page_nbytes);
         copied_nbytes += page_nbytes;
-        if (copied_nbytes >= piece_nbytes && page + 1 < page_count) {
+        // At the end as well: what is saved next begins at once.
+        if (copied_nbytes >= piece_nbytes || page + 1 == page_count) {
             std::this_thread::sleep_for((Clock::now() - began) * pause_ratio);
             began = Clock::now();
             copied_nbytes = 0;

@@ -43,8 +43,8 @@ void copy_runs(char* target, const char* source, const int64_t* target_offsets,
 // Of some bytes. Another value of any one word of 8 bytes gives another digest.
 uint64_t digest_bytes(const char* from, size_t nbytes);
 
-// Copies whole pages and digests each one that arrived, while it is in the cache. After every `piece_nbytes` nothing is
-// copied for `pause_ratio` times as long as they took.
+// Copies whole pages and digests each one that arrived, while it is in the cache. After every `piece_nbytes`, and at
+// the end, nothing is copied for `pause_ratio` times as long as they took.
 void save_pages(char* target, const char* source, const int64_t* target_ids, const int64_t* source_ids,
                 size_t page_count, size_t page_nbytes, size_t piece_nbytes, double pause_ratio, uint64_t* digests);
 
