@@ -178,7 +178,7 @@ CHOICES = ("choice", "guided_choice")
 def _read_asked(kind: type[B], values: JsonObject, where: str) -> B:
     """An empty text asks for nothing, nor does an empty list of choices: clients send them for what
     they don't want. Anything else is of its type or is refused."""
-    asked = {
+    asked: JsonObject = {
         key: item
         for key, item in values.items()
         if item is not None and item != ([] if key in CHOICES else "")
