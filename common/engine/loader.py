@@ -153,7 +153,7 @@ def fused_shape(config: ModelConfig, parallel: ParallelContext, device: torch.de
         dtype=DTYPES[config.dtype],
         device=device,
         rope=config.rope,
-        rotations=_rotations(config),
+        rotations=_rotations(config, device),
         has_qk_norm=config.has_qk_norm,
         expert_counts=_expert_counts(config),
         router=_router(config),
@@ -177,13 +177,12 @@ def _router(config: ModelConfig) -> Router | None:
     return GroupedRouter(*counts, moe.router) if is_known else None
 
 
-def _rotations(config: ModelConfig) -> tuple[RotationShape, ...]:
+def _rotations(config: ModelConfig, device: torch.device) -> tuple[RotationShape, ...]:
     """Heads that are turned by the model's own rotation: whole ones, or their rotated part."""
-    dims = {config.rotary_dim} if config.mla is not None else {config.head_dim}
-    return tuple(
-        RotationShape(dim, config.rotary_dim, config.rope.is_interleaved)
-        for dim in sorted(dims & set(ROTATED_HEAD_DIMS))
-    )
+    dim = config.head_dim if config.mla is None else config.rotary_dim
+    if not dim or (device.type == "cuda" and dim not in ROTATED_HEAD_DIMS):
+        return ()
+    return (RotationShape(dim, config.rotary_dim, config.rope.is_interleaved),)
 
 
 def _attention_kinds(config: ModelConfig, parallel: ParallelContext) -> tuple[AttentionKind, ...]:

@@ -16,7 +16,9 @@ from common.engine.distributed import ParallelContext
 from common.engine.kernel_trial import give_memory_back, largest_difference, try_or_torch
 from common.engine.layers.expert_trial import check_order, check_router
 from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.fused_cpu import CpuKernels
 from common.engine.layers.fused_experts import ExpertCounts, Router
+from common.engine.layers.fused_kinds import AnyKernels
 from common.engine.layers.fused_rotation import FusedRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.mlp import fastest, gated_gelu, gated_silu
@@ -27,7 +29,9 @@ log = logging.getLogger(__name__)
 
 # The plain spelling rounds what is normalised before it is scaled, and a sum before it is
 # normalised; the kernels round once. So the results are two roundings apart.
-TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+MAKERS: dict[str, type[AnyKernels]] = {"cuda": FusedKernels, "cpu": CpuKernels}
+"""By type of device."""
 _ROW_COUNTS = (0, 1, 2, 17, 300)
 _EPSILON = 1e-5
 POSITION_STEP = 331
@@ -55,26 +59,28 @@ class FusedShape:
 class FusedChoice:
     """The kernels, None for the plain spelling, and why; for the log and /server_info."""
 
-    kernels: FusedKernels | None
+    kernels: AnyKernels | None
     reason: str
 
 
 @cache
 def choose_fused(shape: FusedShape) -> FusedChoice:
-    """FlashInfer's on CUDA if it is there and agrees with the plain spelling.
+    """FlashInfer's on CUDA and our own on a CPU, if they are there and agree with the plain
+    spelling.
 
     The same answer for the same shape as long as the process lives.
     """
-    if shape.device.type != "cuda":
+    make = MAKERS.get(shape.device.type)
+    if make is None:
         return FusedChoice(None, f"the path of {shape.device.type}")
-    if shape.dtype not in TOLERANCE:
-        return FusedChoice(None, f"flashinfer has no kernels for {shape.dtype}")
+    if shape.dtype not in make.dtypes:
+        return FusedChoice(None, f"{make.name} has no kernels for {shape.dtype}")
 
-    def build_and_check() -> tuple[FusedKernels, float]:
-        kernels = FusedKernels()
+    def build_and_check() -> tuple[AnyKernels, float]:
+        kernels = make()
         return kernels, check_fused(kernels, shape)
 
-    kernels, reason = try_or_torch("flashinfer", build_and_check, TOLERANCE[shape.dtype])
+    kernels, reason = try_or_torch(make.name, build_and_check, TOLERANCE[shape.dtype])
     give_memory_back(shape.device)
     if kernels is None:
         log.warning("norms and activations: %s; they take several kernels each", reason)
@@ -84,11 +90,11 @@ def choose_fused(shape: FusedShape) -> FusedChoice:
     return FusedChoice(kernels, reason)
 
 
-def _try_parts(kernels: FusedKernels, shape: FusedShape) -> Iterator[str]:
+def _try_parts(kernels: AnyKernels, shape: FusedShape) -> Iterator[str]:
     """Let the kernels do what they are right about; of each part, why or why not."""
     yield _try_part(
         shape,
-        "flashinfer",
+        kernels.name,
         "norms by offsets",
         partial(check_offset_norms, kernels, shape),
         kernels.forget_offset_norms,
@@ -96,7 +102,7 @@ def _try_parts(kernels: FusedKernels, shape: FusedShape) -> Iterator[str]:
     for rotation in shape.rotations:
         yield _try_part(
             shape,
-            "flashinfer",
+            kernels.name,
             f"rotation of {rotation.rotated_dim} of {rotation.head_dim} channels",
             partial(check_rotation, kernels, rotation, shape),
             partial(kernels.rotations.discard, rotation),
@@ -105,12 +111,14 @@ def _try_parts(kernels: FusedKernels, shape: FusedShape) -> Iterator[str]:
             normed = NormedRotation(rotation, is_offset)
             yield _try_part(
                 shape,
-                "triton",
+                kernels.name_of_turning,
                 f"norm and rotation of heads{' by offsets' if is_offset else ''}",
                 partial(check_normed_rotation, kernels, normed, shape),
                 partial(kernels.normed_rotations.discard, normed),
             )
     dtype, device, experts = shape.dtype, shape.device, kernels.experts
+    if experts is None:
+        return
     if shape.router is not None:
         yield _try_part(
             shape,
@@ -145,9 +153,7 @@ def _try_part(
 
 
 @torch.inference_mode()
-def check_normed_rotation(
-    kernels: FusedKernels, normed: NormedRotation, shape: FusedShape
-) -> float:
+def check_normed_rotation(kernels: AnyKernels, normed: NormedRotation, shape: FusedShape) -> float:
     """As `check_rotation`, of heads that are normed before, each by a weight of its own."""
     assert shape.rope is not None
     kernels.normed_rotations.add(normed)
@@ -183,7 +189,7 @@ def check_normed_rotation(
 
 
 @torch.inference_mode()
-def check_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedShape) -> float:
+def check_rotation(kernels: AnyKernels, rotation: RotationShape, shape: FusedShape) -> float:
     """The largest difference to the plain spelling in fp32; NaN if anything is not finite.
 
     Heads lie among others, as a product makes them. From here on the kernels turn such heads.
@@ -209,12 +215,12 @@ def check_rotation(kernels: FusedKernels, rotation: RotationShape, shape: FusedS
     return worst
 
 
-def check_fused(kernels: FusedKernels, shape: FusedShape) -> float:
+def check_fused(kernels: AnyKernels, shape: FusedShape) -> float:
     """The largest difference to the plain spelling; NaN if anything is not finite."""
     return _compare(kernels, shape, (_norms, _activations))
 
 
-def check_offset_norms(kernels: FusedKernels, shape: FusedShape) -> float:
+def check_offset_norms(kernels: AnyKernels, shape: FusedShape) -> float:
     """As `check_fused`, of norms by offsets. From here on the kernels take them."""
     kernels.has_offset_norms = True
     return _compare(kernels, shape, (partial(_norms, kind=OffsetNorm),))
@@ -224,7 +230,7 @@ Compute = Callable[[LayerContext, FusedShape, int, torch.Generator], list[Tensor
 
 
 @torch.inference_mode()
-def _compare(kernels: FusedKernels, shape: FusedShape, parts: Sequence[Compute]) -> float:
+def _compare(kernels: AnyKernels, shape: FusedShape, parts: Sequence[Compute]) -> float:
     plain = LayerContext(ParallelContext(), shape.device, shape.dtype)
     contexts = (plain, replace(plain, fused=kernels))
     worst = 0.0

@@ -47,6 +47,9 @@ class FusedKernels:
     """
 
     name = "flashinfer"
+    name_of_turning = "triton"
+    """Of what norms and rotates in one."""
+    dtypes = (torch.float16, torch.bfloat16)
 
     def __init__(self) -> None:
         from flashinfer import activation, norm, rope
@@ -120,3 +123,21 @@ class FusedKernels:
             is_neox=not is_interleaved,
         )
         return turned[0].view(query.shape), turned[1].view(key.shape)
+
+    def norm_and_rotate(
+        self,
+        heads: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        angles: Tensor,
+        *,
+        is_interleaved: bool,
+        is_offset: bool,
+    ) -> Tensor:
+        """[T, heads, head dim], each normed by its row of weight [heads, head dim], then turned as
+        `rotate` does; by Triton."""
+        from common.engine.layers.triton_rotation import norm_and_rotate
+
+        return norm_and_rotate(
+            heads, weight, epsilon, angles, is_interleaved=is_interleaved, is_offset=is_offset
+        )

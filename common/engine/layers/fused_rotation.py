@@ -1,7 +1,7 @@
-"""Rotations of queries and keys as one kernel, by FlashInfer on CUDA.
+"""Rotations of queries and keys as one kernel.
 
-Spelled out they take four launches, and six for a pass to make their angles ready. The kernel reads
-cosines and sines in fp32 and rounds once. `choose_fused.py` compares it with the plain spelling for
+Spelled out they take four launches, and six for a pass to make their angles ready. Kernels read
+cosines and sines in fp32 and round once. `choose_fused.py` compares it with the plain spelling for
 every shape of heads that a model has; other heads are turned by the plain spelling.
 """
 
@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from common.engine.layers.fused import FusedKernels, NormedRotation, RotationShape
+from common.engine.layers.fused import NormedRotation, RotationShape
+from common.engine.layers.fused_kinds import AnyKernels
 from common.engine.layers.norm import QkNorm
 from common.engine.layers.rotary import RotaryEmbedding, Rotation
 
@@ -20,7 +21,7 @@ from common.engine.layers.rotary import RotaryEmbedding, Rotation
 class FusedRotation:
     """The angles of T tokens; stands where a `Rotation` would."""
 
-    def __init__(self, rotary: RotaryEmbedding, positions: Tensor, fused: FusedKernels) -> None:
+    def __init__(self, rotary: RotaryEmbedding, positions: Tensor, fused: AnyKernels) -> None:
         """positions: int64[T]."""
         self._rotary = rotary
         self._positions = positions
@@ -48,9 +49,7 @@ class FusedRotation:
         wanted = NormedRotation(self._shape(heads), norm.is_offset)
         if wanted not in self._fused.normed_rotations or heads.stride(-1) != 1:
             return None
-        from common.engine.layers.triton_rotation import norm_and_rotate
-
-        return norm_and_rotate(
+        return self._fused.norm_and_rotate(
             heads,
             norm.weight,
             norm.epsilon,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.distributed import ParallelContext
 from common.engine.layers.expert_matrix import ExpertMatrix
-from common.engine.layers.fused import FusedKernels
+from common.engine.layers.fused_kinds import AnyKernels
 from common.engine.layers.matrix import Matrix, Multiplied
 from common.engine.layers.narrow import NarrowWeights
 from common.engine.layers.stored_experts import Scratch
@@ -29,7 +29,7 @@ class LayerContext:
     parallel: ParallelContext
     device: torch.device
     dtype: torch.dtype
-    fused: FusedKernels | None = None
+    fused: AnyKernels | None = None
     narrow: NarrowWeights = NarrowWeights.WIDE
     matrices: list[Multiplied] = field(default_factory=list)
     scratch: Scratch = field(default_factory=Scratch)

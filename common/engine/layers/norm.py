@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.checkpoint.weights import TensorSlice, Weight
-from common.engine.layers.fused import FusedKernels
+from common.engine.layers.fused_kinds import AnyKernels
 from common.engine.layers.gated_norm_fla import GatedNormShape, choose_gated_norm
 from common.engine.layers.layer_context import LayerContext
 
@@ -54,7 +54,7 @@ class RmsNorm:
         total = hidden + added
         return total, self(total)
 
-    def fused_for(self, *rows: Tensor) -> FusedKernels | None:
+    def fused_for(self, *rows: Tensor) -> AnyKernels | None:
         """The kernels if they take such rows: of two dimensions and in the weight's dtype."""
         if self.fused is None or (self.is_offset and not self.fused.has_offset_norms):
             return None

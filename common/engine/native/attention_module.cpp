@@ -6,6 +6,7 @@
 #include <string>
 
 #include "paged_attention.hpp"
+#include "processor.hpp"
 
 namespace nb = nanobind;
 using namespace baton;
@@ -16,12 +17,7 @@ using Int32Vector = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::de
 using Int32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::string why_unusable() {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
-        !__builtin_cpu_supports("avx512bf16")) {
-        return "this CPU lacks AVX-512 with bfloat16";
-    }
+    if (const char* reason = why_no_vectors()) return reason;
     const char* reason = find_products();
     return reason == nullptr ? "" : reason;
 }

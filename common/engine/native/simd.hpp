@@ -24,6 +24,34 @@ inline void store16(bfloat16* to, __m512 values) {
     std::memcpy(to, &narrow, sizeof narrow);
 }
 
+// The first elements alone, as many as the mask has; the others are 0, and are not written.
+inline __m512 load16(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+
+inline __m512 load16(const bfloat16* from, __mmask16 mask) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+}
+
+inline void store16(float* to, __m512 values, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, values); }
+
+inline void store16(bfloat16* to, __m512 values, __mmask16 mask) {
+    const __m256bh narrow = _mm512_cvtneps_pbh(values);
+    __m256i bits;
+    std::memcpy(&bits, &narrow, sizeof bits);
+    _mm256_mask_storeu_epi16(to, mask, bits);
+}
+
+// What an element of that type would keep of each value.
+template <typename Element>
+inline __m512 rounded16(__m512 values) {
+    if constexpr (sizeof(Element) == 4) {
+        return values;
+    } else {
+        bfloat16 kept[16];
+        store16(kept, values);
+        return load16(kept);
+    }
+}
+
 // e^x within 2 units in the last place, 0 far below, after Cephes' expf: x = n ln 2 + r, |r| <= ln 2 / 2.
 inline __m512 exp16(__m512 x) {
     // Below this the result is no normal number; minus infinity must not become NaN on its way. What is NaN stays so:
