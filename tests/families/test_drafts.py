@@ -69,7 +69,7 @@ class World:
         )
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "deepseek_v32", "qwen3_5"])
+@pytest.fixture(scope="module", params=["deepseek_v3", "deepseek_v32", "glm_dsa", "qwen3_5"])
 def world(
     request: pytest.FixtureRequest,
     tiny_checkpoint: Callable[[str], Path],
