@@ -21,7 +21,7 @@ from demo.facts import make_question
 from tests.e2e.fleet import CHECKPOINT
 from tests.engine.drafts import add_copying_nextn, write_eagle3
 from tests.engine.tiny_checkpoints import random_prompt
-from tests.families.server import Sequence, Server, Shape, least_nbytes, places_of
+from tests.families.server import TOKEN_MAX, Sequence, Server, Shape, least_nbytes, places_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +59,21 @@ class World:
         assert server.generate(self.prompts, OUTPUT_COUNT) == self.outputs
         return Count.of(server).since(before)
 
-    def new_server(self, shape: Shape, checkpoint_max: int | None = None) -> Server:
+    def new_server(
+        self,
+        shape: Shape,
+        checkpoint_max: int | None = None,
+        host_share: float = 0.0,
+        token_max: int = TOKEN_MAX,
+    ) -> Server:
         return Server(
             self.checkpoint,
             shape,
             checkpoint_max,
+            host_share,
             proposal_max=PROPOSAL_MAX,
             algorithm=SpeculativeAlgorithm.NEXTN,
+            token_max=token_max,
         )
 
 
