@@ -108,6 +108,8 @@ def add_copying_nextn(source: Path, directory: Path, *, noise: float = 0.0, seed
     stored, count = format_of(directory), _layer_count(directory)
     last = f"model.layers.{count - 1}."
     idle = tuple(f"model.layers.{layer}." for layer in range(count - 1))
+    # The layer behind the model chooses tokens as that layer does whose choice the last one shares.
+    chooser = f"model.layers.{_last_chooser(directory)}."
 
     def change(tensors: Tensors) -> None:
         for name, tensor in tensors.items():
@@ -116,6 +118,11 @@ def add_copying_nextn(source: Path, directory: Path, *, noise: float = 0.0, seed
                 tensor.zero_()
             if name.startswith(last):
                 tensors[stored.layer + name.removeprefix(last)].copy_(tensor)
+        if chooser != last:
+            for part in ("input_layernorm", "self_attn.q_a_proj", "self_attn.q_a_layernorm"):
+                tensors[f"{chooser}{part}.weight"].copy_(tensors[f"{last}{part}.weight"])
+            for name in [one for one in tensors if one.startswith(f"{chooser}self_attn.indexer.")]:
+                tensors[stored.layer + name.removeprefix(chooser)].copy_(tensors[name])
         embedding = tensors["model.embed_tokens.weight"]
         embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
         tensors[f"{stored.token_norm}.weight"].fill_(0.0 if stored.has_offset else 1.0)
@@ -320,6 +327,13 @@ class Eagle3Twin:
             ),
             dim=-1,
         )
+
+
+def _last_chooser(directory: Path) -> int:
+    """The layer whose choice of tokens the last one uses: itself, unless it shares another's."""
+    config = json.loads((directory / "config.json").read_text())
+    kinds = config.get("indexer_types", ["full"] * config["num_hidden_layers"])
+    return max(layer for layer, kind in enumerate(kinds) if kind == "full")
 
 
 def _layer_count(directory: Path) -> int:

@@ -70,6 +70,7 @@ class Server:
     tier in host memory is against its pool; 0 for none. proposer: of every rank; with one, steps
     verify up to proposal_max tokens ahead, with so many spare slots as if that many requests ran.
     algorithm, head: of a draft, which proposes instead; head: of EAGLE-3, its checkpoint.
+    token_max: tokens that its pool has room for.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Server:
         proposal_max: int = 0,
         algorithm: SpeculativeAlgorithm = SpeculativeAlgorithm.OFF,
         head: Path | None = None,
+        token_max: int = TOKEN_MAX,
     ) -> None:
         self.shape = shape
         ranks = contexts(shape.tp_size, shape.pp_size)
@@ -102,7 +104,7 @@ class Server:
         )
         self.layout.check()
         counts = page_counts_for(
-            self.layout.ranks[0], TOKEN_MAX, REQUEST_MAX, shape.chunk, checkpoint_max or 0
+            self.layout.ranks[0], token_max, REQUEST_MAX, shape.chunk, checkpoint_max or 0
         )
         spare_count = SPECULATING_MAX * proposal_max
         is_slot = [group.live.kind is LiveKind.SLOT for group in self.layout.groups]
@@ -145,6 +147,7 @@ class Server:
             for model, pool in zip(models, self.pools, strict=True)
         ]
         self._crew = Crew(ranks)
+        self._retracted: deque[Sequence] = deque()
         self.drawn: dict[int, dict[int, int]] = {}  # first tokens of samples, by their prompt's id
         self._next_id = 1
 
@@ -207,12 +210,29 @@ class Server:
         self.batcher.add(taken)
         return taken, nbytes
 
-    def decode(self) -> None:
-        """Decode until every sequence has all of its tokens, and give their pages back."""
-        while self.batcher.running_count or self.batcher.prompt_count:
+    def decode(self, bring_back: Callable[[Sequence], object] | None = None) -> int:
+        """Decode until every sequence has all of its tokens, and give their pages back.
+
+        bring_back: begins again one whose pages others needed, once there is room for all that it
+        lacks; None if no pages may run short. Returns: how often that was.
+        """
+        count = 0
+        while self.batcher.running_count or self.batcher.prompt_count or self._retracted:
+            while self._retracted and self._has_room_for(self._retracted[0]):
+                assert bring_back is not None, "the pool is too small for the test"
+                bring_back(self._retracted.popleft())
+                count += 1
             for sequence in self._step():
                 if self.batcher.limits.finish_of(sequence) is not None:
                     self.batcher.remove(sequence)
+        return count
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether one that was retracted would find pages for all of its tokens."""
+        token_count = sequence.prompt_count + sequence.sampling.max_new_tokens
+        return self.account.can_allocate(
+            self.account.needs(self.account.spans_for_prompt(token_count), token_count)
+        )
 
     def generate(self, prompts: list[list[int]], output_count: int) -> list[list[int]]:
         """Tokens of prompts that this server computes alone."""
@@ -236,9 +256,12 @@ class Server:
 
     def _step(self) -> list[Sequence]:
         """One step on all ranks, while the next is planned; the sequences that have a new token."""
-        while (planned := self.batcher.plan_step()).step is not None:
+        while True:
+            planned = self.batcher.plan_step()
+            self._retracted += planned.retracted
+            if planned.step is None:
+                break
             self._sent.append(planned.step)
-        assert not planned.retracted
         outcome = self.batcher.apply_done(self._run(self._sent.popleft()))
         assert not outcome.failed, outcome.failed
         for drawn in outcome.samples:

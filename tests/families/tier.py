@@ -54,7 +54,8 @@ class Tier:
 
     def load(self, prompt: list[int], token_max: int, *, is_received: bool = False) -> None:
         """What a request would wait for."""
-        waiting = Waiting(self._server.take_id(), prompt, digests_of(prompt))
+        digests = digests_of(prompt, self._server.lookahead)
+        waiting = Waiting(self._server.take_id(), prompt, digests)
         while self.scheduled.holds_up(waiting, token_max, is_received=is_received):
             self._carry_out()
 

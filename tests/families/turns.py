@@ -178,7 +178,7 @@ class Returned:
 def give_back(source: Server, target: Server, token_ids: list[int]) -> Returned:
     """Send what a server has of a prompt and its answer, to be found on the other one, as the
     `Returns` of the two schedulers do."""
-    digests = digests_of(token_ids)
+    digests = digests_of(token_ids, source.lookahead)
     match = source.account.match(digests, token_ids, len(token_ids) - 1)
     lent = source.account.cached.lend(match)
     assert lent is not None, "something of what its last token leaves is not there"
@@ -200,7 +200,8 @@ def give_back(source: Server, target: Server, token_ids: list[int]) -> Returned:
 
 def _reserve(target: Server, prompt: list[int], digests: bytes = b"") -> _Reserved:
     account = target.account
-    match = account.match(digests or digests_of(prompt), prompt, len(prompt))
+    digests = digests or digests_of(prompt, target.lookahead)
+    match = account.match(digests, prompt, len(prompt))
     assert account.can_allocate(account.needs_to_receive(match, len(prompt)))
     held = account.cached.hold(match)
     spans = account.spans_for_prompt(len(prompt))
@@ -227,9 +228,10 @@ def _adopt(target: Server, one: _Reserved, given: Sequence) -> Sequence:
         given.sampling,
         one.spans,
         given.computed_count,
-        digests_of(given.token_ids[: given.prompt_count]),
+        digests_of(given.token_ids[: given.prompt_count], target.lookahead),
         one.held,
     )
+    sequence.first_proposals = list(given.first_proposals)
     target.batcher.add(sequence)
     if target.batcher.limits.finish_of(sequence) is not None:
         target.batcher.remove(sequence)
@@ -244,7 +246,8 @@ def pages_found(server: Server, prompts: list[list[int]]) -> list[set[int]]:
     found: list[set[int]] = [set() for _ in server.layout.groups]
     for prompt in prompts:
         for most in (len(prompt) - 1, len(prompt)):
-            match = server.account.match(digests_of(prompt), prompt, most)
+            digests = digests_of(prompt, server.lookahead)
+            match = server.account.match(digests, prompt, most)
             for group, pages in enumerate(_pages_of(server, match)):
                 found[group].update(pages)
     return found
