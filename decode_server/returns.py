@@ -123,6 +123,8 @@ class Returns:
         if token_count - known_count < NEW_TOKENS_MIN or not _is_whole(match):
             return
         block = block_tokens(peer.remote.layout, self._facts.digest_tokens)
+        next_token_ids = token_ids[token_count : token_count + self._facts.digest_lookahead]
+        named_count = token_count + len(next_token_ids)
         room = self._rng.getrandbits(ROOM_BITS)
         kept = array("i", token_ids)
         self._offers[room] = _Offered(peer.incarnation, token_count, kept, digests)
@@ -136,8 +138,9 @@ class Returns:
                 self._facts.incarnation,
                 peer.incarnation,
                 token_count,
-                self._account.cached.digests_up_to(digests, token_count),
+                self._account.cached.digests_up_to(digests, named_count),
                 token_ids[token_count - token_count % block : token_count],
+                next_token_ids,
             ),
         )
 

@@ -39,10 +39,12 @@ COUNTED = ("returns_asked", "returns_kept", "returns_lost")
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """held: what is here of it already. followers: requests that wait for it."""
+    """held: what is here of it already. token_count: of the cache. token_ids: of it, and those that
+    a digest covers behind them. followers: requests that wait for it."""
 
     transfer: IncomingTransfer
     held: HeldPrefix | None
+    token_count: int
     token_ids: list[int]
     digests: bytes
     deadline: float
@@ -85,7 +87,8 @@ class Returns:
         if not self._is_on or is_short or len(self._under_way) >= UNDER_WAY_MAX:
             return
         count = offer.token_count
-        token_ids = [UNKNOWN_TOKEN] * (count - len(offer.rest_token_ids)) + offer.rest_token_ids
+        unknown = [UNKNOWN_TOKEN] * (count - len(offer.rest_token_ids))
+        token_ids = [*unknown, *offer.rest_token_ids, *offer.next_token_ids]
         if not self._is_fit(offer, token_ids):
             return
         match = self._account.match(offer.prefix_digests, token_ids, count)
@@ -101,7 +104,7 @@ class Returns:
         prefix = held.prefix if held is not None else None
         transfer = self._transfers.incoming.reserve(source, transfer_id, owner, count, ask, prefix)
         self._under_way[owner] = _Return(
-            transfer, held, token_ids, offer.prefix_digests, now + BUDGET_S
+            transfer, held, count, token_ids, offer.prefix_digests, now + BUDGET_S
         )
         self.counters["returns_asked"] += 1
 
@@ -109,12 +112,14 @@ class Returns:
         """Whether a peer's words go together with this server's blocks."""
         cache = self._account.cache
         assert cache is not None
-        due = self._account.cached.digest_nbytes(offer.token_count)
-        rest_count = offer.token_count % cache.block_tokens
+        count, next_count = offer.token_count, len(offer.next_token_ids)
+        due = self._account.cached.digest_nbytes(len(token_ids))
         return (
-            len(token_ids) == offer.token_count <= self._account.token_capacity
+            len(token_ids) == count + next_count
+            and count <= self._account.token_capacity
+            and next_count <= cache.lookahead
             and len(offer.prefix_digests) == due
-            and len(offer.rest_token_ids) == rest_count
+            and len(offer.rest_token_ids) == count % cache.block_tokens
         )
 
     def follows(self, request: PrefillRequest, match: Match, reusable_count: int) -> bool:
@@ -143,7 +148,7 @@ class Returns:
         if request.digests[:DIGEST_NBYTES] != one.digests[:DIGEST_NBYTES] or most < 0:
             return 0
         shared = start + equal_count(ours, start, theirs, start, most)
-        return len(one.token_ids) if shared == count else 0
+        return one.token_count if shared == count else 0
 
     @property
     def followers(self) -> list[PrefillRequest]:
@@ -159,7 +164,7 @@ class Returns:
         one = self._under_way.pop(ready.owner)
         self._put_back(one)
         sequence = self._account.adopt(
-            0, one.token_ids, len(one.token_ids), NO_OUTPUT, ready.transfer.spans,
+            0, one.token_ids, one.token_count, NO_OUTPUT, ready.transfer.spans,
             ready.done.token_count, one.digests, one.held,
         )  # fmt: skip
         sequence.cuts.clear()  # its own pages become the checkpoint

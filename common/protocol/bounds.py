@@ -313,6 +313,7 @@ _FIELD_CHECKS: dict[str, Check] = {
     "budget_ms": int_in(0, BUDGET_MS_MAX),
     "token_ids": ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
     "rest_token_ids": ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
+    "next_token_ids": ints_in(0, TOKEN_ID_MAX, TOKEN_COUNT_MAX),
     "writers": ints_in(0, RANK_COUNT_MAX - 1, RANK_COUNT_MAX),
     "pids": ints_in(1, INT32_MAX, RANK_COUNT_MAX),
     "room": _check_room,

@@ -215,6 +215,8 @@ class Offer(_Message, frozen=True):
 
     token_count: of prompt and answer, as far as their cache is here. prefix_digests: of them all.
     rest_token_ids: those behind the peer's last whole block, which no digest names.
+    next_token_ids: behind these; as many as a digest covers more than it names, so none without a
+        draft.
     """
 
     room: int
@@ -223,6 +225,7 @@ class Offer(_Message, frozen=True):
     token_count: int
     prefix_digests: bytes
     rest_token_ids: list[int] = []
+    next_token_ids: list[int] = []
 
 
 class TransferDone(_Message, frozen=True):

@@ -32,7 +32,11 @@ PREFILL_COUNT = 4
 
 
 def returning_pair(
-    lives: tuple[Live, ...] = (FULL,), *, prefill_count: int = 1, may_fall_back: bool = False
+    lives: tuple[Live, ...] = (FULL,),
+    *,
+    prefill_count: int = 1,
+    may_fall_back: bool = False,
+    digest_lookahead: int = 0,
 ) -> tuple[Pair, Node]:
     """Its decode server computes rests in a tenth of the time that asking takes. The second decode
     server, which is returned as well, computes none."""
@@ -43,7 +47,7 @@ def returning_pair(
     pair.decode.computes_rests, pair.decode.prompt_token_s = True, 0.00001
     pair.decode.may_fall_back = may_fall_back
     for node in pair.world.nodes.values():
-        node.returns_caches = True
+        node.returns_caches, node.digest_lookahead = True, digest_lookahead
     pair.begin()
     return pair, other
 
@@ -80,6 +84,22 @@ def test_a_turn_that_was_computed_here_goes_to_where_its_conversation_began(
     pair.finish(third)
     # Of the last token of an answer there is no cache.
     assert sum(map(pair.computed_count, names)) - before <= 4 + (len(known) - 1) % PAGE_SIZE
+    pair.end()
+
+
+@pytest.mark.parametrize("family", ["plain", "hybrid"])
+@pytest.mark.parametrize("output_count", range(20, 20 + PAGE_SIZE))
+def test_with_a_draft_a_turn_goes_on_from_the_end_of_the_answer_too(
+    family: str, output_count: int
+) -> None:
+    """Also where that is the end of a block, whose name depends on the token behind it."""
+    pair, other = returning_pair(FAMILIES[family], digest_lookahead=1)
+    first = pair.turn(PROMPT, output_count)
+    known = [*PROMPT, *first.output]
+    assert pair.counted("p0", "returns_kept") == 1
+    before = pair.computed_count("p0")
+    pair.finish(pair.world.submit(other, [*known, 7, 8, 9], 4))
+    assert pair.computed_count("p0") - before == 1 + 3
     pair.end()
 
 

@@ -180,9 +180,8 @@ def test_a_turn_behind_a_cache_that_came_back_computes_what_is_new_and_accepts_a
         spoil_free(server)
     before = Count.of(generating)
     turned = turn(computing, generating, talks.prompts[1], talks.samplings[1])
-    for one, count in zip(turned, ended, strict=True):
-        # Where the draft's row of the last token is of no known token, that is computed again.
-        assert one.cached_count >= count - 1 or count % DIGEST_TOKENS == 0
+    assert [one.cached_count for one in turned] == ended
+    assert any(count % DIGEST_TOKENS == 0 for count in ended)
     talks.check(turned, 1)
     check_accepts(generating, before, talks.length)
     check_nothing_is_left(computing, generating)

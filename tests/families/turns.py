@@ -184,9 +184,10 @@ def give_back(source: Server, target: Server, token_ids: list[int]) -> Returned:
     assert lent is not None, "something of what its last token leaves is not there"
     count = match.token_count
     block_stop = target.account.cached.whole_blocks(count)
-    told = [UNKNOWN_TOKEN] * block_stop + token_ids[block_stop:count]
-    digests = source.account.cached.digests_up_to(digests, count)
-    one = _reserve(target, told, digests)
+    named_count = count + source.lookahead
+    told = [UNKNOWN_TOKEN] * block_stop + token_ids[block_stop:named_count]
+    digests = source.account.cached.digests_up_to(digests, named_count)
+    one = _reserve(target, told, digests, count)
     tokens = TokenRange(one.start, count, True)
     nbytes = transfer(source, lent.pages, target, one.asked_pages(), tokens)
     source.account.cached.take_back(lent)
@@ -198,17 +199,18 @@ def give_back(source: Server, target: Server, token_ids: list[int]) -> Returned:
     return Returned(count, one.start, nbytes)
 
 
-def _reserve(target: Server, prompt: list[int], digests: bytes = b"") -> _Reserved:
-    account = target.account
+def _reserve(target: Server, prompt: list[int], digests: bytes = b"", count: int = 0) -> _Reserved:
+    """count: tokens of the prompt that come, if not all."""
+    account, count = target.account, count or len(prompt)
     digests = digests or digests_of(prompt, target.lookahead)
-    match = account.match(digests, prompt, len(prompt))
-    assert account.can_allocate(account.needs_to_receive(match, len(prompt)))
+    match = account.match(digests, prompt, count)
+    assert account.can_allocate(account.needs_to_receive(match, count))
     held = account.cached.hold(match)
-    spans = account.spans_for_prompt(len(prompt))
+    spans = account.spans_for_prompt(count)
     if held is not None:
         for span, pages in zip(spans, held.prefix.pages, strict=True):
             span.page_ids.extend(pages)
-    needs = account.needs(spans, len(prompt))
+    needs = account.needs(spans, count)
     for span, pages in zip(spans, account.allocate(needs), strict=True):
         span.page_ids.extend(pages)
     return _Reserved(held, spans, held.token_count if held is not None else 0)

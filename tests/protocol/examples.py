@@ -311,7 +311,7 @@ DECODE_TO_PREFILL: list[peer.DecodeToPrefill] = [
     ),
     peer.Abort(1, "inc-d", "inc-p", "client went away", is_closed=True),
     peer.Withdraw(2**63 - 1, "inc-d", "client went away"),
-    peer.Offer(2**63 - 1, "inc-d", "inc-p", 50, b"d" * 64, [5, 6]),
+    peer.Offer(2**63 - 1, "inc-d", "inc-p", 50, b"d" * 64, [5, 6], [7]),
     peer.Heartbeat("inc-d", 1, 2, True, 3, 4, 5, "stuck", True, 64, b"cached-1"),
     peer.Detached("inc-d", "inc-p", "lost", True),
 ]

@@ -94,6 +94,7 @@ class Node:
         self.prompt_token_s = 0.0
         self.has_prefix_cache = True
         self.checkpoint_max = 0
+        self.digest_lookahead = 0  # 1 with a draft
         self.in_flight_max = IN_FLIGHT_MAX
         self.proposal_max, self.right_rate = 0, 0.0
         self.guess_count = 0

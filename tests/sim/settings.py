@@ -39,6 +39,7 @@ def facts_of(node: Node, predecessor: SimWorker | None) -> ServerFacts:
         verify=node.verify,
         checkpoint_max=node.checkpoint_max,
         digest_tokens=DIGEST_TOKENS,
+        digest_lookahead=node.digest_lookahead,
         pass_times=PassTimes(node.prompt_token_s),
         host_page_counts=host_page_counts(node),
         earlier_writers=tuple(predecessor.transfers.writers.values()) if predecessor else (),

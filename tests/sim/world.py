@@ -236,7 +236,9 @@ class World:
                 SamplingParams(max_new_tokens=max_new_tokens, seed=first.sample_seed),
                 budget_s,
                 room and msgspec.structs.replace(room, room=room.room + place),
-                prefix_digests=extend_digests(seed, prompt, DIGEST_TOKENS),
+                prefix_digests=extend_digests(
+                    seed, prompt, DIGEST_TOKENS, lookahead=node.digest_lookahead
+                ),
                 siblings=[Sibling(client.request_id, client.sample_seed) for client in others],
                 claim=self.claim_of(prompt),
             )
