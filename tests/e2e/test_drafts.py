@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
 from tests.e2e.replies import Reply
 from tests.engine.drafts import add_copying_nextn
-from tests.engine.tiny_checkpoints import Reference, random_prompt
+from tests.engine.tiny_checkpoints import VOCAB_SIZE, Reference, random_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -22,6 +22,12 @@ OUTPUT_COUNT = 40
 GREEDY: Body = {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True}
 DRAWN: Body = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 7}
 TOLERANCE = 0.05
+SMALL_POOL_TOKENS = 512
+CROWD = range(20, 60, 4)
+"""Lengths of prompts that find room together, and whose answers don't."""
+
+SHORT: Body = {"temperature": 0, "max_new_tokens": 40, "stop_token_ids": list(range(VOCAB_SIZE))}
+SHORT_COUNT = 40
 
 
 @dataclass
@@ -43,6 +49,7 @@ def house(
     fleet.model_path = add_copying_nextn(tiny_checkpoint("deepseek_v3"), path, noise=0.02)
     prefill = fleet.prefill(*FLAGS, *DRAFT, "--tp-size", "2", "--chunked-prefill-size", "48")
     flags = ("--page-size", "8", "--verify-transfer", "full")
+    flags += ("--max-total-tokens", str(SMALL_POOL_TOKENS))
     decode = fleet.decode([prefill], *FLAGS, *DRAFT, *flags)
     alone = fleet.decode([], *FLAGS, *DRAFT, name="alone")
     other = fleet.decode([prefill], *FLAGS, name="other")
@@ -97,6 +104,22 @@ def test_a_pair_accepts_as_much_as_a_server_alone_after_prefix_hits_too(
     lengths = [accept_length(of_node) for of_node in found]
     assert lengths[0] == pytest.approx(lengths[1], rel=TOLERANCE)
     assert lengths[0] > 2.0
+
+
+def test_what_was_retracted_accepts_as_much_when_it_has_come_again(
+    fleet: Fleet, house: House
+) -> None:
+    prompts = [random_prompt(length, seed=length) for length in CROWD]
+    # Who expects long answers lets no crowd in.
+    for index in range(SHORT_COUNT):
+        house.decode.generate({"input_ids": [7, 8, index], "sampling_params": SHORT})
+    asked: Body = GREEDY | {"max_new_tokens": 90}
+    found = [replies(fleet, node, prompts, asked) for node in (house.decode, house.alone)]
+    outputs = [[reply.output_ids for reply in of_node] for of_node in found]
+    assert outputs[0] == outputs[1]
+    retracted = [sum(reply.meta_info.num_retractions for reply in of_node) for of_node in found]
+    assert retracted[0] > 0 and retracted[1] == 0
+    assert accept_length(found[0]) > (1.0 - TOLERANCE) * accept_length(found[1])
 
 
 def test_samples_of_one_prompt_go_on_from_one_cache(fleet: Fleet, house: House) -> None:
