@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, reply_of
 from tests.e2e.replies import Reply
+from tests.engine.drafts import add_copying_nextn
 from tests.engine.tiny_checkpoints import Reference, random_prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -24,6 +25,7 @@ PREFILL = ("--page-size", "8", "--chunked-prefill-size", "48", "--max-total-toke
 DECODE = ("--page-size", "16", "--max-total-tokens", "640", "--max-checkpoints", "3",
           "--max-running-requests", "6")  # fmt: skip
 TIER = ("--host-cache-gb", "0.02")
+DRAFT = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3")
 CLIENT_COUNT = 12
 SESSION_COUNT = 24
 TURN_COUNT = 3
@@ -76,6 +78,10 @@ CASES = [
     for mode in ("auto", "off", "alone")
     for tier in ((), TIER)
 ]
+CASES += [
+    pytest.param(recipe, "auto", (*TIER, *DRAFT), marks=SOAK)
+    for recipe in ("deepseek_v3", "qwen3_5")
+]
 
 
 @pytest.mark.parametrize(("recipe", "mode", "tier"), CASES)
@@ -86,7 +92,9 @@ def test_crowded_sessions_are_answered_as_by_the_reference(
     tmp_path: Path,
     tiny_checkpoint: Callable[[str], Path],
 ) -> None:
-    checkpoint = tiny_checkpoint(recipe)
+    checkpoint, has_draft = tiny_checkpoint(recipe), tier[-len(DRAFT) :] == DRAFT
+    if has_draft:
+        checkpoint = add_copying_nextn(checkpoint, tmp_path / "draft", noise=0.02)
     flags = (*FLAGS, *tier)
     with Fleet(tmp_path, checkpoint) as fleet:
         if mode == "alone":
@@ -107,4 +115,7 @@ def test_crowded_sessions_are_answered_as_by_the_reference(
             if turn.output:
                 assert turn.output == oracle.continues(turn.prompt, turn.output), len(turn.prompt)
     assert counters["prefix_evicted_tokens"] > 0
+    if has_draft:
+        # As much as with all of the draft's cache; without its layer it would be half of that.
+        assert 1 + counters["spec_accepted_tokens"] / counters["spec_steps"] > 2.5
     assert not tier or (counters["host_saved_tokens"] > 0 and not counters["host_failed_loads"])
