@@ -215,3 +215,10 @@ class Info(msgspec.Struct):
         """No request in any queue, and every page free."""
         is_free = bool(self.page_groups) and all(g.is_all_free for g in self.page_groups)
         return self.is_state_fresh and is_free and not any(self.queues.values())
+
+
+def accept_length(replies: list[Reply]) -> float:
+    """Tokens of a verification, on average."""
+    steps = sum(reply.meta_info.spec_verify_ct for reply in replies)
+    accepted = sum(reply.meta_info.spec_accept_token_num for reply in replies)
+    return 1.0 + accepted / steps

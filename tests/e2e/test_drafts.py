@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
-from tests.e2e.replies import Reply
+from tests.e2e.replies import Reply, accept_length
 from tests.engine.drafts import add_copying_nextn
 from tests.engine.tiny_checkpoints import VOCAB_SIZE, Reference, random_prompt
 
@@ -59,13 +59,6 @@ def house(
     for node in (prefill, decode, alone):
         node.wait_ready()
     return House(decode, alone, other, prompts, expected)
-
-
-def accept_length(replies: list[Reply]) -> float:
-    """Tokens of a verification, on average."""
-    steps = sum(reply.meta_info.spec_verify_ct for reply in replies)
-    accepted = sum(reply.meta_info.spec_accept_token_num for reply in replies)
-    return 1.0 + accepted / steps
 
 
 def ask(fleet: Fleet, node: Node, prompts: list[list[int]], sampling: Body) -> list[list[int]]:

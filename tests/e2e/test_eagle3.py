@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from demo.facts import make_question
 from tests.e2e.fleet import CHECKPOINT, Body, Fleet, Node, error_message, reply_of
-from tests.e2e.replies import Reply
+from tests.e2e.replies import Reply, accept_length
 from tests.engine.tiny_checkpoints import Reference, edit_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -69,13 +69,6 @@ def ask(fleet: Fleet, node: Node, house: House, sampling: Body) -> list[Reply]:
     """All at once."""
     bodies: list[Body] = [{"input_ids": one, "sampling_params": sampling} for one in house.prompts]
     return [reply_of(one.result()) for one in [fleet.in_background(node, b) for b in bodies]]
-
-
-def accept_length(replies: list[Reply]) -> float:
-    """Tokens of a verification, on average."""
-    steps = sum(reply.meta_info.spec_verify_ct for reply in replies)
-    accepted = sum(reply.meta_info.spec_accept_token_num for reply in replies)
-    return 1.0 + accepted / steps
 
 
 def test_a_pair_gives_the_model_s_tokens_and_accepts_as_much_as_a_server_alone(

@@ -9,7 +9,6 @@ processors that are not Intel's. `choose.py` first checks every kind of layer ag
 from __future__ import annotations
 
 from collections.abc import Collection
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,11 +21,11 @@ from common.engine.attention.scores import ScoreRule
 from common.engine.attention.sdpa import SdpaPass
 from common.engine.cache.kv_pool import KvPool, Plane, Scratch
 from common.engine.forward_batch import ForwardBatch
+from common.engine.native_modules import DTYPE_NAMES, load_native
 
 if TYPE_CHECKING:
     from baton_native._attention import Batch
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 HEAD_DIM_STEP, HEAD_DIM_MAX = 16, 512
 
 
@@ -51,13 +50,7 @@ class PagedCpuAttention:
     name = "onednn"
 
     def __init__(self, kinds: Collection[AttentionKind]) -> None:
-        try:
-            native = import_module("baton_native._attention")
-        except ImportError as exc:
-            raise RuntimeError(f"the native module is not built for this processor: {exc}") from exc
-        if reason := native.why_unusable():
-            raise RuntimeError(reason)
-        self._make_batch: type[Batch] = native.Batch
+        self._make_batch: type[Batch] = load_native("_attention").Batch
         self._kinds = frozenset(kinds)
         self._scratch = (Scratch(), Scratch())
 

@@ -38,12 +38,24 @@ class NormedRotation:
     is_offset: bool
 
 
-class FusedKernels:
+class KnownParts:
+    """What kernels are known to be right about. rotations: shapes of heads that are turned;
+    normed_rotations: those that are normed as well. has_offset_norms: whether norms by offsets
+    are."""
+
+    def __init__(self) -> None:
+        self.rotations: set[RotationShape] = set()
+        self.normed_rotations: set[NormedRotation] = set()
+        self.has_offset_norms = False
+
+    def forget_offset_norms(self) -> None:
+        self.has_offset_norms = False
+
+
+class FusedKernels(KnownParts):
     """Raises ImportError if the library is not installed. All tensors in one dtype of two bytes.
 
-    Kernels can't be launched for nothing, so no rows are answered without one. rotations: shapes of
-    heads that are known to be turned rightly; normed_rotations: those that a kernel of Triton is
-    known to norm as well. has_offset_norms: whether norms by offsets are known to be right.
+    Kernels can't be launched for nothing, so no rows are answered without one.
     """
 
     name = "flashinfer"
@@ -54,6 +66,7 @@ class FusedKernels:
     def __init__(self) -> None:
         from flashinfer import activation, norm, rope
 
+        super().__init__()
         self._rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rmsnorm
         self._add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = norm.fused_add_rmsnorm
         self._offset_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.gemma_rmsnorm
@@ -65,13 +78,7 @@ class FusedKernels:
 
         self._rotate: Callable[..., tuple[Tensor, Tensor]] = rope.apply_rope_with_cos_sin_cache
         self._ascending: dict[torch.device, Ascending] = {}
-        self.rotations: set[RotationShape] = set()
-        self.normed_rotations: set[NormedRotation] = set()
-        self.has_offset_norms = False
         self.experts = ExpertKernels()
-
-    def forget_offset_norms(self) -> None:
-        self.has_offset_norms = False
 
     def rms_norm(
         self, hidden: Tensor, weight: Tensor, epsilon: float, *, is_offset: bool = False

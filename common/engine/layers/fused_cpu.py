@@ -7,17 +7,14 @@ They round where torch's spelling rounds, but for heads that are turned, which a
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
-from common.engine.layers.fused import NormedRotation, RotationShape
+from common.engine.layers.fused import KnownParts
+from common.engine.native_modules import DTYPE_NAMES, load_native
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
-
-class CpuKernels:
+class CpuKernels(KnownParts):
     """As `FusedKernels`, in float32 too.
 
     Raises: RuntimeError if this processor lacks what they need.
@@ -29,18 +26,8 @@ class CpuKernels:
     experts = None
 
     def __init__(self) -> None:
-        try:
-            self._native = import_module("baton_native._layers")
-        except ImportError as exc:
-            raise RuntimeError(f"the native module is not built for this processor: {exc}") from exc
-        if reason := self._native.why_unusable():
-            raise RuntimeError(reason)
-        self.rotations: set[RotationShape] = set()
-        self.normed_rotations: set[NormedRotation] = set()
-        self.has_offset_norms = False
-
-    def forget_offset_norms(self) -> None:
-        self.has_offset_norms = False
+        super().__init__()
+        self._native = load_native("_layers")
 
     def rms_norm(
         self, hidden: Tensor, weight: Tensor, epsilon: float, *, is_offset: bool = False
