@@ -91,6 +91,25 @@ class ForwardBatch:
         """Whether every sequence has exactly one new token."""
         return self.token_count == self.sequence_count
 
+    def decodes(self, first: int, stop: int, token_ids: Tensor) -> ForwardBatch:
+        """Some sequences of a batch that only decodes, with other tokens: int64[stop - first]."""
+        assert self.is_decode_only and self.logits_rows is None and not self.state_pages
+        own = slice(first, stop)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=self.positions[own],
+            query_starts=self.query_starts[: stop - first + 1],
+            starts=self.starts[own],
+            kv_lengths=self.kv_lengths[own],
+            page_tables=tuple(table[own] for table in self.page_tables),
+            token_pages=tuple(pages[own] for pages in self.token_pages),
+            token_rows=tuple(rows[own] for rows in self.token_rows),
+            logits_rows=None,
+            query_lengths=self.query_lengths[own],
+            start_list=self.start_list[own],
+            kv_length_list=self.kv_length_list[own],
+        )
+
     @staticmethod
     def build(
         chunks: Sequence[SequenceChunk], *, groups: Sequence[PageGroup], device: torch.device | str

@@ -23,7 +23,7 @@ from common.engine.cache.cast import CACHE_DTYPES
 from common.engine.cache.kv_pool import KvPool
 from common.engine.forward_batch import ForwardBatch
 from common.layout.cache_layout import ServerLayout
-from common.layout.families import gqa_components
+from common.layout.families import windowed_gqa_components
 
 CPU = torch.device("cpu")
 KIND = AttentionKind(8, 2, 64)
@@ -70,10 +70,14 @@ def test_pages_of_any_size_are_read(page_size: int) -> None:
 LENGTHS = ((0, 300), (129, 9), (500, 8), (127, 1), (0, 1), (64, 128))
 
 
-def random_case(dtype: torch.dtype = torch.float32) -> tuple[KvPool, ForwardBatch, list[Tensor]]:
+def random_case(
+    dtype: torch.dtype = torch.float32, window: int = 0
+) -> tuple[KvPool, ForwardBatch, list[Tensor]]:
     """A pool of random content, a batch over it, and its queries, keys and values."""
     name = next(name for name, each in CACHE_DTYPES.items() if each == dtype)
-    components = gqa_components(layer_count=1, kv_head_count=2, head_dim=64, dtype=name)
+    components = windowed_gqa_components(
+        windows=(window,), kv_head_count=2, head_dim=64, dtype=name
+    )
     layout = ServerLayout(components, 1, ((0, 1),), 16)
     page_count = sum(-(-sum(each) // 16) for each in LENGTHS) + 3
     pool = KvPool.allocate(layout.rank(0, 0), [page_count], CPU)
@@ -172,6 +176,45 @@ def test_queries_that_lie_among_keys_and_values_are_read_where_they_are() -> Non
         attention.start(batch, pool).attend(0, *apart),
         attention.start(batch, pool).attend(0, *parts),
     )
+
+
+@pytest.mark.parametrize("window", [0, 5, 40])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (4, 1, 3), (11, 2, 1), (1, 20, 9)])
+def test_proposals_attend_and_are_written_as_if_each_came_by_itself(
+    counts: tuple[int, int, int], window: int
+) -> None:
+    """Rows of a sequence that decode together see one another's keys: those before them."""
+    (pool, batch, _), (twin, _, _) = random_case(window=window), random_case(window=window)
+    generator = torch.Generator().manual_seed(sum(counts))
+    kind, numbers = replace(KIND, window=window), (0, 2, 1)
+    lengths = [
+        batch.kv_length_list[number] - count + row + 1
+        for number, count in zip(numbers, counts, strict=True)
+        for row in range(count)
+    ]
+    tables = batch.page_tables[0][
+        torch.repeat_interleave(torch.tensor(numbers), torch.tensor(counts))
+    ]
+    rows = ForwardBatch.from_tensors(
+        token_ids=torch.zeros(len(lengths), dtype=torch.int64),
+        positions=torch.tensor(lengths) - 1,
+        query_lengths=[1] * len(lengths),
+        kv_lengths=lengths,
+        page_tables=[tables],
+        groups=pool.groups,
+        logits_rows=None,
+    )
+    query, key, value = (
+        torch.randn(len(lengths), heads, 64, generator=generator) for heads in (8, 2, 2)
+    )
+    together = PagedCpuAttention([kind]).start(rows, pool).attend(0, query, key, value)
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = rows.decodes(row, row + 1, torch.zeros(1, dtype=torch.int64))
+        expected = SdpaAttention().start(alone, twin).attend(0, query[one], key[one], value[one])
+        torch.testing.assert_close(together[one], expected, atol=2e-6, rtol=0.0)
+    for part in ("k", "v"):
+        assert torch.equal(pool.view(part, 0), twin.view(part, 0))
 
 
 def test_a_kind_that_was_not_tried_is_left_to_sdpa() -> None:

@@ -9,6 +9,7 @@ processors that are not Intel's. `choose.py` first checks every kind of layer ag
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +18,17 @@ from torch import Tensor
 from common.engine.attention.attention import KEY, VALUE
 from common.engine.attention.cache_kinds import kind_of
 from common.engine.attention.kinds import AttentionKind
-from common.engine.attention.scores import ScoreRule
+from common.engine.attention.scores import PLAIN, ScoreRule
 from common.engine.attention.sdpa import SdpaPass
-from common.engine.cache.kv_pool import KvPool, Plane, Scratch
+from common.engine.cache.kv_pool import KvPool, Scratch
 from common.engine.forward_batch import ForwardBatch
 from common.engine.native_modules import DTYPE_NAMES, load_native
 
 if TYPE_CHECKING:
-    from baton_native._attention import Batch
+    from baton_native._attention import Batch, Layer
 
 HEAD_DIM_STEP, HEAD_DIM_MAX = 16, 512
+NOTHING_NEW = (0, 0, 0, 0, 0, 0)
 
 
 def why_not_paged(kind: AttentionKind, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> str:
@@ -50,50 +52,57 @@ class PagedCpuAttention:
     name = "onednn"
 
     def __init__(self, kinds: Collection[AttentionKind]) -> None:
-        self._make_batch: type[Batch] = load_native("_attention").Batch
+        self._native = load_native("_attention")
         self._kinds = frozenset(kinds)
         self._scratch = (Scratch(), Scratch())
+        self._layers: _Layers | None = None
 
     def start(self, batch: ForwardBatch, pool: KvPool) -> PagedCpuPass:
-        return PagedCpuPass(batch, pool, self._scratch, self._kinds, self._make_batch)
+        if self._layers is None or self._layers.pool is not pool:
+            self._layers = _Layers(pool, self._kinds, self._native.Layer)
+        return PagedCpuPass(batch, self._layers, self._scratch, self._native.Batch)
 
 
-class PagedCpuPass(SdpaPass):
-    """See `AttentionPass`."""
+@dataclass(frozen=True, slots=True)
+class _LayerMemory:
+    """A layer of a pool, for heads of a rule. native: None if SDPA does it. sinks: kept for it."""
+
+    rule: ScoreRule
+    head_count: int
+    group: int
+    native: Layer | None
+    sinks: Tensor | None = None
+
+
+class _Layers:
+    """Those of one pool that passes have met."""
 
     def __init__(
-        self,
-        batch: ForwardBatch,
-        pool: KvPool,
-        scratch: tuple[Scratch, Scratch],
-        kinds: frozenset[AttentionKind],
-        make_batch: type[Batch],
+        self, pool: KvPool, kinds: frozenset[AttentionKind], make_layer: type[Layer]
     ) -> None:
-        super().__init__(batch, pool, scratch)
+        self.pool = pool
         self._kinds = kinds
-        self._make_batch = make_batch
-        self._batches: dict[int, Batch] = {}
+        self._make_layer = make_layer
+        self._known: dict[int, _LayerMemory] = {}
 
-    def _attend(
-        self, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, rule: ScoreRule
-    ) -> Tensor:
-        keys, values = (self._pool.plane(part, layer) for part in (KEY, VALUE))
-        kind = kind_of(keys, self._pool, query.shape[1], rule)
+    def get(self, layer: int, query: Tensor, rule: ScoreRule) -> _LayerMemory:
+        known, head_count = self._known.get(layer), query.shape[1]
+        if known is None or known.rule is not rule or known.head_count != head_count:
+            known = self._known[layer] = self._make(layer, query, rule)
+        return known
+
+    def _make(self, layer: int, query: Tensor, rule: ScoreRule) -> _LayerMemory:
+        keys, values = (self.pool.plane(part, layer) for part in (KEY, VALUE))
+        kind, group = kind_of(keys, self.pool, query.shape[1], rule), keys.geometry.group
         if kind not in self._kinds:
-            return super()._attend(layer, query, new, rule)
+            return _LayerMemory(rule, kind.head_count, group, None)
         assert keys.geometry == values.geometry, (keys.geometry, values.geometry)
-        assert keys.view.dtype == query.dtype, (keys.view.dtype, query.dtype)
-        # Queries may lie among keys and values, as one product makes them; only a head has to be
-        # without gaps.
-        assert query.stride(-1) == 1, query.stride()
-        output = torch.empty(query.shape, dtype=query.dtype)
+        assert keys.view.dtype == values.view.dtype == query.dtype, (keys.view.dtype, query.dtype)
         sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
         page_stride, unit_stride, item_stride, _ = keys.view.stride()
         assert item_stride == kind.head_dim, keys.view.stride()
-        self._batch_of(keys).attend(
+        native = self._make_layer(
             DTYPE_NAMES[query.dtype],
-            output.data_ptr(),
-            query.data_ptr(),
             keys.view.data_ptr(),
             values.view.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
@@ -102,23 +111,68 @@ class PagedCpuPass(SdpaPass):
             kind.head_dim,
             page_stride,
             unit_stride,
-            query.stride(0),
-            query.stride(1),
             kind.window,
             kind.score_scale,
             kind.softcap,
         )
+        return _LayerMemory(rule, kind.head_count, group, native, sinks)
+
+
+class PagedCpuPass(SdpaPass):
+    """See `AttentionPass`."""
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        layers: _Layers,
+        scratch: tuple[Scratch, Scratch],
+        make_batch: type[Batch],
+    ) -> None:
+        super().__init__(batch, layers.pool, scratch)
+        self._layers = layers
+        self._make_batch = make_batch
+        self._batches: dict[int, Batch] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule = PLAIN
+    ) -> Tensor:
+        """See `SdpaPass`."""
+        memory = self._layers.get(layer, query, rule)
+        if memory.native is None:
+            return super().attend(layer, query, key, value, rule)
+        assert key.dtype == value.dtype == query.dtype, (key.dtype, value.dtype)
+        assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
+        key_row, key_head, _ = key.stride()
+        value_row, value_head, _ = value.stride()
+        news = (key.data_ptr(), key_row, key_head, value.data_ptr(), value_row, value_head)
+        return self._run(memory.group, memory.native, query, news)
+
+    def attend_shared(self, layer: int, query: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
+        """See `SdpaPass`."""
+        memory = self._layers.get(layer, query, rule)
+        if memory.native is None:
+            return super().attend_shared(layer, query, rule)
+        return self._run(memory.group, memory.native, query, NOTHING_NEW)
+
+    def _run(
+        self, group: int, layer: Layer, query: Tensor, news: tuple[int, int, int, int, int, int]
+    ) -> Tensor:
+        # Queries may lie among keys and values, as one product makes them; only a head has to be
+        # without gaps.
+        row_stride, head_stride, item_stride = query.stride()
+        assert item_stride == 1, query.stride()
+        output = torch.empty(query.shape, dtype=query.dtype)
+        self._batch_of(group).attend(
+            layer, output.data_ptr(), query.data_ptr(), row_stride, head_stride, *news
+        )
         return output
 
-    def _batch_of(self, keys: Plane) -> Batch:
-        """Of the page group of a layer; made for the first one."""
-        group = keys.geometry.group
+    def _batch_of(self, group: int) -> Batch:
+        """Of a page group; made for its first layer."""
         if group not in self._batches:
-            starts = torch.zeros(len(self._batch.query_lengths) + 1, dtype=torch.int32)
-            torch.cumsum(torch.tensor(self._batch.query_lengths), 0, out=starts[1:])
             self._batches[group] = self._make_batch(
-                starts,
-                torch.tensor(self._batch.kv_length_list, dtype=torch.int32),
+                self._batch.query_starts,
+                self._batch.kv_lengths,
                 self._batch.page_tables[group].contiguous(),
                 self._pool.page_items[group],
                 self._pool.page_counts[group] + 1,

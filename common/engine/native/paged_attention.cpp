@@ -2,6 +2,7 @@
 #include "paged_attention.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <vector>
 
@@ -9,8 +10,8 @@ namespace baton {
 
 namespace {
 
-// New tokens of a sequence up to which rows are faster than tiles, per query head of a KV head.
-constexpr int64_t ROW_TOKENS_MAX = 8;
+// Elements of a sequence from which on its rows are written by several threads.
+constexpr int64_t SHARED_ELEMENTS_MIN = 1 << 16;
 
 std::vector<AttentionTask> share(const AttentionShape& shape, const AttentionBatch& batch) {
     const int64_t group = shape.head_count / shape.kv_head_count;
@@ -35,7 +36,7 @@ void run(const AttentionShape& shape, const AttentionBatch& batch, const Attenti
     const int64_t start = batch.starts[task.sequence];
     const int64_t count = batch.starts[task.sequence + 1] - start;
     const AttentionView<Element> view{
-        shape, memory, batch.tables + task.sequence * batch.table_width, start, batch.lengths[task.sequence] - count,
+        shape, memory, batch.tables[task.sequence], start, batch.lengths[task.sequence] - count,
         task};
     if (count <= ROW_TOKENS_MAX) {
         attend_rows(view);
@@ -45,6 +46,28 @@ void run(const AttentionShape& shape, const AttentionBatch& batch, const Attenti
 }
 
 }  // namespace
+
+template <typename Element>
+void write_rows(const AttentionShape& shape, const AttentionBatch& batch, Element* cache,
+                const NewRows<Element>& rows) {
+    const int64_t token_elements = shape.kv_head_count * shape.head_dim;
+    for (int64_t sequence = 0; sequence < batch.sequence_count; ++sequence) {
+        const int32_t* pages = batch.tables[sequence];
+        const int64_t start = batch.starts[sequence], count = batch.starts[sequence + 1] - start;
+        const int64_t position = batch.lengths[sequence] - count;
+#pragma omp parallel for if (count * token_elements >= SHARED_ELEMENTS_MIN)
+        for (int64_t token = 0; token < count; ++token) {
+            const int64_t item = position + token;
+            Element* to = cache + pages[item / shape.page_items] * shape.page_stride +
+                          item % shape.page_items * shape.head_dim;
+            const Element* from = rows.memory + (start + token) * rows.row_stride;
+            for (int64_t head = 0; head < shape.kv_head_count; ++head) {
+                std::memcpy(to + head * shape.unit_stride, from + head * rows.head_stride,
+                            shape.head_dim * sizeof(Element));
+            }
+        }
+    }
+}
 
 template <typename Element>
 void attend(const AttentionShape& shape, const AttentionBatch& batch, const AttentionMemory<Element>& memory) {
@@ -65,6 +88,8 @@ void attend(const AttentionShape& shape, const AttentionBatch& batch, const Atte
     if (failure) std::rethrow_exception(failure);
 }
 
+template void write_rows<float>(const AttentionShape&, const AttentionBatch&, float*, const NewRows<float>&);
+template void write_rows<bfloat16>(const AttentionShape&, const AttentionBatch&, bfloat16*, const NewRows<bfloat16>&);
 template void attend<float>(const AttentionShape&, const AttentionBatch&, const AttentionMemory<float>&);
 template void attend<bfloat16>(const AttentionShape&, const AttentionBatch&, const AttentionMemory<bfloat16>&);
 

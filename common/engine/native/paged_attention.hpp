@@ -1,4 +1,5 @@
-// Attention of new tokens to the pages of their sequences, on a CPU. Nothing is gathered.
+// Attention of new tokens to the pages of their sequences, on a CPU, and the writing of their keys and values there.
+// Nothing is gathered.
 //
 // Sequences with many new tokens go in tiles, whose products are torch's (oneDNN's batch-reduce products, fp32
 // results); those with few, in rows, which are bound by reading the cache. Knows nothing of torch's tensors.
@@ -23,12 +24,12 @@ struct AttentionShape {
     float softcap;  // 0 for none
 };
 
-// B sequences: rows starts[i] .. starts[i + 1] of queries are the last of lengths[i] tokens. tables: int32[B, width].
+// B sequences: rows starts[i] .. starts[i + 1] of queries are the last of lengths[i] tokens, whose pages are tables[i].
 struct AttentionBatch {
     const int32_t* starts;
     const int32_t* lengths;
-    const int32_t* tables;
-    int64_t sequence_count, table_width;
+    const int32_t* const* tables;
+    int64_t sequence_count;
 };
 
 template <typename Element>
@@ -38,6 +39,13 @@ struct AttentionMemory {
     const Element* keys;
     const Element* values;
     const float* sinks;  // [heads], null for none
+};
+
+// New keys or values of the batch's rows: head h of row t at t * row_stride + h * head_stride.
+template <typename Element>
+struct NewRows {
+    const Element* memory;
+    int64_t row_stride, head_stride;
 };
 
 // New tokens [first, last) of a sequence, for the query heads of one KV head.
@@ -81,10 +89,16 @@ struct AttentionView {
     }
 };
 
+// New tokens of a sequence up to which rows are faster than tiles.
+constexpr int64_t ROW_TOKENS_MAX = 8;
 constexpr int64_t BLOCK = 64;  // items that are weighed at once
 constexpr int64_t TILE_BLOCK = 128;  // the same, in tiles
 constexpr int64_t TILE_ROWS = 256;  // of queries
 constexpr int64_t HEAD_DIM_MAX = 512;
+
+// Puts new rows where keys or values of their tokens belong.
+template <typename Element>
+void write_rows(const AttentionShape& shape, const AttentionBatch& batch, Element* cache, const NewRows<Element>& rows);
 
 template <typename Element>
 void attend(const AttentionShape& shape, const AttentionBatch& batch, const AttentionMemory<Element>& memory);

@@ -6,15 +6,10 @@ from torch import Tensor
 
 def why_unusable() -> str: ...
 
-class Batch:
+class Layer:
     def __init__(
-        self, starts: Tensor, lengths: Tensor, tables: Tensor, page_items: int, page_count: int
-    ) -> None: ...
-    def attend(
         self,
         dtype: str,
-        output: int,
-        query: int,
         keys: int,
         values: int,
         sinks: int,
@@ -23,9 +18,26 @@ class Batch:
         head_dim: int,
         page_stride: int,
         unit_stride: int,
-        query_row_stride: int,
-        query_head_stride: int,
         window: int,
         scale: float,
         softcap: float,
+    ) -> None: ...
+
+class Batch:
+    def __init__(
+        self, starts: Tensor, lengths: Tensor, tables: Tensor, page_items: int, page_count: int
+    ) -> None: ...
+    def attend(
+        self,
+        layer: Layer,
+        output: int,
+        query: int,
+        query_row_stride: int,
+        query_head_stride: int,
+        new_keys: int,
+        key_row_stride: int,
+        key_head_stride: int,
+        new_values: int,
+        value_row_stride: int,
+        value_head_stride: int,
     ) -> None: ...
