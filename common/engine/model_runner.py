@@ -74,8 +74,8 @@ class ModelRunner:
     grammars: without it, where tokens are drawn, no output can be made to follow a grammar.
     graphs: recorded passes of this model over this pool, for steps that only decode.
     proposer: of tokens ahead of sequences, where any are verified; a model with a draft proposes by
-    that. spare_count: pages at the end of
-    each slot group of the pool that are kept for that, and are no request's.
+    that, what is at least as likely as `draft_p_min`. spare_count: pages at the end of each slot
+    group of the pool that are kept for that, and are no request's.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         proposer: Proposer | None = None,
         spare_count: int = 0,
+        draft_p_min: float = 0.0,
     ) -> None:
         self._model = model
         self._graphs = graphs
@@ -107,7 +108,7 @@ class ModelRunner:
         self._prompt_scores = PromptScores(self._sequences, self._sampler)
         self._speculation: Speculation | None = None
         if model.draft is not None:
-            proposer = DraftProposer(model, pool, self._sequences)
+            proposer = DraftProposer(model, pool, self._sequences, draft_p_min)
         if proposer is not None:
             assert self._draws_tokens, "proposals are made where tokens are drawn"
             self._speculation = Speculation(
@@ -262,7 +263,8 @@ class ModelRunner:
         ]
         slots = np.array([slot for slot, _ in told], dtype=np.int64)
         tokens = np.array([token for _, token in told], dtype=np.int64)
-        self._sequences.append(slots, *upload(self._device, slots, tokens))
+        index, drawn = upload(self._device, slots, tokens)
+        self._sequences.append(slots, index, drawn)
 
     # ---- the forward pass ------------------------------------------------------------------------
 

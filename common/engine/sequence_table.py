@@ -104,13 +104,15 @@ class SequenceTable:
         for (slot, _, _), end in zip(grants, ends, strict=True):
             granted[slot] = max(granted[slot], end)
 
-    def append(self, slots: Slots, index: Tensor, token_ids: Tensor) -> None:
-        """One sampled token to each of these distinct slots.
+    def append(
+        self, slots: Slots, index: Tensor, token_ids: Tensor, counts: Slots | int = 1
+    ) -> None:
+        """So many sampled tokens to each of these distinct slots.
 
-        index: `slots` on the device. token_ids: int64[len(slots)] there.
+        index: `slots` on the device. token_ids: int64[len(slots)] there, the last one of each.
         """
         self.latest.index_copy_(0, index, token_ids)
-        self.lengths[slots] += 1
+        self.lengths[slots] += counts
 
     def page_table(self, group: int, slots: Slots, kv_lengths: NDArray[np.int64]) -> PageTable:
         """int32[B, pages], just wide enough for the longest of `kv_lengths` tokens."""

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.host_copy import upload
+from common.engine.logits import is_finite, largest
 from common.engine.sampling.choose_draw import Steering, choose_draw
 from common.engine.sampling.draw import Draw, Sampled
 from common.engine.sampling.grammar_table import GrammarTable
@@ -49,6 +50,9 @@ CLOSING = Feature.BIASED | Feature.HELD | Feature.BOUND | Feature.MASKED | Featu
 
 SHAPING = CLOSING | Feature.PENALISED
 """After which logits are no more what the model gave."""
+
+FOLLOWING = Feature.PENALISED | Feature.BOUND | Feature.WORDED
+"""Which see the token before the one that is drawn."""
 
 Slots = NDArray[np.int64]
 NO_ROWS: Slots = np.zeros(0, dtype=np.int64)
@@ -101,6 +105,12 @@ class Sampler:
         self._grammars.remove(slot)
         self._masks.remove(slot)
 
+    def draws_ahead(self, slots: Slots) -> NDArray[np.bool_]:
+        """bool[S]: whether a draw depends on nothing but logits and position, so that one call may
+        draw several tokens of a slot."""
+        sees_none: NDArray[np.bool_] = self._table.features[slots] & FOLLOWING == 0
+        return sees_none
+
     def sample(self, logits: Tensor, slots: Slots, positions: NDArray[np.int64]) -> Sampled:
         """`draw`, and wait for it."""
         return self.draw(logits, slots, positions).finish()
@@ -111,7 +121,7 @@ class Sampler:
 
         Args:
             logits: float32[R, vocab]; overwritten.
-            slots: int64[R], distinct: one row per request.
+            slots: int64[R], distinct but for those of `draws_ahead`.
             positions: int64[R], absolute: how many tokens precede the drawn one.
         """
         assert logits.shape == (len(slots), self.vocab_size), (logits.shape, len(slots))
@@ -120,7 +130,7 @@ class Sampler:
         # The kernel looks at what it draws from, which is what the model gave if nothing shapes it.
         is_usable: Tensor | None = None
         if self._kernel is None or union & SHAPING:
-            is_usable = _is_finite(logits)
+            is_usable = is_finite(logits)
         raw = self._raw_copy(logits, features, union)
         bound = _rows_with(features, Feature.BOUND) if union & Feature.BOUND else NO_ROWS
         if len(bound):
@@ -161,7 +171,7 @@ class Sampler:
         is_drawn = features & Feature.SAMPLED != 0
         if self._kernel is None:
             assert is_usable is not None
-            tokens = _largest(logits)
+            tokens = largest(logits)
             is_open = torch.ones_like(is_usable)
             if (features & CLOSING).any():
                 is_open = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) > -torch.inf
@@ -384,20 +394,6 @@ class Sampler:
             return None
         (index,) = upload(self._device, _rows_with(features, Feature.LOGPROBS))
         return logits[index]
-
-
-def _is_finite(logits: Tensor) -> Tensor:
-    """bool[R]: whether all of a row is."""
-    # Not aminmax: over rows as short as a vocabulary it is not vectorized on a CPU.
-    low, high = logits.amin(dim=-1), logits.amax(dim=-1)
-    return torch.isfinite(low) & torch.isfinite(high)
-
-
-def _largest(logits: Tensor) -> Tensor:
-    """int64[R]: the first largest of each row."""
-    if logits.is_cpu:  # numpy's is vectorized (16 rows of 1280: 3 us against 48)
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 def _rows_with(features: NDArray[np.uint16], feature: Feature) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.engine.cache.kv_pool import KvPool
 from common.engine.host_copy import upload
 from common.engine.models.draft import HiddenTap
-from common.engine.sampling.draw import Draw
+from common.engine.sampling.draw import Draw, Sampled
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequence_table import SequenceTable, Slots
 from common.engine.speculation.decode_rows import DecodeRows
@@ -202,41 +202,64 @@ class Speculation:
         return {request_id: found for (request_id, _), found in zip(ended, guesses, strict=True)}
 
     def _verify(self, rows: DecodeRows, logits: Tensor, runs: list[Run]) -> None:
-        going = list(range(len(runs)))
-        depth = 0
-        while going := [i for i in going if self._goes_on(rows, runs[i], i, depth)]:
-            depth += 1
-            self._draw(rows, logits, going, depth, runs)
+        going = [i for i in range(len(runs)) if self._goes_on(rows, runs[i], i)]
+        while going:
+            going = self._draw(rows, logits, going, runs)
         self._keep_states(rows, runs)
 
-    def _goes_on(self, rows: DecodeRows, run: Run, i: int, depth: int) -> bool:
-        """Whether the proposal at a depth is what was drawn, and more may follow it."""
-        proposals = rows.proposals[i]
-        if len(run.tokens) <= depth or depth == len(proposals):
+    def _goes_on(self, rows: DecodeRows, run: Run, i: int) -> bool:
+        """Whether the latest token that was drawn is what was proposed, and more may follow it."""
+        depth, proposals = len(run.tokens) - 1, rows.proposals[i]
+        if not 0 <= depth < len(proposals):
             return False
         token = run.tokens[depth]
         return token == proposals[depth] and token not in self._endings[int(rows.slots[i])]
 
     def _draw(
-        self, rows: DecodeRows, logits: Tensor, going: list[int], depth: int, runs: list[Run]
-    ) -> None:
-        """One token of each sequence that goes on. One that fails has none: the next step draws it
-        first, fails as well and reports it."""
-        device = self._sequences.device
-        slots, logits_rows = rows.slots[going], rows.first_rows[going] + depth
-        (index,) = upload(device, logits_rows)
-        draw = self._sampler.draw(logits[index], slots, self._sequences.lengths[slots])
+        self, rows: DecodeRows, logits: Tensor, going: list[int], runs: list[Run]
+    ) -> list[int]:
+        """Behind every right proposal of sequences whose draws do not see each other, behind the
+        next one of the others. What is drawn behind a wrong one counts for nothing. A draw that
+        fails is none: the next step draws it first, fails as well and reports it.
+
+        Returns: those that go on.
+        """
+        slots = rows.slots[going]
+        depths = np.array([len(runs[i].tokens) for i in going], dtype=np.int64)
+        rests = rows.counts[going] + 1 - depths
+        counts = np.where(self._sampler.draws_ahead(slots), rests, 1)
+        firsts = np.cumsum(counts) - counts
+        offsets = np.arange(counts.sum()) - np.repeat(firsts, counts)
+        logits_rows = np.repeat(rows.first_rows[going] + depths, counts) + offsets
+        row_slots = np.repeat(slots, counts)
+        (index,) = upload(self._sequences.device, logits_rows)
+        positions = self._sequences.lengths[row_slots] + offsets
+        draw = self._sampler.draw(logits[index], row_slots, positions)
         sampled = draw.finish()
-        drawn = [row for row in range(len(going)) if row not in sampled.failed]
-        for row in drawn:
-            run = runs[going[row]]
+        taken = np.zeros(len(going), dtype=np.int64)
+        still: list[int] = []
+        for place, i in enumerate(going):
+            first, count = int(firsts[place]), int(counts[place])
+            taken[place] = self._take(rows, runs[i], i, sampled, range(first, first + count))
+            if taken[place] == count and self._goes_on(rows, runs[i], i):
+                still.append(i)
+        kept = np.flatnonzero(taken)
+        if len(kept):
+            index, places = upload(self._sequences.device, slots[kept], (firsts + taken - 1)[kept])
+            self._sequences.append(slots[kept], index, draw.tokens[places], taken[kept])
+        return still
+
+    def _take(
+        self, rows: DecodeRows, run: Run, i: int, sampled: Sampled, drawn: Sequence[int]
+    ) -> int:
+        """How many of the rows that were drawn one behind the other are tokens of the run."""
+        for number, row in enumerate(drawn):
+            if row in sampled.failed or (number and not self._goes_on(rows, run, i)):
+                return number
             run.tokens.append(sampled.token_ids[row])
             if row in sampled.logprobs:
                 run.logprobs.append(sampled.logprobs[row])
-        if drawn:
-            kept = np.array(drawn, dtype=np.int64)
-            index, places = upload(device, slots[kept], kept)
-            self._sequences.append(slots[kept], index, draw.tokens[places])
+        return len(drawn)
 
     def _keep_states(self, rows: DecodeRows, runs: Sequence[Run]) -> None:
         """Spare slots are numbered in the order of the rows that the next row goes on from."""
