@@ -41,7 +41,7 @@ from common.request import SamplingParams
 from common.scheduling.batch_limits import BatchLimits
 from common.scheduling.batcher import Batcher
 from common.scheduling.page_account import PageAccount
-from common.speculative import DEFAULT_PROPOSAL_MAX, SpeculativeAlgorithm
+from common.speculative import DEFAULT_DRAFT_P_MIN, DEFAULT_PROPOSAL_MAX, SpeculativeAlgorithm
 from demo.facts import make_question
 
 CHECKPOINT = Path(__file__).parent.parent / "demo" / "checkpoint"
@@ -231,7 +231,9 @@ class _Engine:
             page_size=PAGE_SIZE,
         )
         pool = KvPool.allocate(layout.rank(0, 0), [PAGE_COUNT], "cpu")
-        self._runner = ModelRunner(model, pool, SystemClock(), proposer=proposer)
+        self._runner = ModelRunner(
+            model, pool, SystemClock(), proposer=proposer, draft_p_min=DEFAULT_DRAFT_P_MIN
+        )
         self._account = PageAccount(layout.groups, [PAGE_COUNT], has_prefix_cache=False)
         proposal_max = DEFAULT_PROPOSAL_MAX if proposer is not None else draft_max
         limits = BatchLimits(2048, 64, 4096, frozenset(), proposal_max=proposal_max)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.errors import ConfigError
-from common.speculative import SpeculativeAlgorithm, proposal_max
+from common.speculative import DEFAULT_DRAFT_P_MIN, SpeculativeAlgorithm, proposal_max
 from common.weights import DEFAULT_VERSION
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -135,7 +135,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         has returned. speculative_draft_model_path: of the draft that has a checkpoint of its own.
         speculative_num_steps, speculative_num_draft_tokens: how many are proposed,
         and how many tokens a step verifies of a sequence, its latest one included; None: what
-        follows from the other one, or the default.
+        follows from the other one, or the default. speculative_draft_p_min: how likely all of a
+        draft's guesses have to be right for the next one to be proposed.
     cpu_thread_count: threads that one worker computes with on a CPU; None: half of the cores,
         shared by the ranks, so that a pair on one machine does not fight over them.
     transport: "auto" is UCX over shared memory, CUDA IPC and RDMA, and a stream of our own where
@@ -243,6 +244,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_num_steps: int | None = None
     speculative_num_draft_tokens: int | None = None
     speculative_eagle_topk: int = 1
+    speculative_draft_p_min: float = DEFAULT_DRAFT_P_MIN
     transport: str = "auto"
     transfer_ports: str = ""
     net_devices: str = "all"

@@ -8,6 +8,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 DEFAULT_PROPOSAL_MAX = 4
+DEFAULT_DRAFT_P_MIN = 0.3
+"""A guess costs a pass of the draft and a row of the model's next pass, a third of what a token is
+worth where that was measured (`python -m bench speculation`)."""
 ACCEPTED_AT = "spec_accepted_at_"
 """Counters of tokens that were accepted, with their place among the proposals behind it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.flags.flag import Flag
-from common.flags.values import choice, integer
+from common.flags.values import choice, integer, number
 from common.request_bounds import PROPOSAL_COUNT_MAX
 from common.speculative import DEFAULT_PROPOSAL_MAX, SpeculativeAlgorithm
 
@@ -45,5 +45,13 @@ SPECULATION: tuple[Flag, ...] = (
         "N",
         integer(1, 1),
         "branches of proposals: one",
+    ),
+    Flag(
+        "speculative_draft_p_min",
+        ("speculative-draft-p-min",),
+        "P",
+        number(0.0, 1.0),
+        "a draft guesses on as long as all of its guesses are right with this probability, as it "
+        "has it itself",
     ),
 )

@@ -124,7 +124,8 @@ def start_rank(config: ServerConfig, rank: int, clock: Clock) -> StartedRank:
     record = partial(start_graphs, plan, pool=pool, choice=choice, context_length=context_length)
     graphs, plan = record(model)
     proposer = choose_proposer(config.speculative_algorithm) if config.verified_max else None
-    runner = ModelRunner(model, pool, clock, grammars, graphs, proposer, spare_count)
+    p_min = config.speculative_draft_p_min
+    runner = ModelRunner(model, pool, clock, grammars, graphs, proposer, spare_count, p_min)
     with enough_memory("a first pass", MORE_ROOM_FOR_PASSES):
         tokens = first_pass_tokens(config, context_length, layout, page_counts, device, parallel)
         times = warm_up(runner, layout, model_config.vocab_size, tokens)

@@ -140,6 +140,7 @@ VALID = [
         5,
     ),
     ((*NGRAM, "--speculative-eagle-topk", "1"), "speculative_eagle_topk", 1),
+    ((*NGRAM, "--speculative-draft-p-min", "0.75"), "speculative_draft_p_min", 0.75),
     (
         ("--schedule-low-priority-values-first",),
         "schedule_low_priority_values_first",
@@ -216,6 +217,7 @@ BAD = [
     ("--speculative-num-steps", "33", "must be an integer in 1..32"),
     ("--speculative-num-draft-tokens", "1", "must be an integer in 2..33"),
     ("--speculative-eagle-topk", "4", "must be an integer in 1..1"),
+    ("--speculative-draft-p-min", "1.5", "must be a number in 0..1"),
     ("--transport", "tcp", "auto, shm, stream, ucx-tcp"),
     ("--transfer-ports", "40031-40000", "FIRST-LAST"),
     ("--net-devices", "lo,nosuch0", "must be all, or some of"),
@@ -397,6 +399,7 @@ def test_a_file_takes_any_flag_under_any_of_its_spellings(model: Path, tmp_path:
     }
     values |= {"speculative_algorithm": "NGRAM", "speculative_num_steps": "5"}
     values |= {"speculative_num_draft_tokens": "6", "speculative_eagle_topk": "1"}
+    values |= {"speculative_draft_p_min": "0.5"}
     values |= {"net_devices": "all", "ucx": "auto", "transfer_ports": "40000-40031"}
     values |= {"nnodes": "1", "node_rank": "0", "dist_init_addr": "10.0.0.1:5000"}
     values |= {"heartbeat_interval_s": "0.2", "max_body_nbytes": "4096"}

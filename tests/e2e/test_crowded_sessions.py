@@ -25,7 +25,9 @@ PREFILL = ("--page-size", "8", "--chunked-prefill-size", "48", "--max-total-toke
 DECODE = ("--page-size", "16", "--max-total-tokens", "640", "--max-checkpoints", "3",
           "--max-running-requests", "6")  # fmt: skip
 TIER = ("--host-cache-gb", "0.02")
+# A random model is sure of nothing.
 DRAFT = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3")
+DRAFT += ("--speculative-draft-p-min", "0")
 CLIENT_COUNT = 12
 SESSION_COUNT = 24
 TURN_COUNT = 3

@@ -16,7 +16,9 @@ from tests.engine.tiny_checkpoints import VOCAB_SIZE, Reference, random_prompt
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 FLAGS = ("--dtype", "float32", "--tokenizer-path", str(CHECKPOINT), "--context-length", "400")
+# A random model is sure of nothing.
 DRAFT = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3")
+DRAFT += ("--speculative-draft-p-min", "0")
 LENGTHS = (5, 16, 33, 64, 90)
 OUTPUT_COUNT = 40
 GREEDY: Body = {"temperature": 0, "max_new_tokens": OUTPUT_COUNT, "ignore_eos": True}

@@ -182,13 +182,17 @@ class NextnTwin:
         return found
 
     @torch.inference_mode()
-    def guess(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens that may follow these."""
+    def guess(self, token_ids: list[int], count: int, chance_min: float = 0.0) -> list[int]:
+        """`count` tokens that may follow these, as long as all of them are as likely as that."""
         states, tokens = self.read(token_ids[:-1]), list(token_ids[1:])
         guesses: list[int] = []
+        chance = 1.0
         for _ in range(count):
             latest = self.rows(states, tokens)[-1:]
             logits: Tensor = self._target.lm_head(latest)  # type: ignore[operator]
+            chance *= float(logits.softmax(dim=-1).max())
+            if chance < chance_min:
+                break
             guesses.append(int(logits[0].argmax()))
             states, tokens = torch.cat((states, latest)), [*tokens, guesses[-1]]
         return guesses
@@ -292,18 +296,24 @@ class Eagle3Twin:
         return states + inner @ weight("midlayer.mlp.down_proj").T
 
     @torch.inference_mode()
-    def guess(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens that may follow these."""
+    def guess(self, token_ids: list[int], count: int, chance_min: float = 0.0) -> list[int]:
+        """`count` tokens that may follow these, as long as all of them are as likely as that."""
         states, tokens = self.read(token_ids[:-1]), list(token_ids[1:])
         guesses: list[int] = []
+        chance = 1.0
         for _ in range(count):
             latest = self.rows(states, tokens)[-1:]
             normed = self._norm("norm", latest)
             if "lm_head.weight" in self._tensors:
-                best = int((normed @ self._weight("lm_head").T).argmax())
-                best += int(self._tensors["d2t"][best])
+                logits = normed @ self._weight("lm_head").T
             else:
-                best = int(self._target.lm_head(normed).argmax())  # type: ignore[operator]
+                logits = self._target.lm_head(normed)  # type: ignore[operator]
+            chance *= float(logits.softmax(dim=-1).max())
+            if chance < chance_min:
+                break
+            best = int(logits.argmax())
+            if "d2t" in self._tensors:
+                best += int(self._tensors["d2t"][best])
             guesses.append(best)
             states, tokens = torch.cat((states, latest)), [*tokens, best]
         return guesses

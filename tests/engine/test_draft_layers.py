@@ -27,6 +27,8 @@ from tests.engine.drafts import Eagle3Twin, NextnTwin, add_nextn, write_eagle3
 from tests.engine.tiny_checkpoints import random_prompt
 
 PAGE_SIZE = 8
+CHANCES = tuple(10.0 ** -(number / 2) for number in range(20))
+"""From certainty to what a random head has of four tokens."""
 PAGE_COUNT = 40
 NEXTN_RECIPES = ("deepseek_v3", "deepseek_v32", "glm_dsa", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
@@ -145,9 +147,16 @@ def check_against_twin(model: CausalLm, twin: NextnTwin | Eagle3Twin) -> None:
     for tokens, state in zip((first, second), states, strict=True):
         expected = twin.rows(twin.read(tokens[:-1]), tokens[1:])[-1]
         assert torch.allclose(state, expected, rtol=1e-3, atol=1e-3)
+    lengths: set[int] = set()
     with torch.inference_mode():
         guesses = sequences.passes.guess(np.array(slots), [4, 2], states)
-    assert guesses == [twin.guess(first, 4), twin.guess(second, 2)]
+        assert guesses == [twin.guess(first, 4), twin.guess(second, 2)]
+        for chance_min in CHANCES:
+            likely = sequences.passes.guess(np.array(slots), [4, 2], states, chance_min)
+            expected = [twin.guess(first, 4, chance_min), twin.guess(second, 2, chance_min)]
+            assert likely == expected, chance_min
+            lengths.add(len(likely[0]))
+    assert len(lengths) > 2
 
 
 def test_a_checkpoint_without_the_layer_is_refused_by_name(

@@ -28,6 +28,7 @@ from common.engine.layers.fused_rotation import AnyRotation
 from common.engine.layers.layer_context import LayerContext
 from common.engine.layers.linear import whole_linear
 from common.engine.layers.norm import RmsNorm
+from common.engine.logits import largest
 from common.engine.models.layer_pass import DecoderLayer, LayerPass
 from common.errors import ConfigError
 from common.speculative import SpeculativeAlgorithm
@@ -62,6 +63,20 @@ class HiddenTap:
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """The likeliest token of each row, int64[R], and how likely it is to the draft, fp32[R]."""
+
+    tokens: Tensor
+    chances: Tensor
+
+    @staticmethod
+    def of(logits: Tensor) -> Guess:
+        """logits: float32[R, vocabulary]."""
+        tokens = largest(logits)
+        return Guess(tokens, logits.softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1))
+
+
 class Draft(Protocol):
     """The draft of a model on one rank."""
 
@@ -83,8 +98,8 @@ class Draft(Protocol):
         """
         ...
 
-    def guess(self, states: Tensor) -> Tensor:
-        """The likeliest token int64[R] by states [R, hidden size]."""
+    def guess(self, states: Tensor) -> Guess:
+        """The token that follows each of R states [R, hidden size]."""
         ...
 
     def weights(self) -> Iterator[Weight]: ...
@@ -153,8 +168,8 @@ class NextnDraft:
         joined = self._join(torch.cat((tokens, self._state_norm(states)), dim=-1))
         return self._norm(self._layer(joined, layer_pass))
 
-    def guess(self, states: Tensor) -> Tensor:
-        return self._ends.head(states).argmax(dim=-1)
+    def guess(self, states: Tensor) -> Guess:
+        return Guess.of(self._ends.head(states))
 
     def weights(self) -> Iterator[Weight]:
         yield from self._token_norm.weights()

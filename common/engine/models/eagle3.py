@@ -22,7 +22,7 @@ from common.engine.layers.linear import whole_linear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import RotaryEmbedding
-from common.engine.models.draft import ModelEnds
+from common.engine.models.draft import Guess, ModelEnds
 from common.engine.models.eagle3_config import TAP_COUNT
 from common.engine.models.gqa import GqaAttention
 from common.engine.models.layer_pass import MAIN, LayerPass
@@ -82,9 +82,11 @@ class Eagle3Draft:
         states, normed = self._mlp_norm.after_add(states, attended)
         return states + self._mlp(normed)
 
-    def guess(self, states: Tensor) -> Tensor:
-        best = self._head(self._norm(states)).argmax(dim=-1)
-        return best if self._distances is None else best + self._distances[best]
+    def guess(self, states: Tensor) -> Guess:
+        guess = Guess.of(self._head(self._norm(states)))
+        if self._distances is None:
+            return guess
+        return Guess(guess.tokens + self._distances[guess.tokens], guess.chances)
 
     @property
     def token_max(self) -> int:

@@ -22,15 +22,19 @@ from common.engine.speculation.proposer import Drawn, FollowedRows
 
 
 class DraftProposer:
-    """See `Proposer`. model: with a draft, whose layers lie in the pool behind its own."""
+    """See `Proposer`. model: with a draft, whose layers lie in the pool behind its own. chance_min:
+    guesses that are less likely than that to be right are not made."""
 
-    def __init__(self, model: CausalLm, pool: KvPool, table: SequenceTable) -> None:
+    def __init__(
+        self, model: CausalLm, pool: KvPool, table: SequenceTable, chance_min: float = 0.0
+    ) -> None:
         assert model.draft is not None
         config = model.draft.config
         self.name = str(config.algorithm)
         self.tapped = config.tapped
         self.layer_ids = config.layer_ids
         self._table = table
+        self._chance_min = chance_min
         self._passes = DraftPasses(model, model.draft, pool, table)
         # By slot: what is guessed from, behind the last row that is there.
         self._states: dict[int, Tensor] = {}
@@ -63,6 +67,7 @@ class DraftProposer:
             np.array([slots[place] for place in chosen], dtype=np.int64),
             [wanted[place] for place in chosen],
             states,
+            self._chance_min,
         )
         for place, tokens in zip(chosen, guesses, strict=True):
             proposals[place] = tokens
