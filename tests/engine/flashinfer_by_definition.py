@@ -229,11 +229,14 @@ class Mla:
         return torch.cat(outputs)
 
 
-def rmsnorm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    assert len(hidden) and hidden.is_contiguous() and hidden.dtype == weight.dtype
+def rmsnorm(hidden: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:
+    """Rows may lie apart, 16 bytes of them can be read at a time, and out may be them."""
+    assert len(hidden) and hidden.stride(1) == 1 and hidden.dtype == weight.dtype
+    assert not hidden.stride(0) % 8 and not hidden.storage_offset() % 8
     wide = hidden.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (wide * scale * weight.float()).to(hidden.dtype)
+    found = (wide * scale * weight.float()).to(hidden.dtype)
+    return found if out is None else out.copy_(found)
 
 
 def fused_add_rmsnorm(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -241,11 +244,12 @@ def fused_add_rmsnorm(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon:
     hidden.copy_(rmsnorm(residual, weight, epsilon))
 
 
-def gemma_rmsnorm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    assert len(hidden) and hidden.is_contiguous() and hidden.dtype == weight.dtype
-    wide = hidden.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (wide * scale * (1.0 + weight.float())).to(hidden.dtype)
+def gemma_rmsnorm(
+    hidden: Tensor, weight: Tensor, epsilon: float, out: Tensor | None = None
+) -> Tensor:
+    # Offsets are added in fp32.
+    wide = rmsnorm(hidden.float(), 1.0 + weight.float(), epsilon).to(hidden.dtype)
+    return wide if out is None else out.copy_(wide)
 
 
 def gemma_fused_add_rmsnorm(
@@ -315,6 +319,19 @@ def apply_rope_with_cos_sin_cache(
     return turned[0].flatten(1), turned[1].flatten(1)
 
 
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> None:
+    found = apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox)
+    for heads, turned in zip((query, key), found, strict=True):
+        heads.copy_(turned.view(heads.shape))
+
+
 class Rerun:
     """See `Recording`: reads the same memory again."""
 
@@ -350,7 +367,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "mla": {"BatchMLAPagedAttentionWrapper": Mla},
         "norm": {kernel.__name__: kernel for kernel in NORMS},
         "page": {"append_paged_kv_cache": append_paged_kv_cache},
-        "rope": {"apply_rope_with_cos_sin_cache": apply_rope_with_cos_sin_cache},
+        "rope": {
+            kernel.__name__: kernel
+            for kernel in (apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace)
+        },
         "activation": {kernel.__name__: kernel for kernel in (silu_and_mul, gelu_tanh_and_mul)},
     }
     for name, contents in parts.items():

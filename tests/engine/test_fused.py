@@ -61,12 +61,17 @@ def halves_swapped(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def unscaled(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return rmsnorm(hidden, torch.ones_like(weight), epsilon)
+def unscaled(hidden: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    return rmsnorm(hidden, torch.ones_like(weight), epsilon, out)
 
 
-def offset(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return rmsnorm(hidden, weight + 1, epsilon)
+def offset(hidden: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    return rmsnorm(hidden, weight + 1, epsilon, out)
+
+
+def not_in_place(hidden: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    is_own = out.data_ptr() == hidden.data_ptr()
+    return rmsnorm(hidden, weight, epsilon, None if is_own else out)
 
 
 def not_added(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -82,6 +87,7 @@ def not_finite(gate_up: Tensor) -> Tensor:
     [
         ("norm", "rmsnorm", unscaled),
         ("norm", "rmsnorm", offset),
+        ("norm", "rmsnorm", not_in_place),
         ("norm", "fused_add_rmsnorm", not_added),
         ("activation", "silu_and_mul", halves_swapped),
         ("activation", "gelu_tanh_and_mul", silu_and_mul),
@@ -97,8 +103,8 @@ def test_a_wrong_kernel_is_found_out_at_start(
     assert not difference <= TOLERANCE[torch.bfloat16]
 
 
-def not_offset(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return rmsnorm(hidden, weight, epsilon)
+def not_offset(hidden: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+    return rmsnorm(hidden, weight, epsilon, out)
 
 
 def not_added_by_offset(hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
@@ -168,11 +174,20 @@ def not_turned(
 
 
 @pytest.mark.parametrize("mistake", [turned_back, in_other_pairs, not_turned])
+@pytest.mark.parametrize("kind", ["", "_inplace"])
 def test_heads_that_are_turned_wrongly_are_found_out_at_start(
-    monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., tuple[Tensor, Tensor]]
+    monkeypatch: pytest.MonkeyPatch, kind: str, mistake: Callable[..., tuple[Tensor, Tensor]]
 ) -> None:
+    def in_place(
+        positions: Tensor, query: Tensor, key: Tensor, *args: object, is_neox: bool
+    ) -> None:
+        found = mistake(positions, query, key, *args, is_neox=is_neox)
+        for heads, turned in zip((query, key), found, strict=True):
+            heads.copy_(turned.clone().view(heads.shape))
+
     install(monkeypatch)
-    monkeypatch.setattr(sys.modules["flashinfer.rope"], "apply_rope_with_cos_sin_cache", mistake)
+    name = f"apply_rope_with_cos_sin_cache{kind}"
+    monkeypatch.setattr(sys.modules["flashinfer.rope"], name, in_place if kind else mistake)
     rotation = RotationShape(64, 64, False)
     difference = check_rotation(FusedKernels(), rotation, FusedShape(128, 96, BF16, CPU, ROPE))
     assert not difference <= TOLERANCE[BF16]

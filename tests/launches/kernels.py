@@ -211,7 +211,10 @@ def _install_flashinfer(monkeypatch: pytest.MonkeyPatch, counter: LaunchCounter)
         },
         ".fused_moe": {"fused_topk_deepseek": route},
         ".page": {"append_paged_kv_cache": append},
-        ".rope": {"apply_rope_with_cos_sin_cache": rotate},
+        ".rope": {
+            "apply_rope_with_cos_sin_cache": rotate,
+            "apply_rope_with_cos_sin_cache_inplace": rotate,
+        },
         ".activation": {name: first(name, 2) for name in ("silu_and_mul", "gelu_tanh_and_mul")},
     }
     for name, contents in parts.items():

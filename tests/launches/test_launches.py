@@ -15,13 +15,13 @@ from tests.launches.step import AROUND, DRAWN, GREEDY, INSIDE, count_step
 LAYERS = {
     "llama": {"GqaAttention, GatedMlp": 10},
     "qwen3": {"GqaAttention, GatedMlp": 10},
-    "deepseek_v3": {"MlaAttention, GatedMlp": 22, "MlaAttention, GroupedMoeMlp": 30},
+    "deepseek_v3": {"MlaAttention, GatedMlp": 15, "MlaAttention, GroupedMoeMlp": 23},
     "qwen3_next": {"GatedDeltaNet, SharedMoeMlp": 20, "GatedAttention, SharedMoeMlp": 21},
 }
 OUTSIDE = {
     "llama": (16, 17),
     "qwen3": (16, 17),
-    "deepseek_v3": (26, 27),
+    "deepseek_v3": (21, 22),
     "qwen3_next": (17, 18),
 }
 """Of all else in a step: of greedy rows, and of rows that are drawn."""

@@ -125,8 +125,8 @@ class LatentKernel:
         """
         latent_dim = self._kind.latent_dim
         sums = self._wrapper.run(
-            q_nope=absorb_query(query, projection).contiguous(),
-            q_pe=query[..., self._kind.nope_dim :].contiguous(),
+            q_nope=absorb_query(query, projection),
+            q_pe=query[..., self._kind.nope_dim :],
             ckv_cache=rows[:, 0, :, :latent_dim],
             kpe_cache=rows[:, 0, :, latent_dim:],
         )

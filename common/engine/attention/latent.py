@@ -297,8 +297,10 @@ def absorb_query(query: Tensor, projection: LatentProjection) -> Tensor:
 
 
 def project_sums(latent: Tensor, projection: LatentProjection) -> Tensor:
-    """Weighted sums of rows [T, heads, latent dim] to [T, heads, value dim]."""
-    return torch.bmm(latent.transpose(0, 1), projection.value.transpose(1, 2)).transpose(0, 1)
+    """Weighted sums of rows [T, heads, latent dim] to [T, heads, value dim], without gaps."""
+    output = latent.new_empty(*latent.shape[:2], projection.value.shape[1])
+    torch.bmm(latent.transpose(0, 1), projection.value.transpose(1, 2), out=output.transpose(0, 1))
+    return output
 
 
 def attend_expanded(

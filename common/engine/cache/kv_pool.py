@@ -52,7 +52,7 @@ class Plane:
     def write(self, index: WriteIndex, values: Tensor) -> None:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""
         values = cast(values, self.view.dtype)
-        if self.items is None or index.item_numbers is None or not values.is_cpu:
+        if self.items is None or index.item_numbers is None:
             # There one kernel, which takes rows that lie apart; else two, of which one copies them.
             raw(self.view)[index.token_pages, :, index.token_rows] = raw(values)
             return
@@ -97,8 +97,8 @@ class Plane:
 class WriteIndex:
     """Where T new tokens go, for all planes of one geometry.
 
-    token_pages, token_rows: int64[T]. item_numbers: int64[T * unit], or None if the geometry has
-    no whole strides.
+    token_pages, token_rows: int64[T]. item_numbers: int64[T * unit] on a CPU; None elsewhere, and
+    if the geometry has no whole strides.
     """
 
     token_pages: Tensor
@@ -217,7 +217,7 @@ class KvPool:
 def write_index(geometry: Geometry, token_pages: Tensor, token_rows: Tensor) -> WriteIndex:
     """Where tokens go, from their page ids and rows in the page, both [T]."""
     token_pages, token_rows = token_pages.to(torch.int64), token_rows.to(torch.int64)
-    if geometry.page_stride == 0:
+    if geometry.page_stride == 0 or not token_pages.is_cpu:
         return WriteIndex(token_pages, token_rows, None)
     first = token_pages * geometry.page_stride + token_rows
     units = torch.arange(geometry.unit_count, device=first.device) * geometry.unit_stride

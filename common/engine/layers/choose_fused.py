@@ -206,9 +206,13 @@ def check_rotation(kernels: AnyKernels, rotation: RotationShape, shape: FusedSha
         draw = _drawing(shape, torch.Generator().manual_seed(count))
         heads = draw(count, 7, rotation.head_dim)
         positions = torch.arange(count, device=device) * POSITION_STEP
-        found = FusedRotation(narrow, positions, kernels).apply_both(heads[:, :4], heads[:, 4:6])
-        expected = wide.rotate(positions).apply(heads[:, :6].float())
-        difference = largest_difference(expected, torch.cat(found, dim=1))
+        rotated = FusedRotation(narrow, positions, kernels)
+        found = torch.cat(rotated.apply_both(heads[:, :4], heads[:, 4:6]), dim=1)
+        expected = torch.cat((wide.rotate(positions).apply(heads[:, :6].float()), heads[:, 6:]), 1)
+        rotated.apply_in_place(heads[:, :4], heads[:, 4:6])
+        difference = largest_difference(
+            torch.cat((expected[:, :6], expected), dim=1), torch.cat((found, heads), dim=1)
+        )
         if not math.isfinite(difference):
             return math.nan
         worst = max(worst, difference)
@@ -267,6 +271,9 @@ def _norms(
     norm.weight.copy_(draw(shape.size))
     found.append(norm(draw(row_count, shape.size)))
     found.append(norm(draw(row_count, shape.size + 64)[:, : shape.size]))
+    rows = draw(row_count, shape.size + 128)
+    norm.in_place(rows[:, 64 : 64 + shape.size])
+    found.append(rows)
     found += norm.after_add(draw(row_count, shape.size), draw(row_count, shape.size))
     return found
 

@@ -67,9 +67,11 @@ class FusedKernels(KnownParts):
         from flashinfer import activation, norm, rope
 
         super().__init__()
-        self._rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rmsnorm
+        self._rms_norm: Callable[[Tensor, Tensor, float, Tensor], Tensor] = norm.rmsnorm
         self._add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = norm.fused_add_rmsnorm
-        self._offset_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.gemma_rmsnorm
+        self._offset_rms_norm: Callable[[Tensor, Tensor, float, Tensor], Tensor] = (
+            norm.gemma_rmsnorm
+        )
         self._add_offset_rms_norm: Callable[[Tensor, Tensor, Tensor, float], None] = (
             norm.gemma_fused_add_rmsnorm
         )
@@ -77,17 +79,27 @@ class FusedKernels(KnownParts):
         self._gated_gelu: Callable[[Tensor], Tensor] = activation.gelu_tanh_and_mul
 
         self._rotate: Callable[..., tuple[Tensor, Tensor]] = rope.apply_rope_with_cos_sin_cache
+        self._rotate_in_place: Callable[..., None] = rope.apply_rope_with_cos_sin_cache_inplace
         self._ascending: dict[torch.device, Ascending] = {}
         self.experts = ExpertKernels()
 
     def rms_norm(
-        self, hidden: Tensor, weight: Tensor, epsilon: float, *, is_offset: bool = False
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        *,
+        is_offset: bool = False,
+        output: Tensor | None = None,
     ) -> Tensor:
-        """x / rms(x) * w over the last of two dimensions. is_offset: times 1 + w."""
-        if hidden.shape[0] == 0:
-            return torch.empty_like(hidden)
-        norm = self._offset_rms_norm if is_offset else self._rms_norm
-        return norm(hidden.contiguous(), weight, epsilon)
+        """x / rms(x) * w over the last of two dimensions. is_offset: times 1 + w. output: rows to
+        write to, which may be the input's; None for new ones."""
+        if output is None:
+            output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        if hidden.shape[0]:
+            norm = self._offset_rms_norm if is_offset else self._rms_norm
+            norm(_aligned(hidden), weight, epsilon, output)
+        return output
 
     def add_rms_norm(
         self,
@@ -118,18 +130,23 @@ class FusedKernels(KnownParts):
         self, query: Tensor, key: Tensor, angles: Tensor, *, is_interleaved: bool
     ) -> tuple[Tensor, Tensor]:
         """Two times [T, heads, head dim], rotated by fp32[T, rotated dim] of cosines and sines."""
+        places, dim = self._places(query), query.shape[-1]
+        turned = self._rotate(places, query, key, dim, angles, is_neox=not is_interleaved)
+        return turned[0].view(query.shape), turned[1].view(key.shape)
+
+    def rotate_in_place(
+        self, query: Tensor, key: Tensor, angles: Tensor, *, is_interleaved: bool
+    ) -> None:
+        """As `rotate`, in the memory of both."""
+        places, dim = self._places(query), query.shape[-1]
+        self._rotate_in_place(places, query, key, dim, angles, is_neox=not is_interleaved)
+
+    def _places(self, query: Tensor) -> Tensor:
+        """Where each token's angles are: int32[T]."""
         device = query.device
         if device not in self._ascending:
             self._ascending[device] = Ascending(device)
-        turned = self._rotate(
-            self._ascending[device].first(len(query)),
-            query,
-            key,
-            query.shape[-1],
-            angles,
-            is_neox=not is_interleaved,
-        )
-        return turned[0].view(query.shape), turned[1].view(key.shape)
+        return self._ascending[device].first(len(query))
 
     def norm_and_rotate(
         self,
@@ -148,3 +165,12 @@ class FusedKernels(KnownParts):
         return norm_and_rotate(
             heads, weight, epsilon, angles, is_interleaved=is_interleaved, is_offset=is_offset
         )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The same rows [T, size], each where a kernel can read 16 bytes at a time."""
+    step = 16 // rows.element_size()
+    is_taken = (
+        rows.stride(1) == 1 and not rows.stride(0) % step and not rows.storage_offset() % step
+    )
+    return rows if is_taken else rows.contiguous()

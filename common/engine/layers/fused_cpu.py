@@ -30,13 +30,19 @@ class CpuKernels(KnownParts):
         self._native = load_native("_layers")
 
     def rms_norm(
-        self, hidden: Tensor, weight: Tensor, epsilon: float, *, is_offset: bool = False
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        *,
+        is_offset: bool = False,
+        output: Tensor | None = None,
     ) -> Tensor:
         """See `FusedKernels`."""
         hidden = _rows(hidden)
-        output = torch.empty(hidden.shape, dtype=hidden.dtype)
-        self._norm(hidden, None, output, weight, epsilon, is_offset)
-        return output
+        dense = torch.empty(hidden.shape, dtype=hidden.dtype)
+        self._norm(hidden, None, dense, weight, epsilon, is_offset)
+        return dense if output is None else output.copy_(dense)
 
     def add_rms_norm(
         self,
@@ -68,6 +74,13 @@ class CpuKernels(KnownParts):
             self._turn(query, angles, None, is_interleaved=is_interleaved),
             self._turn(key, angles, None, is_interleaved=is_interleaved),
         )
+
+    def rotate_in_place(
+        self, query: Tensor, key: Tensor, angles: Tensor, *, is_interleaved: bool
+    ) -> None:
+        """See `FusedKernels`."""
+        for heads in (query, key):
+            heads.copy_(self._turn(heads, angles, None, is_interleaved=is_interleaved))
 
     def norm_and_rotate(
         self,

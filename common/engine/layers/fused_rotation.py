@@ -26,7 +26,6 @@ class FusedRotation:
         self._rotary = rotary
         self._positions = positions
         self._fused = fused
-        self._plain: Rotation | None = None
 
     def apply(self, heads: Tensor) -> Tensor:
         """See `Rotation`."""
@@ -35,13 +34,21 @@ class FusedRotation:
 
     def apply_both(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate two times [T, heads, head dim], of equal head dims."""
-        shape = self._shape(query)
-        is_taken = shape in self._fused.rotations and query.stride(-1) == key.stride(-1) == 1
-        if not is_taken:
-            if self._plain is None:
-                self._plain = self._rotary.rotate(self._positions)
-            return self._plain.apply(query), self._plain.apply(key)
-        return self._fused.rotate(query, key, self._table, is_interleaved=shape.is_interleaved)
+        if not self._is_known(query, key):
+            return self._spelled.apply(query), self._spelled.apply(key)
+        return self._fused.rotate(
+            query, key, self._table, is_interleaved=self._rotary.is_interleaved
+        )
+
+    def apply_in_place(self, query: Tensor, key: Tensor) -> None:
+        """As `apply_both`, in the memory of both."""
+        if self._is_known(query, key):
+            self._fused.rotate_in_place(
+                query, key, self._table, is_interleaved=self._rotary.is_interleaved
+            )
+        else:
+            query.copy_(self._spelled.apply(query))
+            key.copy_(self._spelled.apply(key))
 
     def apply_normed(self, heads: Tensor, norm: QkNorm) -> Tensor | None:
         """Norm and rotate queries and keys [T, heads, head dim] in one launch; None if no kernel is
@@ -57,6 +64,14 @@ class FusedRotation:
             is_interleaved=self._rotary.is_interleaved,
             is_offset=norm.is_offset,
         )
+
+    def _is_known(self, query: Tensor, key: Tensor) -> bool:
+        is_taken = query.stride(-1) == key.stride(-1) == 1
+        return is_taken and self._shape(query) in self._fused.rotations
+
+    @cached_property
+    def _spelled(self) -> Rotation:
+        return self._rotary.rotate(self._positions)
 
     def _shape(self, heads: Tensor) -> RotationShape:
         return RotationShape(
@@ -82,6 +97,15 @@ def apply_both(rotation: AnyRotation, query: Tensor, key: Tensor) -> tuple[Tenso
     if isinstance(rotation, FusedRotation):
         return rotation.apply_both(query, key)
     return rotation.apply(query), rotation.apply(key)
+
+
+def apply_in_place(rotation: AnyRotation, query: Tensor, key: Tensor) -> None:
+    """As `apply_both`, in the memory of both."""
+    if isinstance(rotation, FusedRotation):
+        rotation.apply_in_place(query, key)
+    else:
+        query.copy_(rotation.apply(query))
+        key.copy_(rotation.apply(key))
 
 
 def apply_cut(rotation: AnyRotation, heads: Tensor, query_count: int) -> tuple[Tensor, Tensor]:

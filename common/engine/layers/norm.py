@@ -45,6 +45,13 @@ class RmsNorm:
             return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.epsilon)
         return self.weight * normalize(hidden, self.epsilon)
 
+    def in_place(self, rows: Tensor) -> None:
+        """The same of rows [T, size], which may lie apart, in their memory."""
+        if (fused := self.fused_for(rows)) is not None:
+            fused.rms_norm(rows, self.weight, self.epsilon, is_offset=self.is_offset, output=rows)
+        else:
+            rows.copy_(self(rows))
+
     def after_add(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """(the sum of both [T, size], its norm); neither may be used afterwards."""
         if (fused := self.fused_for(hidden, added)) is not None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from common.engine.attention.latent import LatentPass, LatentProjection, Selection
 from common.engine.checkpoint.weights import Weight
 from common.engine.config.model import ModelConfig
-from common.engine.layers.fused_rotation import apply_both
+from common.engine.layers.fused_rotation import apply_in_place
 from common.engine.layers.grouped_moe import GroupedMoeMlp
 from common.engine.layers.layer_context import LayerContext
-from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear, whole_linear
+from common.engine.layers.linear import ColumnLinear, OutputBlock, RowLinear
 from common.engine.layers.mlp import GatedMlp
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.rotary import score_scale
@@ -45,9 +44,6 @@ class MlaAttention:
         self.mla = mla
         self.head_count = len(context.cut(config.head_count))
         self.scale = score_scale(config.rope, mla.query_dim)
-        self.row = whole_linear(
-            context, f"{name}.kv_a_proj_with_mqa", config.hidden_size, mla.row_dim, has_bias
-        )
         self.row_norm = RmsNorm(
             context, f"{name}.kv_a_layernorm", mla.latent_dim, INNER_NORM_EPSILON
         )
@@ -59,17 +55,17 @@ class MlaAttention:
             mla.nope_dim + mla.value_dim,
             is_read=True,
         )
-        self.query_down: ColumnLinear | None = None
         self.query_norm: RmsNorm | None = None
         query_name, query_input = f"{name}.q_proj", config.hidden_size
+        downs = [OutputBlock.whole(f"{name}.kv_a_proj_with_mqa", mla.row_dim, has_bias)]
         if mla.query_rank is not None:
             query_name, query_input = f"{name}.q_b_proj", mla.query_rank
-            self.query_down = whole_linear(
-                context, f"{name}.q_a_proj", config.hidden_size, mla.query_rank, has_bias
-            )
+            downs.insert(0, OutputBlock.whole(f"{name}.q_a_proj", mla.query_rank, has_bias))
             self.query_norm = RmsNorm(
                 context, f"{name}.q_a_layernorm", mla.query_rank, INNER_NORM_EPSILON
             )
+        # Of queries, if they have a rank, and of rows.
+        self.down = ColumnLinear(context, config.hidden_size, downs)
         self.query = _head_linear(
             context, query_name, query_input, config.head_count, mla.query_dim
         )
@@ -86,17 +82,14 @@ class MlaAttention:
         assert isinstance(attention, LatentPass), "a latent model runs over a latent backend"
         token_count = hidden.shape[0]
         mla = self.mla
-        query_input = hidden
-        if self.query_down is not None and self.query_norm is not None:
-            query_input = self.query_norm(self.query_down(hidden))
+        down = self.down(hidden)
+        query_input, row = hidden, down[:, -mla.row_dim :]
+        if self.query_norm is not None:
+            query_input = self.query_norm(down[:, : -mla.row_dim])
         query = self.query(query_input).view(token_count, self.head_count, mla.query_dim)
-        row = self.row(hidden)
-        turned, turned_row = self.turn(
-            query[..., mla.nope_dim :], row[:, None, mla.latent_dim :], layer_pass
-        )
-        query = torch.cat((query[..., : mla.nope_dim], turned), dim=-1)
-        latent = self.row_norm(row[:, : mla.latent_dim])
-        row = torch.cat((latent, turned_row[:, 0]), dim=-1)
+        # What the products made becomes queries and rows where it lies.
+        self.turn(query[..., mla.nope_dim :], row[:, None, mla.latent_dim :], layer_pass)
+        self.row_norm.in_place(row[:, : mla.latent_dim])
         per_head = self.expand.rows.view(self.head_count, -1, mla.latent_dim)
         projection = LatentProjection(
             key=per_head[:, : mla.nope_dim], value=per_head[:, mla.nope_dim :], scale=self.scale
@@ -105,9 +98,9 @@ class MlaAttention:
         attended = attention.attend_latent(self.layer, query, row, projection, selection)
         return self.output(self.gate(attended, hidden).reshape(token_count, -1))
 
-    def turn(self, query: Tensor, key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
+    def turn(self, query: Tensor, key: Tensor, layer_pass: LayerPass) -> None:
         """Rotates the positional part of queries and of rows, both [T, heads, rope dim]."""
-        return apply_both(layer_pass.rotation, query, key)
+        apply_in_place(layer_pass.rotation, query, key)
 
     def gate(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Transform the heads' outputs [T, heads, value dim] before they are projected."""
@@ -120,11 +113,10 @@ class MlaAttention:
         return None
 
     def weights(self) -> Iterator[Weight]:
-        if self.query_down is not None and self.query_norm is not None:
-            yield from self.query_down.weights()
+        yield from self.down.weights()
+        if self.query_norm is not None:
             yield from self.query_norm.weights()
         yield from self.query.weights()
-        yield from self.row.weights()
         yield from self.row_norm.weights()
         yield from self.expand.weights()
         yield from self.output.weights()

@@ -35,8 +35,8 @@ LING_PARTS = {"dense": "o_proj", "query_layernorm": "q_norm", "key_layernorm": "
 class UnrotatedMla(MlaAttention):
     """Latent attention that knows of positions only what the recurrence tells it."""
 
-    def turn(self, query: Tensor, key: Tensor, layer_pass: LayerPass) -> tuple[Tensor, Tensor]:
-        return query, key
+    def turn(self, query: Tensor, key: Tensor, layer_pass: LayerPass) -> None:
+        """Nothing is rotated."""
 
 
 class HeadGatedMla(MlaAttention):
