@@ -34,9 +34,11 @@ SHORT_COUNT = 40
 
 @dataclass
 class House:
-    """alone: with the draft; other: a decode server without."""
+    """second: a decode server as the first one; alone: with the draft; other: one without."""
 
+    prefill: Node
     decode: Node
+    second: Node
     alone: Node
     other: Node
     prompts: list[list[int]]
@@ -53,14 +55,15 @@ def house(
     flags = ("--page-size", "8", "--verify-transfer", "full")
     flags += ("--max-total-tokens", str(SMALL_POOL_TOKENS))
     decode = fleet.decode([prefill], *FLAGS, *DRAFT, *flags)
+    second = fleet.decode([prefill], *FLAGS, *DRAFT, name="second")
     alone = fleet.decode([], *FLAGS, *DRAFT, name="alone")
     other = fleet.decode([prefill], *FLAGS, name="other")
     oracle = Reference.load(fleet.model_path)
     prompts = [random_prompt(length, seed=length) for length in LENGTHS]
     expected = [oracle.greedy(prompt, OUTPUT_COUNT) for prompt in prompts]
-    for node in (prefill, decode, alone):
+    for node in (prefill, decode, second, alone):
         node.wait_ready()
-    return House(decode, alone, other, prompts, expected)
+    return House(prefill, decode, second, alone, other, prompts, expected)
 
 
 def ask(fleet: Fleet, node: Node, prompts: list[list[int]], sampling: Body) -> list[list[int]]:
@@ -96,6 +99,29 @@ def test_a_pair_accepts_as_much_as_a_server_alone_after_prefix_hits_too(
     outputs = [[reply.output_ids for reply in of_node] for of_node in found]
     assert outputs[0] == outputs[1]
     assert any(reply.meta_info.cached_tokens_details.decode for reply in found[0])
+    lengths = [accept_length(of_node) for of_node in found]
+    assert lengths[0] == pytest.approx(lengths[1], rel=TOLERANCE)
+    assert lengths[0] > 2.0
+
+
+def test_a_turn_guesses_as_well_behind_an_answer_that_came_back(
+    fleet: Fleet, house: House
+) -> None:
+    """The next turn goes to another decode server: what it finds is the prefill server's."""
+    prompts = [random_prompt(length, seed=1000 + length) for length in (16, 33, 64)]
+    kept = house.prefill.info().counters["returns_kept"]
+    answers = ask(fleet, house.decode, prompts, GREEDY)
+    house.prefill.wait_counted("returns_kept", kept + len(prompts))
+    turns = [
+        prompt + answer + random_prompt(9, seed=len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    found = [replies(fleet, node, turns, GREEDY) for node in (house.second, house.alone)]
+    outputs = [[reply.output_ids for reply in of_node] for of_node in found]
+    assert outputs[0] == outputs[1]
+    for prompt, reply in zip(prompts, found[0], strict=True):
+        # A block that is known to its end, but for the last token of the answer.
+        assert reply.meta_info.cached_tokens_details.prefill > len(prompt) + OUTPUT_COUNT - 18
     lengths = [accept_length(of_node) for of_node in found]
     assert lengths[0] == pytest.approx(lengths[1], rel=TOLERANCE)
     assert lengths[0] > 2.0
