@@ -156,8 +156,8 @@ SECURITY: tuple[Flag, ...] = (
         ("api-key",),
         "KEY,...",
         api_keys,
-        "keys that HTTP clients must show as `Authorization: Bearer KEY`; seen by every user of "
-        "this machine, so better in a file or in BATON_API_KEY [none]",
+        "keys that HTTP clients must show as `Authorization: Bearer KEY` or `x-api-key: KEY`; seen "
+        "by every user of this machine, so better in a file or in BATON_API_KEY [none]",
         is_secret=True,
     ),
     Flag("api_key_file", ("api-key-file",), "FILE", text, "file of such keys, one per line [none]"),

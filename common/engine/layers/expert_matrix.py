@@ -80,7 +80,8 @@ class ExpertMatrix:
     def room(self, view: Tensor) -> Tensor:
         """The memory of a view of the rows, to be written."""
         if self.rows.is_meta:
-            self._rows = torch.empty_like(self.rows, device=self.device)
+            rows = self.rows
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device=self.device)
             if self._stored is not None:
                 # Experts of other forms: all are wide.
                 for expert in self._stored.kept:

@@ -61,7 +61,9 @@ class Matrix:
     def room(self, view: Tensor) -> Tensor:
         """The memory of a view of the rows, to be written."""
         if self.rows.is_meta:
-            self._rows = torch.empty_like(self.rows, device=self.device)
+            # Not empty_like: of a tensor on the meta device it imports sympy, a third of a second.
+            rows = self.rows
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device=self.device)
         if not view.is_meta:
             return view
         return self.rows.as_strided(view.shape, view.stride(), view.storage_offset())
