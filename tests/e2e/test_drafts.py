@@ -104,9 +104,7 @@ def test_a_pair_accepts_as_much_as_a_server_alone_after_prefix_hits_too(
     assert lengths[0] > 2.0
 
 
-def test_a_turn_guesses_as_well_behind_an_answer_that_came_back(
-    fleet: Fleet, house: House
-) -> None:
+def test_a_turn_guesses_as_well_behind_an_answer_that_came_back(fleet: Fleet, house: House) -> None:
     """The next turn goes to another decode server: what it finds is the prefill server's."""
     prompts = [random_prompt(length, seed=1000 + length) for length in (16, 33, 64)]
     kept = house.prefill.info().counters["returns_kept"]

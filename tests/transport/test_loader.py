@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,36 @@ def test_ucx_keeps_no_list_of_device_memory() -> None:
     value = ctypes.create_string_buffer(16)
     ctypes.CDLL("libucs.so.0").ucs_global_opts_get_value(b"MEMTYPE_CACHE", value, len(value))
     assert value.value == b"n"
+
+
+@pytest.mark.parametrize(
+    ("has_rdma", "has_gpu", "own", "told"),
+    [
+        (False, False, None, "none"),
+        (False, False, "bistro", "bistro"),
+        (True, False, None, None),
+        (False, True, None, None),
+    ],
+)
+def test_ucx_hooks_into_unmapping_where_a_card_may_have_registered_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_rdma: bool,
+    has_gpu: bool,
+    own: str | None,
+    told: str | None,
+) -> None:
+    name, _ = loader.NO_HOOKS
+    gpu = tmp_path / "gpu"
+    if has_gpu:
+        gpu.touch()
+    monkeypatch.setattr(loader, "has_rdma_device", lambda: has_rdma)
+    monkeypatch.setattr(loader, "NVIDIA_DEVICE", gpu)
+    monkeypatch.setattr(loader, "loaded_directory", lambda: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: None)
+    # What is set here is gone behind this test.
+    monkeypatch.setenv(name, own or "")
+    if own is None:
+        os.environ.pop(name)
+    load_ucx("wheel")
+    assert os.environ.get(name) == told
