@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.environment import without_ucx_hooks
 from common.errors import TransportError
 
 # In this order: libuct needs symbols of libucs that are resolved late, and libucp needs both.
@@ -26,12 +26,7 @@ SYSTEM_DIRECTORIES = (
     Path("/usr/lib/aarch64-linux-gnu"),
     Path("/usr/lib"),
 )
-
-
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
-NO_HOOKS = ("UCX_MEM_MMAP_HOOK_MODE", "none")
-"""UCX hooks into unmapping, to forget what it has registered with a card; nothing registers memory
-without one. By default it rewrites libc's functions in place, 0.4 CPU seconds of every start."""
 
 
 class UcxUnavailable(TransportError):
@@ -61,7 +56,7 @@ def load_ucx(choice: str) -> UcxOrigin:
     if loaded is not None and loaded != origin.directory.resolve():
         raise UcxUnavailable(f"ucx={choice}: this process has already loaded UCX from {loaded}")
     if not (has_rdma_device() or NVIDIA_DEVICE.exists()):
-        os.environ.setdefault(*NO_HOOKS)
+        without_ucx_hooks()
     for library in LIBRARIES:
         try:
             ctypes.CDLL(str(origin.directory / library), mode=ctypes.RTLD_LOCAL)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.environment import UCX_HOOK_VARIABLE
 from common.transport import loader
 from common.transport.loader import UcxOrigin, UcxUnavailable, choose_origin, load_ucx
 from common.transport.ucx import UcxSettings, UcxTransport
@@ -127,7 +128,7 @@ def test_ucx_hooks_into_unmapping_where_a_card_may_have_registered_memory(
     own: str | None,
     told: str | None,
 ) -> None:
-    name, _ = loader.NO_HOOKS
+    name = UCX_HOOK_VARIABLE
     gpu = tmp_path / "gpu"
     if has_gpu:
         gpu.touch()
