@@ -53,7 +53,7 @@ class Plane:
         """Put values[T, unit, element] at the tokens of `index`, cast to the cache's dtype."""
         values = cast(values, self.view.dtype)
         if self.items is None or index.item_numbers is None:
-            # There one kernel, which takes rows that lie apart; else two, of which one copies them.
+            # On a GPU one kernel, which takes rows that lie apart; below two, of which one copies.
             raw(self.view)[index.token_pages, :, index.token_rows] = raw(values)
             return
         rows = raw(values.contiguous()).reshape(-1, values.shape[-1])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.engine.checkpoint.codes import Codes, join_rows
 from common.engine.layers.expert_groups import BY_ROW_NBYTES, BY_ROW_SHARE, ExpertGroups
+from common.engine.layers.matrix import memory_for
 from common.engine.layers.narrow import NarrowProduct, NarrowWeights, choose_narrow
 from common.engine.layers.stored_experts import Scratch, StoredExperts
 
@@ -80,8 +81,7 @@ class ExpertMatrix:
     def room(self, view: Tensor) -> Tensor:
         """The memory of a view of the rows, to be written."""
         if self.rows.is_meta:
-            rows = self.rows
-            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device=self.device)
+            self._rows = memory_for(self.rows, self.device)
             if self._stored is not None:
                 # Experts of other forms: all are wide.
                 for expert in self._stored.kept:

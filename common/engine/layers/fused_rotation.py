@@ -35,7 +35,7 @@ class FusedRotation:
     def apply_both(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate two times [T, heads, head dim], of equal head dims."""
         if not self._is_known(query, key):
-            return self._spelled.apply(query), self._spelled.apply(key)
+            return apply_both(self._spelled, query, key)
         return self._fused.rotate(
             query, key, self._table, is_interleaved=self._rotary.is_interleaved
         )
@@ -47,8 +47,7 @@ class FusedRotation:
                 query, key, self._table, is_interleaved=self._rotary.is_interleaved
             )
         else:
-            query.copy_(self._spelled.apply(query))
-            key.copy_(self._spelled.apply(key))
+            apply_in_place(self._spelled, query, key)
 
     def apply_normed(self, heads: Tensor, norm: QkNorm) -> Tensor | None:
         """Norm and rotate queries and keys [T, heads, head dim] in one launch; None if no kernel is

@@ -61,9 +61,7 @@ class Matrix:
     def room(self, view: Tensor) -> Tensor:
         """The memory of a view of the rows, to be written."""
         if self.rows.is_meta:
-            # Not empty_like: of a tensor on the meta device it imports sympy, a third of a second.
-            rows = self.rows
-            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device=self.device)
+            self._rows = memory_for(self.rows, self.device)
         if not view.is_meta:
             return view
         return self.rows.as_strided(view.shape, view.stride(), view.storage_offset())
@@ -103,6 +101,11 @@ class PackedProduct:
             inputs, self._packed, bias, "none", [], ""
         )
         return product
+
+
+def memory_for(rows: Tensor, device: torch.device) -> Tensor:
+    """Of a tensor on the meta device. Not empty_like: that imports sympy, a third of a second."""
+    return torch.empty(rows.shape, dtype=rows.dtype, device=device)
 
 
 def is_packable(rows: Tensor) -> bool:
