@@ -2,13 +2,15 @@
 
 A weight's rows are packed once they are filled, if a library has a better order: oneDNN arranges a
 weight anew for every product, unless it is given one that it has arranged before; for few tokens
-that is most of the time. The products are the same, bit for bit. A quantised weight may stay as
-small as it is stored instead, if a kernel multiplies by that.
+that is most of the time. The products are the same, bit for bit. A processor that has no products
+of bfloat16 is given float32, made for one product at a time. A quantised weight may stay as small
+as it is stored instead, if a kernel multiplies by that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -18,7 +20,10 @@ from torch import Tensor
 from common.engine.checkpoint.codes import Codes, join_rows
 from common.engine.layers.narrow import NarrowProduct, NarrowWeights, choose_narrow
 
-PACKED_DTYPES = (torch.bfloat16,)
+WIDENED_ELEMENTS = 1 << 18
+"""Of a weight that are float32 at the same time: as many as stay in a core's cache."""
+WIDENED_ROWS_MIN = 3
+"""Inputs from which on that is faster than torch's own product, which widens in registers."""
 
 
 class Matrix:
@@ -39,7 +44,7 @@ class Matrix:
         self.device = device or rows.device
         self._narrow = narrow
         self._rows: Tensor | None = rows
-        self._product: PackedProduct | NarrowProduct | None = None
+        self._product: PackedProduct | WidenedProduct | NarrowProduct | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -70,7 +75,8 @@ class Matrix:
         """The rows are filled, and are not written any more."""
         if self._product is not None or not is_packable(self.rows):
             return
-        self._product = PackedProduct(self.rows)
+        kind = PackedProduct if multiplies_bfloat16() else WidenedProduct
+        self._product = kind(self.rows)
         if not self.keeps_rows:
             self._rows = None
 
@@ -103,16 +109,54 @@ class PackedProduct:
         return product
 
 
+class WidenedProduct:
+    """The rows as they are, for a processor without products of bfloat16.
+
+    Part after part is made float32 and multiplied, and the sums are rounded once. torch's own
+    product does 10 GFLOP/s there for any number of rows. Measured with one thread on an AMD EPYC
+    with AVX2 alone, 1024 x 4096 out of cache, speed over it for 1, 2, 4, 8, 16, 128 and 512 rows
+    of inputs: 0.7, 1.0, 1.3, 2.4, 3.7, 7.4, 7.7.
+    """
+
+    name = "bfloat16, float32 for one product"
+
+    def __init__(self, rows: Tensor) -> None:
+        self.nbytes = rows.nbytes
+        self._rows = rows
+
+    def __call__(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        output_count, size = self._rows.shape
+        if inputs.numel() < WIDENED_ROWS_MIN * size:
+            return F.linear(inputs, self._rows, bias)
+        wide = inputs.reshape(-1, size).float()
+        step = max(1, WIDENED_ELEMENTS // size)
+        part = torch.empty((min(step, output_count), size))
+        product = torch.empty((len(wide), output_count))
+        for first in range(0, output_count, step):
+            rows = self._rows[first : first + step]
+            some = part[: len(rows)].copy_(rows)
+            torch.mm(wide, some.t(), out=product[:, first : first + step])
+        if bias is not None:
+            product += bias
+        return product.to(inputs.dtype).view(*inputs.shape[:-1], output_count)
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has what oneDNN's products of bfloat16 are made of."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def memory_for(rows: Tensor, device: torch.device) -> Tensor:
     """Of a tensor on the meta device. Not empty_like: that imports sympy, a third of a second."""
     return torch.empty(rows.shape, dtype=rows.dtype, device=device)
 
 
 def is_packable(rows: Tensor) -> bool:
-    """Whether oneDNN multiplies by such a weight here, and nothing is empty."""
+    """Whether there is a better way than torch's to multiply by such a weight on a CPU."""
     return (
         rows.device.type == "cpu"
-        and rows.dtype in PACKED_DTYPES
+        and rows.dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and rows.numel() > 0
     )
